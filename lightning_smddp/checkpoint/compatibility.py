@@ -130,8 +130,8 @@ def compare_optimizers(outlines: Sequence[OptimizerOutline], states: Sequence[Ma
         return [f"it has the states of {saved}, the model has {len(outlines)}"]
     problems = []
     for index, outline in enumerate(outlines):
-        for problem in _compare_optimizer(outline, states[index]):
-            problems.append(f"optimizer {index} ({outline.name}): {problem}")
+        found = _compare_optimizer(outline, states[index])
+        problems += [f"optimizer {index} ({outline.name}): {problem}" for problem in found]
     return problems
 
 

@@ -129,13 +129,17 @@ class Manifest:
                 told = json.load(file)
             if told["format"] != _FORMAT or told["version"] not in (1, _MANIFEST_VERSION):
                 raise ValueError(f"format {told['format']!r}, version {told['version']!r}")
+            files = told["files"]
             sizes = {}
-            for name, facts in told["files"].items():
+            for name, facts in files.items():
                 if not name or os.path.basename(name) != name:
                     raise ValueError("files outside of the directory")
                 sizes[name] = int(facts["bytes"])
-            metadata_sha256 = str(told["files"][METADATA]["sha256"])
-            return cls(int(told["saved_ns"]), sizes, metadata_sha256)
+            return cls(
+                saved_ns=int(told["saved_ns"]),
+                sizes=sizes,
+                metadata_sha256=str(files[METADATA]["sha256"]),
+            )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(path, f"is damaged: {type(error).__name__}: {error}", ANOTHER) from error
 
@@ -237,7 +241,11 @@ def _begin(stack: ExitStack, final: str, needed: int) -> str:
 def _rest_of(outlines: Sequence[Outline], order: Sequence[str], rest: Mapping[str, Any]) -> dict[str, Any]:
     """The contents of ``trainer.pt``."""
     outline = Outline.merged(outlines, order, rest)
-    return {"version": _VERSION, "outline": outline.to_json(), "checkpoint": dict(rest)}
+    return {
+        "version": _VERSION,
+        "outline": outline.to_json(),
+        "checkpoint": dict(rest),
+    }
 
 
 def _finish(writer: TensorWriter, metadata: Metadata, written: Sequence[Any], contents: Mapping[str, Any]) -> None:

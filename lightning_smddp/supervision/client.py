@@ -182,7 +182,14 @@ class Client:
     def _neighbour_ended(self, neighbour: Peer, how: str) -> None:
         def tell(text: str) -> None:
             reading = neighbour.progress.read()
-            self.tell({"type": "ended", "rank": neighbour.rank, "how": text, "progress": reading.to_json()})
+            self.tell(
+                {
+                    "type": "ended",
+                    "rank": neighbour.rank,
+                    "how": text,
+                    "progress": reading.to_json(),
+                }
+            )
 
         neighbour.settle(self._loop, self._oom, how, tell)
 
@@ -234,7 +241,13 @@ class Client:
     def report(self, failure: Failure, of_communication: bool) -> None:
         """This rank has failed: tell the hub, which tells everyone including this rank."""
         if self.hub is None or self.hub.is_in_run:
-            self.tell({"type": "failure", "failure": failure.to_json(), "of_communication": of_communication})
+            self.tell(
+                {
+                    "type": "failure",
+                    "failure": failure.to_json(),
+                    "of_communication": of_communication,
+                }
+            )
             return
         # No hub any more. A collective that breaks because rank 0 has left the run early is not this rank's fault.
         if of_communication and self.hub.has_left:

@@ -94,7 +94,16 @@ class Failure:
 
 def failure_of(rank: int, host: str, pid: int, at: Reading, kind: Kind, message: str) -> Failure:
     """A failure that is noticed now."""
-    return Failure(rank, host, pid, at.step, at.phase, kind, message[:MAX_MESSAGE_CHARACTERS], time.time())
+    return Failure(
+        rank,
+        host,
+        pid,
+        at.step,
+        at.phase,
+        kind,
+        message[:MAX_MESSAGE_CHARACTERS],
+        time.time(),
+    )
 
 
 def text_of(error: BaseException) -> str:

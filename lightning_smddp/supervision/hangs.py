@@ -162,11 +162,11 @@ def _judge(present: Sequence[Peer], readings: dict[int, Reading]) -> tuple[Peer,
 
 def _behind(present: Sequence[Peer], readings: dict[int, Reading]) -> Peer | None:
     """Who is waited for; None if that cannot be told."""
-    # Who waits is not who is waited for. If some rank does not wait, it is the one of these that is least far; if all
+    # Who waits is not who is waited for. If some ranks do not wait, it is the one of these that is least far; if all
     # do, the one whose device has passed the fewest marks; if all are as far, nobody can be named.
     elsewhere = [peer for peer in present if readings[peer.rank].waited_s == 0]
     if elsewhere:
-        return min(elsewhere, key=lambda peer: _order(readings[peer.rank].step, readings[peer.rank].phase))
+        return min(elsewhere, key=lambda peer: _order(readings[peer.rank]))
     orders = {peer.rank: _device_order(readings[peer.rank]) for peer in present}
     if min(orders.values()) == max(orders.values()):
         return None
@@ -178,7 +178,7 @@ def _device_order(reading: Reading) -> tuple[int, bool, int, int]:
     point = reading.device
     if point is None:
         return (-1, False, 0, 0)
-    step, phase = _order(point.step, point.phase)
+    step, phase = _order(point)
     # Within a step who computes is before all who communicate, as those may wait for it. How many marks of this phase
     # a device has passed tells only computing ones apart.
     if point.communicates:
@@ -186,7 +186,7 @@ def _device_order(reading: Reading) -> tuple[int, bool, int, int]:
     return (step, False, phase, point.count)
 
 
-def _order(step: int, phase: str) -> tuple[int, int]:
-    if phase not in _ORDER:
-        return (step, len(_ORDER))
-    return (step, _ORDER.index(phase))
+def _order(at: Reading | DevicePoint) -> tuple[int, int]:
+    if at.phase not in _ORDER:
+        return (at.step, len(_ORDER))
+    return (at.step, _ORDER.index(at.phase))

@@ -291,7 +291,13 @@ class Hub:
             return
         self.failure = failure
         process = kill.to_json() if kill is not None else None
-        self._tell_all({"type": "failure", "failure": failure.to_json(), "kill": process})
+        self._tell_all(
+            {
+                "type": "failure",
+                "failure": failure.to_json(),
+                "kill": process,
+            }
+        )
 
     @property
     def unaware(self) -> bool:

@@ -186,8 +186,9 @@ def _memory_events() -> tuple[str, ...]:
     """The cgroup's counters: version 2's file, then version 1's."""
     found = []
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        for line in lines:
+            _, controllers, path = line.split(":", 2)  # version 2's line has no controllers
             if controllers == "":
                 found.append(f"/sys/fs/cgroup{path}/memory.events")
             elif "memory" in controllers.split(","):

@@ -26,6 +26,7 @@ _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 # What is in the shared memory: ten signed words. The last four are the device's point; its step is -1 if there is none.
 _STEP, _PHASE, _EPOCH, _BATCHES, _MOVES, _WAITED_MS, _AT_STEP, _AT_PHASE, _AT_COUNT, _AT_COMMUNICATES = range(10)
 _BYTES = 10 * 8
+_PHASE_CHARACTERS = 40  # that another rank may send
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,19 @@ class Reading:
 
     def to_json(self) -> list[Any]:
         """All attributes in their order; ``device`` as a list of its own, or None."""
+        point = self.device
         device = None
-        if self.device is not None:
-            device = [self.device.step, self.device.phase, self.device.count, self.device.communicates]
-        return [self.step, self.phase, self.epoch, self.batches, self.moves, self.waited_s, device]
+        if point is not None:
+            device = [point.step, point.phase, point.count, point.communicates]
+        return [
+            self.step,
+            self.phase,
+            self.epoch,
+            self.batches,
+            self.moves,
+            self.waited_s,
+            device,
+        ]
 
     @classmethod
     def from_json(cls, values: list[Any]) -> Reading:
@@ -75,8 +85,21 @@ class Reading:
         point = None
         if device is not None:
             at_step, at_phase, count, communicates = device
-            point = DevicePoint(int(at_step), str(at_phase)[:40], int(count), bool(communicates))
-        return cls(int(step), str(phase)[:40], int(epoch), int(batches), int(moves), float(waited_s), point)
+            point = DevicePoint(
+                int(at_step),
+                str(at_phase)[:_PHASE_CHARACTERS],
+                int(count),
+                bool(communicates),
+            )
+        return cls(
+            int(step),
+            str(phase)[:_PHASE_CHARACTERS],
+            int(epoch),
+            int(batches),
+            int(moves),
+            float(waited_s),
+            point,
+        )
 
 
 class Progress:
@@ -124,7 +147,8 @@ class Progress:
     def phase(self, value: str) -> None:
         number = _NUMBERS.get(value)
         if number is None:
-            raise ValueError(f"phase={value!r} is unknown. Valid: {', '.join(map(repr, PHASES))}.")
+            valid = ", ".join(repr(phase) for phase in PHASES)
+            raise ValueError(f"phase={value!r} is unknown. Valid: {valid}.")
         self._cells[_PHASE] = number
         self._cells[_MOVES] += 1
 

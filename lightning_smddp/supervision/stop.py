@@ -118,4 +118,11 @@ class StopVote:
         self._timer.cancel()
         self._timer = None
         processes = [peer.process.to_json() for peer in missing]
-        self._tell({"type": "stop", "signum": self.signum, "step": step, "missing": processes})
+        self._tell(
+            {
+                "type": "stop",
+                "signum": self.signum,
+                "step": step,
+                "missing": processes,
+            }
+        )

@@ -243,7 +243,14 @@ class Supervisor:
             RankFailedError: a rank failed, had another number of batches, or ended its run.
         """
         self._state.epoch = -1  # one of this number may have ended before; the answer needs this rank's message
-        self._watch.tell({"type": "epoch", "epoch": epoch, "batches": batches, "validates": validates})
+        self._watch.tell(
+            {
+                "type": "epoch",
+                "epoch": epoch,
+                "batches": batches,
+                "validates": validates,
+            }
+        )
         seconds = self._watch.collective_timeout
         came = self._state.wait_for(lambda: self._state.epoch >= epoch, seconds)
         if not came:
