@@ -63,6 +63,7 @@ def _write_remote(dump: Dump, fs: Any, path: str, verify: bool) -> None:
         if verify:
             with fs.open(temporary, "rb") as written:
                 require_as_written(written)
+        # Where a store copies instead of renaming, the copy's size is checked as well.
         fs.mv(temporary, path)
         _require_size(fs, path, size)
     except BaseException:

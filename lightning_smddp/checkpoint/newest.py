@@ -118,7 +118,7 @@ def _saved_ns(path: str) -> int:
             said = saved_ns(file.read())
     except OSError:  # which will be reported when it is verified
         return 0
-    if said is None:
+    if said is None:  # not one of ours
         return status.st_mtime_ns
     return said
 

@@ -74,7 +74,12 @@ class Ranks:
         return self.gather(act)[0]
 
 
-_ERRORS: dict[str, type[Exception]] = {"OSError": OSError, "CheckpointError": CheckpointError, "ValueError": ValueError}
+# Errors that arrive as what they were. Of others the name and the message arrive.
+_ERRORS: dict[str, type[Exception]] = {
+    "OSError": OSError,
+    "CheckpointError": CheckpointError,
+    "ValueError": ValueError,
+}
 
 
 def _to_json(error: Exception | None) -> list[Any] | None:

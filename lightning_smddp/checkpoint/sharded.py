@@ -94,7 +94,7 @@ class Manifest:
         files: dict[str, dict[str, int | str]] = {}
         for name, size in self.sizes.items():
             files[name] = {"bytes": size}
-        files[METADATA]["sha256"] = self.metadata_sha256
+        files[METADATA]["sha256"] = self.metadata_sha256  # the one file without checksums of its own
         contents = {
             "format": _FORMAT,
             "version": _MANIFEST_VERSION,
@@ -199,8 +199,9 @@ def save_sharded(
             parts = split_checkpoint(checkpoint, names)
         return [describe_tensors(parts.tensors), parts.outline.to_json()]
 
+    # Four steps: all describe their tensors, from which each makes the plan of all; the first makes the directory; all
+    # write; the first writes the rest and names the directory. An error of any rank ends the saving on all of them.
     described = ranks.gather(describe)
-    # Every rank makes the plan of all: it follows from what all have been told.
     plans, metadata = plan_writing([tensors for tensors, _ in described])
     needed = _bytes_of(plans)
     try:
@@ -309,6 +310,7 @@ def _read(directory: str, weights_only: bool | None) -> dict[str, Any]:
     tensors = load_tensors(directory)
     path = os.path.join(directory, _REST)
     contents = read_checkpoint(path, "cpu", weights_only)
+    # Each file is whole by now, but they may be of different checkpoints.
     try:
         outline = Outline.from_json(contents["outline"])
         return merge_checkpoint(contents["checkpoint"], outline, tensors)
@@ -394,7 +396,8 @@ def shard(file: str | os.PathLike[str], directory: str | os.PathLike[str], parts
     checkpoint = read_checkpoint(local_path(file), mmap=True)
     if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
         raise CheckpointError(file, "was not saved by a Trainer: it has no `state_dict`", "Give another file.")
-    names = [_names(state["param_groups"]) for state in checkpoint.get("optimizer_states", [])]
+    states = checkpoint.get("optimizer_states", [])
+    names = [_names(state["param_groups"]) for state in states]
     order = list(checkpoint["state_dict"])
     save_sharded(checkpoint, directory, names, order, files=parts)
 

@@ -95,6 +95,7 @@ def _remove_stray(path: str) -> bool:
     kind = os.O_RDWR  # which NFS needs for a lock
     if os.path.isdir(path):
         kind = os.O_RDONLY | os.O_DIRECTORY
+    # Neither through a link, which would be somebody else's file, nor waiting for the writer of a pipe.
     descriptor = os.open(path, kind | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         # Whose writer lives is locked. Where there are no locks, age has to do.

@@ -46,6 +46,13 @@ _ALIGNMENT = 64  # bytes: that to which torch aligns values within an archive
 _BROKEN = (ValueError, RuntimeError, zipfile.BadZipFile, struct.error, AttributeError)
 
 
+def _done(result: Any) -> Future[Any]:
+    """What torch's writer and reader return: these have done all when they return."""
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
+
+
 def name_of(path: Path) -> str:
     """What DCP calls the tensor at ``path``."""
     return ".".join(path)
@@ -71,6 +78,7 @@ def plan_writing(described: Sequence[Sequence[Any]]) -> tuple[list[SavePlan], Me
     Returns:
         A plan for each rank, and what ``.metadata`` will contain but for where the tensors are.
     """
+    # The planner looks at names, dtypes and shapes alone, so tensors without memory stand in for those of all ranks.
     local_plans = []
     for tensors in described:
         stand_ins: dict[str, Any] = {}
@@ -101,6 +109,7 @@ class BareTensors(DefaultSavePlanner):
     def transform_object(self, write_item: WriteItem, object: Tensor) -> Tensor:
         """On the CPU, contiguous, alone in its memory, and without a flag that its values are to be conjugated."""
         bare = object.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        # Of a view `torch.save` writes the whole memory that it is a view of.
         if bare.untyped_storage().nbytes() == bare.nbytes:
             return bare
         return bare.clone()
@@ -131,15 +140,15 @@ class TensorWriter(FileSystemWriter):
         pieces = _divide(plan.items, self._files)
         for number, items in enumerate(pieces):
             results += self._write_file(f"{self._prefix}{number}.distcp", items, planner)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
+        return _done(results)
 
     def _write_file(self, name: str, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         results = []
         path = os.path.join(self.directory, name)
         with new_file(path) as file:
             for item in items:
+                # Values are aligned within their archive. Where that begins at a multiple of the same, they are so in
+                # the file, and in mapped memory.
                 padding = -file.size % _ALIGNMENT
                 file.write(bytes(padding))
                 begin = file.size
@@ -147,6 +156,7 @@ class TensorWriter(FileSystemWriter):
                 length = file.size - begin
                 place = dcp_storage_info(name, begin, length)
                 results.append(WriteResult(item.index, length, place))
+        # From the disk: `new_file` has dropped the pages that were cached.
         with MappedFile(path) as written:
             for result in results:
                 require_as_written(written.part(result.storage_data))
@@ -175,9 +185,18 @@ def results_to_json(results: Sequence[WriteResult]) -> list[Any]:
     """For the rank that writes ``.metadata``: name, number of dimensions, file, begin and length of each tensor."""
     told = []
     for result in results:
-        dimensions = len(result.index.offset or ())
+        index = result.index
         stored = result.storage_data
-        told.append([result.index.fqn, dimensions, stored.relative_path, stored.offset, stored.length])
+        dimensions = len(index.offset or ())
+        told.append(
+            [
+                index.fqn,
+                dimensions,
+                stored.relative_path,
+                stored.offset,
+                stored.length,
+            ]
+        )
     return told
 
 
@@ -221,6 +240,7 @@ class MappedTensors(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Fill ``state_dict`` with tensors without memory, for which the reader is asked but for those of no values."""
+        # What is on meta is replaced by what is read; a tensor without values is not asked for, and stays.
         assert metadata is not None
         for name, stored in metadata.state_dict_metadata.items():
             assert isinstance(stored, TensorStorageMetadata)
@@ -265,9 +285,7 @@ class TensorReader(FileSystemReader):
             except _BROKEN as error:
                 raise _misplaced(path, item.storage_index.fqn) from error
             planner.commit_tensor(item, tensor)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return _done(None)
 
 
 def verify_tensors(directory: str, rank: int = 0, ranks: int = 1) -> None:

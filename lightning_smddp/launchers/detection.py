@@ -28,6 +28,7 @@ def detect(environ: Mapping[str, str] = os.environ, base_dir: str | Path | None 
     Raises:
         ValueError: a variable or file has a value that makes no sense; the message names it.
     """
+    # The launcher's own words first, then the place's, then what can be worked out from both.
     notes = Notes(environ)
     job = sagemaker.read_job(environ, base_dir)
     launcher, read = _started_by(environ)

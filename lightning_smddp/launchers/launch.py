@@ -70,6 +70,7 @@ class Launch:
             num_devices: ranks of a node that the Trainer (or Fabric) was asked for.
             num_nodes: nodes that it was asked for.
         """
+        # What is wrong with the start itself comes alone: the numbers below follow from it.
         if self.problems:
             lines = [f"{what} {cure}" for what, cure in self.problems]
             raise ValueError("\n".join(lines))
@@ -140,7 +141,7 @@ class Launch:
 
 
 class Notes:
-    """Values and their sources, as they are found."""
+    """Values and their sources, as they are found: of two values for one name the one noted first counts."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.environ = environ

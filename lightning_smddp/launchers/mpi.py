@@ -179,6 +179,7 @@ def address_cure(environ: Mapping[str, str], host: str) -> str:
 
 def _starting_hosts(environ: Mapping[str, str]) -> list[tuple[str, str]]:
     """(host, source) of where mpirun itself runs, or of the first node: rank 0 should be there, and can look."""
+    # Open MPI has mpirun's own host in the name of its server, or of the job.
     found = []
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")  # Open MPI up to 4
     for address in _contact_addresses(uri):
@@ -197,6 +198,7 @@ def _contact_addresses(uri: str) -> list[str]:
     match = re.search(r"tcp4?://([\d.,]+):\d+", uri)
     if not match:
         return []
+    # Loopback leads nowhere from another node; Docker's bridge has the same address on each of them.
     useful = []
     of_docker = []
     for text in match.group(1).split(","):

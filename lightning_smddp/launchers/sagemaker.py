@@ -76,6 +76,8 @@ def read_job(environ: Mapping[str, str], base_dir: str | Path | None = None) -> 
     parameters = parameters_of(environ, base_dir)
     is_sdk3 = "SM_HOST_COUNT" in environ or "SM_DISTRIBUTED_CONFIG" in environ
     distribution = _distribution(environ, parameters)
+    # Launchers of SDK 2 number the hosts in the order of the instance groups, everyone else in that of their names,
+    # by which `algo-10` comes before `algo-2`.
     try:
         if distribution == "none" or is_sdk3:
             hosts = tuple(sorted(resources["hosts"]))
@@ -191,6 +193,7 @@ def node_order(job: Job, master: str | None) -> tuple[str, ...]:
 
 def add(notes: Notes, launcher: Launcher, job: Job) -> None:
     """Note what the job says beyond the launcher: nodes, the meeting place, the network, and what contradicts."""
+    # What is noted first counts, so what the launcher has said stays as it is.
     master = notes.environ.get("MASTER_ADDR") or notes.environ.get("SM_MASTER_ADDR")
     order = node_order(job, master)
     notes.put("hosts", order, job.source)
@@ -239,6 +242,7 @@ def _add_nodes(notes: Notes, job: Job, order: tuple[str, ...]) -> None:
 
 def _check_mpirun(notes: Notes, job: Job, order: tuple[str, ...]) -> None:
     """Whether mpirun started ranks on every host, with rank 0 where the others look for it."""
+    # Fewer ranks than hosts times those of this host: mpirun has filled some hosts, and the others run nothing.
     ranks = notes["world_size"]
     here = notes["local_world_size"]
     hosts = len(order)

@@ -22,6 +22,7 @@ _SIGNS = ("SM_FRAMEWORK_PARAMS", "SM_DISTRIBUTED_CONFIG", "SM_HP_MP_PARAMETERS",
 
 log = logging.getLogger(__name__)
 
+# SDK 2's dictionary: the keys of each part, and those of the two libraries inside of `smdistributed`.
 _LAUNCHER = {"enabled"}
 _PARTS: dict[str, set[str]] = {
     "smdistributed": {"dataparallel", "modelparallel"},
@@ -64,6 +65,7 @@ def distribution_of(environ: Mapping[str, str]) -> dict[str, Any]:
     text = environ.get("SM_HP_MP_PARAMETERS")
     if text is None:
         text = hyperparameters(environ).get("mp_parameters")  # of which the toolkit makes the variable
+    # SDK 3's variable has its own fields, in which model parallelism may be missing; SDK 2 has a flag for each kind.
     model_parallel = _json("SM_HP_MP_PARAMETERS", text)
     modern = _json("SM_DISTRIBUTED_CONFIG", environ.get("SM_DISTRIBUTED_CONFIG"))
     if modern:
@@ -149,6 +151,7 @@ def _completed(given: Any, asked: Mapping[str, Any]) -> Any:
         return {**asked, **given}
     if not is_dataclass(given):
         return given  # which the strategy refuses
+    # An option that has its default value counts as not given: the two cannot be told apart.
     open_ones = {}
     for field in fields(given):
         if field.name in asked and getattr(given, field.name) == field.default:

@@ -50,7 +50,7 @@ class Folders:
             return None
         base = base_directory(environ)
         own = Path()
-        if num_nodes < len(job.hosts):
+        if num_nodes < len(job.hosts):  # each host, or each group of hosts, trains on its own
             own = own / job.current_host
         if number > 1:
             own = own / f"trainer{number}"
@@ -80,6 +80,7 @@ def write_failure(path: Path, text: str, since: float) -> None:
         text: is cut to the 1024 characters that SageMaker shows.
         since: seconds since 1970. An older file is of an earlier start of the script in this container.
     """
+    # Whole or not at all, and by one rank alone: a link, unlike a rename, fails if the name is there already.
     temporary = path.with_name(temporary_name(path.name))
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

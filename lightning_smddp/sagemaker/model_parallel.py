@@ -177,6 +177,7 @@ def _read_v1(parameters: Mapping[str, Any], reading: Reading) -> str:
 
     Every key's default is the library's own: ``microbatches`` is 1, which is no pipelining.
     """
+    # Every part is read, also behind one that is refused: the one error at the end has all that is wrong.
     reading.look_up(KEYS_OF_V1, parameters)
     stages = _stages(parameters, reading)
     parts = reading.count(parameters, "microbatches", 1)
@@ -234,6 +235,7 @@ def _stages(parameters: Mapping[str, Any], reading: Reading) -> int | None:
     counts = [reading.count(parameters, name) for name in names]
     if len(set(counts)) > 1:
         reading.refuse("partitions", f"is the old name of pipeline_parallel_degree, and differs: {counts}. Remove it.")
+    # An option that the user gives beside the configuration wins.
     asked = counts[0] if counts else None
     stages: int | None = reading.given.get("pipeline_parallel_size", asked)
     return stages
