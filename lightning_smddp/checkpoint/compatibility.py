@@ -94,7 +94,10 @@ def require_none(problems: Sequence[str], path: str) -> None:
 
 
 def compare_states(
-    expected: Mapping[str, Shape | None], state: Mapping[str, Any], strict: bool = True, exempt: tuple[str, ...] = ()
+    expected: Mapping[str, Shape | None],
+    state: Mapping[str, Any],
+    strict: bool = True,
+    exempt: tuple[str, ...] = (),
 ) -> list[str]:
     """What is wrong with ``state`` for a model with the names and shapes ``expected``; empty if nothing.
 
@@ -165,7 +168,9 @@ def _compare_optimizer(outline: OptimizerOutline, state: Mapping[str, Any]) -> l
 
 
 def _differs(what: str, saved: Shape | None, wanted: Shape | None) -> str:
-    return f"{what} is {list(saved or ())} in the checkpoint and {list(wanted or ())} in the model"
+    found = list(saved or ())
+    needed = list(wanted or ())
+    return f"{what} is {found} in the checkpoint and {needed} in the model"
 
 
 def _interchangeable(wanted: Shape | None, saved: Shape | None) -> bool:

@@ -18,10 +18,13 @@ from lightning_smddp.checkpoint.files import explained, require_as_written, writ
 from lightning_smddp.checkpoint.temporary import STRAY_AFTER_S, is_temporary, remove, temporary_name
 from lightning_smddp.checkpoint.zip_files import write_stamped
 
+AnyPath = str | os.PathLike[str]
+"""A local path, or a URL."""
+
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci"}
 
 
-def locate(path: str | os.PathLike[str]) -> tuple[Any, str]:
+def locate(path: AnyPath) -> tuple[Any, str]:
     """The fsspec file system of ``path`` and its name there; None and a path for local files."""
     if isinstance(path, Path):
         return None, str(path)
@@ -31,7 +34,7 @@ def locate(path: str | os.PathLike[str]) -> tuple[Any, str]:
     return fs, name
 
 
-def write_checkpoint(dump: Dump, path: str | os.PathLike[str], needed: int, verify: bool = True) -> None:
+def write_checkpoint(dump: Dump, path: AnyPath, needed: int, verify: bool = True) -> None:
     """Write a checkpoint to a path or URL; what was there stays until the new one is complete and verified.
 
     See :func:`~lightning_smddp.checkpoint.files.write_file` for local paths, arguments and errors.
@@ -96,7 +99,7 @@ def modified_ns(fs: Any, path: str) -> int:
     return int(fs.modified(path).timestamp() * 1e9)
 
 
-def remove_checkpoint(path: str | os.PathLike[str]) -> None:
+def remove_checkpoint(path: AnyPath) -> None:
     """Remove a checkpoint, file or directory; of a symbolic link the link only. Nothing happens if there is none."""
     fs, name = locate(path)
     if fs is not None:

@@ -8,11 +8,10 @@ import posixpath
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from os import PathLike
 from typing import Any
 
 from lightning_smddp.checkpoint.errors import CheckpointError
-from lightning_smddp.checkpoint.locations import locate, modified_ns
+from lightning_smddp.checkpoint.locations import AnyPath, locate, modified_ns
 from lightning_smddp.checkpoint.ranks import Ranks
 from lightning_smddp.checkpoint.reading import verify_checkpoint
 from lightning_smddp.checkpoint.sharded import sharded_saved_ns, verify_sharded
@@ -23,7 +22,7 @@ SUFFIX = ".ckpt"
 
 
 def newest_checkpoint(
-    locations: Iterable[str | PathLike[str]],
+    locations: Iterable[AnyPath],
     report: Callable[[str], None] = _log.warning,
     ranks: Ranks | None = None,
 ) -> str | None:
@@ -63,7 +62,7 @@ def newest_checkpoint(
     return None
 
 
-def _newest_first(locations: Iterable[str | PathLike[str]]) -> list[Any]:
+def _newest_first(locations: Iterable[AnyPath]) -> list[Any]:
     """Paths, and whether they are directories."""
     candidates: set[tuple[int, str, bool]] = set()
     for location in locations:
@@ -80,16 +79,21 @@ def _require_readable(path: str, ranks: Ranks) -> None:
     """Raise on every rank if the first can read ``path`` and another cannot. Collective."""
     if "://" in path:
         return
-    gathered = ranks.gather(lambda: [os.access(path, os.R_OK), socket.gethostname()])
+
+    def look() -> list[Any]:
+        return [os.access(path, os.R_OK), socket.gethostname()]
+
+    gathered = ranks.gather(look)
     blind = []
     for rank, (reads, host) in enumerate(gathered):
         if not reads:
             blind.append(f"rank {rank} on {host}")
     first_reads, _ = gathered[0]
     if first_reads and blind:
+        names = ", ".join(blind)
         raise CheckpointError(
             path,
-            f"rank 0 has chosen it, but {', '.join(blind)} cannot read it",
+            f"rank 0 has chosen it, but {names} cannot read it",
             "Write checkpoints to a directory that all nodes share, or to a URL.",
         )
 

@@ -10,14 +10,13 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from os import PathLike
 from typing import IO, Any
 
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_smddp.checkpoint.errors import ANOTHER, CheckpointError
-from lightning_smddp.checkpoint.locations import locate
+from lightning_smddp.checkpoint.locations import AnyPath, locate
 from lightning_smddp.checkpoint.zip_files import BrokenZipError, require_whole
 
 _DAMAGED = "is cut off or damaged: the zip file's table of contents, a checksum or its end is wrong"
@@ -30,7 +29,7 @@ _CALLS_CODE = {"builtins", "code", "ctypes", "importlib", "multiprocessing", "nt
 
 
 def read_checkpoint(
-    path: str | PathLike[str], map_location: Any = "cpu", weights_only: bool | None = None, mmap: bool = False
+    path: AnyPath, map_location: Any = "cpu", weights_only: bool | None = None, mmap: bool = False
 ) -> Any:
     """Verify a checkpoint at a path or URL, and load it.
 
@@ -57,7 +56,7 @@ def read_checkpoint(
         return _load(file, str(path), map_location, weights_only is not False, mmap)
 
 
-def refused_objects(path: str | PathLike[str]) -> list[str]:
+def refused_objects(path: AnyPath) -> list[str]:
     """Classes and functions in a local file that :func:`read_checkpoint` will refuse; of a remote one none is known."""
     fs, name = locate(path)
     if fs is not None:
@@ -65,7 +64,7 @@ def refused_objects(path: str | PathLike[str]) -> list[str]:
     return sorted(get_unsafe_globals_in_checkpoint(name))
 
 
-def verify_checkpoint(path: str | PathLike[str]) -> None:
+def verify_checkpoint(path: AnyPath) -> None:
     """Read a whole file and compare the checksums that ``torch.save`` wrote.
 
     Raises:
@@ -76,7 +75,7 @@ def verify_checkpoint(path: str | PathLike[str]) -> None:
 
 
 @contextmanager
-def _opened(path: str | PathLike[str]) -> Iterator[IO[bytes]]:
+def _opened(path: AnyPath) -> Iterator[IO[bytes]]:
     """The file; of a remote one a local copy."""
     fs, name = locate(path)
     # What is verified is what is loaded: a remote file could be another one when it is read a second time.

@@ -43,7 +43,7 @@ from lightning_smddp.checkpoint.files import (
     require_space,
     sync_directory,
 )
-from lightning_smddp.checkpoint.locations import locate, write_checkpoint
+from lightning_smddp.checkpoint.locations import AnyPath, locate, write_checkpoint
 from lightning_smddp.checkpoint.parts import CheckpointParts, Names, Outline, merge_checkpoint, split_checkpoint
 from lightning_smddp.checkpoint.ranks import Ranks
 from lightning_smddp.checkpoint.reading import read_checkpoint, verify_checkpoint
@@ -141,7 +141,8 @@ class Manifest:
                 metadata_sha256=str(files[METADATA]["sha256"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(path, f"is damaged: {type(error).__name__}: {error}", ANOTHER) from error
+            reason = f"is damaged: {type(error).__name__}: {error}"
+            raise CheckpointError(path, reason, ANOTHER) from error
 
     def check(self, directory: str) -> None:
         """Raise ``CheckpointError`` if a file is missing or has another size, or ``.metadata`` has changed."""
@@ -165,7 +166,7 @@ def _sha256_of_metadata(directory: str) -> str:
 
 def save_sharded(
     checkpoint: Mapping[str, Any] | None,
-    path: str | os.PathLike[str],
+    path: AnyPath,
     names: Names = (),
     order: Sequence[str] = (),
     ranks: Ranks | None = None,
@@ -267,7 +268,7 @@ def _finish(writer: TensorWriter, metadata: Metadata, written: Sequence[Any], co
 
 
 def load_sharded(
-    path: str | os.PathLike[str],
+    path: AnyPath,
     ranks: Ranks | None = None,
     weights_only: bool | None = None,
     verify: bool = True,
@@ -339,18 +340,19 @@ def sharded_saved_ns(path: str) -> int | None:
         return None
 
 
-def is_sharded(path: str | os.PathLike[str]) -> bool:
+def is_sharded(path: AnyPath) -> bool:
     """Whether there is a directory at a local path, such as :func:`save_sharded` makes."""
     fs, name = locate(path)
     return fs is None and os.path.isdir(existing(name))
 
 
-def has_manifest(path: str | os.PathLike[str]) -> bool:
+def has_manifest(path: AnyPath) -> bool:
     """Whether a directory at a local path is one that :func:`save_sharded` has made."""
-    return os.path.exists(os.path.join(existing(local_path(path)), MANIFEST))
+    directory = existing(local_path(path))
+    return os.path.exists(os.path.join(directory, MANIFEST))
 
 
-def local_path(path: str | os.PathLike[str]) -> str:
+def local_path(path: AnyPath) -> str:
     """``path``, if it is local. Raises ``ValueError`` for URLs."""
     fs, name = locate(path)
     if fs is not None:
@@ -361,7 +363,7 @@ def local_path(path: str | os.PathLike[str]) -> str:
     return name.rstrip(os.sep)
 
 
-def consolidate(directory: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
+def consolidate(directory: AnyPath, file: AnyPath) -> None:
     """Write a sharded checkpoint as one plain file, which Lightning loads without this package.
 
     Args:
@@ -377,7 +379,7 @@ def consolidate(directory: str | os.PathLike[str], file: str | os.PathLike[str])
     write_checkpoint(dump_of(checkpoint), file, needed)
 
 
-def shard(file: str | os.PathLike[str], directory: str | os.PathLike[str], parts: int = 1) -> None:
+def shard(file: AnyPath, directory: AnyPath, parts: int = 1) -> None:
     """Write a plain checkpoint of a Trainer as a sharded one. Optimizer states are known by number where no names are.
 
     Args:

@@ -143,7 +143,8 @@ class _StampingWriter(Writer):
     def stamp(self) -> None:
         assert self._held == b"\0\0", "torch.save has written something else than a zip file without a comment"
         comment = b"lightning-smddp saved=%020d" % time.time_ns()
-        super().write(struct.pack("<H", len(comment)) + comment)
+        length = struct.pack("<H", len(comment))
+        super().write(length + comment)
 
 
 def write_stamped(dump: Any, file: IO[bytes]) -> int:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from lightning_smddp.launchers import mpi, sagemaker
-from lightning_smddp.launchers.launch import Launch, Launcher, Notes
+from lightning_smddp.launchers.launch import Environ, Launch, Launcher, Notes
 
 _Read = Callable[[Notes], str]
 _JSRUN = {"LSB_JOBID", "LSB_DJOB_RANKFILE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_SIZE"}  # Lightning's rule
 _PYTORCH_JOB = {"KUBERNETES_SERVICE_HOST", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
-def detect(environ: Mapping[str, str] = os.environ, base_dir: str | Path | None = None) -> Launch:
+def detect(environ: Environ = os.environ, base_dir: str | Path | None = None) -> Launch:
     """Who started this process, and as which rank. Reads ``environ`` and SageMaker's files, and nothing else.
 
     The first of these whose variables are there: torchrun, jsrun (LSF), Open MPI's mpirun, the mpirun of MPICH and of
@@ -41,22 +41,22 @@ def detect(environ: Mapping[str, str] = os.environ, base_dir: str | Path | None 
     return notes.launch(launcher, product)
 
 
-def _started_by(environ: Mapping[str, str]) -> tuple[Launcher, _Read]:
+def _started_by(environ: Environ) -> tuple[Launcher, _Read]:
     for launcher, has_started, read in _ORDER:
         if has_started(environ):
             return launcher, read
     return "lightning", _read_nobody
 
 
-def _by_torchrun(environ: Mapping[str, str]) -> bool:
+def _by_torchrun(environ: Environ) -> bool:
     return "TORCHELASTIC_RUN_ID" in environ
 
 
-def _by_jsrun(environ: Mapping[str, str]) -> bool:
+def _by_jsrun(environ: Environ) -> bool:
     return environ.keys() >= _JSRUN
 
 
-def _by_pytorch_job(environ: Mapping[str, str]) -> bool:
+def _by_pytorch_job(environ: Environ) -> bool:
     """One process a pod. With LOCAL_RANK or NODE_RANK someone has made other plans."""
     if not environ.keys() >= _PYTORCH_JOB:
         return False
@@ -116,15 +116,16 @@ def _compare_ranks(notes: Notes) -> None:
         if other is None or other == str(notes[name]):
             continue
         words = name.replace("_", " ")
+        source = notes.sources[name]
         notes.problem(
-            f"mpirun says {words} {notes[name]} ({notes.sources[name]}), but {variable}={other}.",
+            f"mpirun says {words} {notes[name]} ({source}), but {variable}={other}.",
             f"Unset {variable}, or let it be what mpirun says.",
         )
 
 
 # Of each launcher by what it is known, and what reads its variables and returns the product's name. The first one that
 # is known counts, for the reasons in :func:`detect`.
-_ORDER: tuple[tuple[Launcher, Callable[[Mapping[str, str]], bool], _Read], ...] = (
+_ORDER: tuple[tuple[Launcher, Callable[[Environ], bool], _Read], ...] = (
     ("torchrun", _by_torchrun, _read_torchrun),
     ("jsrun", _by_jsrun, _read_jsrun),
     ("mpirun", mpi.started_by_mpirun, mpi.read_mpirun),

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+Environ = Mapping[str, str]
+"""The environment of a process, such as ``os.environ``."""
+
 Launcher = Literal["torchrun", "jsrun", "mpirun", "srun", "kubeflow", "lightning"]
 
 # What to type for n nodes of d ranks, t in all; SageMaker has other words for the same.
@@ -91,11 +94,12 @@ class Launch:
         here = ""
         if self.local_world_size is not None:
             here = f", {self.local_world_size} of them on this node"
+        source = self.sources.get("world_size")
         nodes = self.num_nodes or "..."
         devices = self.local_world_size or "..."
         how = _HOW[self.launcher].format(n=num_nodes, d=num_devices, t=asked)
         raise ValueError(
-            f"{self.launcher} started {self.world_size} ranks{here} ({self.sources.get('world_size')}), but "
+            f"{self.launcher} started {self.world_size} ranks{here} ({source}), but "
             f"num_nodes={num_nodes} and devices={num_devices} ask for {asked}. Set num_nodes={nodes} and "
             f"devices={devices}, or start as many as asked for ({how})."
         )
@@ -143,7 +147,7 @@ class Launch:
 class Notes:
     """Values and their sources, as they are found: of two values for one name the one noted first counts."""
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Environ) -> None:
         self.environ = environ
         self.values: dict[str, Any] = {}
         self.sources: dict[str, str] = {}

@@ -8,9 +8,8 @@ from __future__ import annotations
 import ipaddress
 import re
 import zlib
-from collections.abc import Mapping
 
-from lightning_smddp.launchers.launch import Notes
+from lightning_smddp.launchers.launch import Environ, Notes
 
 DEFAULT_PORT = 29500  # torch's
 _FIRST_PORT = 15000
@@ -21,17 +20,17 @@ _JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "PBS_JOBID
 _NODE_JOBS = ("I_MPI_HYDRA_UUID",)  # not known to be the same on other nodes
 
 
-def started_by_srun(environ: Mapping[str, str]) -> bool:
+def started_by_srun(environ: Environ) -> bool:
     """Whether this is a task of a Slurm job: Lightning's rule, and a task number, which a shell of salloc has not."""
     return _in_slurm_job(environ) and "SLURM_PROCID" in environ
 
 
-def in_allocation_only(environ: Mapping[str, str]) -> bool:
+def in_allocation_only(environ: Environ) -> bool:
     """Whether Lightning would take a shell of an allocation for a task, and then miss the task's number."""
     return _in_slurm_job(environ) and "SLURM_PROCID" not in environ
 
 
-def _in_slurm_job(environ: Mapping[str, str]) -> bool:
+def _in_slurm_job(environ: Environ) -> bool:
     """Lightning's rule."""
     return "SLURM_NTASKS" in environ and environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
 
@@ -73,12 +72,12 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group(0))
 
 
-def started_by_open_mpi(environ: Mapping[str, str]) -> bool:
+def started_by_open_mpi(environ: Environ) -> bool:
     """Whether Open MPI's ``mpirun`` (``mpiexec``, ``prterun``) started this process. Its variables are documented."""
     return "OMPI_COMM_WORLD_RANK" in environ and "OMPI_COMM_WORLD_SIZE" in environ
 
 
-def started_by_hydra(environ: Mapping[str, str]) -> bool:
+def started_by_hydra(environ: Environ) -> bool:
     """Whether Hydra did, which is the ``mpirun`` of MPICH and of Intel MPI.
 
     Slurm's ``srun --mpi=pmi2`` sets ``PMI_RANK`` too, but no local rank.
@@ -86,7 +85,7 @@ def started_by_hydra(environ: Mapping[str, str]) -> bool:
     return {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"} <= environ.keys()
 
 
-def started_by_mpirun(environ: Mapping[str, str]) -> bool:
+def started_by_mpirun(environ: Environ) -> bool:
     """Whether an ``mpirun`` did. It ends all ranks when one of them fails."""
     return started_by_open_mpi(environ) or started_by_hydra(environ)
 
@@ -169,7 +168,7 @@ def read_meeting_place(notes: Notes) -> None:
         )
 
 
-def address_cure(environ: Mapping[str, str], host: str) -> str:
+def address_cure(environ: Environ, host: str) -> str:
     """How to hand ``host`` to all ranks as MASTER_ADDR."""
     option = f"-genv MASTER_ADDR {host}"
     if started_by_open_mpi(environ):
@@ -177,7 +176,7 @@ def address_cure(environ: Mapping[str, str], host: str) -> str:
     return f"Tell them: mpirun {option} ..."
 
 
-def _starting_hosts(environ: Mapping[str, str]) -> list[tuple[str, str]]:
+def _starting_hosts(environ: Environ) -> list[tuple[str, str]]:
     """(host, source) of where mpirun itself runs, or of the first node: rank 0 should be there, and can look."""
     # Open MPI has mpirun's own host in the name of its server, or of the job.
     found = []

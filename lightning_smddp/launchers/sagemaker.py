@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_smddp.launchers.launch import Launch, Launcher, Notes
+from lightning_smddp.launchers.launch import Environ, Launch, Launcher, Notes
 
 PORT = 7777  # of both SDKs
 # Of the SDK's settings, to the keys of its `distribution=`; in the order in which the PyTorch container looks at them.
@@ -59,12 +59,12 @@ class Job:
     source: str
 
 
-def base_directory(environ: Mapping[str, str]) -> Path:
+def base_directory(environ: Environ) -> Path:
     """``/opt/ml``, or what ``SAGEMAKER_BASE_DIR`` says."""
     return Path(environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
 
 
-def read_job(environ: Mapping[str, str], base_dir: str | Path | None = None) -> Job | None:
+def read_job(environ: Environ, base_dir: str | Path | None = None) -> Job | None:
     """The job that this process belongs to; None outside of SageMaker.
 
     Raises:
@@ -98,7 +98,7 @@ def read_job(environ: Mapping[str, str], base_dir: str | Path | None = None) -> 
         ) from None
 
 
-def _distribution(environ: Mapping[str, str], parameters: Mapping[str, Any]) -> str:
+def _distribution(environ: Environ, parameters: Mapping[str, Any]) -> str:
     """``Job.distribution``: SDK 3 says it in a variable of its own, SDK 2 by one of the flags."""
     config = environ.get("SM_DISTRIBUTED_CONFIG")
     if config:
@@ -109,7 +109,7 @@ def _distribution(environ: Mapping[str, str], parameters: Mapping[str, Any]) -> 
     return "none"
 
 
-def _resources(environ: Mapping[str, str], base_dir: str | Path | None) -> tuple[dict[str, Any] | None, str]:
+def _resources(environ: Environ, base_dir: str | Path | None) -> tuple[dict[str, Any] | None, str]:
     """The hosts of the job, as its file or its variables have them, and where that was read; None outside of one."""
     file = _config_file("resourceconfig.json", environ, base_dir)
     if file.is_file():
@@ -128,7 +128,7 @@ def _resources(environ: Mapping[str, str], base_dir: str | Path | None) -> tuple
     return None, ""
 
 
-def parameters_of(environ: Mapping[str, str], base_dir: str | Path | None = None) -> dict[str, Any]:
+def parameters_of(environ: Environ, base_dir: str | Path | None = None) -> dict[str, Any]:
     """The SDK's own ``sagemaker_...`` settings: a variable, or on hosts where mpirun forgot it, hyperparameters."""
     text = environ.get("SM_FRAMEWORK_PARAMS")
     if text:
@@ -137,7 +137,7 @@ def parameters_of(environ: Mapping[str, str], base_dir: str | Path | None = None
     return {name: value for name, value in found.items() if name.startswith("sagemaker_")}
 
 
-def hyperparameters(environ: Mapping[str, str], base_dir: str | Path | None = None) -> dict[str, Any]:
+def hyperparameters(environ: Environ, base_dir: str | Path | None = None) -> dict[str, Any]:
     """What the job's file has: texts that hold JSON. Empty if there is none."""
     file = _config_file("hyperparameters.json", environ, base_dir)
     if not file.is_file():
@@ -145,7 +145,7 @@ def hyperparameters(environ: Mapping[str, str], base_dir: str | Path | None = No
     return dict(_json(file.read_text(), str(file)))
 
 
-def _config_file(name: str, environ: Mapping[str, str], base_dir: str | Path | None) -> Path:
+def _config_file(name: str, environ: Environ, base_dir: str | Path | None) -> Path:
     return Path(base_dir or base_directory(environ)) / "input" / "config" / name
 
 
@@ -199,7 +199,8 @@ def add(notes: Notes, launcher: Launcher, job: Job) -> None:
     notes.put("hosts", order, job.source)
     notes.put("interface", job.interface, job.source)
     notes.put("instance_type", job.instance_type, job.source)
-    notes.put("platform", f"SageMaker (distribution {job.distribution}, host {job.current_host})", job.source)
+    platform = f"SageMaker (distribution {job.distribution}, host {job.current_host})"
+    notes.put("platform", platform, job.source)
     if launcher in ("lightning", "mpirun"):
         _add_meeting_place(notes, job, order)
     if job.current_host not in order:
@@ -229,7 +230,8 @@ def _add_meeting_place(notes: Notes, job: Job, order: tuple[str, ...]) -> None:
 
 def _add_nodes(notes: Notes, job: Job, order: tuple[str, ...]) -> None:
     """One process a host: its node rank is all that has to be known."""
-    notes.put("node_rank", order.index(job.current_host), f"{job.current_host} in {job.source}")
+    node_rank = order.index(job.current_host)
+    notes.put("node_rank", node_rank, f"{job.current_host} in {job.source}")
     notes.put("num_nodes", len(order), job.source)
     address = notes["main_address"]
     if len(order) > 1 and address not in order:

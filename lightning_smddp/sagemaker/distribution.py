@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from lightning_smddp.launchers.launch import Environ
 from lightning_smddp.launchers.sagemaker import FLAGS, hyperparameters, is_on, parameters_of, read_job
 from lightning_smddp.sagemaker.model_parallel import V1, V2, Reading, Version
 
@@ -41,14 +42,14 @@ _MODERN = {"process_count_per_node", "smp", "mpi_additional_options"}  # SDK 3's
 _PLAIN = {*_PARTS, "instance_groups"}
 
 
-def is_job(environ: Mapping[str, str]) -> bool:
+def is_job(environ: Environ) -> bool:
     """Whether this is a SageMaker training job, by its files or by its variables."""
     if any(environ.get(name) for name in _SIGNS):
         return True
     return read_job(environ) is not None
 
 
-def distribution_of(environ: Mapping[str, str]) -> dict[str, Any]:
+def distribution_of(environ: Environ) -> dict[str, Any]:
     """The ``distribution`` that the job was started with, as far as its environment tells.
 
     SDK 2's toolkit says it in SM_FRAMEWORK_PARAMS, SDK 3 in SM_DISTRIBUTED_CONFIG; model parallelism is in
@@ -241,7 +242,8 @@ def _read_modern(asked: Mapping[str, Any], reading: Reading) -> str:
     smp = asked.get("smp")
     if smp is None:
         return "smddp"
-    parameters = {name: value for name, value in _as_dict(smp).items() if value is not None}
+    given = _as_dict(smp)
+    parameters = {name: value for name, value in given.items() if value is not None}
     return _read_smp(parameters, V2, reading)
 
 
@@ -250,7 +252,10 @@ def _read_modern(asked: Mapping[str, Any], reading: Reading) -> str:
 
 def _read_plain(asked: Mapping[str, Any], reading: Reading) -> str:
     """Which strategy SDK 2's dictionary means."""
-    on = {name for name, part in _parts(asked, reading) if part.get("enabled", False)}
+    on = set()
+    for name, part in _parts(asked, reading):
+        if part.get("enabled", False):
+            on.add(name)
     if "dataparallel" in on and "modelparallel" in on:
         reading.refuse(
             "dataparallel and modelparallel",
@@ -293,7 +298,8 @@ def _note_unknown(part: str, keys: Iterable[str], known: Collection[str], readin
     """Note the ``keys`` of a part that are none of the ``known`` ones."""
     for key in keys:
         if key not in known:
-            reading.unknown(f"{part}.{key}", [f"{part}.{other}" for other in known])
+            names = [f"{part}.{other}" for other in known]
+            reading.unknown(f"{part}.{key}", names)
 
 
 def _smdistributed(part: Mapping[str, Any], reading: Reading) -> Iterator[tuple[str, Mapping[str, Any]]]:

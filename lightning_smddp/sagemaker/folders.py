@@ -7,12 +7,12 @@ Source: SageMaker Developer Guide, "Amazon SageMaker Training Storage Folders", 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_smddp.checkpoint.temporary import temporary_name
+from lightning_smddp.launchers.launch import Environ
 from lightning_smddp.launchers.sagemaker import base_directory, read_job
 
 POINTER = "newest"
@@ -39,7 +39,7 @@ class Folders:
     is_shared: bool
 
     @classmethod
-    def of(cls, environ: Mapping[str, str], num_nodes: int, number: int = 1) -> Folders | None:
+    def of(cls, environ: Environ, num_nodes: int, number: int = 1) -> Folders | None:
         """Those of this job, for a training of ``num_nodes`` hosts by the script's Trainer ``number``; None outside.
 
         Raises:
@@ -61,7 +61,7 @@ class Folders:
         )
 
 
-def failure_file(environ: Mapping[str, str]) -> Path | None:
+def failure_file(environ: Environ) -> Path | None:
     """Where to say why the job failed, if this is one."""
     try:
         is_job = read_job(environ) is not None
@@ -125,7 +125,8 @@ def pointed_at(folder: Path) -> str | None:
         return None
     # What is in S3 is not trusted: the name may be absolute, have `..`, or be empty.
     path = folder / name
-    is_inside = Path(os.path.abspath(path)).is_relative_to(os.path.abspath(folder))
+    absolute = Path(os.path.abspath(path))
+    is_inside = absolute.is_relative_to(os.path.abspath(folder))
     if not is_inside or path == folder or not path.exists():
         return None
     return str(path)

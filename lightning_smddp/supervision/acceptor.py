@@ -74,7 +74,8 @@ class Acceptor:
         connection.on_message = lambda message: self._greeted(message, connection, who)
         connection.on_end = lambda reason: self._drop(connection, who, reason)
         self._pending.add(connection)
-        self._loop.later(_PROOF_WITHIN_S, self._drop, connection, who, f"no greeting within {_PROOF_WITHIN_S:g} s")
+        too_late = f"no greeting within {_PROOF_WITHIN_S:g} s"
+        self._loop.later(_PROOF_WITHIN_S, self._drop, connection, who, too_late)
 
     def _resume(self) -> None:
         if not self._closed:
@@ -167,7 +168,8 @@ def connect(addresses: list[str], port: int, deadline: float) -> socket.socket:
         for address in addresses:
             try:
                 left_s = deadline - time.monotonic()
-                return socket.create_connection((address, port), timeout=max(0.1, min(5.0, left_s)))
+                timeout = max(0.1, min(5.0, left_s))
+                return socket.create_connection((address, port), timeout=timeout)
             except OSError as error:
                 problem = error
         if time.monotonic() > deadline:

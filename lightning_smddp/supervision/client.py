@@ -97,7 +97,8 @@ class Client:
         """Use this connection to the hub, whose name comes with its welcome."""
         connection.on_message = self.receive
         connection.on_end = lambda reason: self._hub_ended(self.hub, reason)
-        self.hub = Peer(0, "of rank 0", Process(0, 0, ""), RemoteProgress(None, -1), connection)
+        process = Process(0, 0, "")  # unknown, as its progress
+        self.hub = Peer(0, "of rank 0", process, RemoteProgress(None, -1), connection)
         self.tell = connection.send
 
     def receive(self, message: Message) -> None:

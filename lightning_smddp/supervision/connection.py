@@ -55,7 +55,8 @@ class Connection:
         if len(self._unsent) > _MAX_UNSENT_BYTES:
             self._end("it takes no messages")
             return
-        self._unsent += json.dumps(message, separators=(",", ":")).encode() + b"\n"
+        text = json.dumps(message, separators=(",", ":"))
+        self._unsent += text.encode() + b"\n"
         self._flush()
 
     @property
@@ -121,7 +122,8 @@ class Connection:
         # The selector is asked for room only as long as something is unsent: a free socket can always be written.
         if self.is_clogged != self._awaits_room:
             self._awaits_room = self.is_clogged
-            self._loop.watch(self._peer.fileno(), self.receive, self._flush if self.is_clogged else None)
+            writable = self._flush if self.is_clogged else None
+            self._loop.watch(self._peer.fileno(), self.receive, writable)
 
     def _break(self, reason: str) -> None:
         self.receive()  # what the peer sent before its end counts

@@ -328,7 +328,7 @@ class Hub:
         found = self._hangs.tick(self.peers.values(), seconds)
         if found is not None:
             late, at, text = found
-            self.declare(failure_of(late.rank, late.host, late.process.pid, at, "timeout", text))
+            self.declare(late.failure("timeout", text, at))
 
     def say_bye(self) -> None:
         """To the ranks that are still there: they go on without a hub."""

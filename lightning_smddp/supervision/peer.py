@@ -91,9 +91,11 @@ class Peer:
             cause = f", nor from any rank of host {self.host}: that is down, or the network between the hosts is cut"
         return f"nothing was heard from it for {self.silence_s:.0f} s{cause}"
 
-    def failure(self, kind: Kind, message: str) -> Failure:
-        """A failure of this rank that is noticed now, with the step and phase that it last told."""
-        return failure_of(self.rank, self.host, self.process.pid, self.progress.read(), kind, message)
+    def failure(self, kind: Kind, message: str, at: Reading | None = None) -> Failure:
+        """A failure of this rank that is noticed now, in the step and phase of ``at``, or those that it last told."""
+        if at is None:
+            at = self.progress.read()
+        return failure_of(self.rank, self.host, self.process.pid, at, kind, message)
 
     def send(self, message: Message, droppable: bool = False) -> None:
         """To its process; a ``droppable`` one not before it has taken the earlier ones."""

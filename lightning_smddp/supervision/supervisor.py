@@ -152,7 +152,12 @@ class Supervisor:
         """Find hangs of this rank's device, which raise nothing: see ``supervision/hangs.py``."""
         watch = self._watch
         thread = threading.get_ident()
-        watch.stillness = DeviceStillness(self.progress, device, watch.period, lambda: in_collective(thread))
+        watch.stillness = DeviceStillness(
+            self.progress,
+            device,
+            watch.period,
+            lambda: in_collective(thread),
+        )
 
     def postpone(self, seconds: float) -> None:
         """No forced end because of a failure within ``seconds`` from now: something is being saved."""
@@ -221,7 +226,8 @@ class Supervisor:
 
     def _attend(self, step: int) -> Stop | None:
         gate = self._gate
-        came = self._state.wait_for(lambda: gate.may_pass(step), self._watch.agree_within_s + 2.0)
+        patience = self._watch.agree_within_s + 2.0
+        came = self._state.wait_for(lambda: gate.may_pass(step), patience)
         self._raise_failure()
         if came:
             return gate.verdict(step)

@@ -99,7 +99,8 @@ class Watch:
         self._loop = Loop()
         self._oom = OomWatch()
         self.shutdown = Shutdown(self._loop, self._where, lambda: self.state.waiting, self._others_run_hooks)
-        self._own = Peer(self.rank, self.host, Process.of(os.getpid()), self.progress, None)
+        process = Process.of(os.getpid())
+        self._own = Peer(self.rank, self.host, process, self.progress, None)
         self.client = Client(
             self._loop,
             self._own,
@@ -166,9 +167,10 @@ class Watch:
         try:
             peer = connect(addresses, found["port"], deadline)
         except OSError as error:
+            tried = " or ".join(addresses)
             raise ValueError(
-                f"Rank {self.rank} (host {self.host}) cannot reach rank 0 at {' or '.join(addresses)}, port "
-                f"{found['port']}: {error}. Set MASTER_ADDR to an address of the host of rank 0 that all hosts reach."
+                f"Rank {self.rank} (host {self.host}) cannot reach rank 0 at {tried}, port {found['port']}: {error}. "
+                "Set MASTER_ADDR to an address of the host of rank 0 that all hosts reach."
             ) from error
         connection = Connection(self._loop, peer, lambda message: None, lambda reason: None)
         self.client.join(connection)
