@@ -177,6 +177,7 @@ def _load(name: str) -> Any:
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
+        # What is missing may be something that the user's module imports: that error goes on as it is.
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         raise SystemExit(f"There is no module {module!r} here, nor among the installed ones.") from None

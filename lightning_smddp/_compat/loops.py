@@ -257,7 +257,7 @@ class RestartPoint:
         self._ends = not self._validates and epoch_has_ended(self._trainer)
         if self._validates or self._ends:
             epoch_loop.batch_progress.increment_completed()
-        # Lightning counts the batch as one that stepped behind its last hook, which the checkpoint was saved in.
+        # Lightning counts a batch that stepped behind its last hook, and the checkpoint was saved in that hook.
         if self._ends and not epoch_loop._should_accumulate():
             epoch_loop._batches_that_stepped += 1
 

@@ -192,8 +192,8 @@ class ExactResume:
         if resumption.now is not None:
             self._states.restore(resumption.now)
         elif self._saved is not None:
-            # Of another layout: no rank has the random numbers of this one. Replicas draw different ones, all ranks of
-            # a replica the same, and not those of the run's begin once more.
+            # The checkpoint has no random numbers that fit this rank. Replicas get different ones, all ranks of a
+            # replica the same, and not those of the run's begin once more.
             seed_all(self._saved["seed"], self._rank.replica, self._saved["step"])
 
     def _prepare(self, combined: Any) -> None:

@@ -37,7 +37,12 @@ class LayoutRank:
     @classmethod
     def of(cls, groups: Groups) -> LayoutRank:
         """That of a rank in pipelines."""
-        return cls(groups.replica, groups.pipeline_rank, groups.mesh.num_replicas, groups.pipeline.size())
+        return cls(
+            replica=groups.replica,
+            pipeline_rank=groups.pipeline_rank,
+            replicas=groups.mesh.num_replicas,
+            size=groups.pipeline.size(),
+        )
 
     @property
     def layout(self) -> dict[str, int]:
@@ -102,7 +107,10 @@ class Resumption:
 
 def facts_of(loader: Any) -> dict[str, Any]:
     """What decides which samples are in which batch, and which random numbers the dataset draws."""
-    return {"batch_size": getattr(loader, "batch_size", None), "workers": getattr(loader, "num_workers", 0)}
+    return {
+        "batch_size": getattr(loader, "batch_size", None),
+        "workers": getattr(loader, "num_workers", 0),
+    }
 
 
 def resume_at(

@@ -138,6 +138,8 @@ class RecordedLoader:
 
     def _iterator(self) -> _RecordedIterator:
         """A new one of the loader's, recorded in the course."""
+        # Workers that live through epochs: `lives` is whether the unbroken run had them before this iterator. In a
+        # resumed run the first iterator of the process has to start them all the same.
         lives = self._had_workers and keeps_workers(self.loader)
         self.course = Course(created=self.states.capture(), workers_live=lives)
         if lives and self._starts_workers:

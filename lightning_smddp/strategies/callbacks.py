@@ -102,7 +102,8 @@ class RecordTimeline:
         self._recorder = None
         local = []
         for span in recorder.take():
-            start_s, end_s = span.start_s - self._origin, span.end_s - self._origin
+            start_s = span.start_s - self._origin
+            end_s = span.end_s - self._origin
             local.append((span.rank, span.stage, span.kind, span.microbatch, start_s, end_s))
         assert dist.group.WORLD is not None
         gathered = gather_json(local, dist.group.WORLD, trainer.strategy.root_device)

@@ -61,12 +61,12 @@ def require_supported_by_fsdp(module: nn.Module, callbacks: Iterable[Any], is_fi
             "module divides them itself, in `configure_model`. Make a new module, and leave the dividing to "
             "strategy='smddp_fsdp'."
         )
-    sparse = [name for name, part in module.named_modules() if isinstance(part, _SPARSE) and part.sparse]
-    if is_fit and sparse:
-        raise ValueError(
-            f"{sparse[0]} has sparse gradients (sparse=True), which FSDP2 does not sum. Use sparse=False, or "
-            "strategy='smddp'."
-        )
+    for name, part in module.named_modules():
+        if is_fit and isinstance(part, _SPARSE) and part.sparse:
+            raise ValueError(
+                f"{name} has sparse gradients (sparse=True), which FSDP2 does not sum. Use sparse=False, or "
+                "strategy='smddp'."
+            )
     for callback in callbacks:
         if is_fit and "ModelPruning" in _class_names(callback):
             raise ValueError(
@@ -294,7 +294,8 @@ def without_sync_advice(wrong: bool) -> Iterator[None]:
 def require_samplers_of_replicas(loaders: Any, num_replicas: int) -> None:
     """Raise ``ValueError`` if a ``DistributedSampler`` of the user's own takes each rank for a replica."""
     for loader in leaves(loaders):
-        for sampler in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+        for attribute in ("sampler", "batch_sampler"):
+            sampler = getattr(loader, attribute, None)
             if isinstance(sampler, DistributedSampler) and sampler.num_replicas != num_replicas:
                 raise ValueError(
                     f"The DataLoader's DistributedSampler has num_replicas={sampler.num_replicas}, but there are "

@@ -138,7 +138,12 @@ class DataParallel(TrainerStrategy):
         assert self.model is not None
         self._frozen = FrozenParameters(self.model)
         if self._ddp_comm_hook is None:
-            self._ddp_kwargs = self._session.prepare(self.model, self.root_device, self._user_ddp_kwargs, self._timeout)
+            self._ddp_kwargs = self._session.prepare(
+                self.model,
+                self.root_device,
+                self._user_ddp_kwargs,
+                self._timeout,
+            )
             # A mark is NaN in the average, for all ranks to see. Code of the user's that cleans gradients has to find
             # what `ddp` would show it: then there are no marks, and gradients are looked at behind that code.
             watch = self._session.synchronizers[-1].watch

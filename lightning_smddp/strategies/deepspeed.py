@@ -343,6 +343,8 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
 
     @override
     def _make_groups(self) -> None:
+        # On CPUs the large collectives of ZeRO go through shared memory: for the time of a run an object of ours stands
+        # where `deepspeed.comm` has its backend.
         self._close_links()
         if self.world_size == 1 or self.root_device.type != "cpu":
             return
@@ -393,7 +395,8 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
     @override
     def _step_left_out(self) -> None:
         assert self._loss is not None
-        self._checks.guard.left_out(_why_left_out(self._loss, self._checks.where(), self.root_device))
+        why = _why_left_out(self._loss, self._checks.where(), self.root_device)
+        self._checks.guard.left_out(why)
 
     # ---- checkpoints ----
 
@@ -429,6 +432,8 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a file or sharded directory of any strategy of this package, or DeepSpeed's directory. Collective."""
+        # A directory of DeepSpeed's is loaded by the engine at once, model and optimizer. What Lightning asks for
+        # behind that (`load_model_state_dict`, the optimizers' states) is there already.
         self._loaded_directory = is_deepspeeds(checkpoint_path)
         if self._loaded_directory:
             return self.load_directory(checkpoint_path, weights_only)

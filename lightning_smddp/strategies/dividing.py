@@ -59,8 +59,7 @@ class ShardingOptions:
             return
         ranks = nodes * ranks_per_node
         size = self._ranks_of_copy(ranks, ranks_per_node)
-        fits = isinstance(size, int) and size > 1 and ranks % size == 0
-        if not fits:
+        if not isinstance(size, int) or size < 2 or ranks % size != 0:
             raise ValueError(
                 f"shard_size={size!r} has to be a number above 1 that divides the number of ranks, which is {ranks}."
             )

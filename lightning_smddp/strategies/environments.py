@@ -183,9 +183,9 @@ def before_start(strategy: Any, verbose: bool) -> None:
     environment = strategy.cluster_environment
     launch = getattr(environment, "launch", None) or detect()
     given = any(cls.__name__ == "LightningEnvironment" for cls in type(environment).__mro__)  # asks no launcher
-    if environment.creates_processes_externally and launch.starts_ranks and not given:
-        for what, cure in launch.problems:
-            raise ValueError(f"{what} {cure}")
+    if environment.creates_processes_externally and launch.starts_ranks and not given and launch.problems:
+        what, cure = launch.problems[0]
+        raise ValueError(f"{what} {cure}")
     if verbose and not given and (launch.starts_ranks or launch.platform):
         rank_zero_info(launch.describe())
     # gloo and NCCL would fail with an interface that SageMaker's files name, and this host does not have.

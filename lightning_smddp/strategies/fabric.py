@@ -184,7 +184,12 @@ class FabricDataParallel(FabricStrategy):
         # DDP notes what requires gradients when it wraps a module, and sends the first rank's weights to all. So what
         # is frozen is noted before, and whether models differ is found out before.
         self._frozen.append(FrozenParameters(module))
-        self._ddp_kwargs = self._session.prepare(module, self.root_device, self._user_ddp_kwargs, self._timeout)
+        self._ddp_kwargs = self._session.prepare(
+            module,
+            self.root_device,
+            self._user_ddp_kwargs,
+            self._timeout,
+        )
         # A gradient scaler makes inf on purpose. The user's code has the gradients in its hands between `backward` and
         # the step, and may clean them: so averages are left without marks.
         scaler = getattr(self.precision, "scaler", None)

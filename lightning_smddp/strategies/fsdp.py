@@ -258,7 +258,8 @@ class FullyShardedParallel(TrainerStrategy):
         self._local_steps = []
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        clip_by_norm(self._optimized(optimizer), clip_val, self._require_sharded().shard_group, self.root_device)
+        parameters = self._optimized(optimizer)
+        clip_by_norm(parameters, clip_val, self._require_sharded().shard_group, self.root_device)
 
     @override
     def _release_model(self) -> None:
@@ -432,10 +433,15 @@ class FullyShardedParallel(TrainerStrategy):
     @override
     def _optimized(self, optimizer: Optimizer) -> list[Tensor]:
         """Behind a run, whose module is whole again, the parameters that its optimizers had parts of."""
-        return [self._whole_again.get(id(parameter), parameter) for parameter in super()._optimized(optimizer)]
+        found: list[Tensor] = []
+        for parameter in super()._optimized(optimizer):
+            found.append(self._whole_again.get(id(parameter), parameter))
+        return found
 
     @override
     def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        # Lightning restores before setup, into the whole module, but with `meta_init` behind it: then each rank takes
+        # its shares of what the file has.
         if self._sharded is None:
             super()._load_model(checkpoint, strict)
             return

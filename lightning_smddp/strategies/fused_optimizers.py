@@ -64,7 +64,8 @@ def _could_be_fused(optimizer: Optimizer, values: Sequence[Tensor]) -> bool:
             if group.get(word):
                 return False
     for value in values:
-        if type(value) not in (Tensor, nn.Parameter) or not value.is_floating_point():
+        is_plain = type(value) in (Tensor, nn.Parameter)
+        if not is_plain or not value.is_floating_point():
             return False
         if value.device != values[0].device:
             return False
@@ -77,14 +78,16 @@ def _sample(values: Sequence[Tensor]) -> list[Tensor]:
     room = _MOST
     for value in values:
         if room > 0:
-            sample.append(value.detach().reshape(-1)[:room])
+            flat = value.detach().reshape(-1)
+            sample.append(flat[:room])
             room -= value.numel()
     return sample
 
 
 def _step_seconds(optimizer: Optimizer, values: Sequence[Tensor]) -> tuple[float, float]:
     """Of a step on copies of ``values``, as it is and fused: the best of some that take turns."""
-    plain, fused = _trial(optimizer, values, None), _trial(optimizer, values, True)
+    plain = _trial(optimizer, values, None)
+    fused = _trial(optimizer, values, True)
     device = values[0].device
     plain_s = fused_s = float("inf")
     threads = torch.get_num_threads()

@@ -162,8 +162,11 @@ def changes_gradients(trainer: Any, *hooks: str) -> bool:
 
 def changes_batch(trainer: Any) -> bool:
     """Whether the user's code gets a batch when it is on the device."""
-    owners = [trainer.lightning_module, getattr(trainer, "datamodule", None)]
-    return any(owner is not None and is_changed_hook(owner, "on_after_batch_transfer") for owner in owners)
+    hook = "on_after_batch_transfer"
+    if is_changed_hook(trainer.lightning_module, hook):
+        return True
+    data = getattr(trainer, "datamodule", None)
+    return data is not None and is_changed_hook(data, hook)
 
 
 def loss_watchers(trainer: Any) -> list[Any]:

@@ -279,7 +279,7 @@ class PipelineParallel(PipelineRanks):
         # Lightning moves what it finds here to the CPU, which tensors without memory cannot do: the module is out of
         # sight meanwhile.
         module = self._lightning_module
-        if module is not None and any(p.is_meta for p in module.parameters()):
+        if module is not None and any(parameter.is_meta for parameter in module.parameters()):
             self._lightning_module = None
         super()._tear_down_model()
         self._lightning_module = module
@@ -427,8 +427,14 @@ class PipelineParallel(PipelineRanks):
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: without what belongs to this process and its run."""
-        ended: dict[str, Any] = dict.fromkeys(("_groups", "_pipelined", "_ended"))
-        return {**super().__getstate__(), **ended, "_shown": set(), "_changes": ExitStack()}
+        return {
+            **super().__getstate__(),
+            "_groups": None,
+            "_pipelined": None,
+            "_ended": None,
+            "_shown": set(),
+            "_changes": ExitStack(),
+        }
 
     # ---- checkpoints: each rank has a part of the module and of the optimizers' states ----
 

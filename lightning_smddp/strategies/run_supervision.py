@@ -252,7 +252,8 @@ class RunSupervision:
             error.code = 128 + signum
         if self.strategy.is_global_zero:
             trainer = self._trainer
-            say(f"{signal.Signals(signum).name}: all ranks stop at step {trainer.global_step}; {text}.", trainer)
+            name = signal.Signals(signum).name
+            say(f"{name}: all ranks stop at step {trainer.global_step}; {text}.", trainer)
 
     # ---- steps ----
 
@@ -296,8 +297,9 @@ class RunSupervision:
         # A place to stop at has to be one that all ranks come to: within a validation only if all have as many batches.
         self._seen = 0
         self._stops_in_validation = False
-        if self.supervisor is not None and trains:
-            self._stops_in_validation = will_step(trainer) and self._same_everywhere(sum(trainer.num_val_batches))
+        if self.supervisor is not None and trains and will_step(trainer):
+            batches = sum(trainer.num_val_batches)
+            self._stops_in_validation = self._same_everywhere(batches)
 
     def validation_ends(self) -> None:
         """Validation inside of fit is a place to stop at, too."""

@@ -144,7 +144,9 @@ class SageMakerJob:
     @property
     def _gives_model(self) -> bool:
         """Whether it is up to us: checkpoints are saved, and not into the model's folder."""
-        if self._folders is None or self._trainer is None or self.failed or self._trainer.state.fn != "fit":
+        if self._folders is None or self._trainer is None:
+            return False
+        if self.failed or self._trainer.state.fn != "fit":
             return False
         callbacks = self._trainer.checkpoint_callbacks
         if any(_is_inside(callback, self._folders.model) for callback in callbacks):
@@ -206,7 +208,10 @@ class SageMakerJob:
 
 def _is_inside(callback: Any, folder: Path) -> bool:
     directory = getattr(callback, "dirpath", None)
-    return directory is not None and Path(os.path.abspath(directory)).is_relative_to(folder)
+    if directory is None:
+        return False
+    path = Path(os.path.abspath(directory))
+    return path.is_relative_to(folder)
 
 
 def _best(trainer: Any) -> list[str]:

@@ -137,6 +137,8 @@ class Saving:
             for optimizer in strategy.optimizers:
                 plain = getattr(optimizer, "optimizer", optimizer)  # without Lightning's wrapper
                 optimized.append(strategy._optimized(plain))
+        # Each rank writes what it holds, and of what several hold the first one of them. The order of names is that of
+        # the whole module, which the first rank knows.
         own_part = None
         if strategy._has_part_to_save:
             own_part = checkpoint

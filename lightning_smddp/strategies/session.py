@@ -87,6 +87,7 @@ class GradientCommunication:
         require_initialized(module)
         group = dist.group.WORLD
         assert group is not None
+        # Modules that are wrapped one after the other share the groups, and what is measured.
         if self.communicator is None or self.recorder is None:
             self.recorder = recorder_for(device)
             gradient_bytes = 0
@@ -110,7 +111,7 @@ class GradientCommunication:
         self.plan = self._choose(self.communicator, module, compression)
         synchronizer = GradientSynchronizer(self.communicator, module, self.plan.table, compression, self.recorder)
         self.synchronizers.append(synchronizer)
-        # DDP's buckets then are the gradients: the hook's result need not be copied into them.
+        # Gradients are views of DDP's buckets then: what the hook has averaged in a bucket need not be copied to them.
         arguments = {"gradient_as_bucket_view": True, **ddp_kwargs}
         if self.plan.bucket_cap_mb is not None and not ddp_kwargs.get("bucket_cap_mb_list"):
             arguments["bucket_cap_mb"] = self.plan.bucket_cap_mb

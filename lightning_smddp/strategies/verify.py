@@ -73,7 +73,11 @@ class Difference:
 
     def text(self) -> str:
         """Both values and their relative difference, in a line."""
-        return f"one process {self.expected:.7g}, pipeline {self.actual:.7g}, difference {self.relative:.1e}"
+        return _in_words(self.expected, self.actual, self.relative)
+
+
+def _in_words(expected: float, actual: float, difference: float) -> str:
+    return f"one process {expected:.7g}, pipeline {actual:.7g}, difference {difference:.1e}"
 
 
 def compare_runs(alone: Mapping[str, Any], piped: Mapping[str, Any]) -> list[Difference]:
@@ -161,10 +165,19 @@ class _Recorder(Callback):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.seen: dict[str, Any] = {"training": [], "validation": [], "logged": {}, "findings": []}
+        # Of each step what it showed; "initial", the state before the first one, comes later.
+        self.seen: dict[str, Any] = {
+            "training": [],
+            "validation": [],
+            "logged": {},
+            "findings": [],
+        }
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.seen["initial"] = {name: value.detach().clone() for name, value in pl_module.state_dict().items()}
+        initial = {}
+        for name, value in pl_module.state_dict().items():
+            initial[name] = value.detach().clone()
+        self.seen["initial"] = initial
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -229,11 +242,12 @@ def verify(
     # one process with another seed, and in the pipeline. What differs between the first two is random in the step
     # itself, and tells nothing of the pipeline.
     with tempfile.TemporaryDirectory(prefix="smddp_verify_") as directory:
-        alone, loaders = _alone(module, data, Path(directory) / "alone", {}, seed=0)
-        again, _ = _alone(module, data, Path(directory) / "again", loaders, seed=1)
+        folder = Path(directory)
+        alone, loaders = _alone(module, data, folder / "alone", {}, seed=0)
+        again, _ = _alone(module, data, folder / "again", loaders, seed=1)
         partition = PartitionOptions(stages_per_rank=stages_per_rank, fallback="error")
         strategy = PipelineStrategy(start_method="spawn", partition=partition, **options)
-        recorder = _Recorder(Path(directory) / "pipeline")
+        recorder = _Recorder(folder / "pipeline")
         _give(module if data is None else data, loaders)
         try:
             _fit(module, data, recorder, devices=ranks, strategy=strategy)
@@ -266,7 +280,8 @@ def _judge(alone: Mapping[str, Any], again: Mapping[str, Any], piped: Mapping[st
             "too: the step draws random numbers."
         )
         return 0
-    trained, validated = len(piped["training"]), len(piped["validation"])
+    trained = len(piped["training"])
+    validated = len(piped["validation"])
     print(
         f"The pipeline computes what the module computes in one process: {trained} training and {validated} validation "
         "steps are the same."
@@ -305,7 +320,7 @@ def _alone(
     module: LightningModule, data: LightningDataModule | None, path: Path, loaders: dict[str, Any], seed: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """A run of copies in this process; and the batches that it saw, by the hook that gave them."""
-    module, data = copy.deepcopy((module, data))
+    module, data = copy.deepcopy((module, data))  # in one call: what they share stays shared
     loaders = dict(loaders)
     source = module if data is None else data
     if loaders:
@@ -387,7 +402,8 @@ def _plain(structure: Any) -> dict[str, Any]:
         if isinstance(leaf, (bool, int, float)):
             leaf = torch.tensor(leaf)
         if isinstance(leaf, torch.Tensor):
-            found[".".join(map(str, path))] = leaf.detach().cpu().clone()
+            name = ".".join(map(str, path))
+            found[name] = leaf.detach().cpu().clone()
     return found
 
 
@@ -398,6 +414,5 @@ def show(findings: Sequence[Finding]) -> None:
         name = finding.name
         if finding.stage is not None:
             name += f" (stage {finding.stage})"
-        numbers = f"one process {finding.expected:.7g}, pipeline {finding.actual:.7g}"
-        rows.append((name, f"{numbers}, difference {finding.difference:.1e}"))
+        rows.append((name, _in_words(finding.expected, finding.actual, finding.difference)))
     print_table("verify: one micro-batch's loss, and the norm of each unit's gradient", rows)
