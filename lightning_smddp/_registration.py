@@ -66,6 +66,7 @@ def _variants() -> dict[str, dict[str, Any]]:
 
 def _factory(home: str, class_name: str) -> Callable[..., Any]:
     def create(**init_params: Any) -> Any:
+        # Not before a Trainer or Fabric is made: the module imports Lightning, which is being imported now.
         module = import_module(f"lightning_smddp.strategies.{home}")
         return getattr(module, class_name)(**init_params)
 

@@ -184,6 +184,10 @@ class FabricFullyShardedParallel(FabricStrategy):
     of parameters and gradients is computed of whole values: on all ranks, never on one alone.
     """
 
+    # What code sees of a divided tensor, from the first module's set-up to the end:
+    #   the script, forward passes, a closure                 gathered values
+    #   dividing, backward passes, clipping, checkpoints      this rank's shares
+    #   optimizers' steps                                     shares; gathered values if they look at whole parameters
     _option_groups: ClassVar[OptionGroups] = GROUPS
 
     def __init__(

@@ -116,6 +116,10 @@ class FullyShardedParallel(TrainerStrategy):
         ValueError: an argument is not one of the valid values; the message lists them.
     """
 
+    # What code sees of a divided tensor, from the set-up of a run to its end:
+    #   steps, hooks of the module and of callbacks            gathered values
+    #   backward passes, checkpoints, `configure_optimizers`   this rank's shares
+    #   optimizers' steps                                      shares; gathered values if they look at whole parameters
     _notebook_name = "smddp_fsdp_notebook"
     _sharded: FullySharded | None = None  # from setup to teardown
     _collectives: ShardedCollectives | None = None  # likewise

@@ -24,6 +24,9 @@ from lightning_smddp._compat.trainer import is_control_flow, set_num_threads_if_
 from lightning_smddp.launchers.mpi import started_by_mpirun
 from lightning_smddp.strategies.environments import check_numbers
 
+# popen:        this script is local rank 0, and starts itself again for ranks 1, 2, ...   (`ScriptLaunching`)
+# torchrun ...: every rank is there already, and starts nothing                            (`ScriptLaunching`)
+# spawn, fork:  this process is no rank, and starts ranks 0, 1, ...                        (`SpawnLaunching`)
 LAUNCHER_PID = "LIGHTNING_SMDDP_LAUNCHER_PID"  # set for ranks that a script's first process starts
 _POLL_S = 0.1
 _LINGER_S = 8.0  # how long the other ranks may take to end after the first one has failed

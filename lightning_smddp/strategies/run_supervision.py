@@ -367,6 +367,7 @@ class RunSupervision:
 
 def _position(trainer: Any, batch: int) -> int:
     """Numbers that rise: 0 of a training batch, then 1, 2, ... of the validation behind it, then ``_VALIDATED``."""
+    # batch 0: 0 | the validation behind it: 1, 2, ... | its end: _VALIDATED | batch 1: _VALIDATED + 1 | ...
     return int(trainer.fit_loop.total_batch_idx) * (_VALIDATED + 1) + batch
 
 

@@ -64,7 +64,7 @@ class GradientCommunication:
         limit = self.options.communication.limit
         if limit is not None:
             set_group_timeout(backend_timeout(limit, is_nccl()))
-        # A weak reference: the interpreter's list of functions must not keep the strategy, and its module, alive.
+        # A weak reference: the interpreter's list of functions must not keep this object, and memory of it, alive.
         atexit.register(_leave, weakref.ref(self))
 
     def prepare(
@@ -155,7 +155,7 @@ class GradientCommunication:
 
     def close(self) -> None:
         """Free everything; the next :meth:`prepare` starts anew."""
-        for synchronizer in self.synchronizers:
+        for synchronizer in self.synchronizers:  # first what works over the communicator's groups and memory
             synchronizer.close()
         self.synchronizers = []
         if self.communicator is not None:
