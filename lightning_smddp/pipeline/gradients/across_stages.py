@@ -117,6 +117,7 @@ def _sum(group: dist.ProcessGroup, parameters: list[nn.Parameter]) -> None:
     for parameter, total, count in zip(parameters, sums, counts, strict=True):
         if count == 0:
             continue
+        # The sum is dense, whatever this rank's own part of it was.
         if parameter.grad is None or parameter.grad.is_sparse:
             parameter.grad = torch.empty_like(parameter)
         parameter.grad.copy_(total.view(parameter.shape))
@@ -182,6 +183,8 @@ def clip_by_value(optimizer: Optimizer, clip_val: float) -> None:
 
 def take_over_clipping(plugin: Any, by_norm: Callable[[Any, float], None]) -> None:
     """Let Lightning's precision ``plugin`` clip by norm with ``by_norm``, and by value with :func:`clip_by_value`."""
+    # The plugin's own methods know the parameters of one rank: each stage would be scaled by another factor. These
+    # attributes of the object come before them, until `give_back_clipping` takes them away.
     plugin.clip_grad_by_norm = by_norm
     plugin.clip_grad_by_value = clip_by_value
 

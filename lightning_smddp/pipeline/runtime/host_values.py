@@ -97,6 +97,7 @@ class _Watch(DispatchMode):
         self._values = values
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A copy to a device is a cast here, also `.to(device)` and `.cuda()`; all else matters only if it writes.
         result = function(*args, **(kwargs or {}))
         if function is CAST:
             self._values.note_copy(args[0], result)

@@ -316,8 +316,8 @@ class Run(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.inside:
             return function(*args, **kwargs)
-        # Each torch function of the user's code between modules comes here, on each stage. First those that are no
-        # node whatever they are given: questions, hooks, and tensors in the likeness of another one.
+        # Each torch function of the user's code between modules comes here, on each stage. First what needs no numbers
+        # of tensors, and so is no node: questions, hooks on gradients, and tensors in the likeness of another one.
         kind = kind_of(function, args)
         if kind is Kind.METADATA:
             return self.metadata.ask(function, args, kwargs)

@@ -105,6 +105,7 @@ class GlobalView:
         if self.is_entered:
             yield
             return
+        # torch's hooks for registrations are called for every module there is; these two look for those of ours.
         handles = [
             nn.modules.module.register_module_parameter_registration_hook(refuse_new_parameter(self.module)),
             nn.modules.module.register_module_buffer_registration_hook(keep_buffers(self)),
@@ -376,6 +377,7 @@ class GlobalView:
         part = self._parts.get((tensor.serial, tensor.memory.version))
         if part is not None:
             return part
+        # The copy lies as the memory does, so any view of it is found by its strides and its offset.
         whole = tensor.memory.copy
         if whole is None or whole.dtype != tensor.dtype:
             return None

@@ -53,6 +53,7 @@ class Leaves:
         self.buffers = frozenset(ownership.buffers)
         for name, parameter in module.named_parameters():
             self._add(name, parameter, ownership.parameters[name])
+        # A buffer that training does not change is the same on all ranks, and no leaf: it stays a plain tensor.
         for name, buffer in module.named_buffers():
             if name in ownership.buffers:
                 self._add(name, buffer, (ownership.buffers[name],))
