@@ -147,7 +147,7 @@ class _Microbatch:
     """What a stage holds for one micro-batch of the running step; each entry only as long as it is needed."""
 
     # received             from the receive to the forward
-    # leaves, edges        from the forward to the backward: where the inputs' gradients arrive, where outputs begin
+    # leaves, edges        from the forward to the backward: where gradients of inputs arrive, where it begins
     # outgoing             from the forward to the send
     # output_gradients     from the receive, or the next stage here, to the backward
     # input_gradients      from the backward to the send, or the stage before here

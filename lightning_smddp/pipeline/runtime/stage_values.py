@@ -112,11 +112,11 @@ class StageValues:
         """The arguments, with the tensor that is here for each :class:`RemoteTensor` or outdated object."""
         # Nearly always the user's code has the right tensors in its hands: then its containers stay the objects that
         # they are.
-        is_current = all(self._current(leaf) is leaf for leaf in leaves((args, kwargs)))
-        if is_current:
-            return args, kwargs
-        changed: tuple[Args, Kwargs] = map_leaves(self._current, (args, kwargs))
-        return changed
+        for leaf in leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and self._current(leaf) is not leaf:
+                changed: tuple[Args, Kwargs] = map_leaves(self._current, (args, kwargs))
+                return changed
+        return args, kwargs
 
     def _current(self, leaf: Any) -> Any:
         """The object that has the numbers of the value that ``leaf`` is: one that was received, or changed in place."""
