@@ -179,6 +179,8 @@ class BatchCutter:
         return None
 
     def _cut_rows(self, batch: Any, step: LightningStep, rows: int | None) -> list[MicroBatch]:
+        # A number that the user left open follows from the schedule and the rows. Where a `split_batch` alone knows the
+        # rows, a likely number stands for them.
         count = self.options.num_microbatches
         if count is None:
             if rows is None:
@@ -287,6 +289,7 @@ def loader_sizes(trainer: Any, hook: str, arguments: Sequence[Any]) -> tuple[int
         hook: name of the step.
         arguments: of the step, besides the batch.
     """
+    # A training batch may come of all loaders at once; an evaluation batch is of one, and the step is told which.
     loaders = getattr(trainer, _LOADERS[hook], None)
     every = leaves(getattr(loaders, "iterables", loaders))  # a CombinedLoader has them there
     index = None  # of the loader: evaluation steps are called with (batch, batch_idx, dataloader_idx)
@@ -362,6 +365,8 @@ def rows_by_loss(step: LightningStep, batch: MicroBatch, found: Evidence, setup:
 
 def _try_order(loss: Callable[[MicroBatch], float], batch: MicroBatch, found: Evidence) -> bool | None:
     """Whether rows can be reordered; None if the loss is random, or the step cannot be run."""
+    # A loss that is a mean over rows is the same in another order of the rows. So it is over columns where these are
+    # the rows: of a square batch, only one that does not bear another order of its columns has rows first for sure.
     order = order_of(batch.size)
     try:
         whole = loss(batch)
@@ -415,6 +420,8 @@ def rows_by_results(run: Callable[[MicroBatch], Observed | None], batch: MicroBa
         batch: all rows.
         setup: of the run.
     """
+    # The batch, its rows in another order, and its halves: on the rank where the step ends, halves have to make up the
+    # batch, and logged values must not depend on the order.
     parts = batch.split(2)
     permuted = batch.with_rows_in(order_of(batch.size))
     observed = [run(rows) for rows in (batch, permuted, *parts)]

@@ -60,10 +60,13 @@ def refuse_changes(changes: Sequence[str], num_microbatches: int) -> None:
     """Raise ``SplitError`` if there are any that would happen once for each micro-batch, but must not."""
     parameters = [change for change in changes if change.startswith("parameter")]
     if parameters or (changes and num_microbatches > 1):
+        cure = "Do it in a hook (`on_train_batch_end`)"
+        if not parameters:
+            cure += ", or use num_microbatches=1"
+        first = (parameters or changes)[0]
         raise SplitError(
-            f"The step changes {(parameters or changes)[0]}: in a pipeline this would happen once for each of "
-            f"{num_microbatches} micro-batches instead of once for a batch. Do it in a hook (`on_train_batch_end`)"
-            + (", or use num_microbatches=1." if not parameters else ".")
+            f"The step changes {first}: in a pipeline this would happen once for each of {num_microbatches} "
+            f"micro-batches instead of once for a batch. {cure}."
         )
 
 

@@ -68,6 +68,7 @@ def combine_changes(
         per_row: which lists gain an item for each row, and what integers count. Kept from step to step: micro-batches
             of one row do not show it.
     """
+    # By place, what those micro-batches did that did something there: [{a: x}, {a: y, b: z}] -> {a: [x, y], b: [z]}.
     gained: dict[AttrPath, _Found] = {}
     assigned: dict[AttrPath, _Found] = {}
     written: set[AttrPath] = set()
@@ -141,6 +142,8 @@ def _is_per_row(tails: list[list[Any]], sizes: list[int]) -> bool:
 
 
 def _combine_tails(tails: list[list[Any]], sizes: list[int], per_row: bool) -> list[Any]:
+    # Items of one position stand for one call: [[a0, b0], [a1, b1]] -> [a of the batch, b of the batch]. Where there is
+    # an item for each row, or numbers of items differ, the batch's list is one behind the other.
     everything = list(chain.from_iterable(tails))
     if len(tails) == 1 or per_row or not _are_as_long(tails):
         return everything
@@ -177,6 +180,7 @@ def _combine_written(before: Tensor, after: list[Tensor], sizes: list[int]) -> T
     """What a tensor that is changed in place comes to: counts add up, anything else is a mean."""
     if not (before.is_floating_point() or before.is_complex()):
         return before + sum(value - before for value in after)
+    # Running statistics, say: each micro-batch went on from `before`, and counts as much as it has rows.
     total = torch.zeros_like(before)
     for value, size in zip(after, sizes, strict=True):
         total = total + value * size

@@ -58,7 +58,9 @@ class EventCombiner:
         """
         found = BatchEvents()
         called = set()
-        merged = self._merge_calls(records)  # of all calls first: it raises before any metric is updated
+        # Arguments of all calls first, as that raises before any metric is updated. Then the calls in the order of the
+        # step, as what one returned may have been logged by a later one.
+        merged = self._merge_calls(records)
         for key in _merged_order([list(record.events) for record in records]):
             of_key = [record for record in records if key in record.events]
             first = of_key[0].events[key]
@@ -111,6 +113,7 @@ class EventCombiner:
             assert isinstance(metric, Metric)
             cache = detached(forward_cache(metric))
             return Log(first.name, None, first.metric, cache, options)
+        # A value that a metric returned is the batch's already, if it is of the same call in all micro-batches.
         if first.source is not None and all(log.source == first.source for log in logs):
             key, position = first.source
             return Log(first.name, returned[key][position], None, None, options, is_whole=True)

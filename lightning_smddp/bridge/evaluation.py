@@ -141,11 +141,9 @@ class Evaluation:
         self, partitioned: PartitionedModule, step: LightningStep, batch: Any, microbatches: Sequence[MicroBatch]
     ) -> None:
         """Try ``step`` on a ``batch`` that was cut so, if it did there what it never did. Collective."""
-        if (
-            not partitioned.take_unforeseen(step)
-            or not self.setup.options.partition.check
-            or self.cutter.is_whole(step)
-        ):
+        if not partitioned.take_unforeseen(step):
+            return
+        if not self.setup.options.partition.check or self.cutter.is_whole(step):
             return
         rows = self.cutter.pair(batch, microbatches)
         if rows is None:
@@ -173,10 +171,11 @@ class Evaluation:
 
     def _is_told_more(self, step: LightningStep) -> bool:
         """Whether values that micro-batches have just logged end a doubt. Collective where there is one."""
-        doubts = self._found[step.key].doubts if step.key in self._found else {}
-        if not doubts or self.cutter.is_whole(step):
+        found = self._found.get(step.key)
+        if found is None or not found.doubts or self.cutter.is_whole(step):
             return False
-        told = any(disagree(rules, step.capture.values_logged(name)) for name, rules in doubts.items())
+        # Only the rank where the step ends has logged values, and what it finds holds for all.
+        told = any(disagree(rules, step.capture.values_logged(name)) for name, rules in found.doubts.items())
         return bool(broadcast_json(told, self.setup.groups.pipeline, self.setup.device, self.setup.last_rank))
 
     # ---- lockstep: all ranks run the step, and each operation is done where its values are ----

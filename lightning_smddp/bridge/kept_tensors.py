@@ -19,7 +19,7 @@ from torchmetrics import Metric
 from lightning_smddp._compat.torch import storage_key, write_count
 from lightning_smddp.wire.pytree import tensors
 
-_SMALL = 2**16  # elements; larger tensors are copied where a trace has seen a change
+_SMALL = 2**16  # elements; larger tensors are copied in a trace, and behind it where that has seen a change
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def tensor_attributes(module: nn.Module) -> Kept:
                 continue
             if not isinstance(value, (Tensor, list, tuple, dict)):
                 continue
-            written = [(tensor, _writes(tensor)) for tensor in tensors(value)]
+            written = [(tensor, times_written(tensor)) for tensor in tensors(value)]
             if not written:
                 continue
             owner = "self"
@@ -121,7 +121,7 @@ def tensor_attributes(module: nn.Module) -> Kept:
     return found
 
 
-def _writes(tensor: Tensor) -> int:
+def times_written(tensor: Tensor) -> int:
     """How often ``tensor`` was written in place; torch does not count it of inference tensors."""
     if tensor.is_inference():
         return 0

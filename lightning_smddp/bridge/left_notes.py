@@ -125,6 +125,7 @@ class StepNotes:
 
     def of_stage(self, stage: int, name: str) -> Combined:
         """What a stage has left with an owner in all micro-batches together."""
+        # What a trial has shown of this batch's integers goes before what rules say.
         found = _combined(self._ordered(stage, name), self._per_row[name], is_held=False)
         for where, value in self._settled[stage, name].items():
             found[where] = (False, value)
@@ -152,6 +153,7 @@ class StepNotes:
 
     def held_as(self, stage: int, number: int, where: AttrPath) -> Tensor:
         """The value ``number`` that ``stage`` keeps, combined as what ``where`` is set to, which may be a loss."""
+        # The same tensors that :meth:`held` combines by number, under the name that they get: a loss is weighted.
         notes = self._held[stage]
         in_order = []
         for index in sorted(notes):
@@ -166,8 +168,11 @@ class StepNotes:
 
     def _ordered(self, stage: int, name: str) -> list[Note]:
         """Of all micro-batches, also of those that have changed nothing."""
-        notes, sizes = self._notes[stage, name], self._sizes[stage]
-        return [notes.get(index) or Note(index, *sizes[index]) for index in sorted(sizes)]
+        notes = self._notes[stage, name]
+        ordered = []
+        for index, (size, weight) in sorted(self._sizes[stage].items()):
+            ordered.append(notes.get(index) or Note(index, size, weight))
+        return ordered
 
     # ---- what integers count ----
 

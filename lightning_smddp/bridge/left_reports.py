@@ -119,6 +119,7 @@ class Reports:
         return self._of_offer(chosen, name, where)
 
     def _of_offer(self, chosen: _Offer, name: str, where: AttrPath) -> Shared:
+        # The rank that has made the offer combines the value once more, for its tensors; the others have none.
         local: Tensors = {}
         if chosen.rank == self.view.rank:
             _, value = self.notes.of_stage(chosen.stage, name)[where]
@@ -130,6 +131,7 @@ class Reports:
         return Shared(chosen.grows, chosen.plain, made)
 
     def _of_held(self, want: Wanted, where: AttrPath) -> Shared | None:
+        # Where nobody holds a value that is in it, all ranks know: then the attribute raises where a hook uses it.
         if want.plain is None or any(number not in self._held for _, number in want.values):
             return None
         made: Tensors = {}

@@ -108,6 +108,8 @@ def _reduce_tensors(rule: Rule, values: Sequence[Any], weights: Sequence[float],
         return stacked.amax()
     if rule == "min":
         return stacked.amin()
+    # The weights go to the device as one tensor of double precision, where the device has that; the mean has single
+    # precision, also of values in 16 bits, unless the values have more.
     dtype = torch.float32
     if stacked.dtype == torch.float64:
         dtype = torch.float64
@@ -184,6 +186,8 @@ def whole_batch_size(given: Sequence[int], sizes: Sequence[int], constant: int |
         The sum of ``given``; or ``given`` itself where a number is passed that does not depend on the micro-batch,
         which shows when it is the whole batch's size. And that number, if so.
     """
+    # A number that is the whole batch's size was passed for each micro-batch without a look at it; from then on it is
+    # known to be a constant, also for a last batch that is smaller.
     first = given[0]
     is_whole_size = first == sum(sizes) and len(sizes) > 1
     if len(set(given)) == 1 and (first == constant or is_whole_size):

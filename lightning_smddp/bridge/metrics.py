@@ -375,6 +375,8 @@ class PipelineMetrics:
         if metric.distributed_available_fn is never:
             metric.distributed_available_fn = jit_distributed_available
         before = {key: vars(metric)[key] for key in _ATTRIBUTES}
+        # `compute` is called on all ranks alike, and only the rank where the step ends has the state: so that is sent
+        # first. What `forward` returns is for one batch alone, and needs no state of another rank.
         compute = metric.compute
 
         def shared_compute(*args: Any, **kwargs: Any) -> Any:
@@ -384,6 +386,8 @@ class PipelineMetrics:
 
         vars(metric)["compute"] = shared_compute
         self._patched[id(metric)] = _Patched(metric, before, shared_compute)
+        # By itself torchmetrics would exchange states among all ranks of the world: that of a pipeline, which all its
+        # ranks then have, would count once for each of them.
         if self.replicas is None or self.replicas.size() == 1:
             metric.distributed_available_fn = never
         elif metric.dist_sync_fn is None:

@@ -49,7 +49,10 @@ class ModuleState:
 
     def optimized(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """The parameters of all ranks that ``optimizer`` steps."""
-        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters: list[nn.Parameter] = []
+        for group in optimizer.param_groups:
+            parameters += group["params"]
+        return parameters
 
     def nonfinite(self) -> dict[str, str] | None:
         """What is not finite in this rank's gradients, by parameter, before averaging; None if there is none."""
@@ -84,15 +87,19 @@ class Unpartitioned(ModuleState):
 
     @override
     def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
-        absent = [name for name, parameter in self.setup.module.named_parameters() if parameter.is_meta]
-        self.weights = {name: state[name] for name in absent if name in state}
+        # Parameters without memory take no values: those wait until it is known which rank holds them.
+        self.weights = {}
+        for name, parameter in self.setup.module.named_parameters():
+            if parameter.is_meta and name in state:
+                self.weights[name] = state[name]
         super().load_state_dict(state, strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer, gather: bool) -> dict[str, Any]:
         state: dict[str, Any] = optimizer.state_dict()
         if self.optimizer_states is not None:
-            state["state"] = self.optimizer_states[self.optimizers.index(optimizer)]["state"]
+            index = self.optimizers.index(optimizer)
+            state["state"] = self.optimizer_states[index]["state"]
         return state
 
     @override

@@ -133,6 +133,8 @@ class OwnerWatch:
         for change in self.found():
             if of_members_alone and not change.is_member:
                 continue
+            # A tensor that this stage has made may be a cache, which the next run would have to fill again. Numbers and
+            # lists are put back, so that each micro-batch begins with what they were before the batch.
             after = change.after
             may_be_cache = bool(tensors(after)) and not isinstance(after, list)
             if not may_be_cache or has_remote(after):
@@ -153,7 +155,7 @@ def owners_in(root: nn.Module, with_helpers: bool) -> dict[str, Any]:
     Metrics are none of them: they are followed elsewhere.
     """
     owners: dict[str, Any] = {}
-    inside: set[int] = set()
+    inside: set[int] = set()  # modules in metrics: a wrapper has others in it, and a collection its members
     for name, module in root.named_modules():
         if isinstance(module, (Metric, MetricCollection)):
             inside.update(map(id, module.modules()))

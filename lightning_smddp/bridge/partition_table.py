@@ -48,6 +48,7 @@ def resources_for(
     ``casts_weights``: steps run under autocast, which keeps a copy of weights in 16 bits for as long as a step takes.
     ``num_shares``: replicas that share the optimizer's states.
     """
+    # Of optimizers, the one that keeps most counts for all parameters: which of them steps one is not looked up.
     copies = max([_state_copies(optimizer) for optimizer in optimizers], default=0)
     sizes = {}  # by parameter, in bytes
     for name, parameter in module.named_parameters():
@@ -83,7 +84,7 @@ def in_flight(options: PipelineOptions, rank_of_stage: Sequence[int], num_microb
     num_ranks = max(rank_of_stage) + 1
     most = [0] * num_stages
     for actions in _orders(options, num_ranks, num_stages, num_microbatches).values():
-        held = [0] * num_stages
+        held = [0] * num_stages  # micro-batches that are between their forward and their backward now
         for text in actions:
             action = parse_action(text)
             if action.kind == "F":
@@ -177,6 +178,8 @@ def _of_stages(plan: PartitionPlan, resources: Resources, module: nn.Module) -> 
     counts = {name: parameter.numel() for name, parameter in module.named_parameters()}
     of_rank: dict[int, set[str]] = {}  # names of parameters
     seconds: dict[int, float] = {}
+    # Stages in the order of the model. A parameter that several stages use is counted with each of them, and once with
+    # a rank that has several of these.
     for stage in plan.stage_cuts.plans(len(plan.graph.nodes)):
         number = stage.stage
         rank = resources.rank_of_stage[number]

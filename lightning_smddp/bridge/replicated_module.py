@@ -59,7 +59,9 @@ class ReplicatedModule(ModuleState):
         watching: bool,
         shards: Sequence[OptimizerShards] = (),
     ) -> None:
-        self.setup, self.optimizers, self.reason = setup, optimizers, reason
+        self.setup = setup
+        self.optimizers = optimizers
+        self.reason = reason
         self._module = setup.module
         self._same = SameRanks(setup.module, setup.groups.pipeline, setup.device)
         self._data_parallel_group = setup.groups.data_parallel_group
@@ -201,32 +203,41 @@ class SameRanks:
         Raises:
             DriftError: on every rank.
         """
+        # Integers all, of each rank: a checksum of its random states, and the bits of its loss and of its witnesses.
         seen = [bits_of(value) for value in (self._loss, *self._witnesses())]
         local = torch.tensor([self._random_sum(), *seen], device=self.device)
         gathered = [torch.empty_like(local) for _ in range(self.group.size())]
         dist.all_gather(gathered, local, group=self.group)
-        found = [part.tolist() for part in gathered]
-        self._require_equal([[float_of(bits) for bits in part[1:]] for part in found])
-        if any(part[0] != found[0][0] for part in found):
+        checksums = []
+        values = []
+        for of_rank in gathered:
+            checksum, *bits = of_rank.tolist()
+            checksums.append(checksum)
+            values.append([float_of(one) for one in bits])
+        self._require_equal(values)
+        if len(set(checksums)) > 1:
             self._share_random_numbers()
 
     def end(self, output: Any, name: str) -> None:
         """After the step called ``name``, which returned ``output``."""
-        loss = output.get("loss") if isinstance(output, dict) else output
+        loss = output
+        if isinstance(output, dict):
+            loss = output.get("loss")
         self._loss = 0.0
         if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
             self._loss = float(loss.detach())
         self._name = name
 
     def _require_equal(self, gathered: Sequence[Sequence[float]]) -> None:
-        first = gathered[0]
-        for rank, values in enumerate(gathered):
-            tolerance = _ROUNDING
-            if self.device.type == "cpu":
-                tolerance = 0.0
-            if _differ(values[0], first[0], tolerance):
-                what = f"the loss of {self._name} is {values[0]!r} on rank {rank} of the pipeline and {first[0]!r} on"
-            elif any(_differ(a, b, 0.0) for a, b in zip(values[1:], first[1:], strict=True)):
+        tolerance = _ROUNDING
+        if self.device.type == "cpu":
+            tolerance = 0.0
+        expected_loss, *expected = gathered[0]
+        for rank, (loss, *witnesses) in enumerate(gathered):
+            if _differ(loss, expected_loss, tolerance):
+                what = f"the loss of {self._name} is {loss!r} on rank {rank} of the pipeline and {expected_loss!r} on"
+            # Parameters are the same bit by bit, also on a GPU, where gradients are averaged over these ranks.
+            elif any(_differ(one, other, 0.0) for one, other in zip(witnesses, expected, strict=True)):
                 what = f"behind {self._name or 'the start'} the parameters on rank {rank} of the pipeline differ from"
             else:
                 continue
@@ -238,13 +249,22 @@ class SameRanks:
             )
 
     def _witnesses(self) -> list[float]:
-        parameters = sorted((p for p in self.module.parameters() if p.requires_grad), key=Tensor.numel)
-        return [float(p.detach().double().sum()) for p in parameters[:_WITNESSES] if not p.is_complex()]
+        """Sums of the smallest parameters that are trained."""
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        trained.sort(key=Tensor.numel)
+        sums = []
+        for parameter in trained[:_WITNESSES]:
+            if not parameter.is_complex():
+                total = parameter.detach().double().sum()
+                sums.append(float(total))
+        return sums
 
     def _random_sum(self) -> int:
         checksum = 0
         for name, state in to_plain(self._states.capture()).items():
-            parts = state if isinstance(state, dict) else {"": state}
+            parts = {"": state}
+            if isinstance(state, dict):
+                parts = state
             for key, part in parts.items():
                 if isinstance(part, Tensor):
                     data = part.numpy().tobytes()

@@ -103,6 +103,7 @@ class Findings:
     def _narrow(self, name: str, earlier: Findings) -> None:
         """Keep the rules of ``name`` that explain its values here and ``earlier``, which has a rule for it."""
         rule = earlier.rules[name]
+        # Where nothing was learned of the name here, nothing is held against the earlier rules.
         before = now = earlier._possible(name)
         if name in self.rules:
             now = self._possible(name)
@@ -206,7 +207,7 @@ def try_results(
     findings.differences = _compared(run, None, whole, parts, by_chance, tolerance)
     # And once more with attributes as a step leaves them: a running mean is right only for the first batch. The rank
     # where the step ends knows them; all ranks have to run with them.
-    kept = None
+    kept = None  # where it ends elsewhere, and where something differs anyway
     if whole is not None and not findings.differences:
         kept = KeptState.of(whole.results)
     if kept is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_smddp.bridge.capture import StepCapture
-from lightning_smddp.bridge.kept_tensors import changed_attributes, tensor_attributes
+from lightning_smddp.bridge.kept_tensors import changed_attributes, tensor_attributes, times_written
 from lightning_smddp.bridge.step_results import Observed
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.objects import with_same_memory
@@ -106,6 +106,8 @@ class LightningStep:
         Only a step that changes numbers in place gets a copy of those too. What it does to containers, objects and
         flags (``requires_grad_``) is not seen by the next run in any case.
         """
+        # Each stage runs the whole code, and what it does to the batch must not show in the next run. Containers are
+        # new; tensors are other objects on the same memory, unless the step was seen to write into it.
         value = microbatch.value
         if self.key in self.capture.changing_steps:
             value = copied(value)
@@ -159,7 +161,7 @@ class LightningStep:
 
         def run() -> Any:
             copy = replace(microbatch, value=copied(microbatch.value))
-            before = [_version(tensor) for tensor in tensors(copy.value)]
+            before = [times_written(tensor) for tensor in tensors(copy.value)]
             try:
                 with self.capture.left.learning(), self.around(index, copy, keep=True):
                     kept = tensor_attributes(self.module)
@@ -169,7 +171,7 @@ class LightningStep:
                 return result
             finally:
                 self.capture.clear()
-                if before != [_version(tensor) for tensor in tensors(copy.value)]:
+                if before != [times_written(tensor) for tensor in tensors(copy.value)]:
                     self.capture.changing_steps.add(self.key)
 
         return run
@@ -224,14 +226,11 @@ def _detached(leaf: Any) -> Any:
     return leaf
 
 
-def _version(tensor: Tensor) -> int:
-    """Grows with each change in place; inference tensors do not count."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
 def loss_of(result: Any, hook: str = "training_step", detached: bool = False) -> Tensor:
     """The loss in what the step returned. Raises ``SplitError`` if there is none that a pipeline can differentiate."""
-    loss = result.get("loss") if isinstance(result, dict) else result
+    loss = result
+    if isinstance(result, dict):
+        loss = result.get("loss")
     if isinstance(loss, Tensor) and loss.numel() == 1:
         if not (loss.requires_grad or detached):
             raise SplitError(

@@ -64,6 +64,7 @@ class Record:
 
     def add_log(self, name: str, value: Any, metric: str | None, options: dict[str, Any]) -> None:
         """Remember a logged value as it is now: a copy, a number, or only that a metric is logged."""
+        # The value may change in place behind the call, and its graph is kept by `touched` alone until the step ends.
         self.touched.append(value)
         source = self.sources.get(id(value))
         if isinstance(value, Tensor):

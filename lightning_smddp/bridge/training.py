@@ -51,7 +51,9 @@ class Training:
     """
 
     def __init__(self, setup: RunSetup, cutter: BatchCutter, results: BatchResults) -> None:
-        self.setup, self.cutter, self.results = setup, cutter, results
+        self.setup = setup
+        self.cutter = cutter
+        self.results = results
         self.second_check = SecondCheck(setup.options.partition.check)
 
     def run(
@@ -83,10 +85,13 @@ class Training:
         if not continues:
             self.second_check.run(partitioned, step, microbatches[0])
         partitioned.separate_draws()
+        # A batch that left its path is dropped and run again. That cannot be done where its gradients are added to
+        # those of an earlier batch, or averaged over replicas.
         drop = None
         if not continues and partitioned.replicas is None:
             drop = partitioned.stash.drop
-        outputs = run_batch(partitioned, step, found, functools.partial(trials.find, False), begin, drop)
+        find_again = functools.partial(trials.find, False)
+        outputs = run_batch(partitioned, step, found, find_again, begin, drop)
         partitioned.stash.stash()
         partitioned.buffers.trained = True
         trials.look_behind(microbatches)
@@ -162,13 +167,20 @@ def run_batch(
 def _undone_if_left(setup: RunSetup, paths: Sequence[TracedPath]) -> Iterator[None]:
     """Where a path is left inside, put back torch's random numbers, and buffers that the step changes."""
     device = setup.device
-    graphs = {id(staged): staged.graph for staged, _ in paths}.values()
-    names = {name for graph in graphs for node in graph.nodes for name in node.buffers}
+    graphs = {id(staged): staged.graph for staged, _ in paths}  # of all micro-batches, each once
+    names: set[str] = set()
+    for graph in graphs.values():
+        for node in graph.nodes:
+            names.update(node.buffers)
     buffers = []
     if names:
-        buffers = [(b, b.detach().clone()) for name, b in setup.module.named_buffers() if name in names]
+        for name, buffer in setup.module.named_buffers():
+            if name in names:
+                buffers.append((buffer, buffer.detach().clone()))
     state = torch.get_rng_state()
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    on_device = None
+    if device.type == "cuda":
+        on_device = torch.cuda.get_rng_state(device)
     try:
         yield
     except LeftCourseError:

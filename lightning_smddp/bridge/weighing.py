@@ -120,9 +120,16 @@ class Weighing:
         parts = weighting.apply(self._cut(self.pair.value))
 
         def tried() -> Findings:
-            error, by_rows = tolerance_of(self.exact, self.device), weighting.kind == "rows"
-            capture, key = self.step.capture, self.step.key
-            return try_results(runs.seen, _same, self.pair, parts, capture, key, error, by_rows)
+            return try_results(
+                runs.seen,
+                _same,
+                self.pair,
+                parts,
+                self.step.capture,
+                self.step.key,
+                tolerance_of(self.exact, self.device),
+                by_rows=weighting.kind == "rows",
+            )
 
         findings = tried()
         if findings.doubts and not findings.differences:
@@ -173,14 +180,15 @@ class Weighing:
         if not self.changed_buffers or len(parts) < 2:
             return []
         try:
-            after_whole, after_parts = self._buffers_after([self.pair]), self._buffers_after(parts)
+            after_whole = self._buffers_after([self.pair])
+            after_parts = self._buffers_after(parts)
         except Exception:  # of user code that was run with fewer rows: then nothing is known but the trace
-            after_whole, after_parts = {}, {}
-        return [
-            name
-            for name in self.changed_buffers
-            if name not in after_whole or not torch.allclose(after_whole[name], after_parts[name], 1e-5, 1e-6)
-        ]
+            return list(self.changed_buffers)
+        moving = []
+        for name in self.changed_buffers:
+            if not torch.allclose(after_whole[name], after_parts[name], 1e-5, 1e-6):
+                moving.append(name)
+        return moving
 
     def _buffers_after(self, microbatches: Sequence[MicroBatch]) -> dict[str, Tensor]:
         with preserve_state(self.module, self.device), without_chance(self.device), torch.no_grad():
@@ -237,10 +245,14 @@ class _Differentiated:
 
     def fitting(self, candidates: Sequence[Weighting], conceivable: Sequence[Weighting]) -> Verdict:
         """See ``GradientTrial``; all candidates where the step cannot be differentiated on these rows."""
+        # First in fp32, and with rows in another order where the batch was cut by rows: these tell most. What fails is
+        # tried in the Trainer's precision, and with the rows as they are.
+        pair = self.weighing.pair
+        orders = (pair.cuts is None, False)
         for mode in self.modes:
-            for precision, may_reorder in itertools.product(self.precisions, (self.weighing.pair.cuts is None, False)):
+            for precision, may_reorder in itertools.product(self.precisions, orders):
                 run = functools.partial(self._run, mode, precision)
-                trial = GradientTrial(run, self.weighing.pair, may_reorder, tolerances_on(self.weighing.device))
+                trial = GradientTrial(run, pair, may_reorder, tolerances_on(self.weighing.device))
                 try:
                     found = trial.fitting(candidates, conceivable)
                 except Exception:  # of user code in a mode, a precision or an order of rows that it is not made for
@@ -280,6 +292,7 @@ def _training(module: nn.Module) -> None:
     as_trained(module)
 
 
+# Weights are compared before this batch, and then at numbers of batches that double: log n trials for n batches.
 _FIRST_LOOK, _GROWTH = 4, 2
 
 

@@ -120,7 +120,9 @@ def _obstacle(setup: RunSetup) -> str | None:
 
 def gather_in_training(partitioned: PartitionedModule, metrics: PipelineMetrics) -> None:
     """Give every rank everything: parameters, gradients, and states of optimizers and metrics. Collective."""
-    setup, group = partitioned.setup, partitioned.setup.groups.pipeline
+    setup = partitioned.setup
+    group = setup.groups.pipeline
+    # What is gathered is taken while the parts are as they were; parameters come last, and then what goes with them.
     partitioned.stash.tied.sum()
     gradients = gather_tensors(_own_gradients(partitioned), group, to_all=True, device=setup.device)
     states = []
@@ -132,7 +134,9 @@ def gather_in_training(partitioned: PartitionedModule, metrics: PipelineMetrics)
     for partition, state in zip(partitioned.optimizers, states, strict=True):
         partition.give_back(state)
     for name, parameter in setup.module.named_parameters():
-        parameter.grad = gradients[name].to(setup.device) if name in gradients else None
+        parameter.grad = None
+        if name in gradients:
+            parameter.grad = gradients[name].to(setup.device)
 
 
 def _own_gradients(partitioned: PartitionedModule) -> dict[str, torch.Tensor]:
