@@ -91,7 +91,12 @@ class StepCapture:
 
     @contextmanager
     def microbatch(
-        self, index: int, size: int, keep: bool = True, weight: float | None = None, key: Any = None
+        self,
+        index: int,
+        size: int,
+        keep: bool = True,
+        weight: float | None = None,
+        key: Any = None,
     ) -> Iterator[None]:
         """Around a run of step ``key`` on micro-batch ``index`` of ``size`` rows; its losses have ``weight``, or that.
 

@@ -26,7 +26,10 @@ _ROUNDING = 1e-5  # relative, of the loss of a step that is run a second time
 
 
 def require_no_state(
-    step: LightningStep, microbatches: Sequence[MicroBatch], changes: Sequence[str], device: torch.device
+    step: LightningStep,
+    microbatches: Sequence[MicroBatch],
+    changes: Sequence[str],
+    device: torch.device,
 ) -> None:
     """Raise ``SplitError`` on every rank if micro-batches would see each other's state. Collective over all ranks.
 

@@ -133,7 +133,10 @@ def check_at_start(partitioned: PartitionedModule, step: LightningStep, microbat
 
 
 def _compare_with_reference(
-    partitioned: PartitionedModule, step: LightningStep, index: int, microbatch: MicroBatch
+    partitioned: PartitionedModule,
+    step: LightningStep,
+    index: int,
+    microbatch: MicroBatch,
 ) -> None:
     """Raise ``VerificationError`` on every rank of the pipeline if something is not the same.
 
@@ -162,7 +165,11 @@ def _compare_with_reference(
 
 
 def _compare_one(
-    partitioned: PartitionedModule, step: LightningStep, index: int, microbatch: MicroBatch, expected: _Measured
+    partitioned: PartitionedModule,
+    step: LightningStep,
+    index: int,
+    microbatch: MicroBatch,
+    expected: _Measured,
 ) -> list[Finding]:
     setup, trial = partitioned.setup, step.unscaled()
     trial.offset = index

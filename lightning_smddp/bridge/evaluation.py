@@ -77,7 +77,10 @@ class Evaluation:
         return self.cutter.weighted(partitioned.weighed.weighting, self.cutter.cut(batch, step, can_try=False))
 
     def _find_paths(
-        self, partitioned: PartitionedModule, step: LightningStep, microbatches: Sequence[MicroBatch]
+        self,
+        partitioned: PartitionedModule,
+        step: LightningStep,
+        microbatches: Sequence[MicroBatch],
     ) -> list[TracedPath] | None:
         """The path of each micro-batch; None where the step has to run in another way from here on. Collective."""
         is_new = step.key not in self._traced
@@ -125,7 +128,11 @@ class Evaluation:
         self.cutter.learn(step, found)
 
     def _learns(
-        self, partitioned: PartitionedModule, step: LightningStep, batch: Any, microbatches: Sequence[MicroBatch]
+        self,
+        partitioned: PartitionedModule,
+        step: LightningStep,
+        batch: Any,
+        microbatches: Sequence[MicroBatch],
     ) -> bool:
         """Whether a trial has shown that batches have to be cut otherwise, or it was the first one. Collective."""
         if self.setup.options.partition.check and step.key not in self._found:
@@ -138,7 +145,11 @@ class Evaluation:
         return self.cutter.is_whole(step) and len(microbatches) > 1
 
     def _try_again(
-        self, partitioned: PartitionedModule, step: LightningStep, batch: Any, microbatches: Sequence[MicroBatch]
+        self,
+        partitioned: PartitionedModule,
+        step: LightningStep,
+        batch: Any,
+        microbatches: Sequence[MicroBatch],
     ) -> None:
         """Try ``step`` on a ``batch`` that was cut so, if it did there what it never did. Collective."""
         if not partitioned.take_unforeseen(step):

@@ -211,7 +211,10 @@ class Learned:
 
 
 def learn_rules(
-    whole: Sequence[Log], parts: Sequence[Sequence[Log]], microbatches: Sequence[MicroBatch], by_rows: bool = False
+    whole: Sequence[Log],
+    parts: Sequence[Sequence[Log]],
+    microbatches: Sequence[MicroBatch],
+    by_rows: bool = False,
 ) -> Learned:
     """How each logged number of a batch comes out of those of its micro-batches.
 

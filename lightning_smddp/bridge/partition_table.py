@@ -239,7 +239,10 @@ def _bound(options: PipelineOptions, resources: Resources, count: int) -> float:
 
 
 def _setting(
-    plan: PartitionPlan, options: PipelineOptions, resources: Resources, microbatches: Sequence[MicroBatch]
+    plan: PartitionPlan,
+    options: PipelineOptions,
+    resources: Resources,
+    microbatches: Sequence[MicroBatch],
 ) -> Setting:
     ranks = max(resources.rank_of_stage) + 1
     problem = problem_of(plan.graph, resources, plan.reference, options.activation_checkpointing)

@@ -187,7 +187,10 @@ class PartitionedModule(ModuleState):
         return counts
 
     def try_out(
-        self, step: LightningStep, microbatches: Sequence[MicroBatch], state: KeptState | None = None
+        self,
+        step: LightningStep,
+        microbatches: Sequence[MicroBatch],
+        state: KeptState | None = None,
     ) -> Observed | None:
         """Run an evaluation step for nothing: what Lightning would see, on the rank where it ends. Collective.
 

@@ -143,7 +143,13 @@ class PipelinedModule:
     # ---- steps ----
 
     def train(
-        self, batch: Any, arguments: Sequence[Any], scale: Scale, continues: bool, may_drop: bool, accumulates: bool
+        self,
+        batch: Any,
+        arguments: Sequence[Any],
+        scale: Scale,
+        continues: bool,
+        may_drop: bool,
+        accumulates: bool,
     ) -> Any:
         """Forward and backward of a batch; what the step returns for the whole of it, on every rank.
 
@@ -240,7 +246,11 @@ class PipelinedModule:
             self.replicate(str(error))
 
     def _partition(
-        self, before: Unpartitioned, step: LightningStep, parts: Sequence[MicroBatch], pair: MicroBatch | None
+        self,
+        before: Unpartitioned,
+        step: LightningStep,
+        parts: Sequence[MicroBatch],
+        pair: MicroBatch | None,
     ) -> None:
         """Find stages, and let go of other ranks' parameters. Collective over all ranks."""
         partitioned = Partitioning(before, step, parts, pair, self.known_plan).run()

@@ -221,7 +221,9 @@ def _run_rounds(
 
 
 def _casting_once(
-    partitioned: PartitionedModule, step: LightningStep, paths: Sequence[TracedPath]
+    partitioned: PartitionedModule,
+    step: LightningStep,
+    paths: Sequence[TracedPath],
 ) -> AbstractContextManager[None]:
     """Mixed precision casts each weight once for all micro-batches, where that makes no difference."""
     setup = partitioned.setup

@@ -110,7 +110,13 @@ class Weighing:
         louder = functools.partial(amplified, self.module)
         trial = _Differentiated(self, mode)
         weighting, warning = find_weighting(
-            runs.loss, self.pair, self._cut, tolerance, louder, self.may_be_whole, trial.fitting
+            runs.loss,
+            self.pair,
+            self._cut,
+            tolerance,
+            louder,
+            self.may_be_whole,
+            trial.fitting,
         )
         found = Weighed(weighting)
         found.warn(warning)
