@@ -59,11 +59,14 @@ def combined_step(where: AttrPath, steps: list[int], sizes: list[int], per_row: 
     # a call and another one for hits, unless it is known better.
     if max(sizes) > 1:
         per_row[where] = steps == sizes
+    law = adds_up(where)
     differ = not _are_alike(steps)
     if differ and _count_moving(steps) > 1:
-        per_row[adds_up(where)] = True
-    adds = differ or per_row.get(where, False) or per_row.get(adds_up(where), abs(steps[0]) != 1)
-    if adds:
+        per_row[law] = True
+    if differ or per_row.get(where, False):
+        return sum(steps)
+    is_call = abs(steps[0]) == 1
+    if per_row.get(law, not is_call):
         return sum(steps)
     return steps[0]
 
@@ -99,16 +102,17 @@ def learn_steps(
         per_row: where it is kept.
     """
     for name, after in whole.items():
-        start = before.get(name)
-        ends = [part.get(name) for part in parts]
+        start: Any = before.get(name)
+        ends: list[Any] = [part.get(name) for part in parts]
         everything = [start, after, *ends]
         if not all(is_number(value) or isinstance(value, Tensor) for value in everything):
             continue
         shapes = {getattr(value, "shape", ()) for value in everything}
         if len(shapes) > 1:
             continue
-        moved, *steps = [torch.as_tensor(end - start).double() for end in [after, *ends]]
-        if not any(step.any() for step in [moved, *steps]):
+        moved = torch.as_tensor(after - start).double()
+        steps = [torch.as_tensor(end - start).double() for end in ends]
+        if not moved.any() and not any(step.any() for step in steps):
             continue
         # An integer that only one part moves may be one at the most for a batch: that the steps add up says nothing.
         shows = type(after) is not int or _count_moving(steps) > 1

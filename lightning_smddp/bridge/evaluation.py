@@ -40,7 +40,9 @@ class Evaluation:
     """
 
     def __init__(self, setup: RunSetup, cutter: BatchCutter, results: BatchResults) -> None:
-        self.setup, self.cutter, self.results = setup, cutter, results
+        self.setup = setup
+        self.cutter = cutter
+        self.results = results
         self._in_lockstep: set[Any] = set()  # all sets and dicts: by key of the step
         self._traced: set[Any] = set()  # those that ran as pipelines
         self._found: dict[Any, Findings] = {}  # by a trial, of those that were tried
@@ -74,7 +76,8 @@ class Evaluation:
         return self.results.apply(partitioned, results)
 
     def _cut(self, partitioned: PartitionedModule, step: LightningStep, batch: Any) -> list[MicroBatch]:
-        return self.cutter.weighted(partitioned.weighed.weighting, self.cutter.cut(batch, step, can_try=False))
+        parts = self.cutter.cut(batch, step, can_try=False)
+        return self.cutter.weighted(partitioned.weighed.weighting, parts)
 
     def _find_paths(
         self,
@@ -186,7 +189,9 @@ class Evaluation:
         if found is None or not found.doubts or self.cutter.is_whole(step):
             return False
         # Only the rank where the step ends has logged values, and what it finds holds for all.
-        told = any(disagree(rules, step.capture.values_logged(name)) for name, rules in found.doubts.items())
+        told = False
+        for name, rules in found.doubts.items():
+            told = told or disagree(rules, step.capture.values_logged(name))
         return bool(broadcast_json(told, self.setup.groups.pipeline, self.setup.device, self.setup.last_rank))
 
     # ---- lockstep: all ranks run the step, and each operation is done where its values are ----

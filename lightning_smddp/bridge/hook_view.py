@@ -94,7 +94,11 @@ class HookView:
 
     def call_outside(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the strategy's method ``name``, outside of the view, and go back into it."""
-        function = self._replaced.get(name) or functools.partial(getattr(type(self.strategy), name), self.strategy)
+        # The attribute of this name is `_outside[name]` now: the class's method, if nobody had replaced that.
+        function = self._replaced.get(name)
+        if function is None:
+            method = getattr(type(self.strategy), name)
+            function = functools.partial(method, self.strategy)
         self._depth += 1
         try:
             with self._left():

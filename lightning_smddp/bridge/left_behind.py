@@ -214,7 +214,9 @@ class LeftBehind:
         stage = run.plan.stage
         self._notes.add(stage, name, note)
         if self._recorded is not None:
-            self._recorded[stage, name] = {where: after for where, (_, after) in note.whole.values.items()}
+            recorded = self._recorded[stage, name] = {}
+            for where, (_, after) in note.whole.values.items():
+                recorded[where] = after
 
     @contextmanager
     def recorded(self) -> Iterator[Trial]:

@@ -43,7 +43,10 @@ class Wanted:
             plain = encode(change.after, found)
         except UnknownTypeError:
             return cls(change.grows, None, [])
-        values = [[list(path), getattr(remote, "value", -1)] for path, remote in found.items()]
+        values = []
+        for path, tensor in found.items():
+            number = getattr(tensor, "value", -1)  # of a RemoteTensor
+            values.append([list(path), number])
         return cls(change.grows, plain, values)
 
 
@@ -100,7 +103,9 @@ class StepNotes:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Around other runs of the step: the notes are kept."""
-        notes, held, sizes = dict(self._notes), dict(self._held), dict(self._sizes)
+        notes = dict(self._notes)
+        held = dict(self._held)
+        sizes = dict(self._sizes)
         self.clear()
         try:
             yield

@@ -99,9 +99,11 @@ class Reports:
         self._held: dict[int, _Offer] = {}  # by number
         for rank, of_rank in enumerate(reports):
             for name, keys, stage, *rest in of_rank["offers"]:
-                self._offers[name, path_from_json(keys, root)].append(_Offer(stage, rank, *rest))
+                place = (name, path_from_json(keys, root))
+                self._offers[place].append(_Offer(stage, rank, *rest))
             for name, keys, *rest in of_rank["wanted"]:
-                self._wanted[name, path_from_json(keys, root)] = Wanted(*rest)
+                place = (name, path_from_json(keys, root))
+                self._wanted[place] = Wanted(*rest)
             for number, stage, spec in of_rank["held"]:
                 self._held[number] = _Offer(stage, rank, False, None, [spec])
 

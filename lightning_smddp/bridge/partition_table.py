@@ -199,7 +199,8 @@ def _of_stages(plan: PartitionPlan, resources: Resources, module: nn.Module) -> 
     if len(of_rank) < resources.num_stages:
         for rank, names in sorted(of_rank.items()):
             percent = 100 * seconds[rank] / total
-            rows.append((f"rank {rank}", f"{percent:.0f} % of the time, {_count_of(names, counts)} parameters"))
+            parameters = _count_of(names, counts)
+            rows.append((f"rank {rank}", f"{percent:.0f} % of the time, {parameters} parameters"))
     return rows
 
 

@@ -64,8 +64,12 @@ class Partitioning:
         pair: MicroBatch | None,
         known: Mapping[str, Any] | None,
     ) -> None:
-        self.before, self.setup = before, before.setup
-        self.step, self.microbatches, self.pair, self.known = step, microbatches, pair, known
+        self.before = before
+        self.setup = before.setup
+        self.step = step
+        self.microbatches = microbatches
+        self.pair = pair
+        self.known = known
         self._seed = 0  # of values for parameters without memory, the same on every rank
 
     def run(self) -> PartitionedModule:
@@ -153,7 +157,9 @@ class Partitioning:
     def _plan(self, resources: Resources) -> PartitionPlan:
         """Stages for the step: traced on every rank, decided by the first. Nothing of the module changes."""
         setup, step = self.setup, self.step
-        first, last, last_index = self.microbatches[0], self.microbatches[-1], len(self.microbatches) - 1
+        first = self.microbatches[0]
+        last = self.microbatches[-1]
+        last_index = len(self.microbatches) - 1
 
         def find_loss(result: Any) -> Tensor | None:
             if not step.trains:
@@ -201,18 +207,32 @@ class Partitioning:
             weighed = Weighed()
             weighed.warn(warning_without_trial(pair, "with a model that is never whole on a rank"))
             return weighed
-        buffers = sorted({name for node in plan.graph.nodes for name in node.buffers})
+        buffers: set[str] = set()
+        for node in plan.graph.nodes:
+            buffers.update(node.buffers)
         may_be_whole = setup.options.num_microbatches is None
-        weighing = Weighing(setup.module, setup.device, self.step, pair, plan.is_exact, buffers, may_be_whole)
-        return Weighed.from_json(first_decides(lambda: weighing.run().to_json(), setup.world, setup.device))
+        weighing = Weighing(
+            setup.module,
+            setup.device,
+            self.step,
+            pair,
+            plan.is_exact,
+            sorted(buffers),
+            may_be_whole,
+        )
+        found = first_decides(lambda: weighing.run().to_json(), setup.world, setup.device)
+        return Weighed.from_json(found)
 
     # ---- this rank's part ----
 
     def _keep_own_parameters(self, plan: PartitionPlan) -> None:
         """Give this rank's parameters memory on its device, and free that of all others."""
-        module, device, rank = self.setup.module, self.setup.device, self.setup.groups.pipeline_rank
+        module = self.setup.module
+        device = self.setup.device
+        rank = self.setup.groups.pipeline_rank
         held = plan.ownership.held_by(rank)
-        named, weights = dict(module.named_parameters()), self.before.weights
+        named = dict(module.named_parameters())
+        weights = self.before.weights
         missing = [name for name in held if named[name].is_meta and name not in weights]
         materialize(module, missing, device, self._seed)
         for name in held:
@@ -230,7 +250,9 @@ class Partitioning:
         setup, groups = self.setup, self.setup.groups
         held = held_parameters(setup.module, plan.ownership, groups.pipeline_rank)
         here = self._stages_here()
-        stages = {name: [stage for stage in plan.homes[name] if stage in here] for name in held}
+        stages = {}  # of this rank, by parameter that they use
+        for name in held:
+            stages[name] = [stage for stage in plan.homes[name] if stage in here]
         tied_groups = create_tied_groups(plan.ownership, groups.mesh.pipelines, setup.timeout, setup.device)
         replicas = None
         if setup.num_replicas > 1 and self.before.optimizers:
@@ -280,14 +302,16 @@ class Partitioning:
         """Leave each optimizer the parameters of this rank, with the states that were loaded for them."""
         setup = self.setup
         names = {id(parameter): name for name, parameter in setup.module.named_parameters()}
+        ownership = partitioned.plan.ownership
         for optimizer in self.before.optimizers:
-            ownership, rank = partitioned.plan.ownership, setup.groups.pipeline_rank
-            partitioned.optimizers.append(OptimizerPartition(optimizer, names, ownership, rank))
+            part = OptimizerPartition(optimizer, names, ownership, setup.groups.pipeline_rank)
+            partitioned.optimizers.append(part)
         if self.before.shards and partitioned.replicas is not None:
             # What several stages hold is stepped by each holder alike, so that it stays bit by bit the same on all.
-            ownership = partitioned.plan.ownership
-            held = partitioned.stash.parameters.items()
-            own = [(name, p) for name, p in held if len(ownership.parameters[name]) == 1]
+            own = []
+            for name, parameter in partitioned.stash.parameters.items():
+                if len(ownership.parameters[name]) == 1:
+                    own.append((name, parameter))
             partitioned.sharded = ShardedOptimizers(own, self.before.shards, partitioned.replicas.communicator)
         if self.before.optimizer_states is not None:
             partitioned.load_optimizer_states(self.before.optimizer_states)

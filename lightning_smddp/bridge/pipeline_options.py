@@ -132,11 +132,15 @@ class PipelineOptions:
 
 
 def _is_list_of_names(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(name, str) for name in value)
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return False
+    return all(isinstance(name, str) for name in value)
 
 
 def _check_count(name: str, value: Any, otherwise: str) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}={value!r} has to be a number from 1, or {otherwise}.")
 
 

@@ -169,7 +169,8 @@ class PipelinedModule:
         if isinstance(self.state, Unpartitioned):
             self._partition_or_replicate(self.state, step, batch)
         if isinstance(self.state, ReplicatedModule):
-            return self.state.train(step.whole(batch), f"{step.hook} of {step.batch_name()}", accumulates)
+            name = f"{step.hook} of {step.batch_name()}"
+            return self.state.train(step.whole(batch), name, accumulates)
         partitioned = self.partitioned
         assert partitioned is not None
         begin = functools.partial(partitioned.stash.begin, continues, may_drop, accumulates)

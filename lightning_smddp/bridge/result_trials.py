@@ -112,7 +112,8 @@ class Findings:
             self.rules[name] = both[0]  # the earlier rule, if it is among them
         else:
             self.rules[name] = rule
-            self.differences[f"the logged {name!r}"] = (f"the {now[0]} of parts", f"not their {rule}, as before,")
+            texts = (f"the {now[0]} of parts", f"not their {rule}, as before,")
+            self.differences[f"the logged {name!r}"] = texts
         doubted = [*earlier.doubts.get(name, ()), *self.doubts.pop(name, ())]
         doubts = [one for one in both if one in doubted]
         if len(doubts) > 1:
@@ -291,7 +292,7 @@ def _is_constant(whole: Any, part: Any) -> bool:
         return whole == part != 0
     if not isinstance(whole, Tensor) or not isinstance(part, Tensor):
         return False
-    if whole.is_nested or part.is_nested or whole.layout is not torch.strided or part.layout is not torch.strided:
+    if not _is_strided(whole) or not _is_strided(part):
         return False
     if whole.dtype != part.dtype or whole.shape != part.shape:
         return False
@@ -300,6 +301,10 @@ def _is_constant(whole: Any, part: Any) -> bool:
         if is_mean or not whole:
             return False
     return torch.equal(whole, part)
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _is_plain(path: Path) -> bool:
@@ -342,15 +347,16 @@ def _differences(one: Observed, other: Observed, tolerance: float) -> Difference
     found: Differences = {}
     for what in dict.fromkeys([*first, *second]):
         if what not in first or what not in second:
-            found[what] = (_text(first.get(what), "not there"), _text(second.get(what), "not there"))
+            absent = "not there"
+            found[what] = (_text(first.get(what), absent), _text(second.get(what), absent))
             continue
         if _same(first[what], second[what], tolerance):
             continue
-        before = _text(first[what])
-        after = _text(second[what])
-        if before == after:  # a shape, or numbers that differ in later digits
-            after = "of other values"
-        found[what] = (before, after)
+        of_whole = _text(first[what])
+        of_parts = _text(second[what])
+        if of_whole == of_parts:  # a shape, or numbers that differ in later digits
+            of_parts = "of other values"
+        found[what] = (of_whole, of_parts)
     return found
 
 

@@ -154,6 +154,8 @@ class KeptState:
 
 
 def _moved(value: Any) -> Any:
-    if type(value) in (int, float) or (isinstance(value, Tensor) and value.dim() == 0):
+    if type(value) in (int, float):
+        return value + 1
+    if isinstance(value, Tensor) and value.dim() == 0:
         return value + 1
     return value

@@ -243,9 +243,10 @@ class _Differentiated:
 
     def __init__(self, weighing: Weighing, mode: Callable[[nn.Module], None]) -> None:
         self.weighing = weighing
-        casts = not weighing.exact and all(p.dtype == torch.float32 for p in weighing.module.parameters())
+        # Whether the Trainer's precision casts what is in fp32; parameters in 16 bits would stay so without it.
+        are_float32 = all(parameter.dtype == torch.float32 for parameter in weighing.module.parameters())
         self.precisions: tuple[bool, ...] = (True,)
-        if casts:
+        if are_float32 and not weighing.exact:
             self.precisions = (False, True)  # in fp32 less is lost in rounding
         self.modes = (as_trained, mode)
 

@@ -111,9 +111,10 @@ def _obstacle(setup: RunSetup) -> str | None:
     if setup.num_replicas > 1:
         return "there are several replicas, and others may go on as they are"
     if setup.device.type == "cuda":
-        need = _COPIES * sum(p.numel() * p.dtype.itemsize for p in setup.module.parameters())
-        free = torch.cuda.mem_get_info(setup.device)[0]
-        if not all(gather_json(need < free, setup.groups.pipeline, setup.device)):
+        size = sum(parameter.numel() * parameter.dtype.itemsize for parameter in setup.module.parameters())
+        free, _ = torch.cuda.mem_get_info(setup.device)
+        fits = _COPIES * size < free
+        if not all(gather_json(fits, setup.groups.pipeline, setup.device)):
             return "the model may not fit on one device"
     return None
 
