@@ -39,7 +39,10 @@ class BatchResults:
     """
 
     def __init__(self, setup: RunSetup, capture: StepCapture, metrics: PipelineMetrics, cutter: BatchCutter) -> None:
-        self.setup, self.capture, self.metrics, self.cutter = setup, capture, metrics, cutter
+        self.setup = setup
+        self.capture = capture
+        self.metrics = metrics
+        self.cutter = cutter
         self._headers: dict[Any, HeaderCache] = {}  # by step: of the messages with its results
 
     def combine(

@@ -153,7 +153,8 @@ class StepCapture:
 
     def clear(self) -> None:
         """Free the metrics' states, logged values and attributes that the micro-batches of a step left."""
-        self._kept, self._metrics = {}, None
+        self._kept = {}
+        self._metrics = None
         self.left.clear()
 
     @contextmanager
@@ -165,7 +166,8 @@ class StepCapture:
             try:
                 yield
             finally:
-                self._kept, self._metrics = kept, metrics
+                self._kept = kept
+                self._metrics = metrics
 
     def values_logged(self, name: str) -> Values:
         """What was logged as ``name`` in the kept micro-batches, but for metrics; their rows and weights."""
@@ -236,7 +238,9 @@ class StepCapture:
             marked = [marks.put_on(output, record) for output, record in zip(outputs, records, strict=True)]
             combined = combine(marked, sizes, joins)
             output = marks.take_off(_with_losses(combined, marked, weights))
-        self._kept, self._metrics, self._settled = {}, None, {}
+        self._kept = {}
+        self._metrics = None
+        self._settled = {}
         return StepResults(events.logs, events.progress, appended, attributes, output)
 
     def _records(self) -> list[Record]:
@@ -305,7 +309,8 @@ class StepCapture:
 
         def log(*args: Any, **kwargs: Any) -> None:
             options = self._options(args, kwargs)
-            name, value = options.pop("name"), options.pop("value")
+            name = options.pop("name")
+            value = options.pop("value")
             metric = None
             if isinstance(value, Metric):
                 metric = self._names.get(id(value), options.get("metric_attribute"))

@@ -171,7 +171,8 @@ def _compare_one(
     microbatch: MicroBatch,
     expected: _Measured,
 ) -> list[Finding]:
-    setup, trial = partitioned.setup, step.unscaled()
+    setup = partitioned.setup
+    trial = step.unscaled()
     trial.offset = index
     with preserve_state(setup.module, setup.device), without_own_dropout(setup.module, setup.device):
         alone = replace(microbatch, weight=1.0)
@@ -249,7 +250,9 @@ def _refuse(findings: list[Finding], tolerance: float) -> None:
 
 def _second_plain(partitioned: PartitionedModule, step: LightningStep, microbatch: MicroBatch, seed: int) -> _Measured:
     """The step within the view. A rank on which it fails goes to its end, where it serves the others."""
-    setup, trial, measured = partitioned.setup, step.unscaled(), _Measured()
+    setup = partitioned.setup
+    trial = step.unscaled()
+    measured = _Measured()
     sources = PythonRandom(setup.module)
     with preserve_state(setup.module, setup.device):
         try:
@@ -274,7 +277,8 @@ def _second_plain(partitioned: PartitionedModule, step: LightningStep, microbatc
 
 
 def _second_pipelined(partitioned: PartitionedModule, step: LightningStep, microbatch: MicroBatch) -> _Measured:
-    setup, trial = partitioned.setup, step.unscaled()
+    setup = partitioned.setup
+    trial = step.unscaled()
     with preserve_state(setup.module, setup.device):
         paths = partitioned.paths_of(trial, [microbatch])
         try:

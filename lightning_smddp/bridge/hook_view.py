@@ -46,7 +46,8 @@ class _Outside:
     """
 
     def __init__(self, view: HookView, name: str) -> None:
-        self.view, self.name = view, name
+        self.view = view
+        self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.view.call_outside(self.name, *args, **kwargs)
@@ -70,7 +71,8 @@ class HookView:
     """
 
     def __init__(self, strategy: Any, current: Callable[[], PipelinedModule | None]) -> None:
-        self.strategy, self._current = strategy, current
+        self.strategy = strategy
+        self._current = current
         self._waiting: ExitStack | None = None  # of a hook within which the module is partitioned
         self._depth = 0  # of calls of the strategy
         self._replaced: dict[str, Callable[..., Any]] = {}  # methods that somebody has set on the strategy itself

@@ -69,7 +69,8 @@ class LeftBehind:
     """
 
     def __init__(self, module: nn.Module, ignored: frozenset[str]) -> None:
-        self.module, self._ignored = module, ignored
+        self.module = module
+        self._ignored = ignored
         self.changing: dict[str, None] = {}
         self._owners: dict[str, Any] = {}
         self.is_learning = False

@@ -110,7 +110,9 @@ class MetricRecorder:
         record: Callable[[MetricCall], None] | None,
         known: dict[tuple[str, str], Any],
     ) -> None:
-        self.metrics, self.record, self.known = metrics, record, known
+        self.metrics = metrics
+        self.record = record
+        self.known = known
         self.calls: list[MetricCall] = []
         self.busy = False
 

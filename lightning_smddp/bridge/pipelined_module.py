@@ -91,7 +91,8 @@ class PipelinedModule:
         self.module = module
         self.state: Unpartitioned | PartitionedModule | ReplicatedModule | WholeAgain = Unpartitioned(setup)
         self.known_plan: Mapping[str, Any] | None = None
-        self.watching, self.marking = False, True
+        self.watching = False
+        self.marking = True
         self.shown: set[str] = set()
         self.host_values = HostValues()
         self._agreement = BatchAgreement(groups.pipeline, device, groups.host, self.host_values)
@@ -262,7 +263,8 @@ class PipelinedModule:
             self._cutter.keep_whole(step)
         self._cutter.may_try = False
         if partitioned.replicas is not None:
-            partitioned.replicas.watching, partitioned.replicas.marking = self.watching, self.marking
+            partitioned.replicas.watching = self.watching
+            partitioned.replicas.marking = self.marking
         if step.trains:
             self._training.second_check.expect(self.module.trainer.global_step)
         is_shown = step.trains or not self.shown

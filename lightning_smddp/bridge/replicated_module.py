@@ -190,7 +190,9 @@ class SameRanks:
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.module, self.group, self.device = module, group, device
+        self.module = module
+        self.group = group
+        self.device = device
         self._states = RandomStates(device)
         self._loss = 0.0
         self._name = ""  # of the step that it is the loss of

@@ -343,7 +343,8 @@ def tolerance_of(is_exact: bool, device: torch.device) -> float:
 
 
 def _differences(one: Observed, other: Observed, tolerance: float) -> Differences:
-    first, second = dict(_shown(one)), dict(_shown(other))
+    first = dict(_shown(one))
+    second = dict(_shown(other))
     found: Differences = {}
     for what in dict.fromkeys([*first, *second]):
         if what not in first or what not in second:

@@ -57,8 +57,12 @@ class LightningStep:
         scale: Scale = 1.0,
     ) -> None:
         assert hook in _HOOKS
-        self.module, self.hook, self.arguments = module, hook, tuple(arguments)
-        self.precision, self.capture, self.scale = precision, capture, scale
+        self.module = module
+        self.hook = hook
+        self.arguments = tuple(arguments)
+        self.precision = precision
+        self.capture = capture
+        self.scale = scale
         self.keeps_casts = False  # of weights, from one micro-batch to the next
         self._is_on_trial = False
         self.offset = 0  # of the micro-batches that run now among the batch's

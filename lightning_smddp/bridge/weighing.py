@@ -208,7 +208,8 @@ class _Runs:
     """Runs of the step that know nothing of each other."""
 
     def __init__(self, weighing: Weighing, mode: Callable[[nn.Module], None]) -> None:
-        self.weighing, self.mode = weighing, mode
+        self.weighing = weighing
+        self.mode = mode
         self.count = 0
 
     def loss(self, microbatch: MicroBatch) -> float:
