@@ -58,6 +58,8 @@ class Evaluation:
         # Whatever has just been found out, the step then starts anew, in the way that it has from here on.
         if paths is None or self._learns(partitioned, step, batch, microbatches):
             return self.run(partitioned, step, batch)
+        # Values of the first batch may not have told how logs are put together, as several rules explained them. Where
+        # these differ now, a trial of this batch decides, and the batch itself is run as a whole.
         try:
             outputs = self._attempt(partitioned, step, batch, (microbatches, paths))
             if self._is_told_more(step):

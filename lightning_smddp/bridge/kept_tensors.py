@@ -92,7 +92,10 @@ class StandIns:
 
 
 def _can_be_copied(value: Any) -> bool:
-    return type(value) is Tensor and not value.requires_grad and value.layout is torch.strided and not value.is_meta
+    """Whether a copy is as good as the tensor in all that a step may do with it: no subclass, and not on a graph."""
+    if type(value) is not Tensor or value.requires_grad:
+        return False
+    return value.layout is torch.strided and not value.is_meta
 
 
 Kept: TypeAlias = dict[str, list[tuple[Tensor, int]]]  # by attribute: tensors, and how often they were written

@@ -298,6 +298,7 @@ class LeftBehind:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Around a hook, within the view."""
+        # Outside of hooks an attribute has what this rank's own code has set last, which may be needed there: a cache.
         before = []
         for own, where, value in self._shown_places():
             before.append((own, where, value_at(own, where), value))

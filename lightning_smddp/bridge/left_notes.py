@@ -194,6 +194,7 @@ class StepNotes:
         Returns:
             What is wrong with one that counts neither rows nor calls.
         """
+        # All are settled, also behind one that is wrong: the batch then has a value for each of them.
         first = None
         for place in self._notes:
             stage, name = place

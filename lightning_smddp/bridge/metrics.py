@@ -193,6 +193,7 @@ class MetricRecorder:
 def isolated(metric: AnyMetric, keep_state: bool) -> Iterator[None]:
     """Let ``metric`` be used without a trace, from its present state or from none, and without other processes."""
     inside = [m for m in metric.modules() if isinstance(m, (Metric, MetricCollection))]
+    # All that a call may set is in attributes: states, counts of updates, values computed before.
     saved = [(vars(member), dict(vars(member))) for member in inside]
     try:
         for member in inside:
@@ -250,6 +251,8 @@ def merged_arguments(calls: Sequence[MetricCall], sizes: Sequence[int], rule: st
 
 
 def _merge(values: list[Any], sizes: list[int], rule: str | None) -> Any:
+    # The same object for all micro-batches is an option of the call. Tensors and lists have the rows, and go one behind
+    # the other; containers are merged member by member; numbers as in what a step returns, unless they count.
     first = values[0]
     are_sizes = isinstance(first, int) and values == sizes  # they add up also where all are the same
     if not are_sizes and all(value is first for value in values):

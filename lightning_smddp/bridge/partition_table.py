@@ -147,6 +147,7 @@ def describe(
 
     ``weighting`` is of the micro-batches' losses; None if no weights are right, so that the batch stays whole.
     """
+    # Without weights the table is about what will run: the whole batch as one micro-batch.
     if weighting is None:
         microbatches = [MicroBatch(None, sum(microbatch.size for microbatch in microbatches), 1.0)]
         weights = "each batch is one micro-batch, so stages do not overlap; the warning has why, and a cure"

@@ -199,6 +199,7 @@ class PartitionedModule(ModuleState):
         Raises:
             PartFailedError: on every rank: it cannot be run on these.
         """
+        # Again as long as a stage finds itself on another path than was expected: each time one more is learned.
         while True:
             with preserve_state(self.setup.module, self.setup.device):
                 if state is not None:
@@ -471,6 +472,7 @@ class PartitionedModule(ModuleState):
         if partition is None:
             return super().optimizer_state(optimizer, gather)
         groups, device = self.setup.groups, self.setup.device
+        # Replicas put their shares of the states together, all of them, before only the first goes on.
         states = None
         allowed: AbstractContextManager[None] = nullcontext()
         if self.sharded is not None:

@@ -289,6 +289,9 @@ class PathTrials:
 
         What does not fit two parts has to do so with three: rounding at an activation's kink is elsewhere there.
         """
+        # whole == sum of weighted halves    it fits
+        # else whole == whole once more      else it is chance
+        # else whole == weighted thirds      rounding, as at the kink of an activation; else a misfit
         whole = self._gradients(pair, 0)
         if whole is None:
             return None

@@ -266,6 +266,8 @@ def _find_joins(whole: Any, parts: Sequence[Any]) -> Joins:
     """Dimensions in which the tensors of parts add up to the whole's; None for what is the same for all rows."""
     pieces: list[Mapping[Path, Any]] = [dict(items(part)) for part in parts]
     joins: Joins = []
+    # rows at once  {"logits": (6, 10), "scale": 3.0}     joins  ["logits"]: 0, the rows
+    # their parts   {"logits": (3, 10), "scale": 3.0}            of "scale" nothing: floating-point numbers are means
     for path, leaf in items(whole):
         if not _is_plain(path):
             continue
@@ -370,7 +372,7 @@ def _shown(observed: Observed) -> Iterator[tuple[str, Any]]:
         again = ""
         if counts[log.name] > 1:
             again = f" (call {counts[log.name]})"
-        if log.metric is None:
+        if log.metric is None:  # else its state is compared
             yield f"the logged {log.name!r}{again}", log.value
     for name, (count, _) in results.metrics.items():
         yield from _leaves_of(f"the metric {name!r}", count)

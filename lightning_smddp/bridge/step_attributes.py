@@ -99,6 +99,7 @@ class AttributeWatch:
 
     def settle(self, assigned: Mapping[int, Tensor]) -> None:
         """Let tensors that another stage has changed be what they are here, by id of those :meth:`assigned`."""
+        # The tensor given for one is on its memory where this stage has written it; one that was sent here is not.
         for name in self.in_place & self.own.keys():
             here = self.own[name]
             after = assigned.get(id(here))
@@ -140,6 +141,7 @@ class AttributeWatch:
     def _lists(self) -> Iterator[tuple[AttrPath, list[Any]]]:
         """Lists among the attributes and one level below, but in attributes that were set since the watch began."""
         for name, value in self.own.items():
+            # Another list or dict than before was assigned, however it begins: that is for `undo` to say.
             if name in self.ignored or self.attributes.get(name, value) is not value:
                 continue
             members: Any = ()

@@ -50,6 +50,7 @@ class StepResults:
             The step's output.
         """
         for log in self.logs:
+            # What Lightning shows of a metric for a step is its forward cache, which only one rank's call has filled.
             value = log.value
             if log.metric is not None:
                 value = module.get_submodule(log.metric)

@@ -89,6 +89,7 @@ class Weighing:
 
     def run(self) -> Weighed:
         """All trials: without dropout; random numbers that are not the same for all rows are not compared."""
+        # In evaluation mode losses are compared without dropout. A model that fails so is compared in training mode.
         failure: Exception | None = None
         for mode in (_evaluating, _training):
             try:
@@ -219,6 +220,8 @@ class _Runs:
 
     def seen(self, microbatches: Sequence[MicroBatch], state: KeptState | None) -> Observed | None:
         """What Lightning would see with these attributes; None if the step fails with them."""
+        # In a state that a trial has made up the step may fail, as it may never come to that: this says nothing. That
+        # results cannot be combined is what a trial wants to know.
         try:
             return self.observed(microbatches, state)
         except UncombinableError:
