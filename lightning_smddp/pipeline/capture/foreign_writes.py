@@ -47,11 +47,14 @@ class ForeignWrites:
     def note(self, tensor: Tensor) -> None:
         """``tensor`` is about to be written by the user's code."""
         key = storage_key(tensor)
-        if key is None or key in self._before or tensor.is_meta or isinstance(tensor, (RemoteTensor, GlobalTensor)):
+        if key is None or key in self._before:
+            return
+        if tensor.is_meta or isinstance(tensor, (RemoteTensor, GlobalTensor)):
             return
         # Whether the memory was the step's own is known only when the step is over: then what was its own is gone.
         # Until then a copy is kept of each storage that is written, by a key that keeps none of them alive.
-        self._before[key] = _Before(tensor.untyped_storage().clone(), user_location())
+        contents = tensor.untyped_storage().clone()
+        self._before[key] = _Before(contents, user_location())
 
     def locations(self) -> list[str]:
         """Where memory was written first (``file:line``) that is still in use: asked when the step is over."""
@@ -107,9 +110,11 @@ class NewWrites:
             return {}
         locations = self._foreign.locations()
         if locations:
-            return {min(self._lines.values()): f"{NEW_WRITE} at {locations[0]} that was kept, for the first time."}
+            first = min(self._lines.values())
+            return {first: f"{NEW_WRITE} at {locations[0]} that was kept, for the first time."}
         self.known |= self._lines.keys()
-        self._lines, self._foreign = {}, ForeignWrites()
+        self._lines = {}
+        self._foreign = ForeignWrites()
         return {}
 
     def put_back(self) -> None:

@@ -90,9 +90,11 @@ class PythonRandom:
 
     def derived(self, states: Mapping[str, Any], number: int) -> States:
         """Other states, the same ones for the same ``states`` and ``number``."""
+        # Each rank works them out by itself, from states that all have: nothing is sent.
+        seed = digest(states) + number
         with self.put_back():
             self.set(states)
-            self.seed(digest(states) + number)
+            self.seed(seed)
             return self.get()
 
     @contextmanager
@@ -170,6 +172,8 @@ class SharedRandom:
         with self.at(index):
             with inner:
                 yield
+            # Behind the batch numbers go on as in one process: from where the first micro-batch has left them, as seen
+            # by a stage that comes to the end of the step.
             if sees_end and index == 0:
                 self.end = self.sources.get()
 
@@ -200,7 +204,8 @@ def digest(states: Mapping[str, Any]) -> int:
 
 def same_states(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """Whether no number was drawn between the two. A source that is in one alone counts for nothing."""
-    return all(_same(state, b[source]) for source, state in a.items() if source in b)
+    in_both = [source for source in a if source in b]
+    return all(_same(a[source], b[source]) for source in in_both)
 
 
 def to_json(states: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,10 +219,15 @@ def from_json(data: Mapping[str, Any]) -> States:
 
 
 def _same(a: Any, b: Any) -> bool:
+    """Whether two states are equal, which consist of tuples, dicts, arrays and numbers."""
     if isinstance(a, tuple) and isinstance(b, tuple) and len(a) < _LONG:
-        return len(a) == len(b) and all(map(_same, a, b))
+        if len(a) != len(b):
+            return False
+        return all(map(_same, a, b))
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+        if a.keys() != b.keys():
+            return False
+        return all(_same(a[key], b[key]) for key in a)
     same = a == b
     if hasattr(a, "tolist") and hasattr(b, "tolist"):  # numpy's arrays
         same = same.all()
@@ -233,7 +243,8 @@ def _states_of_torch(device: torch.device) -> States:
     with without_torch_functions():
         states: States = {"torch": torch.get_rng_state().numpy()}
         if device.type == "cuda":
-            states["cuda"] = torch.cuda.get_rng_state(device).numpy()
+            of_device = torch.cuda.get_rng_state(device)
+            states["cuda"] = of_device.numpy()
     return states
 
 
@@ -263,7 +274,7 @@ def _brief(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """As data that JSON can hold."""
+    """As data that JSON can hold: what it would turn into lists, or not take at all, is a dict that says its kind."""
     if isinstance(value, tuple):
         return {"tuple": [_plain(part) for part in value]}
     if isinstance(value, dict):

@@ -188,6 +188,7 @@ class Trace:
 def deciding_tensors(name: str, arguments: Sequence[Any]) -> list[Tensor]:
     """The tensors whose values decide on the size of what an operation returns. ``arguments`` are its leaves."""
     if name == "__getitem__":
+        # `x[mask]` has as many entries as the mask has True ones; an index of integers says the size by its own.
         return [leaf for leaf in arguments[1:] if isinstance(leaf, Tensor) and leaf.dtype is torch.bool]
     is_alone = len(arguments) == 1 and name in _OF_ALL_IF_ALONE
     if is_alone or name in _OF_ALL:
@@ -290,9 +291,14 @@ class Modules:
 
     def around(self, event: Event) -> list[nn.Module]:
         """The modules that were being called when ``event`` was recorded, from the outside in."""
-        return [self.by_name[self.trace.calls[index].module] for index in self.chains[event.call]]
+        modules = []
+        for index in self.chains[event.call]:
+            name = self.trace.calls[index].module
+            modules.append(self.by_name[name])
+        return modules
 
     def _judge_calls(self) -> None:
+        """Modules whose calls other stages could not stand in for are no units."""
         by_batch = set()
         for call in self.trace.calls:
             if call.obstacle is not None:
@@ -302,10 +308,14 @@ class Modules:
         for name, calls in self.calls.items():
             if not all(map(_has_events, calls)):
                 self.obstacles.setdefault(name, "its result depends on the batch alone")
-        for name in by_batch & self._returning(varying(self.trace, self.root, Deciding.BATCH)):
+        # A stage that does not run the module would not know the size of what it returns. Opened, its code runs on all
+        # stages, and these have the batch whose values decide.
+        varying_with_batch = varying(self.trace, self.root, Deciding.BATCH)
+        for name in by_batch & self._returning(varying_with_batch):
             self.obstacles.setdefault(name, "the size of its result depends on the batch's values")
 
     def _judge_events(self) -> None:
+        """Modules that do what cannot be followed from outside are not opened."""
         leaking = self._returning(self.varying)
         last_begin = max((call.first for call in self.trace.calls), default=0)
         for event in self.trace.events:
@@ -341,11 +351,15 @@ class Modules:
         for index in reversed(self.chains[event.call]):
             name = self.trace.calls[index].module
             if name and name not in self.obstacles and name not in unfit:
-                self.must_be_whole.setdefault(name, f"it {does} in {event.location}, and {why}")
+                reason = f"it {does} in {event.location}, and {why}"
+                self.must_be_whole.setdefault(name, reason)
                 return
 
     def _find_escapes(self) -> None:
         """Values used outside of the call that made them, without being returned by it."""
+        # Hooks that collect tensors, and attributes that later code reads, hand values over in other ways. A stage that
+        # does not run the module would not have them: such a module is no unit, and is opened until somebody returns
+        # the tensor.
         handed_over: dict[int, set[int]] = {}  # by call: what its caller gets, as a result or by a change in place
         for call in self.trace.calls:
             changed = {rebind.new for rebind in self.changes(call)}
@@ -355,10 +369,10 @@ class Modules:
         for event in self.trace.events:
             around = set(self.chains[event.call])
             for value in event.inputs:
-                for call_index in self._calls_around_maker(value):
-                    if call_index in around or value in handed_over[call_index]:
+                for index in self._calls_around_maker(value):
+                    if index in around or value in handed_over[index]:
                         continue
-                    name = self.trace.calls[call_index].module
+                    name = self.trace.calls[index].module
                     where = f"{event.location} without being returned"
                     self.obstacles.setdefault(name, f"a tensor made in it is used at {where}")
 

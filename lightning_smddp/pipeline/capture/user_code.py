@@ -28,6 +28,7 @@ def user_location() -> str:
 
 def user_lines() -> Lines:
     """The innermost lines of the user's code that lead to here, up to Lightning's loop."""
+    # The instruction, not the line: two operations of one line are two places.
     found: list[tuple[int, int]] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(found) < _MOST_LINES:
@@ -76,8 +77,9 @@ def _decides(filename: str, line: int) -> bool:
         return False
     if isinstance(statement, (ast.If, ast.While, ast.Match)):
         return True
-    if any(isinstance(node, (ast.IfExp, ast.BoolOp, ast.comprehension)) for node in ast.walk(statement)):
-        return True
+    for node in ast.walk(statement):
+        if isinstance(node, (ast.IfExp, ast.BoolOp, ast.comprehension)):
+            return True
     # The value is only given a name here. Whether it decides is seen by whether the function tests that name anywhere.
     functions = [node for node in around if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     innermost = max(functions, key=lambda node: node.lineno, default=tree)
@@ -94,7 +96,9 @@ def _has(node: ast.AST, line: int) -> bool:
 
 def _is_check(node: ast.AST) -> bool:
     """Whether a statement only guards: an ``if`` whose body ends in ``raise`` decides nothing that a step computes."""
-    return isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise)
+    if not isinstance(node, ast.If):
+        return False
+    return isinstance(node.body[-1], ast.Raise)
 
 
 def _assigned(statement: ast.stmt) -> set[str]:
@@ -109,7 +113,9 @@ def _assigned(statement: ast.stmt) -> set[str]:
 def _is_tested(names: set[str], within: ast.AST) -> bool:
     """Whether code in ``within`` decides by one of ``names``."""
     for node in ast.walk(within):
-        if not isinstance(node, (ast.If, ast.While, ast.IfExp)) or _is_check(node):
+        if not isinstance(node, (ast.If, ast.While, ast.IfExp)):
+            continue
+        if _is_check(node):
             continue
         used = {ast.unparse(part) for part in ast.walk(node.test) if isinstance(part, ast.expr)}
         if names & used:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_smddp.wire.pytree import leaves, members_of
+from lightning_smddp.wire.pytree import Path, leaves, members_of
 
 ARRAYS = (Tensor, np.ndarray)
 
@@ -40,6 +40,7 @@ def are_alike(sequence: Sequence[Any]) -> bool:
 
 
 def _kind(value: Any) -> Any:
+    """What a sample and those beside it have in common; can be hashed."""
     if isinstance(value, ARRAYS):
         return type(value), value.dtype, value.ndim
     children = members_of(value)
@@ -47,11 +48,12 @@ def _kind(value: Any) -> Any:
         return type(value)
     if isinstance(value, list):  # within samples, of any length
         return type(value), None
+    # Sizes are left out, as samples differ in them: images of any height are of one dataset.
     kinds = [(key, _kind(child)) for key, child in children]
     return type(value), tuple(kinds)
 
 
-def place_text(path: tuple[Any, ...]) -> str:
+def place_text(path: Path) -> str:
     """A place in a batch: ``batch['x'][0]``."""
     return f"batch{path_text(path)}"
 
@@ -61,13 +63,14 @@ def path_text(path: tuple[Any, ...]) -> str:
     return "".join(f"[{key!r}]" for key in path)
 
 
-def sizes_text(value: Any, path: tuple[Any, ...] = ()) -> str:
+def sizes_text(value: Any, path: Path = ()) -> str:
     """Where the batch's tensors and lists are, and how many rows each could have."""
     where = place_text(path)
     if isinstance(value, Tensor) and value.is_nested:
         return f"{where} has shape of {length_of(value)} nested tensors"
     if isinstance(value, ARRAYS):
         return f"{where} has shape {list(value.shape)}"
+    # Only the first members, as a list of samples may be long.
     texts = []
     if is_sequence(value):
         texts.append(f"{where} has {len(value)} entries")

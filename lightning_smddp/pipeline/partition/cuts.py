@@ -122,6 +122,7 @@ def problem_of(
 ) -> PartitionProblem:
     """What the partition has to solve, from measured times (of the trace alone without a ``reference``)."""
     costs = [_cost(node, reference, checkpointing) for node in graph.nodes]
+    # What would really cross depends on the other cuts, so the partition is found by an upper bound of it.
     cut_bytes = [math.inf] * (len(costs) + 1)
     for cut in graph.cuts():
         cut_bytes[cut] = natural_bytes(graph, cut)
@@ -160,10 +161,11 @@ def _evened(costs: list[NodeCost], graph: StepGraph, resources: Resources) -> li
     for node, cost in zip(graph.nodes, costs, strict=True):
         name: str | int = node.index  # an operation between units is of no kind
         if node.module is not None:
-            name = re.sub(r"\d+", "#", node.name)
-        sizes = tuple(resources.parameter_bytes.get(parameter, 0) for parameter in node.parameters)
-        shapes = tuple(graph.values[value].shape for value in node.outputs)
-        kinds[name, sizes, shapes, cost.activation_bytes].append(node.index)
+            name = re.sub(r"\d+", "#", node.name)  # "blocks.3.mlp" is as "blocks.4.mlp"
+        sizes = [resources.parameter_bytes.get(parameter, 0) for parameter in node.parameters]
+        shapes = [graph.values[value].shape for value in node.outputs]
+        kind = (name, tuple(sizes), tuple(shapes), cost.activation_bytes)
+        kinds[kind].append(node.index)
     evened = list(costs)
     for alike in kinds.values():
         forward = median(costs[index].forward_s for index in alike)
@@ -261,7 +263,10 @@ def _to_open(graph: StepGraph, partition: Partition | None, modules: Modules) ->
         begin, end = partition.bounds[slowest]
         groups = [graph.nodes[begin:end], graph.nodes]
     for nodes in groups:
-        units = [node for node in nodes if node.module is not None and _can_open(node.module, modules)]
+        units = []
+        for node in nodes:
+            if node.module is not None and _can_open(node.module, modules):
+                units.append(node)
         if units:
             longest = max(units, key=lambda node: node.seconds)
             return longest.module
@@ -319,7 +324,11 @@ def _refuse_readers(graph: StepGraph) -> None:
 
 
 def _last_unit(graph: StepGraph) -> int:
-    return max((node.index for node in graph.nodes if node.module is not None), default=-1)
+    last = -1
+    for node in graph.nodes:
+        if node.module is not None:
+            last = node.index
+    return last
 
 
 def _what_forbids(graph: StepGraph) -> str:
@@ -328,7 +337,9 @@ def _what_forbids(graph: StepGraph) -> str:
     allowed = set(graph.cuts())
     for cut in range(1, last_unit + 1):
         if cut not in allowed:
-            return f" No stage may begin with {graph.nodes[cut].name}: {graph.obstacle_to(cut)}."
+            name = graph.nodes[cut].name
+            reason = graph.obstacle_to(cut)
+            return f" No stage may begin with {name}: {reason}."
     return ""
 
 
@@ -349,6 +360,7 @@ def homes_of(graph: StepGraph, stage_cuts: StageCuts, all_parameters: Collection
         for name in node.parameters:
             homes.setdefault(name, set()).add(stage)
     placed = {name: tuple(sorted(stages)) for name, stages in homes.items()}
+    # Those that no node uses have to be somewhere, too: hooks and other steps may use them.
     for name in all_parameters:
         if name in placed:
             continue
@@ -393,7 +405,10 @@ def neighbour_stage(name: str, homes: Mapping[str, Collection[int]]) -> int:
     prefix = name
     while "." in prefix:
         prefix = prefix.rpartition(".")[0]
-        near = [min(stages) for other, stages in homes.items() if other.startswith(f"{prefix}.")]
+        near: set[int] = set()
+        for other, stages in homes.items():
+            if other.startswith(f"{prefix}."):
+                near.update(stages)
         if near:
             return min(near)
     return 0

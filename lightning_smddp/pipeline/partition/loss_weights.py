@@ -27,7 +27,11 @@ from lightning_smddp.wire.pytree import Path, items
 IGNORED = -100  # torch's and transformers' label of what does not count
 Kind: TypeAlias = Literal["rows", "labels", "entries", "sum"]
 
-_SIGNATURES = {function: inspect.signature(function) for function in (functional.cross_entropy, functional.nll_loss)}
+# Of the losses that are watched: a call's labels and class weights are found by name, however they were given.
+_SIGNATURES = {
+    functional.cross_entropy: inspect.signature(functional.cross_entropy),
+    functional.nll_loss: inspect.signature(functional.nll_loss),
+}
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,9 @@ class LossCall:
     def weightings(self, value: Any) -> Iterator[Weighting]:
         """Where in a batch the labels came from."""
         for path, leaf in items(value):
-            if not isinstance(leaf, Tensor) or leaf.is_floating_point() or not leaf.dim() > 0:
+            if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+                continue
+            if leaf.is_floating_point():
                 continue
             for skip in (0, 1, -1):
                 is_origin = any(_same_labels(self.target, part) for part in self._shifted(leaf, skip))
@@ -192,6 +198,7 @@ class LossCall:
             return
         if leaf.dim() != 2 or leaf.shape[1] < 2:
             return
+        # Of a row of labels a b c d, with `-` for one that does not count: b c d or b c d -; a b c or - a b c.
         filler = leaf.new_full((len(leaf), 1), self.ignored)
         if skip == 1:
             without_first = leaf[:, 1:]

@@ -69,6 +69,7 @@ class KnownMagnitudes:
 
     def is_new(self, numbers: Mapping[Hashable, Sequence[Numbers]]) -> bool:
         """Whether one of them is worth a trial: it never was there, and there were not too many such ones."""
+        # What is new in the strongest sense decides how often there may have been news before.
         most = 0
         for position, turns in numbers.items():
             seen = self.seen.get(position, {})
@@ -76,7 +77,7 @@ class KnownMagnitudes:
                 before = _before(seen, turn)
                 if found in before:
                     continue
-                zeros_before = {_zeros(others) for others in before}
+                zeros_before = set(map(_zeros, before))
                 if _zeros(found) in zeros_before:
                     most = max(most, _MOST_DECADES)
                 else:  # a number that was zero, or is now: more often worth a trial
@@ -98,9 +99,12 @@ class KnownMagnitudes:
 def _before(seen: Mapping[int, set[Numbers]], turn: int) -> set[Numbers]:
     """What a turn of a loop had; a loop that is longer than ever may go on with what any turn had."""
     of_turn = seen.get(min(turn, _MOST_TURNS))
-    if of_turn is None:
-        return set().union(*seen.values())
-    return of_turn
+    if of_turn is not None:
+        return of_turn
+    of_all: set[Numbers] = set()
+    for of_turn in seen.values():
+        of_all |= of_turn
+    return of_all
 
 
 def _zeros(numbers: Numbers) -> tuple[bool, ...]:
@@ -151,6 +155,8 @@ class KeptNumbers:
 
     def _changed(self) -> Iterator[tuple[int, Any]]:
         """Numbers that are others than when this was asked."""
+        # Nearly all are the same objects as in the last batch, which is quick to see. A tensor may be the same object
+        # and have another value: its count of writes tells that. To read each would be to wait for a device.
         for index, (own, name) in enumerate(self._kept):
             value: Any = own.get(name)
             if value is self._last[index]:
@@ -168,6 +174,8 @@ class KeptNumbers:
 
 def _is_scalar(value: Any) -> bool:
     """Whether it is a tensor that may be the weight of a term, with a value here."""
-    if not isinstance(value, Tensor) or value.requires_grad or value.is_meta or value.is_inference():
+    if not isinstance(value, Tensor) or value.requires_grad:
+        return False
+    if value.is_meta or value.is_inference():  # no value, or no count of writes
         return False
     return value.numel() == 1 and value.dtype in _SCALARS

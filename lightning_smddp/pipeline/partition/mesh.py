@@ -122,13 +122,9 @@ class Groups:
         pipeline = create_group(members, f"{name}-pipeline-{replica}", limit, device)
         neighbours = pipeline
         if device.type != "cpu":
-            neighbours = create_group(
-                members,
-                f"{name}-neighbours-{replica}",
-                limit,
-                device,
-                by_pairs=True,
-            )
+            neighbours = create_group(members, f"{name}-neighbours-{replica}", limit, device, by_pairs=True)
+        # Beside NCCL hosts have a gloo group of their own: a vote by NCCL would wait behind all that was queued on the
+        # device before it.
         host = Channel(pipeline, device)
         if is_nccl(pipeline) and dist.is_gloo_available():
             patience = backend_timeout(limit, of_nccl=True)  # who waits for a device here says nothing of who is late
@@ -136,13 +132,13 @@ class Groups:
             host = Channel(on_hosts, _CPU)
         data_parallel_group = create_group(replicas, f"{name}-replicas-{pipeline_rank}", limit, device)
         return cls(
-            mesh,
-            replica,
-            pipeline_rank,
-            pipeline,
-            neighbours,
-            data_parallel_group,
-            host,
+            mesh=mesh,
+            replica=replica,
+            pipeline_rank=pipeline_rank,
+            pipeline=pipeline,
+            neighbours=neighbours,
+            data_parallel_group=data_parallel_group,
+            host=host,
         )
 
 
@@ -217,4 +213,8 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def held_parameters(module: nn.Module, ownership: Ownership, rank: int) -> dict[str, nn.Parameter]:
     """The parameters that ``rank`` holds, by name, in the module's order."""
-    return {name: p for name, p in module.named_parameters() if ownership.is_mine(name, rank)}
+    held = {}
+    for name, parameter in module.named_parameters():
+        if ownership.is_mine(name, rank):
+            held[name] = parameter
+    return held

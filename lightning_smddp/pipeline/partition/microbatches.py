@@ -89,7 +89,8 @@ class MicroBatch:
 
     def with_rows_in(self, order: list[int]) -> MicroBatch:
         """The same rows in another order."""
-        return dataclasses.replace(self, value=_take(self.value, order, self.paths, Ways()))
+        value = _take(self.value, order, self.paths, Ways())
+        return dataclasses.replace(self, value=value)
 
 
 def split(batch: Any, num_microbatches: int, batch_size: int | None = None) -> list[MicroBatch]:
@@ -288,7 +289,8 @@ def _has_rows(batch: Any, count: int, ways: Ways) -> bool:
         return True
     if is_sequence(batch) and len(batch) == count:
         return True
-    return any(_has_rows(child, count, ways) for _, child in members_of(batch) or [])
+    children = members_of(batch) or []
+    return any(_has_rows(child, count, ways) for _, child in children)
 
 
 # ---- cutting ---------------------------------------------------------------------------------------------------------
@@ -333,7 +335,7 @@ class _Cutter:
         for key, child in members_of(value) or []:
             yield from self.paths(child, (*path, key))
 
-    def refuse_opaque(self, value: Any, path: tuple[Any, ...] = ()) -> None:
+    def refuse_opaque(self, value: Any, path: Path = ()) -> None:
         """Refuse what may hold rows in a way that is not known here. What is within a row does not matter."""
         if is_sequence(value) and self._reading(value, outermost=not path) != "fields":
             return
@@ -395,12 +397,15 @@ def _take(value: Any, rows: Rows, paths: frozenset[Path], ways: Ways, path: Path
 
 
 def _is_opaque(value: Any) -> bool:
+    """Whether there may be rows in ``value`` that nobody knows how to take."""
     if isinstance(value, ARRAYS):
         return not is_cuttable(value)
     if is_plain(value):
         return False
-    sized = hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")
-    return sized or hides_something(value)
+    kind = type(value)
+    if hasattr(kind, "__len__") and hasattr(kind, "__getitem__"):
+        return True
+    return hides_something(value)
 
 
 # ---- combining -------------------------------------------------------------------------------------------------------
@@ -434,7 +439,7 @@ def combine(outputs: Sequence[Any], sizes: Sequence[int], joins: Joins | None = 
     return _combine(list(outputs), list(sizes), (), joins or {})
 
 
-def _combine(values: list[Any], sizes: list[int], path: tuple[Any, ...], joins: Joins) -> Any:
+def _combine(values: list[Any], sizes: list[int], path: Path, joins: Joins) -> Any:
     first = values[0]
     is_the_batchs = path in joins and joins[path] is None
     if is_the_batchs and _are_equal(values):
@@ -453,6 +458,7 @@ def _combine(values: list[Any], sizes: list[int], path: tuple[Any, ...], joins: 
     if any(type(value) is not type(first) for value in values):
         names = [type(value).__name__ for value in values]
         raise UncombinableError(f"{place_text(path)} has types {names} in the micro-batches")
+    # Rows before members: a list of as many entries as rows is not combined entry by entry.
     if is_sequence(first) and _one_entry_per_row(values, sizes):
         return type(first)(chain.from_iterable(values))
     children = members_of(first)
@@ -461,10 +467,10 @@ def _combine(values: list[Any], sizes: list[int], path: tuple[Any, ...], joins: 
     return _combine_plain(values, sizes, path)
 
 
-def _combine_plain(values: list[Any], sizes: list[int], path: tuple[Any, ...]) -> Any:
+def _combine_plain(values: list[Any], sizes: list[int], path: Path) -> Any:
     first = values[0]
-    # An int that is the number of rows of each micro-batch counts, also where all micro-batches are as large. But 1
-    # for each of them is more likely a setting.
+    # An int that is the number of rows of each micro-batch counts, also where all micro-batches are as large. 1 for
+    # micro-batches of one row may be a setting as well.
     counts_rows = type(first) is int and values == sizes and max(sizes) > 1
     if counts_rows:
         return sum(values)
@@ -484,7 +490,7 @@ def _are_all(values: list[Any], kind: type | tuple[type, ...]) -> bool:
 def _combine_tensors(
     values: list[Tensor],
     sizes: list[int],
-    path: tuple[Any, ...],
+    path: Path,
     join: int | None,
 ) -> Tensor:
     first = values[0]
@@ -541,17 +547,19 @@ def _combine_members(
     values: list[Any],
     sizes: list[int],
     children: Members,
-    path: tuple[Any, ...],
+    path: Path,
     joins: Joins,
 ) -> Any:
     members = [dict(members_of(value) or []) for value in values]
-    if any(member.keys() != members[0].keys() for member in members):
+    first = members[0]
+    if any(member.keys() != first.keys() for member in members):
         keys = [list(member) for member in members]
         raise UncombinableError(f"{place_text(path)} has members {keys} in the micro-batches")
     combined: Members = []
     for key, _ in children:
         of_key = [member[key] for member in members]
-        combined.append((key, _combine(of_key, sizes, (*path, key), joins)))
+        value = _combine(of_key, sizes, (*path, key), joins)
+        combined.append((key, value))
     return with_members(values[0], combined)
 
 
@@ -568,13 +576,14 @@ def _one_entry_per_row(values: list[Sequence[Any]], sizes: list[int]) -> bool:
     if are_alike(first):
         return True
     # Unlike entries are fields if the tensors in them have the rows.
-    pairs = zip(values, sizes, strict=True)
-    return not all(_all_have_rows(value, size) for value, size in pairs)
+    return not all(map(_all_have_rows, values, sizes))
 
 
 def _all_have_rows(value: Sequence[Any], size: int) -> bool:
     arrays = arrays_in(value)
-    return bool(arrays) and all(length_of(array) % size == 0 for array in arrays)
+    if not arrays:
+        return False
+    return all(length_of(array) % size == 0 for array in arrays)
 
 
 def _are_equal(values: list[Any]) -> bool:

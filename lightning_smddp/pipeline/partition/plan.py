@@ -166,7 +166,9 @@ def divide(
     """
     traced = record(trial.traced, root, device, group, trial.fetch)
     modules = Modules(traced, root)
-    if split is not None or (known is not None and len(known["stage_seconds"]) != resources.num_stages):
+    if split is not None:
+        known = None
+    if known is not None and len(known["stage_seconds"]) != resources.num_stages:
         known = None
     graph = _known_graph(known, traced, modules, root, group, device)
     if graph is None:
@@ -270,6 +272,8 @@ def _refer(graph: StepGraph, trial: Trial, root: nn.Module, device: torch.device
                 own_numbers,
             )
 
+    # Three runs by replay: with random numbers of each node's own, with those of a plain step, and once more for the
+    # times. Then the step as the user wrote it, which is compared with the second.
     step = trial.referred
     of_trace = False
     try:
@@ -391,13 +395,15 @@ def require_same(graph: StepGraph, group: dist.ProcessGroup, device: torch.devic
     in Python.
     """
     lines = graph.digest()
-    gathered = gather_json([_digest(lines), graph.draws, graph.foreign_writes], group, device)
+    mine = [_digest(lines), graph.draws, graph.foreign_writes]
+    gathered = gather_json(mine, group, device)
     graph.draws = any(draws for _, draws, _ in gathered)
     for _, _, locations in gathered:
         refuse_foreign_writes(locations)
     # A short digest first. Only where one differs do all ranks, which know that alike, send their lines for a message.
     digests = [digest for digest, _, _ in gathered]
-    differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    expected = digests[0]
+    differing = [rank for rank, digest in enumerate(digests) if digest != expected]
     if not differing:
         return
     other = differing[0]

@@ -60,6 +60,7 @@ def run_reference(
     Each node starts from its own random numbers, as in :func:`seeding`, so that other ranks can draw the same; without
     ``own_numbers`` it goes on with those that the nodes before it have left, as in :func:`run_plain`.
     """
+    # One stage that has all nodes: nothing is received, and nothing is sent.
     live, again = live_sets(graph, [])
     assert not live
     plan = StagePlan(0, 0, len(graph.nodes), again[0], (), ())
@@ -178,6 +179,7 @@ class _NodeTimes:
             self.started = self.clock.now()
             return
         self.forward[node.index] += self.started.until(self.clock.now())
+        # A hook on the gradient of each of its results: the first that fires is when the node's backward begins.
         enter = partial(self._backward_enters, node.index)
         for tensor in tensors(result):
             if tensor.requires_grad and tensor.grad_fn is not None:

@@ -35,6 +35,7 @@ def evidence(batch: Any, rows: int, loader_sizes: Collection[int], told: bool = 
     """
     if rows not in loader_sizes:
         return "doubt"
+    # Where first dimensions differ, one tensor may have its rows first, and another one time.
     sizes = outer_sizes(batch)
     has_others = any(size[0] != rows for size in sizes)
     if has_others and not told:
@@ -67,7 +68,8 @@ class Splitter:
         if self.batch_size_fn is None:
             return None
         size = self.batch_size_fn(batch)
-        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        is_number = isinstance(size, int) and not isinstance(size, bool)
+        if not is_number or size < 0:
             raise ValueError(f"batch_size_fn returned {size!r} for a batch. It has to return its number of rows.")
         return size
 
@@ -123,6 +125,7 @@ class Splitter:
             sizes = self._sizes(parts, batch, rows)
         if min(sizes) < 1:
             raise ValueError(f"split_batch returned batches of {sizes} rows. Each has to have one at least.")
+        # Each knows what has cut it, as the rules of this module do not hold for it: it is cut further by the hook.
         total = sum(sizes)
         microbatches = []
         for value, size in zip(values, sizes, strict=True):
@@ -144,4 +147,7 @@ class Splitter:
 
 
 def _is_pair(part: Any) -> bool:
-    return type(part) is tuple and len(part) == 2 and type(part[1]) is int
+    """Whether it is a batch with its number of rows, and no batch: a pair of tensors has no int."""
+    if type(part) is not tuple or len(part) != 2:
+        return False
+    return type(part[1]) is int

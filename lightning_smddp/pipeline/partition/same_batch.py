@@ -30,6 +30,7 @@ _PART = 2**22  # bytes of a tensor on the host whose checksum one thread compute
 _THREADS = 4
 _BITS = 62  # of a fingerprint: two of them, one negative, are sent as int64
 
+_BY_VALUE = (type(None), bool, int, float, complex, str, bytes, np.generic, torch.Size)
 _ONCE = (GeneratorType, map, zip, filter)  # they give their entries once, but a step runs several times on a batch
 
 
@@ -76,6 +77,7 @@ def known_to_be_same(
 
 def _are_equal(number: int, group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether all ranks have this number: one MAX of it and of its negative, which is a MIN. Collective."""
+    # Equal numbers are the largest and the smallest of all at once: so no rank has to see those of all others.
     votes = from_numbers([number, -number], torch.int64, device)
     dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
     highest, lowest = votes.tolist()
@@ -100,9 +102,11 @@ class _Description:
         if isinstance(value, np.ndarray) and value.dtype != object:
             numbers = np.ascontiguousarray(value).reshape(-1)
             checksum = zlib.crc32(numbers.view(np.uint8).data)
-            return _short(f"{value.dtype}{value.shape}{checksum}".encode())
+            text = f"{value.dtype}{value.shape}{checksum}"
+            return _short(text.encode())
         if is_plain(value):
-            return _short(f"{type(value).__name__} {_text(value)}".encode())
+            text = f"{type(value).__name__} {_text(value)}"
+            return _short(text.encode())
         if id(value) in self._above:
             levels_up = len(self._above) - self._above[id(value)]
             return f"in itself {levels_up}".encode()
@@ -115,7 +119,9 @@ class _Description:
         if parts is None:
             return type(value).__qualname__.encode()
         self._above[id(value)] = len(self._above)
-        described = [self.of(key) + b"=" + self.of(part) for key, part in parts]
+        described = []
+        for key, part in parts:
+            described.append(self.of(key) + b"=" + self.of(part))
         del self._above[id(value)]
         if isinstance(value, (set, frozenset)):
             described.sort()  # their order differs from process to process
@@ -123,6 +129,7 @@ class _Description:
         return _short(_kind(value).encode() + b"(" + members + b")")
 
     def _tensor(self, tensor: Tensor) -> bytes:
+        # A subclass of the user's may compute in ways of its own; what is described are the numbers.
         plain = tensor.detach()
         if type(plain) is not Tensor and not plain.is_nested:
             plain = plain.as_subclass(Tensor)
@@ -179,14 +186,18 @@ def _checksum_on_host(flat: Tensor) -> int:
     data = flat.numpy().data
     if len(data) <= _PART:
         return zlib.crc32(data)
-    parts = [data[begin : begin + _PART] for begin in range(0, len(data), _PART)]
+    parts = []
+    for begin in range(0, len(data), _PART):
+        parts.append(data[begin : begin + _PART])
     with ThreadPoolExecutor(_THREADS) as threads:
         checksums = list(threads.map(zlib.crc32, parts))  # which lets go of the interpreter's lock meanwhile
     return zlib.crc32(np.array(checksums, dtype=np.uint32).data)
 
 
 def _checksum_on_device(flat: Tensor) -> int:
-    """A sum of the bytes, each times another odd number, computed where they are."""
+    """A sum of the bytes, each times another number, computed where they are."""
+    # Factors differ, so that bytes which change places change the sum. In chunks, as each byte takes 8 while it is
+    # worked on.
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for begin in range(0, flat.numel(), _CHUNK):
         part = flat[begin : begin + _CHUNK].to(torch.int64)
@@ -205,7 +216,8 @@ def _kind(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, (type(None), bool, int, float, complex, str, bytes, np.generic, torch.Size)):
+    """What tells a plain value from others, the same in each process: so no address, as in a function's ``repr``."""
+    if isinstance(value, _BY_VALUE):
         return repr(value)
     return getattr(value, "__qualname__", None) or str(value)
 

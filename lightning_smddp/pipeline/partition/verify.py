@@ -72,7 +72,8 @@ def compare(
     actual: Mapping[str, float],
 ) -> list[Finding]:
     """The loss, then each unit's gradient norm, in the order of the step; bare parameters under their own names."""
-    total = math.sqrt(sum(norm**2 for norm in expected.values() if math.isfinite(norm)))
+    squares = [norm**2 for norm in expected.values() if math.isfinite(norm)]
+    total = math.sqrt(sum(squares))
     findings = [Finding("loss", None, expected_loss, actual_loss, abs(expected_loss))]
     seen: set[str] = set()
     for node in nodes:
@@ -127,4 +128,5 @@ def require_equal(findings: Sequence[Finding], tolerance: float) -> None:
 
 
 def _norm(names: Sequence[str], norms: Mapping[str, float]) -> float:
-    return math.sqrt(sum(norms.get(name, 0.0) ** 2 for name in names))
+    squares = [norms.get(name, 0.0) ** 2 for name in names]
+    return math.sqrt(sum(squares))
