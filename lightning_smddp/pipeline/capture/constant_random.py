@@ -81,7 +81,7 @@ def _generator_of(given: Given) -> torch.Generator:
     generator = given.get("generator")
     if isinstance(generator, torch.Generator):
         return generator
-    # torch's default one, of the device that it is asked to make a tensor on, or of its arguments.
+    # Else torch's default one, of the device that it is asked to make a tensor on, or of its arguments.
     if given.get("device") is not None:
         devices = [torch.device(given["device"])]
     else:
@@ -115,6 +115,7 @@ def _uniform(result: Tensor, given: Given) -> None:
 
 
 def _integer(result: Tensor, given: Given) -> None:
+    # `randint` says low and high, `random_` from and to; without an upper end there is no middle.
     low = given.get("low", given.get("from", 0))
     high = given.get("high", given.get("to"))
     value = low
@@ -131,7 +132,7 @@ def _permutation(result: Tensor, given: Given) -> None:
 
 def _more_likely(result: Tensor, given: Given) -> None:
     probability = given.get("p")
-    if probability is None:
+    if probability is None:  # a tensor with one for each element
         probability = given["self"]
     result.copy_(torch.as_tensor(probability) > 0.5)
 

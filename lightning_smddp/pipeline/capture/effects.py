@@ -30,6 +30,7 @@ class Effects:
         buffers: Container[int],
         device: torch.device,
     ) -> None:
+        # A name says little of what is written: `F.batch_norm` writes running averages. So we look.
         self._given = given
         self._buffers = buffers
         self._device = device

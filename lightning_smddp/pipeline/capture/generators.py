@@ -84,6 +84,7 @@ def held_generators(root: nn.Module) -> list[Held]:
             if type(value) not in _PLAIN and name not in _OF_MODULES:
                 own.append((name, value))
         found += _found_in(attributes, own, f"{path}.", seen, _DEPTH)
+    # A method may be a base's, and its global variables are those of the file that the base is in.
     bases = dict.fromkeys(chain.from_iterable(kind.__mro__ for kind in kinds))
     files = dict.fromkeys(kind.__module__ for kind in bases if not _is_of_a_library(kind))
     for file in files:
@@ -102,6 +103,7 @@ def _found_in(
     depth: int,
 ) -> Iterator[Held]:
     """Generators among ``members`` of ``container``, and down to ``depth`` in these."""
+    # A generator that is in two places is known by the first: its state is put back once.
     for key, value in members:
         if type(value) in _PLAIN or id(value) in seen:
             continue

@@ -157,6 +157,7 @@ class StepGraph:
             for value in node.outputs:
                 self.producers.setdefault(value, node.index)
                 in_memory[self.values[value].memory].append(value)
+        # What the step returns is used behind its last node: it crosses every cut behind the node that makes it.
         for value in self.returned:
             if value in self.producers:
                 self.last_use[value] = len(self.nodes)
@@ -183,6 +184,7 @@ class StepGraph:
 
     def _colocate_buffers(self) -> None:
         """A buffer lives on the stage that changes it."""
+        # Who only reads it has to be there, too: on another stage it would read what the buffer was before the step.
         users: dict[str, list[int]] = defaultdict(list)
         for node in self.nodes:
             for name in {*node.buffers, *node.buffers_read}:
@@ -207,7 +209,7 @@ class StepGraph:
     def obstacle_to(self, cut: int) -> str | None:
         """Why no stage may begin with node ``cut``; None if one may."""
         last, reader = self.last_cut()
-        if cut > last and reader is not None:
+        if reader is not None and cut > last:
             does = "reads a value into Python"
             if reader.varies:
                 does = "makes a tensor whose size depends on values"
@@ -219,6 +221,8 @@ class StepGraph:
 
     def cuts(self) -> list[int]:
         """The nodes that a stage may begin with."""
+        # Behind the last cut only one stage can follow the step; within a colocation no stage may begin, but at its
+        # first node one may.
         last, _ = self.last_cut()
         last = min(last, len(self.nodes) - 1)
         forbidden: set[int] = set()
@@ -453,6 +457,8 @@ class _Builder:
             is_within = call.index in self.modules.chains[event.call]
             if event.function is HIDDEN and not is_within:
                 _refuse_event(event)  # seen here first, but it was done outside
+        # Seen from outside, a unit makes what it returns, and new values of what it changes in place. All else that is
+        # made in it stays there.
         rebinds = self.modules.changes(call)
         changed = [rebind.new for rebind in rebinds]
         returned = [value for value in call.returned.values if self.modules.made_in(value, call.index)]
@@ -485,6 +491,7 @@ class _Builder:
         seconds: float,
     ) -> None:
         """Append a node for ``events``: those of the unit's ``call``, or the one of an operation between units."""
+        # Values that are made and used within the node are none of its inputs.
         values = self.trace.values
         own: set[int] = set()
         used: dict[int, None] = {}

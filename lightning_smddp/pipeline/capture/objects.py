@@ -87,6 +87,7 @@ def hides_something(value: Any) -> bool:
     """Whether an object that is no container holds tensors, or does not tell what it holds."""
     if is_plain(value) or isinstance(value, (Tensor, np.ndarray)):
         return False
+    # What does not tell may hold anything.
     shared, silent = _look_into(value)
     return bool(silent) or any(isinstance(part, Tensor) for part in shared)
 
@@ -99,6 +100,7 @@ def _look_into(value: Any) -> tuple[list[Any], list[Any]]:
 
 def _everything(value: Any) -> tuple[list[Any], list[Any]]:
     """All that an object consists of but plain things, and what of it does not tell what it consists of."""
+    # Parts may be made when they are asked for (an object's state, a list of entries), and be gone behind the loop.
     seen: dict[int, Any] = {}  # objects are kept, so that no other one gets their identity
     silent: list[Any] = []
     waiting = [value]

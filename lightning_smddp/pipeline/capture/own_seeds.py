@@ -13,6 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
+# A seed of 64 bits: the mark above, 32 bits of a number below. So whoever has a generator can see who has seeded it
+# last.
 _COUNT = 1 << 32  # of our seeds; torch's generator on the CPU knows no more
 _MARK = 0x2F6B51C3  # the bits above, unlike those of users' seeds
 

@@ -157,8 +157,14 @@ class RunAgain:
     def __init__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forward = forward
         self._has_run = False
-        self._positions = {place: _copy(value) for place, value in enumerate(args) if _may_change(value)}
-        self._names = {name: _copy(value) for name, value in kwargs.items() if _may_change(value)}
+        self._positions: dict[int, Any] = {}  # copies of arguments, from before the first run
+        for place, value in enumerate(args):
+            if _may_change(value):
+                self._positions[place] = _copy(value)
+        self._names: dict[str, Any] = {}
+        for name, value in kwargs.items():
+            if _may_change(value):
+                self._names[name] = _copy(value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``forward``: first with what is given, later with what that was before the first time."""
@@ -169,8 +175,9 @@ class RunAgain:
         given = list(args)
         for place, value in self._positions.items():
             given[place] = _copy(value)
-        named = {name: _copy(value) for name, value in self._names.items()}
-        return self._forward(*given, **{**kwargs, **named})
+        for name, value in self._names.items():
+            kwargs[name] = _copy(value)
+        return self._forward(*given, **kwargs)
 
 
 def _may_change(value: Any) -> bool:
@@ -181,6 +188,8 @@ def _may_change(value: Any) -> bool:
 
 def _copy(value: Any) -> Any:
     """A copy with the same tensors, modules, classes and functions; ``value`` itself if it cannot be copied."""
+    # All that can be come to from ``value``, as the garbage collector sees it: `deepcopy` takes what its memo has for
+    # an object as the copy of it, so what is shared is there as itself.
     shared: dict[int, Any] = {}
     seen: set[int] = set()
     waiting = [value]

@@ -19,6 +19,7 @@ from lightning_smddp.pipeline.runtime.remote import RemoteTensor
 from lightning_smddp.pipeline.view.tensor import GlobalTensor
 from lightning_smddp.wire.pytree import tensors
 
+# Attributes of every module that are not put back as such: parameters and buffers are, each by itself.
 _STRUCTURE = {"_parameters", "_buffers", "_modules"}
 _CONTAINERS = frozenset({list, dict, set, OrderedDict})  # hooks of modules are in the last
 _PLAIN = frozenset({bool, int, float, str, type(None)})  # most attributes of modules: nothing in them to be put back
@@ -43,7 +44,11 @@ def preserve_state(root: nn.Module, device: torch.device) -> Iterator[None]:
             own = registered_buffers(module)
             registered.append((own, dict(own)))
     gradients = [(parameter, parameter.grad) for parameter in parameters]
-    contents = [(p, p.data) for p in parameters if not is_lazy(p) and not p.is_meta]
+    contents = []
+    for parameter in parameters:
+        if not is_lazy(parameter) and not parameter.is_meta:
+            contents.append((parameter, parameter.data))
+    # Within, gradients begin anew, as in a first step; those that were there come back as the same tensors.
     for parameter, _ in gradients:
         parameter.grad = None
     try:
@@ -119,6 +124,7 @@ class _Keeper(DispatchMode):
         for alias in self.aliases.get(key, ()):
             if id(alias) not in self.saved:
                 self.saved[id(alias)] = (alias, alias.clone())
+        # Neither a buffer, which is put back by itself, nor made within, nor a parameter.
         if key not in self.own and key not in self.aliases:
             self.foreign.note(tensor)
 

@@ -143,7 +143,10 @@ class _Tracer(TorchFunctionMode, Tracking):
         finally:
             _active.tracer = outer
         buffers_now = dict(self.module.named_buffers())
-        rebound = [name for name, buffer in buffers.items() if buffers_now.get(name) is not buffer]
+        rebound = []
+        for name, buffer in buffers.items():
+            if buffers_now.get(name) is not buffer:
+                rebound.append(name)
         self.trace.rebound_buffers = tuple(rebound)
         self._note_python_draws()
         self.trace.returned = _known(map(self.find, tensors(result)))
@@ -314,8 +317,8 @@ class _Tracer(TorchFunctionMode, Tracking):
         """Call ``function``; where parameters are elsewhere, with those that are borrowed for it."""
         if self.fetch is None:
             return function(*args, **kwargs)
-        uses_parameters = any(id(leaf) in self.parameters for leaf in leaves((args, kwargs)))
-        if not uses_parameters:
+        arguments = leaves((args, kwargs))
+        if not any(id(leaf) in self.parameters for leaf in arguments):
             return function(*args, **kwargs)
         args, kwargs = map_leaves(self._fetched, (args, kwargs))
         try:
@@ -510,7 +513,8 @@ class _Tracer(TorchFunctionMode, Tracking):
 
     def saw_cast(self, tensor: Tensor, result: Tensor) -> None:
         """A copy, maybe in another type, as autocast makes them of weights."""
-        name = self.parameters.get(id(tensor), self.lent.get(id(tensor)))
+        key = id(tensor)
+        name = self.parameters.get(key, self.lent.get(key))
         if name is not None and result.dtype != tensor.dtype:
             self.trace.casts[name, result.dtype] += 1
 

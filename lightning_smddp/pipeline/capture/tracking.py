@@ -148,6 +148,7 @@ class Tracking:
 
     def track(self, tensor: Tensor, event: int, binds: bool = True) -> int:
         """From here on ``tensor`` is a new value, made by ``event``, which ``binds`` its memory if it wrote there."""
+        # Sparse tensors have a shape and no strides; a nested one's shape is another in each row, so it has neither.
         memory = self.memory_of(tensor)
         shape: tuple[int, ...] = ()
         stride: tuple[int, ...] = ()
@@ -201,6 +202,7 @@ class Tracking:
 
     def template(self, result: Any, arguments: list[Any]) -> Template:
         """Where each leaf of ``result`` comes from."""
+        # Plain leaves are left out: small integers and None are one object wherever they are, which says nothing.
         positions = {id(leaf): position for position, leaf in enumerate(arguments) if not is_plain(leaf)}
         sources: list[tuple[str, Any]] = []
         for leaf in leaves(result):

@@ -58,6 +58,8 @@ Run: TypeAlias = Callable[[MicroBatch, int], Gradients]
 @contextmanager
 def noted_gradients(parameters: Mapping[str, Tensor]) -> Iterator[Gradients]:
     """Within it, a backward pass leaves sums instead of gradients."""
+    # The hook takes each gradient away as soon as it is there, so they are never there all at once. What autograd keeps
+    # for the backward says whether a part of the forward ran in 16 bits.
     found = Gradients()
     handles = []
     for name, parameter in parameters.items():
@@ -255,6 +257,7 @@ class GradientTrial:
         """Rows that count less come first, so that halves count differently; None if rows have to stay in place."""
         if not self.may_reorder or self.rows.size < _FEWEST:
             return None
+        # By the first candidate that counts rows differently; without one they stay as they are.
         order = list(range(self.rows.size))
         rows = self.rows.split(len(order))
         if len(rows) < len(order):

@@ -74,7 +74,8 @@ def fits_on_hosts(module: nn.Module, group: dist.ProcessGroup, device: torch.dev
     # Ranks of one host are told by its identity: what they need adds up, and each may have found another rest.
     wanted: dict[str, float] = defaultdict(float)
     available: dict[str, float] = defaultdict(lambda: math.inf)
-    for host, size, free in gather_json([node_identity(), needed, available_host_bytes()], group, device):
+    mine = [node_identity(), needed, available_host_bytes()]
+    for host, size, free in gather_json(mine, group, device):
         wanted[host] += size
         available[host] = min(available[host], free)
     return all(_MARGIN * wanted[host] <= available[host] for host in wanted)
@@ -127,6 +128,8 @@ def find_links(
     boundaries = list(pairwise(rank_of_stage))
     if not boundaries:
         return ()
+    # Only pairs of neighbours are measured, each pair by itself. The order is the same on all ranks, so that no two
+    # wait for each other in a circle.
     hosts = gather_json(node_identity(), group, device)
     found: dict[tuple[int, int], Link | None] = {}
     for pair in _in_order(boundaries):
@@ -173,11 +176,14 @@ def _link(
         size = _HOST_BYTES
     # Messages there and back: half of a small one's time is the latency, and what a large one takes longer is the time
     # of its bytes, twice. A difference that is lost in noise is taken for a tenth of the time at least.
-    small_s = round_trips(group, torch.zeros(1, device=device), other, _ROUNDS)[0]
-    large_s = round_trips(group, torch.zeros(size // 4, device=device), other, _ROUNDS)[0]
+    small = torch.zeros(1, device=device)
+    large = torch.zeros(size // 4, device=device)  # of 4 bytes each
+    small_s = round_trips(group, small, other, _ROUNDS)[0]
+    large_s = round_trips(group, large, other, _ROUNDS)[0]
     rate = 2 * size / max(large_s - small_s, 0.1 * large_s)
     latency = small_s / 2
     unhidden = 0.0
     if on_cpus:  # between hosts the cores copy as inside one, the network does the rest
-        unhidden = min(1.0, LOOPBACK.seconds(size) / (latency + size / rate))
+        seconds = latency + size / rate
+        unhidden = min(1.0, LOOPBACK.seconds(size) / seconds)
     return Link(latency, rate, unhidden)

@@ -20,7 +20,10 @@ Values: TypeAlias = tuple[int, ...]
 
 def natural_bytes(graph: StepGraph, cut: int) -> int:
     """Bytes of the values made before node ``cut`` and used after: an upper bound of the live set's."""
-    return sum(graph.values[value].nbytes for value in graph.needed_after(cut))
+    total = 0
+    for value in graph.needed_after(cut):
+        total += graph.values[value].nbytes
+    return total
 
 
 def live_sets(graph: StepGraph, cuts: Sequence[int]) -> tuple[list[Values], list[frozenset[int]]]:
@@ -41,7 +44,8 @@ def live_sets(graph: StepGraph, cuts: Sequence[int]) -> tuple[list[Values], list
     for cut in cuts:
         obstacle = graph.obstacle_to(cut)
         if obstacle is not None:
-            raise SplitError(f"No stage may begin with {graph.nodes[cut].name}: {obstacle}.")
+            name = graph.nodes[cut].name
+            raise SplitError(f"No stage may begin with {name}: {obstacle}.")
     live: list[Values] = []
     again: list[frozenset[int]] = [frozenset()]
     received: Values = ()

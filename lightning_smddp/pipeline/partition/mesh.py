@@ -52,7 +52,10 @@ class PipelineMesh:
                 "'spread' (or 'PD': the replicas of a stage on neighbouring ranks)."
             )
         if pipeline_parallel_size < 1 or world_size % pipeline_parallel_size:
-            divisors = [str(number) for number in range(1, world_size + 1) if world_size % number == 0]
+            divisors = []
+            for number in range(1, world_size + 1):
+                if world_size % number == 0:
+                    divisors.append(str(number))
             raise ValueError(
                 f"pipeline_parallel_size={pipeline_parallel_size} does not divide the world size {world_size} (number "
                 f"of nodes times devices). Valid here: {', '.join(divisors)}."

@@ -75,6 +75,7 @@ def way_of(value: Any) -> RowWay | None:
         return RowWay(len(value), lambda rows: value.iloc[rows])
     if not hasattr(kind, "__getitem__"):
         return None
+    # What has a length need not have rows, and a slice of it may be of another kind: so it is tried out.
     count = _declared_rows(value)
     if count is None or not _slices_well(value, count):
         return None
@@ -92,6 +93,7 @@ def _list_maker(kind: type) -> Any:
 
 
 def _way_of_list(value: Any, maker: Any) -> RowWay:
+    # Once for the whole batch, not for each micro-batch.
     entries = value.to_data_list()
 
     def take(rows: Rows) -> Any:

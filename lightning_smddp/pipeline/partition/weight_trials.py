@@ -34,6 +34,7 @@ _LOUDER = 4.0  # times all parameters; a power of two, so that dividing by it gi
 _FEWEST, _MOST_GROUPS = 4, 8  # of rows, in a trial with hard ones last
 _MOST_LEAVES = 12  # of a batch that are tried as labels or masks,
 _MOST_VALUES = 5  # and of each the values that may not count: every candidate costs time in every trial
+_CALLED_SO = ("len", "num", "count", "size", "weight")  # in names of integers that may be weights of rows
 _USUALLY_IGNORED = (IGNORED, -1, 0, 255)  # 0 for padded tokens, 255 in segmentation
 
 LossOf = Callable[[MicroBatch], float]
@@ -167,7 +168,10 @@ def _tell_apart(candidates: _Candidates, loss_of: LossOf, microbatch: MicroBatch
 @contextmanager
 def amplified(module: nn.Module) -> Iterator[None]:
     """All parameters times a power of two, so that a fresh model's losses are less alike; exactly undone."""
-    parameters = [p for p in module.parameters() if p.is_floating_point() and p.layout == torch.strided]
+    parameters = []
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and parameter.layout == torch.strided:
+            parameters.append(parameter)
     with torch.no_grad():
         if not all(map(_can_be_louder, parameters)):
             parameters = []  # it could not be undone
@@ -279,7 +283,8 @@ def _conceivable(microbatch: MicroBatch) -> Iterator[Weighting]:
         for ignored in _values(leaf):
             for skip in skips:
                 yield Weighting("labels", path, skip, ignored)
-        if _is_mask(leaf) or (leaf.dim() == 1 and _may_weigh(path, leaf)):
+        has_weights = leaf.dim() == 1 and _may_weigh(path, leaf)
+        if has_weights or _is_mask(leaf):
             for skip in skips:
                 yield Weighting("entries", path, skip)
 
@@ -292,7 +297,8 @@ def _row_leaves(microbatch: MicroBatch) -> list[tuple[Path, Tensor]]:
             continue
         if len(leaf) != microbatch.size or leaf.is_complex():
             continue
-        if not leaf.is_floating_point() or leaf.dim() == 1 or _is_mask(leaf):
+        is_matrix_of_numbers = leaf.is_floating_point() and leaf.dim() > 1
+        if not is_matrix_of_numbers or _is_mask(leaf):
             found.append((path, leaf))
     return found[:_MOST_LEAVES]
 
@@ -318,12 +324,14 @@ def _may_weigh(path: Path, leaf: Tensor) -> bool:
     if not bool((leaf > 0).all()):
         return False
     name = _last_key(path)
-    return leaf.is_floating_point() or any(part in name for part in ("len", "num", "count", "size", "weight"))
+    return leaf.is_floating_point() or any(part in name for part in _CALLED_SO)
 
 
 def _last_key(path: Path) -> str:
     """What a batch calls the tensor at ``path``, in lower case."""
-    return "".join(map(str, path[-1:])).lower()
+    if not path:
+        return ""
+    return str(path[-1]).lower()
 
 
 def _is_mask(leaf: Tensor) -> bool:
@@ -346,7 +354,9 @@ def _changes(microbatch: MicroBatch, candidates: _Candidates) -> Iterator[Any]:
         yield microbatch.value
     for weighting in list(candidates.weightings):
         key = (weighting.path, weighting.ignored)
-        if weighting.kind in ("rows", "sum") or key in done or weighting not in candidates.weightings:
+        if weighting.kind in ("rows", "sum") or key in done:
+            continue
+        if weighting not in candidates.weightings:
             continue
         if len(candidates.weightings) == 1:
             return
