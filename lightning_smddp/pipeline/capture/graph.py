@@ -277,6 +277,8 @@ def first_difference(one: Sequence[str], other: Sequence[str]) -> tuple[int, str
 
 def tells(event: Event) -> bool:
     """Whether Python reads numbers there that later stages can be told."""
+    # `x.item()` for a log: later stages are sent the number. Where Python decides by it, another number may be another
+    # path.
     if not event.reads or event.decides:
         return False
     for kind, leaf in event.returned.sources:
@@ -291,6 +293,7 @@ def build_graph(trace: Trace, modules: Modules, is_small: IsSmall) -> StepGraph:
     Raises:
         SplitError: a module can neither be a unit nor be opened, or the step does what no split can follow.
     """
+    # What no cut can make right is refused first, whatever the units are.
     _refuse(trace)
     _refuse_scripted(modules)
     builder = _Builder(trace, modules, is_small)
@@ -405,6 +408,7 @@ class _Builder:
                 f"Module {name!r} cannot be placed on one stage, as {obstacle}, and cannot be opened, as {whole}. "
                 "Let the module return all tensors that are used outside of it."
             )
+        # A module that must be whole is a unit; any other is one if it is small, else it is opened.
         if obstacle is not None:
             return False
         return whole is not None or self.is_small(name)

@@ -62,6 +62,7 @@ class PythonRandom:
 
     def set(self, states: Mapping[str, Any]) -> None:
         """Let them go on from there."""
+        # A source that was not there when the states were taken keeps its own.
         random.setstate(states["random"])
         if "numpy" in states:
             import numpy
@@ -112,6 +113,7 @@ class PythonRandom:
 
     def seed(self, number: int) -> None:
         """Start all sources anew from ``number``, each generator that a module holds with a seed of its own."""
+        # Each kind of source takes seeds of another range.
         random.seed(number)
         numpy = sys.modules.get("numpy")
         if numpy is not None:

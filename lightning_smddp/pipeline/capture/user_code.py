@@ -67,6 +67,8 @@ def _tree(filename: str) -> ast.AST:
 
 @functools.lru_cache(maxsize=1024)
 def _decides(filename: str, line: int) -> bool:
+    # All nodes of the file's syntax tree that the line is in: the module's, the functions', the statement's, its
+    # parts'.
     tree = _tree(filename)
     around = [node for node in ast.walk(tree) if _has(node, line)]
     statements = [node for node in around if isinstance(node, ast.stmt)]

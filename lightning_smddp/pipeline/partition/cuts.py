@@ -227,6 +227,7 @@ def choose_units(
 
 
 def _is_balanced(partition: Partition, resources: Resources) -> bool:
+    # A pipeline is as fast as its slowest stage, and no partition makes that faster than the mean.
     mean = sum(partition.stage_seconds) / resources.num_stages
     latency = max((link.latency_s for link in resources.links), default=0.0)
     limit = max(_BALANCED * mean, mean + _NEGLIGIBLE * latency)
@@ -256,6 +257,7 @@ def _can_open(name: str, modules: Modules) -> bool:
 
 def _to_open(graph: StepGraph, partition: Partition | None, modules: Modules) -> str | None:
     """The unit that stands in the way of a better balance: the longest of the slowest stage, or of all."""
+    # Without a partition there are too few units, or a rank has no room: then the longest of all is opened.
     groups = [graph.nodes]
     if partition is not None:
         seconds = partition.stage_seconds
@@ -379,6 +381,8 @@ def _twin(name: str, homes: Mapping[str, Collection[int]]) -> str | None:
     A teacher that follows a student, or an average of the weights, is a copy of modules under another name. Beside
     the original nothing has to be sent to update it.
     """
+    # "teacher.layers.0.weight" and "student.layers.0.weight" end alike in three parts. One alone ("weight") says
+    # nothing.
     parts = name.split(".")
     best = None
     most = 1
@@ -402,6 +406,7 @@ def _common_ending(one: Sequence[str], other: Sequence[str]) -> int:
 
 def neighbour_stage(name: str, homes: Mapping[str, Collection[int]]) -> int:
     """The first stage of the parameters that are nearest to ``name`` in the tree of modules."""
+    # From the innermost module that holds it outwards: the first that has a parameter with a stage.
     prefix = name
     while "." in prefix:
         prefix = prefix.rpartition(".")[0]

@@ -186,6 +186,7 @@ class LossCall:
                 continue
             if leaf.is_floating_point():
                 continue
+            # As the batch has them, shifted by one (each position predicts the next), or without the last.
             for skip in (0, 1, -1):
                 is_origin = any(_same_labels(self.target, part) for part in self._shifted(leaf, skip))
                 if is_origin:

@@ -49,7 +49,7 @@ def magnitude(value: Any) -> Magnitude:
     size = abs(value)
     if not size < math.inf:  # integers may be too large for any float
         return _NOT_FINITE
-    decade = math.floor(math.log10(size))
+    decade = math.floor(math.log10(size))  # 0.02 and 0.07 are alike, 0.2 is another
     if value < 0:
         return -1, decade
     return 1, decade

@@ -186,6 +186,7 @@ class Ownership:
 
     def shared(self) -> dict[tuple[int, ...], list[str]]:
         """For each set of two or more ranks (ascending) the parameters that exactly these ranks hold, sorted."""
+        # Sorted, so that all ranks go through them in the same order.
         sets: dict[tuple[int, ...], list[str]] = {}
         for name, ranks in self.parameters.items():
             if len(ranks) > 1:

@@ -42,7 +42,7 @@ from lightning_smddp.planner.partition import Partition
 from lightning_smddp.wire.broadcast import broadcast_json
 from lightning_smddp.wire.gather import all_agree, gather_json
 
-CHECK_SEED = 20240229
+CHECK_SEED = 20240229  # of the reference and of what is compared with it; any number that all ranks know
 REFERENCE_RUNS = 3  # of one micro-batch, for its times
 
 
@@ -171,6 +171,7 @@ def divide(
     if known is not None and len(known["stage_seconds"]) != resources.num_stages:
         known = None
     graph = _known_graph(known, traced, modules, root, group, device)
+    # The step may be another one than that which an earlier decision was made for: then it is decided anew.
     if graph is None:
         known = None
 
@@ -256,6 +257,7 @@ def _decision(graph: StepGraph, found: Partition) -> dict[str, Any]:
 
 def _refer(graph: StepGraph, trial: Trial, root: nn.Module, device: torch.device) -> Reference:
     """The whole step on one micro-batch, a few times: the fastest run; and once as it is, without replay."""
+    # Parameters are copied, to be put back, only where the step was seen to change something that lasts.
     kept: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext
     if graph.once_a_batch:
         kept = kept_parameters
@@ -327,6 +329,7 @@ def _graph_of(
     root: nn.Module,
 ) -> StepGraph | None:
     """The step's graph with the units of an earlier decision, if it is the one that was decided on."""
+    # Units whose modules are gone make no graph; equal ones may make another graph, as the code may have changed.
     units = known["splitting"]["units"]
     names = dict(root.named_modules())
     if any(unit not in names for unit in units):

@@ -202,6 +202,7 @@ def _try(loss_of: LossOf, value: Any, size: int, cut: Cut) -> _Trial:
 
 def _attempt(loss_of: LossOf, value: Any, size: int, cut: Cut) -> _Trial | None:
     """A trial with changed values; None if the step cannot work with them."""
+    # Values were changed without knowing what they are for: a step may check them, or use them as indices.
     try:
         trial = _try(loss_of, value, size, cut)
     except Exception:  # of user code that was given what it did not expect: there is nothing to learn from it
@@ -307,6 +308,7 @@ def _values(leaf: Tensor) -> list[int]:
     """Which labels may not count: negative ones, the usual numbers, what most rows begin or end with."""
     if leaf.dtype == torch.bool or leaf.is_floating_point():
         return []
+    # Only what is there can be left out: a candidate for a value that no row has weighs as the rows do.
     present = leaf.unique()
     negative = present[present < 0].tolist()
     usual = [value for value in _USUALLY_IGNORED if bool((present == value).any())]
