@@ -175,7 +175,10 @@ def _measure(
 
 
 def time_algorithm(
-    name: str, communicator: Communicator, compression: Compression | None, sizes: list[int]
+    name: str,
+    communicator: Communicator,
+    compression: Compression | None,
+    sizes: list[int],
 ) -> list[float]:
     """Seconds of an all-reduce by ``name`` for each size: the median, of the slowest rank. Collective."""
     if compression is not None and compression.method == "powersgd":

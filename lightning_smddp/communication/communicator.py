@@ -82,7 +82,13 @@ class Communicator:
         if all(len(ranks) == 1 for ranks in self.topology.nodes):
             return "no node has more than one rank"
         # Two meshes, as two threads work at the same time: the one of backward, and the one that gathers.
-        self._meshes, reason = NodeMesh.connect(self.topology, self.group, self.device, self.timeout, count=2)
+        self._meshes, reason = NodeMesh.connect(
+            self.topology,
+            self.group,
+            self.device,
+            self.timeout,
+            count=2,
+        )
         if reason is not None:
             self.notes.append(f"no shared memory: {reason}")
             return reason
@@ -238,7 +244,8 @@ class Communicator:
         topology = self.topology
         if self.shared_memory_refusal is None:
             return self._memory(0, topology.num_shards), self._memory(1, topology.num_shards)
-        scatter, gather = self.neighbours("scatter"), self.neighbours("gather")
+        scatter = self.neighbours("scatter")
+        gather = self.neighbours("gather")
         if scatter is None or gather is None:
             return None, None
         return IntraNodeGroup(scatter, topology.num_shards), IntraNodeGroup(gather, topology.num_shards)
@@ -306,5 +313,6 @@ class Communicator:
 def reduce_once(algorithm: Algorithm, tensor: Tensor, slot: int | None = None) -> Tensor:
     """All-reduce a tensor of any shape outside of training and wait: for tests and timings."""
     flat = tensor.view(-1)
-    algorithm.all_reduce(flat, Layout.flat(flat.numel(), slot)).wait()
+    layout = Layout.flat(flat.numel(), slot)
+    algorithm.all_reduce(flat, layout).wait()
     return tensor

@@ -72,7 +72,12 @@ def check_compression(module: nn.Module, compression: Compression | None) -> Non
             check_compressible(parameter.dtype, f"The gradient of {name!r}")
 
 
-def check_same_model(module: nn.Module, group: dist.ProcessGroup, device: torch.device, topology: Topology) -> None:
+def check_same_model(
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    topology: Topology,
+) -> None:
     """Raise ``ValueError`` on every rank if parameters or buffers differ, naming the first. Collective."""
     # A digest is short. The lines themselves are sent only when there is an error to be described.
     lines = [describe_parameters(module), describe_buffers(module)]
@@ -149,7 +154,12 @@ def check_same_optimizers(
     )
 
 
-def check_same_lengths(batches: float, epoch: int, group: dist.ProcessGroup, device: torch.device) -> None:
+def check_same_lengths(
+    batches: float,
+    epoch: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
     """Raise ``ValueError`` on every rank if they have different numbers of training batches. Collective.
 
     Args:

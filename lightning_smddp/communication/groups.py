@@ -45,7 +45,11 @@ def new_name(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def create_group(
-    ranks: list[int], name: str, timeout: timedelta, device: torch.device, by_pairs: bool = False
+    ranks: list[int],
+    name: str,
+    timeout: timedelta,
+    device: torch.device,
+    by_pairs: bool = False,
 ) -> dist.ProcessGroup:
     """A group of the global ``ranks``, with its communicator. Collective over them alone.
 

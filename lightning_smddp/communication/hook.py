@@ -267,7 +267,13 @@ class GradientSynchronizer:
             factors[name] = factor.cpu()
         return factors
 
-    def _traffic(self, algorithm: Algorithm, tensor: Tensor, size: int, bucket: GradBucket) -> tuple[int, int]:
+    def _traffic(
+        self,
+        algorithm: Algorithm,
+        tensor: Tensor,
+        size: int,
+        bucket: GradBucket,
+    ) -> tuple[int, int]:
         """Bytes that this rank writes for others inside its node, and sends to other nodes."""
         topology = self.communicator.topology
         local, world = len(topology.local_ranks), topology.world_size

@@ -52,8 +52,12 @@ class RingExchange:
     The ring also rounds the sums on its way, which error feedback does not see.
     """
 
-    def __init__(self, group: dist.ProcessGroup, codec: Codec | None = None, feedback: ErrorFeedback | None = None):
-        self.group, self.codec, self.feedback = group, codec, feedback
+    def __init__(
+        self, group: dist.ProcessGroup, codec: Codec | None = None, feedback: ErrorFeedback | None = None
+    ) -> None:
+        self.group = group
+        self.codec = codec
+        self.feedback = feedback
 
     def start(self, shard: Tensor, layout: Layout) -> Finish:
         """See :meth:`InterNodeReduce.start`."""
@@ -185,7 +189,9 @@ class ScatterExchange:
     def __init__(
         self, group: dist.ProcessGroup, codec: Codec | None = None, feedback: ErrorFeedback | None = None
     ) -> None:
-        self.group, self.codec, self.feedback = group, codec, feedback
+        self.group = group
+        self.codec = codec
+        self.feedback = feedback
 
     def reduce(self, parts: Tensor, output: Tensor, layout_of: Callable[[], Layout] | None = None) -> None:
         """``output`` becomes the sum of this rank's part over the group.

@@ -31,7 +31,13 @@ class IntraNodeGroup:
         """Bounds of all local ranks' shards; ranks from ``num_shards`` on own an empty one."""
         return local_shard_bounds(numel, self.num_shards, self.size, granularity)
 
-    def reduce_scatter(self, tensor: Tensor, slot: int | None, scale: float, bounds: list[int]) -> Tensor:
+    def reduce_scatter(
+        self,
+        tensor: Tensor,
+        slot: int | None,
+        scale: float,
+        bounds: list[int],
+    ) -> Tensor:
         """``scale`` times the sum of this rank's shard over the local ranks, in ``tensor`` itself."""
         shard = self._own_shard(tensor, bounds)
         width = _width(bounds)

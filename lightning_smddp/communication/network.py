@@ -99,8 +99,9 @@ def holder_of(port: int) -> tuple[int, str] | None:
             if os.readlink(entry) in sockets:
                 process = int(entry.parts[2])
                 arguments = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
-                command = b" ".join(arguments).decode(errors="replace")
-                return process, " ".join(command.split())[:_COMMAND_LENGTH]
+                text = b" ".join(arguments).decode(errors="replace")
+                command = " ".join(text.split())  # the last argument ends with a 0, too
+                return process, command[:_COMMAND_LENGTH]
     return None
 
 

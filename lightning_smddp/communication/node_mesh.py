@@ -177,7 +177,13 @@ class NodeMesh:
                 os.close(watch)
         self._sockets, self._watches = {}, {}
 
-    def _send(self, peer: int, connection: socket.socket, message: bytes, descriptor: int | None) -> None:
+    def _send(
+        self,
+        peer: int,
+        connection: socket.socket,
+        message: bytes,
+        descriptor: int | None,
+    ) -> None:
         try:
             if descriptor is None:
                 connection.send(message)

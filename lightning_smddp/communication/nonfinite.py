@@ -151,7 +151,12 @@ def agreed(found: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
     return bool(flag > 0)
 
 
-def diagnosis(found: Mapping[str, str], where: str, group: dist.ProcessGroup, device: torch.device) -> str:
+def diagnosis(
+    found: Mapping[str, str],
+    where: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> str:
     """Who has found what, in one line, the same on all ranks. Collective.
 
     Args:

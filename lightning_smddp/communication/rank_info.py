@@ -91,7 +91,13 @@ def missing(cards: Sequence[RankInfo], world_size: int) -> list[int]:
     return sorted(set(range(world_size)) - present)
 
 
-def meet(store: Store, card: RankInfo, deadline: float, limit_s: float, serves: bool = False) -> None:
+def meet(
+    store: Store,
+    card: RankInfo,
+    deadline: float,
+    limit_s: float,
+    serves: bool = False,
+) -> None:
     """Leave ``card`` and wait until all ranks have done so.
 
     Args:
@@ -117,7 +123,9 @@ def meet(store: Store, card: RankInfo, deadline: float, limit_s: float, serves: 
         error, admitted = _wait_for_judgement(store, card.world_size, deadline, limit_s)
     # A judgement is about the first cards, so many. Of a rank that came later it says nothing.
     if error is None and number > admitted:
-        error = contradiction(_Arrivals(store).all()) or f"{card} came after all {admitted} ranks had started."
+        error = contradiction(_Arrivals(store).all())
+        if error is None:
+            error = f"{card} came after all {admitted} ranks had started."
     if error is not None:
         store.add("heard", 1)
         if serves:
@@ -131,7 +139,8 @@ def meet(store: Store, card: RankInfo, deadline: float, limit_s: float, serves: 
 def leave(store: Store, card: RankInfo) -> int:
     """Leave ``card`` there without waiting; returns its number, from 1."""
     number = store.add("arrivals", 1)
-    store.set(f"arrival {number}", json.dumps(asdict(card)))
+    text = json.dumps(asdict(card))
+    store.set(f"arrival {number}", text)
     return number
 
 
@@ -157,7 +166,8 @@ class _Arrivals:
             key = f"arrival {len(self.cards) + 1}"
             if not self.store.check([key]):  # `leave` has counted it, and not written it yet
                 break
-            self.cards.append(RankInfo.parse(self.store.get(key)))
+            text = self.store.get(key)
+            self.cards.append(RankInfo.parse(text))
         return self.cards
 
     def pause(self) -> None:
@@ -166,7 +176,12 @@ class _Arrivals:
         self._pause = min(self._pause * 1.5, _LONGEST_PAUSE_S)
 
 
-def _judge(store: Store, world_size: int, deadline: float, limit_s: float) -> tuple[str | None, int]:
+def _judge(
+    store: Store,
+    world_size: int,
+    deadline: float,
+    limit_s: float,
+) -> tuple[str | None, int]:
     """What is wrong, or None, and the number of cards it is judged by."""
     arrivals = _Arrivals(store)
     while True:
@@ -179,16 +194,25 @@ def _judge(store: Store, world_size: int, deadline: float, limit_s: float) -> tu
         arrivals.pause()
 
 
-def _wait_for_judgement(store: Store, world_size: int, deadline: float, limit_s: float) -> tuple[str | None, int]:
+def _wait_for_judgement(
+    store: Store,
+    world_size: int,
+    deadline: float,
+    limit_s: float,
+) -> tuple[str | None, int]:
     """The judgement of the first to arrive; this rank's own if that one is silent."""
     arrivals = _Arrivals(store)
     while not store.check(["judgement"]):
         if time.monotonic() > deadline + _PATIENCE_S:
             cards = arrivals.all()
-            silent = "The first to arrive fell silent."
-            if cards:
-                silent = f"{cards[0]}, the first to arrive, fell silent."
-            error = contradiction(cards) or _absent(cards, world_size, limit_s) or silent
+            error = contradiction(cards)
+            if error is None:
+                error = _absent(cards, world_size, limit_s)
+            if error is None:
+                first = "The first to arrive"
+                if cards:
+                    first = f"{cards[0]}, the first to arrive,"
+                error = f"{first} fell silent."
             return error, len(cards)
         arrivals.pause()
     error, admitted = json.loads(store.get("judgement"))
@@ -202,7 +226,10 @@ def _absent(cards: Sequence[RankInfo], world_size: int, limit_s: float) -> str |
     hosts: dict[str, list[int]] = {}
     for card in cards:
         hosts.setdefault(card.host, []).append(card.rank)
-    there = "; ".join([f"{host}: {_some(sorted(members))}" for host, members in sorted(hosts.items())])
+    by_host = []
+    for host, members in sorted(hosts.items()):
+        by_host.append(f"{host}: {_some(sorted(members))}")
+    there = "; ".join(by_host)
     verb = "are"
     if len(ranks) == 1:
         verb = "is"

@@ -35,6 +35,7 @@ _NAME_PATIENCE_S = 60.0  # a cluster's names may come up after its processes
 _TELL_PATIENCE_S = 3.0  # to let the others know of a problem of this rank's own
 _PROBE_S = 2.0  # for a process that serves this job's store already
 _PAUSE_S = 0.1  # between two tries
+_LEAST_ANSWER_S = 1.0  # for a store to answer, however late it is
 _LEAST_CONNECT_S = 5.0  # for the ranks to connect, however late the last one came
 _BACKLOG = 4096  # connections that wait to be accepted: all ranks may come at once
 _starts = itertools.count()  # the same on all ranks: an agent's store outlives a process group
@@ -167,7 +168,12 @@ def _start_group(
 # ---- the store ----
 
 
-def _open_store(meeting: RendezvousConfig, card: RankInfo, deadline: float, limit: timedelta) -> tuple[dist.Store, str]:
+def _open_store(
+    meeting: RendezvousConfig,
+    card: RankInfo,
+    deadline: float,
+    limit: timedelta,
+) -> tuple[dist.Store, str]:
     """A connection to the job's store, which rank 0 serves unless an agent does; and what is listened on."""
     listener: socket.socket | None = None
     if meeting.rank == 0 and not _agent_serves():
@@ -268,7 +274,8 @@ def _tell_the_first(meeting: RendezvousConfig, card: RankInfo) -> bool:
     """
     with suppress(RuntimeError, dist.DistError, StartError):  # there is none
         store = _connect(meeting, time.monotonic(), timedelta(seconds=_PROBE_S))
-        leave(dist.PrefixStore(_run_key(), store), card)
+        others = dist.PrefixStore(_run_key(), store)
+        leave(others, card)
         return True
     return False
 
@@ -297,12 +304,20 @@ def _connect(meeting: RendezvousConfig, deadline: float, limit: timedelta) -> di
 
     def connect() -> None:
         with suppress(RuntimeError, dist.DistError):  # it is said below that there is no store
-            stores.append(dist.TCPStore(host, meeting.port, is_master=False, timeout=limit, wait_for_workers=False))
+            store = dist.TCPStore(
+                host,
+                meeting.port,
+                is_master=False,
+                timeout=limit,
+                wait_for_workers=False,
+            )
+            stores.append(store)
 
     # In a thread, as a server that accepts and then says nothing would hold torch's client for ever.
     thread = threading.Thread(target=connect, name="lightning_smddp_connect", daemon=True)
     thread.start()
-    thread.join(max(deadline - time.monotonic(), 1.0))
+    left_s = max(deadline - time.monotonic(), _LEAST_ANSWER_S)
+    thread.join(left_s)
     if not stores:
         raise StartError(
             f"What answers at MASTER_ADDR={meeting.address} port {meeting.port} is not this job's store, says rank "
@@ -341,7 +356,13 @@ def _tell_and_raise(meeting: RendezvousConfig, card: RankInfo) -> None:
     deadline = time.monotonic() + _TELL_PATIENCE_S
     with suppress(RuntimeError, dist.DistError, StartError):  # then the others learn that this rank is missing
         store, served = _open_store(meeting, card, deadline, soon)
-        meet(dist.PrefixStore(_run_key(), store), card, deadline, _TELL_PATIENCE_S, serves=bool(served))
+        meet(
+            dist.PrefixStore(_run_key(), store),
+            card,
+            deadline,
+            _TELL_PATIENCE_S,
+            serves=bool(served),
+        )
     raise StartError(f"{card} cannot start: {card.problem}")
 
 

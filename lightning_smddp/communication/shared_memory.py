@@ -113,7 +113,13 @@ class SharedMemory:
         """Bounds of all local ranks' shards."""
         return local_shard_bounds(numel, self.num_shards, self.mesh.size, granularity)
 
-    def all_reduce(self, tensor: Tensor, slot: int | None, scale: float = 1.0, watch: bool = False) -> bool:
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        slot: int | None,
+        scale: float = 1.0,
+        watch: bool = False,
+    ) -> bool:
         """``tensor`` becomes ``scale`` times the sum of the local ranks' tensors, in place, bit-equal on all.
 
         Returns whether the sum is finite, the same on all ranks; True without ``watch``. Where it is not, each rank's
@@ -145,7 +151,13 @@ class SharedMemory:
             self._copy_back(tensor, window, bounds)
         return all_finite
 
-    def reduce_scatter(self, tensor: Tensor, slot: int | None, scale: float, bounds: list[int]) -> Tensor:
+    def reduce_scatter(
+        self,
+        tensor: Tensor,
+        slot: int | None,
+        scale: float,
+        bounds: list[int],
+    ) -> Tensor:
         """``scale`` times the sum of this rank's shard over the local ranks, in ``tensor`` itself; returns that view.
 
         Peers may still be reading the other shards when this returns: leave these alone until an
@@ -225,7 +237,7 @@ class SharedMemory:
         One whose memory is another than before is to be announced again: before it is shared, the old is let go of.
         """
         if slot is None or not self._zero_copy or tensor.numel() == 0:
-            return _STAGED, self._staging_descriptor(tensor), 0
+            return self._announce_staged(tensor)
         memory = (tensor.data_ptr(), tensor.nbytes)
         if slot in self._own:
             _, known_memory = self._own[slot]
@@ -238,11 +250,15 @@ class SharedMemory:
         except RuntimeError as error:
             self._zero_copy = False
             warnings.warn(f"Gradients are copied to shared memory from now on: {error}. {HOW_TO_RAISE}", stacklevel=2)
-            return _STAGED, self._staging_descriptor(tensor), 0
+            return self._announce_staged(tensor)
         # Holding the tensor keeps its address from going to another one while peers have it mapped.
         self._own[slot] = (tensor, (tensor.data_ptr(), tensor.nbytes))
         offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
         return _MAPPED, descriptor, offset
+
+    def _announce_staged(self, tensor: Tensor) -> tuple[int, int | None, int]:
+        descriptor = self._staging_descriptor(tensor)
+        return _STAGED, descriptor, 0
 
     def _map(self, arrival: Arrival, tensor: Tensor, slot: int) -> tuple[Kinds, Regions]:
         """The peers' kinds and memory, mapping what they sent a descriptor for."""
@@ -267,7 +283,13 @@ class SharedMemory:
             arrival.close_descriptors()  # the mappings stay
         return kinds, regions
 
-    def _check(self, peer: int, tensor: Tensor, slot: int, announced: tuple[torch.dtype, int, int]) -> None:
+    def _check(
+        self,
+        peer: int,
+        tensor: Tensor,
+        slot: int,
+        announced: tuple[torch.dtype, int, int],
+    ) -> None:
         if announced == (tensor.dtype, slot, tensor.numel()):
             return
         dtype, peer_slot, numel = announced
@@ -280,7 +302,13 @@ class SharedMemory:
         )
 
     def _reduce(
-        self, tensor: Tensor, window: _Window, bounds: list[int], scale: float, push: bool, watch: bool = False
+        self,
+        tensor: Tensor,
+        window: _Window,
+        bounds: list[int],
+        scale: float,
+        push: bool,
+        watch: bool = False,
     ) -> bool:
         """Sum this rank's shard within the window, in the order of local ranks, chunk by chunk.
 

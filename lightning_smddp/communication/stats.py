@@ -70,7 +70,13 @@ class Recorder:
             self.step.in_flight += 1
         return now
 
-    def hook_left(self, entered: float, gradient_bytes: int, intra_bytes: int, inter_bytes: int) -> None:
+    def hook_left(
+        self,
+        entered: float,
+        gradient_bytes: int,
+        intra_bytes: int,
+        inter_bytes: int,
+    ) -> None:
         """The hook returned to backward."""
         now = time.perf_counter()
         with self._lock:
@@ -166,7 +172,13 @@ class DeviceRecorder(Recorder):
             self._running.came.append(_event())
         return 0.0
 
-    def hook_left(self, entered: float, gradient_bytes: int, intra_bytes: int, inter_bytes: int) -> None:
+    def hook_left(
+        self,
+        entered: float,
+        gradient_bytes: int,
+        intra_bytes: int,
+        inter_bytes: int,
+    ) -> None:
         """See :class:`Recorder`. That the host was in the hook tells nothing."""
         with self._lock:
             self._count(gradient_bytes, intra_bytes, inter_bytes)

@@ -67,7 +67,7 @@ class Topology:
     @property
     def node_rank(self) -> int:
         """Number of this rank's node, by the lowest ranks of nodes."""
-        return next(index for index, ranks in enumerate(self.nodes) if self.rank in ranks)
+        return self._node_of(self.rank)
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
@@ -90,12 +90,17 @@ class Topology:
 
     def describe(self, rank: int) -> str:
         """``rank 3 (host b, local rank 1)``, for messages."""
+        node = self._node_of(rank)
+        host = f"node {node}"
+        if self.hosts:
+            host = self.hosts[node]
+        local_rank = self.nodes[node].index(rank)
+        return f"rank {rank} (host {host}, local rank {local_rank})"
+
+    def _node_of(self, rank: int) -> int:
         for index, ranks in enumerate(self.nodes):
             if rank in ranks:
-                host = f"node {index}"
-                if self.hosts:
-                    host = self.hosts[index]
-                return f"rank {rank} (host {host}, local rank {ranks.index(rank)})"
+                return index
         raise ValueError(f"rank {rank} is not one of the {self.world_size} ranks of this job")
 
 
@@ -118,7 +123,12 @@ def shard_bounds(numel: int, num_shards: int, granularity: Sequence[int] = ()) -
     return [_nearest(allowed, bound) for bound in bounds]
 
 
-def local_shard_bounds(numel: int, num_shards: int, num_ranks: int, granularity: Sequence[int] = ()) -> list[int]:
+def local_shard_bounds(
+    numel: int,
+    num_shards: int,
+    num_ranks: int,
+    granularity: Sequence[int] = (),
+) -> list[int]:
     """As :func:`shard_bounds`, of all ``num_ranks`` ranks of a node: those from ``num_shards`` on own an empty one.
 
     So it is where this node has more ranks than another one: see :attr:`Topology.num_shards`.

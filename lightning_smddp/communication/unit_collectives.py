@@ -101,7 +101,11 @@ class SharedAllGather:
         return output.view(tuple(size))
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
     ) -> dist.Work:
         """Begin to gather. The result's ``wait`` waits for what the others bring.
 
@@ -145,7 +149,11 @@ class SharedReduceScatter:
     """
 
     def __init__(
-        self, segments: SharedSegments, unit: UnitLayout, group: ShardGroup, exchange: ScatterExchange | None = None
+        self,
+        segments: SharedSegments,
+        unit: UnitLayout,
+        group: ShardGroup,
+        exchange: ScatterExchange | None = None,
     ) -> None:
         self._segments = segments
         self._unit = unit
@@ -213,7 +221,11 @@ class DeviceReduceScatter:
     """
 
     def __init__(
-        self, inside: IntraNodeGroup | None, unit: UnitLayout, group: ShardGroup, exchange: ScatterExchange
+        self,
+        inside: IntraNodeGroup | None,
+        unit: UnitLayout,
+        group: ShardGroup,
+        exchange: ScatterExchange,
     ) -> None:
         self._inside = inside
         self._unit = unit
@@ -284,6 +296,7 @@ def factor_of(op: ReduceOp, size: int) -> float:
 def _reduce(terms: list[Tensor], output: Tensor, factor: float) -> None:
     """``output`` becomes ``factor`` times the sum of ``terms``; 16-bit types are summed in fp32 and rounded once."""
     wide = sum_dtype(output.dtype)
+    # Chunk by chunk: what is summed stays in cache, and 16-bit types need no more scratch memory than a chunk's.
     scratch = torch.empty(min(_CHUNK_ELEMENTS, output.numel()), dtype=wide)
     in_chunks = [tensor.split(_CHUNK_ELEMENTS) for tensor in (output, *terms)]
     for chunk, *chunks_of_terms in zip(*in_chunks, strict=True):

@@ -31,7 +31,12 @@ _SMALL = 2**16  # bytes of a buffer that may be sent in vain, because the header
 _HOST, _DEVICE, _APART = "host", "device", "apart"  # where a tensor was; apart: in the second buffer
 
 
-def broadcast_json(value: Any, group: dist.ProcessGroup, device: torch.device, group_src: int = 0) -> Any:
+def broadcast_json(
+    value: Any,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    group_src: int = 0,
+) -> Any:
     """The ``value`` (anything that JSON carries) of the rank ``group_src`` of ``group`` on every rank. Collective."""
     # The others do not know how long the value is: so the length first.
     data = to_bytes(value, device)
@@ -339,7 +344,8 @@ def _receive(way: _Way) -> Any:
     head = _bytes(buffer[:head_nbytes])
     (length,) = struct.unpack("<q", head[:8])
     if length:
-        _take_header(_bytes(way.received(length)).decode(), cache)
+        text = _bytes(way.received(length)).decode()
+        _take_header(text, cache)
     header = cache.header
     assert header is not None
     if length or cache.nbytes != buffer.numel():

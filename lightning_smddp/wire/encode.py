@@ -60,7 +60,13 @@ class Form(NamedTuple):
 
 # What can be sent and stored. The first row that fits counts: a number of numpy's is also one of Python's.
 FORMS = (
-    Form("scalar", (np.bool_, np.number, np.str_, np.bytes_, np.datetime64), True, True, of_subclasses=True),
+    Form(
+        "scalar",
+        (np.bool_, np.number, np.str_, np.bytes_, np.datetime64),
+        True,
+        True,
+        of_subclasses=True,
+    ),
     Form("plain", (type(None), bool, str), True, True),
     Form("int", (int,), True, True),
     Form("float", (float,), True, True),

@@ -82,9 +82,9 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
             found.append(tensor)
             continue
         copy = torch.empty(tensor.shape, dtype=tensor.dtype)
-        source = bytes_of(tensor.detach().contiguous()).split(CHUNK_BYTES)
-        target = bytes_of(copy).split(CHUNK_BYTES)
-        for chunk, part in zip(source, target, strict=True):
+        source = bytes_of(tensor.detach().contiguous())
+        target = bytes_of(copy)
+        for chunk, part in zip(source.split(CHUNK_BYTES), target.split(CHUNK_BYTES), strict=True):
             landing.land(chunk, part.copy_)
         found.append(copy)
     landing.finish()
@@ -145,7 +145,11 @@ class _Part:
 
 
 def broadcast_tensors(
-    specs: Sequence[Spec], tensors: Sequence[Tensor] | None, group: dist.ProcessGroup, source: int, device: torch.device
+    specs: Sequence[Spec],
+    tensors: Sequence[Tensor] | None,
+    group: dist.ProcessGroup,
+    source: int,
+    device: torch.device,
 ) -> None:
     """Write rank ``source``'s ``tensors`` into everyone's, in place. Collective.
 
@@ -179,7 +183,11 @@ def broadcast_tensors(
 
 
 def _send_tensors(
-    specs: Sequence[Spec], tensors: Sequence[Tensor], group: dist.ProcessGroup, target: int, device: torch.device
+    specs: Sequence[Spec],
+    tensors: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    target: int,
+    device: torch.device,
 ) -> None:
     """Send ``tensors`` to rank ``target``, which calls :func:`_receive_tensors`."""
     flats = _flat(tensors)
@@ -200,7 +208,10 @@ def _send_tensors(
 
 
 def _receive_tensors(
-    specs: Sequence[Spec], group: dist.ProcessGroup, source: int, device: torch.device
+    specs: Sequence[Spec],
+    group: dist.ProcessGroup,
+    source: int,
+    device: torch.device,
 ) -> list[Tensor]:
     """What rank ``source`` sends with :func:`_send_tensors`, on the CPU."""
     tensors = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
@@ -220,7 +231,10 @@ def _receive_tensors(
 
 
 def gather_tensors(
-    local: Mapping[str, Tensor], group: dist.ProcessGroup, to_all: bool, device: torch.device = CPU
+    local: Mapping[str, Tensor],
+    group: dist.ProcessGroup,
+    to_all: bool,
+    device: torch.device = CPU,
 ) -> dict[str, Tensor]:
     """The union of all ranks' named tensors, on the CPU. Collective.
 
@@ -240,11 +254,16 @@ def gather_tensors(
 
 
 def gathered_shares(
-    local: Mapping[str, Tensor], group: dist.ProcessGroup, to_all: bool, device: torch.device = CPU
+    local: Mapping[str, Tensor],
+    group: dist.ProcessGroup,
+    to_all: bool,
+    device: torch.device = CPU,
 ) -> Iterator[dict[str, Tensor]]:
     """What :func:`gather_tensors` gives, of one rank after the other. Collective: to be gone through to its end."""
     rank = group.rank()
-    own_entries = [[name, Spec.of(tensor).to_json()] for name, tensor in local.items()]
+    own_entries = []
+    for name, tensor in local.items():
+        own_entries.append([name, Spec.of(tensor).to_json()])
     announced = gather_json(own_entries, group, device)
     for source, entries in enumerate(announced):
         names = [name for name, _ in entries]

@@ -24,7 +24,12 @@ from lightning_smddp.wire.stream import CPU, Spec, broadcast_tensors, gathered_s
 ALLOW_PICKLE = "LIGHTNING_SMDDP_ALLOW_PICKLE"
 
 
-def broadcast_value(value: Any, group_src: int, group: dist.ProcessGroup, device: torch.device) -> Any:
+def broadcast_value(
+    value: Any,
+    group_src: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Any:
     """``value`` of the rank ``group_src`` of ``group``, on every rank. Collective.
 
     The values of :data:`~lightning_smddp.wire.encode.FORMS`: None, bool, int, float, str, bytes, paths, dtypes, numbers
@@ -64,20 +69,24 @@ def broadcast_value(value: Any, group_src: int, group: dist.ProcessGroup, device
         return _unpickled(message[1], dist.get_global_rank(group, group_src))
     _, plain, announced = message
     specs = [Spec.from_json(spec) for _, spec, _ in announced]
-    if is_source:
-        broadcast_tensors(specs, list(tensors.values()), group, group_src, device)
-        return value
-    for (path, _, on_device), spec in zip(announced, specs, strict=True):
-        own_device = CPU
-        if on_device:
-            own_device = device
-        tensors[tuple(path)] = torch.empty(spec.shape, dtype=spec.dtype, device=own_device)
+    if not is_source:
+        for (path, _, on_device), spec in zip(announced, specs, strict=True):
+            own_device = CPU
+            if on_device:
+                own_device = device
+            tensors[tuple(path)] = torch.empty(spec.shape, dtype=spec.dtype, device=own_device)
     broadcast_tensors(specs, list(tensors.values()), group, group_src, device)
+    if is_source:
+        return value
     return decode(plain, tensors)
 
 
 def gathered_values(
-    local: Any, what: str, group: dist.ProcessGroup, to_all: bool, device: torch.device
+    local: Any,
+    what: str,
+    group: dist.ProcessGroup,
+    to_all: bool,
+    device: torch.device,
 ) -> Iterator[Any]:
     """Every rank's ``local``, one rank's after the other, with tensors on the CPU.
 
