@@ -229,6 +229,12 @@ class TwoLevel:
 
     def _begin(self, tensor: Tensor, layout: Layout) -> Callable[[], None]:
         """Reduce in the node and start the exchange; returns what completes both."""
+        # Two nodes of two ranks, a bucket in two shards; ranks 0 and 2 have local rank 0:
+        #     node 0   rank 0 |A0   |  rank 1 |   B0|     after the reduce-scatter: sums over the node
+        #     node 1   rank 2 |A1   |  rank 3 |   B1|
+        #              A0 + A1         B0 + B1            after the exchange, on both of their owners
+        #     all      |A0 + A1|B0 + B1|                  after the all-gather
+        # The scale is applied in the node, so what is summed over the nodes is of the mean's size already.
         bounds = self._bounds_of(tensor, layout)
         scale = 1.0 / self.world_size
         if self.scatter is None:

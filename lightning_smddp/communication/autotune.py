@@ -130,6 +130,7 @@ def plan_key(
     compressed = None
     if compression is not None:
         compressed = asdict(compression)
+    # What changes the times or the choice. A plan of other facts is not found: it has another key.
     facts = [
         gradients,
         [list(ranks) for ranks in communicator.topology.nodes],

@@ -188,6 +188,7 @@ class Int8Codec:
         # not finite: its steps are 0, and 0 times that scale decodes to nan.
         steps = torch.where(scale > 0, blocks / scale, 0)
         steps = steps.round_().clamp_(-127, 127).nan_to_num_(0, 0, 0)
+        # A row is a block: | scale, 4 bytes | a step of each element, 1 byte each |
         wire = torch.empty(len(blocks), 4 + self.block_size, dtype=torch.uint8, device=tensor.device)
         wire[:, :4] = scale.view(torch.uint8)
         wire[:, 4:] = steps.to(torch.int8).view(torch.uint8)

@@ -83,6 +83,8 @@ class DeviceWatch:
 
     def _wait(self) -> None:
         """Until the device has done all that was launched before, and note which marks it passes."""
+        # This event is recorded behind all that was launched on the default stream by now. It is asked, not waited for,
+        # so that the marks before it can be looked at meanwhile.
         end = torch.cuda.Event()
         end.record(torch.cuda.default_stream(self._device))
         while not end.query():

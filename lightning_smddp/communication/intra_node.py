@@ -104,6 +104,7 @@ def _padded(tensor: Tensor, bounds: list[int], width: int) -> Tensor:
     if _is_even(bounds):
         return tensor
     num_shards = len(bounds) - 1
+    # bounds 0, 3, 5 and width 3:   | 0 1 2 | 3 4 |   ->   | 0 1 2 | 3 4 - |
     padded = tensor.new_zeros(num_shards * width)
     for rank, part in enumerate(padded.split(width)):
         low, high = bounds[rank], bounds[rank + 1]

@@ -101,8 +101,10 @@ class NonFiniteWatch:
 
     def take_findings(self) -> dict[str, str]:
         """What this rank has found since the last call."""
+        # On a device nobody has looked further than at sums. By now the averages are in the buckets, and this rank's
+        # own values are gone: name what is not finite in the averages, where its own sum was not finite.
         for total, first, bucket in self._sums:
-            if not bool(total.isfinite()):  # its own values are averaged meanwhile: name what is spoiled now
+            if not bool(total.isfinite()):
                 values = bucket.buffer().clone()
                 if not values.is_sparse:
                     values.view(-1)[:1] = first  # without this rank's mark

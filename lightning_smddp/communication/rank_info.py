@@ -183,6 +183,7 @@ def _judge(
     limit_s: float,
 ) -> tuple[str | None, int]:
     """What is wrong, or None, and the number of cards it is judged by."""
+    # What contradicts itself is told at once: those who are there need not wait for the rest of the limit.
     arrivals = _Arrivals(store)
     while True:
         cards = arrivals.all()

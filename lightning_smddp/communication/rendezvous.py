@@ -202,6 +202,7 @@ def _listen(meeting: RendezvousConfig, card: RankInfo, deadline: float) -> socke
 
     None if this very process listens there already.
     """
+    # The name may mean several addresses: the first one that is this machine's.
     for family, address in _resolve(meeting, deadline):
         if meeting.spans_nodes and ipaddress.ip_address(address[0]).is_loopback:
             continue  # a host name that means 127.0.1.1 on its own machine
@@ -215,6 +216,8 @@ def _listen(meeting: RendezvousConfig, card: RankInfo, deadline: float) -> socke
                 raise StartError(
                     f"Rank 0 cannot listen on {address[0]} port {meeting.port}: {error.strerror}."
                 ) from None
+    # None is this machine's. Maybe another rank 0 serves at that address already. Else the other nodes reach this
+    # machine by an address that it does not know of, and the store has to listen everywhere.
     if not _is_own(meeting.port) and _tell_the_first(meeting, card):
         raise StartError(
             f"{card} cannot serve the job's store: another process does so at MASTER_ADDR={meeting.address} port "

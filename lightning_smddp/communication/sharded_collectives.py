@@ -240,6 +240,8 @@ class _Shards:
     def attach(self, name: str, unit: FSDPModule, layout: UnitLayout) -> None:
         """Give the unit its collectives."""
         self._names.append(name)
+        # Shared memory takes the place of both collectives. Compression on GPUs is only of the reduce-scatter: what
+        # parameters are gathered by stays FSDP2's.
         gather: SharedAllGather | None = None
         scatter: SharedReduceScatter | DeviceReduceScatter | None = None
         if self._group is not None and self._segments is not None:

@@ -105,7 +105,8 @@ class SharedSegments:
             number = self._grow(unit, size)
         segment = self._segments[number]
         segment.holders = set(range(self.mesh.size))
-        # torch keeps the view as long as a tensor's storage is there, which nobody else knows of.
+        # torch keeps the view as long as a tensor's storage is there, which nobody else knows of. So the view's end is
+        # that of the last tensor, wherever slices of it went. Not at exit: nobody is told then.
         view = memoryview(segment.mapping)
         weakref.finalize(view, self._let_go.append, number).atexit = False
         return torch.frombuffer(view, dtype=torch.uint8)[:size]
@@ -151,7 +152,10 @@ class SharedSegments:
 
     def _grow(self, unit: int, size: int) -> int:
         """Make a new segment of ``size`` bytes; returns its number. A barrier."""
-        descriptor, kind = None, _GROW
+        # Local rank 0 makes the file and passes its descriptor along, in an exchange that is finished at once. Where it
+        # cannot, its message says so, and all of them fail in the same place.
+        descriptor: int | None = None
+        kind = _GROW
         if self.mesh.rank == 0:
             try:
                 descriptor = create_file(size)

@@ -18,6 +18,10 @@ import torch
 class StepStats:
     """One backward pass with gradient synchronisation."""
 
+    # backward     ======[hook]====[hook]======[hook].....|      = computes, . waits for the last bucket
+    # bucket 0           |------------|                   |
+    # bucket 1                     |-----------|          |      busy: time under at least one of these lines
+    # bucket 2                                 |----------|      blocked: in the hook
     started: float = 0.0
     blocked_s: float = 0.0  # backward stood still in the hook
     hook_left: float = 0.0  # when the hook returned last

@@ -86,6 +86,7 @@ class Topology:
 
     def shard_owners(self, shard: int) -> tuple[int, ...]:
         """The global ranks, one a node, that exchange shard number ``shard``."""
+        # With nodes (0, 2) and (1, 3, 4) there are two shards: the owners are (0, 1) and (2, 3), and rank 4 has none.
         return tuple(ranks[shard] for ranks in self.nodes)
 
     def describe(self, rank: int) -> str:

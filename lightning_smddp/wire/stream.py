@@ -290,6 +290,9 @@ def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _chunks(specs: Sequence[Spec]) -> Iterator[tuple[list[_Part], int]]:
     """What lies in each chunk, and its bytes. Tensors larger than a chunk are cut."""
+    # tensors:  | a | b | c ..................... | d |
+    # chunks:   | a | b | c ...|| c ..........|| c .. | d |    each part begins at a multiple of `_ALIGNMENT`
+    # Both sides compute this from the specs alone, so no message says what is where.
     parts: list[_Part] = []
     used = 0
     for index, spec in enumerate(specs):
