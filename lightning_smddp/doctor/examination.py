@@ -7,12 +7,11 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from lightning_smddp.communication.errors import StartError
 from lightning_smddp.communication.rank_info import versions
 from lightning_smddp.communication.rendezvous import RendezvousConfig, join
 from lightning_smddp.doctor.facts import look
-from lightning_smddp.doctor.findings import Finding, find, merged
+from lightning_smddp.doctor.findings import Facts, Finding, find, merged
 from lightning_smddp.doctor.measuring import measure
 from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wording import counted
@@ -68,7 +67,7 @@ def examine(as_json_text: bool = False, measures: bool = True) -> int:
     return _told(facts, measured, findings, as_json_text)
 
 
-def _as_a_rank(facts: dict[str, Any], as_json_text: bool) -> int:
+def _as_a_rank(facts: Facts, as_json_text: bool) -> int:
     launch = facts["launch"]
     missing = [name for name in ("rank", "local_rank", "main_address", "main_port") if launch[name] is None]
     if missing:
@@ -98,7 +97,7 @@ def _as_a_rank(facts: dict[str, Any], as_json_text: bool) -> int:
     return _code(findings)
 
 
-def _meet(launch: Mapping[str, Any], facts: Mapping[str, Any], device: torch.device) -> None:
+def _meet(launch: Facts, facts: Facts, device: torch.device) -> None:
     os.environ.update(launch["will_set"])  # of the network, as the strategy sets it before it makes a process group
     lightning = facts["versions"]["lightning"] or facts["versions"]["pytorch-lightning"]
     meeting = RendezvousConfig(
@@ -129,7 +128,7 @@ def _device(local_rank: int, local_ranks: int) -> torch.device:
     return torch.device("cpu")
 
 
-def _with_local_ranks() -> tuple[dict[str, Any] | None, Finding | None]:
+def _with_local_ranks() -> tuple[Facts | None, Finding | None]:
     """Measure with ranks of this machine alone; or why they could not."""
     try:
         return _measured_here(), None
@@ -143,7 +142,7 @@ def _last_line(error: Exception) -> str:
     return str(error).strip().splitlines()[-1]
 
 
-def _measured_here() -> dict[str, Any]:
+def _measured_here() -> Facts:
     gpus = 0
     if torch.cuda.is_available():
         gpus = torch.cuda.device_count()
@@ -167,7 +166,7 @@ def _measured_here() -> dict[str, Any]:
             if not at.exists():
                 raise
             raise RuntimeError(f"{_last_line(error)} (while trying {at.read_text()})") from error
-        measured: dict[str, Any] = json.loads(path.read_text())
+        measured: Facts = json.loads(path.read_text())
     return measured
 
 
@@ -199,17 +198,13 @@ def _local_rank(rank: int, world_size: int, port: int, on_gpus: bool, path: str,
         Path(path).write_text(json.dumps(measured))
 
 
-def _told(
-    facts: Mapping[str, Any], measured: Mapping[str, Any] | None, findings: list[Finding], as_json_text: bool
-) -> int:
+def _told(facts: Facts, measured: Facts | None, findings: list[Finding], as_json_text: bool) -> int:
     """The exit code, behind the page."""
     _print(facts, measured, findings, as_json_text)
     return _code(findings)
 
 
-def _print(
-    facts: Mapping[str, Any], measured: Mapping[str, Any] | None, findings: list[Finding], as_json_text: bool
-) -> None:
+def _print(facts: Facts, measured: Facts | None, findings: list[Finding], as_json_text: bool) -> None:
     launch = facts["launch"] or {}
     if launch.get("rank"):  # not the first one, which prints for all
         for finding in findings:
@@ -227,7 +222,7 @@ def _code(findings: list[Finding]) -> int:
     return int(any(finding.level == "error" for finding in findings))
 
 
-def as_json(facts: Mapping[str, Any], measured: Mapping[str, Any] | None, findings: Sequence[Finding]) -> str:
+def as_json(facts: Facts, measured: Facts | None, findings: Sequence[Finding]) -> str:
     """One object: ``facts``, ``measured`` (or null), ``findings``."""
     page = {
         "facts": facts,
@@ -237,7 +232,7 @@ def as_json(facts: Mapping[str, Any], measured: Mapping[str, Any] | None, findin
     return json.dumps(page, indent=2)
 
 
-def as_text(facts: Mapping[str, Any], measured: Mapping[str, Any] | None, findings: Sequence[Finding]) -> str:
+def as_text(facts: Facts, measured: Facts | None, findings: Sequence[Finding]) -> str:
     """A page for people: what was seen, what was measured, and what is wrong, each with its cure."""
     lines = [f"lightning-smddp doctor, on host {facts['host']}"]
     lines += _facts(facts)
@@ -253,7 +248,7 @@ def _row(name: str, value: str, width: int = _WIDTH) -> str:
     return f"  {name.ljust(width)}{value}"
 
 
-def _facts(facts: Mapping[str, Any]) -> list[str]:
+def _facts(facts: Facts) -> list[str]:
     launch = facts["launch"]
     line = "unclear"
     will_set = []
@@ -288,7 +283,7 @@ def _facts(facts: Mapping[str, Any]) -> list[str]:
     return [_row(name, value) for name, value in rows.items() if value]
 
 
-def _measured(measured: Mapping[str, Any]) -> list[str]:
+def _measured(measured: Facts) -> list[str]:
     ranks = counted(measured["world_size"], "rank")
     nodes = counted(len(measured["nodes"]), "node")
     lines = [f"measured with {ranks} on {nodes}, {measured['device']}"]
@@ -315,7 +310,7 @@ def _columns(texts: Sequence[str]) -> str:
     return "".join(text.rjust(_COLUMN) for text in texts)
 
 
-def _speed(link: Mapping[str, Any]) -> str:
+def _speed(link: Facts) -> str:
     latency = _time(link["latency_us"] / 1e6)
     return f"{latency}, {link['gigabytes_per_s']:.2f} GB/s"
 

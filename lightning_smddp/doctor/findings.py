@@ -16,7 +16,8 @@ _SLOW_LINK = 3.0  # times slower than the others
 _LEAST_VERSIONS = {"lightning": "2.6", "pytorch-lightning": "2.6", "torch": "2.11"}
 # Uploads to PyPI under Lightning's name that were not its team's.
 _MALICIOUS = ("2.6.2", "2.6.3")
-_Found = Iterator[tuple[str, str]]
+Facts = Mapping[str, Any]  # as JSON carries them: what is known of a host, or was measured
+_Found = Iterator[tuple[str, str]]  # what is wrong, and its cure
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Finding:
         return cls(level, what, cure, tuple(hosts))
 
 
-def find(facts: Mapping[str, Any], measured: Mapping[str, Any] | None = None) -> list[Finding]:
+def find(facts: Facts, measured: Facts | None = None) -> list[Finding]:
     """What is wrong with a host by its facts, and with the paths and links between hosts as measured; errors first."""
     hosts = (str(facts["host"]),)
     found = []
@@ -73,13 +74,13 @@ def merged(findings: list[Finding]) -> list[Finding]:
 # ---- errors ----
 
 
-def _launcher(facts: Mapping[str, Any]) -> _Found:
+def _launcher(facts: Facts) -> _Found:
     if facts["launch_problem"] is not None:
         yield facts["launch_problem"], "Start the job as docs/launchers.md shows."
     yield from (facts["launch"] or {}).get("problems", ())
 
 
-def _versions(facts: Mapping[str, Any]) -> _Found:
+def _versions(facts: Facts) -> _Found:
     versions = facts["versions"]
     packages = [name for name in ("lightning", "pytorch-lightning") if versions[name] is not None]
     if not packages:
@@ -104,17 +105,17 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in numbers[:2])
 
 
-def _backends(facts: Mapping[str, Any]) -> _Found:
+def _backends(facts: Facts) -> _Found:
     if not facts["backends"]["gloo"]:
         yield "torch was built without gloo, which ranks on CPU need.", "Install torch's wheel."
 
 
-def _interfaces(facts: Mapping[str, Any]) -> _Found:
+def _interfaces(facts: Facts) -> _Found:
     for text in facts["network"]["problems"]:
         yield text, "Name an interface that this machine has, or unset the variable."
 
 
-def _names(facts: Mapping[str, Any]) -> _Found:
+def _names(facts: Facts) -> _Found:
     main = facts["network"]["main_address"]
     if main is None:
         return
@@ -136,7 +137,7 @@ def _names(facts: Mapping[str, Any]) -> _Found:
 # ---- warnings ----
 
 
-def _own_name(facts: Mapping[str, Any]) -> _Found:
+def _own_name(facts: Facts) -> _Found:
     network = facts["network"]
     if network["gloo_interface"] or not _spans_nodes(facts):
         return
@@ -148,7 +149,7 @@ def _own_name(facts: Mapping[str, Any]) -> _Found:
         yield f"This machine's name, {own['name']}, stands for its loopback, where gloo would listen.", cure
 
 
-def _spans_nodes(facts: Mapping[str, Any]) -> bool:
+def _spans_nodes(facts: Facts) -> bool:
     """Whether the job is known to have several nodes."""
     launch = facts["launch"] or {}
     nodes: int = launch.get("num_nodes") or 1
@@ -160,7 +161,7 @@ def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(number).is_loopback
 
 
-def _gpus(facts: Mapping[str, Any]) -> _Found:
+def _gpus(facts: Facts) -> _Found:
     torch = facts["versions"]["torch"]
     accelerators = facts["accelerators"]
     has_driver = accelerators["nvidia_driver"]
@@ -186,14 +187,14 @@ def _gpus(facts: Mapping[str, Any]) -> _Found:
         yield f"torch {torch} sees GPUs, but was built without NCCL.", "Install torch's wheel."
 
 
-def _local_ranks(facts: Mapping[str, Any]) -> int:
+def _local_ranks(facts: Facts) -> int:
     """Ranks of this node; 1 where nobody says."""
     launch = facts["launch"] or {}
     ranks: int = launch.get("local_world_size") or 1
     return ranks
 
 
-def _shared_memory(facts: Mapping[str, Any]) -> _Found:
+def _shared_memory(facts: Facts) -> _Found:
     memory = facts["shared_memory"]
     if memory is None:
         yield "There is no /dev/shm: ranks of a node average over sockets.", "Mount a tmpfs at /dev/shm."
@@ -212,7 +213,7 @@ def _shared_memory(facts: Mapping[str, Any]) -> _Found:
         )
 
 
-def _processors(facts: Mapping[str, Any]) -> _Found:
+def _processors(facts: Facts) -> _Found:
     ranks = _local_ranks(facts)
     threads = facts["processors"]["threads_of_a_rank"]
     usable = facts["processors"]["usable"]
@@ -223,7 +224,7 @@ def _processors(facts: Mapping[str, Any]) -> _Found:
         yield f"{ranks} ranks of {threads} threads share {usable} processors.", f"export OMP_NUM_THREADS={fitting}"
 
 
-def _files(facts: Mapping[str, Any]) -> _Found:
+def _files(facts: Facts) -> _Found:
     if 0 <= facts["open_files"] < _LEAST_FILES:
         yield (
             f"A process may have {facts['open_files']} files open; DataLoader workers and sockets need more.",
@@ -231,7 +232,7 @@ def _files(facts: Mapping[str, Any]) -> _Found:
         )
 
 
-def _pidfds(facts: Mapping[str, Any]) -> _Found:
+def _pidfds(facts: Facts) -> _Found:
     if not facts["sees_processes_end"]:
         yield (
             "This kernel or Python has no pidfds: a dead rank is noticed by its connection, without the cause.",
@@ -239,7 +240,7 @@ def _pidfds(facts: Mapping[str, Any]) -> _Found:
         )
 
 
-def _mpi(facts: Mapping[str, Any]) -> _Found:
+def _mpi(facts: Facts) -> _Found:
     if facts["versions"]["mpi4py"] is not None and facts["mpi_library"] is None:
         yield (
             "mpi4py is installed, but no MPI library is found by name: it may not load.",
@@ -247,7 +248,7 @@ def _mpi(facts: Mapping[str, Any]) -> _Found:
         )
 
 
-def _efa(facts: Mapping[str, Any]) -> _Found:
+def _efa(facts: Facts) -> _Found:
     launch = facts["launch"] or {}
     wants_efa = "FI_PROVIDER" in launch.get("will_set", {})
     if wants_efa and not facts["network"]["rdma_devices"]:
@@ -257,7 +258,7 @@ def _efa(facts: Mapping[str, Any]) -> _Found:
         )
 
 
-def _paths(measured: Mapping[str, Any]) -> _Found:
+def _paths(measured: Facts) -> _Found:
     for what, problem in measured.get("paths", {}).items():
         if problem is not None:
             yield (
@@ -267,7 +268,7 @@ def _paths(measured: Mapping[str, Any]) -> _Found:
             )
 
 
-def _links(measured: Mapping[str, Any]) -> _Found:
+def _links(measured: Facts) -> _Found:
     links = measured.get("links", [])
     if len(links) > 1:
         usual = _usual_speed(links)
@@ -292,17 +293,17 @@ def _links(measured: Mapping[str, Any]) -> _Found:
         yield f"{sentence}.", "Ranks of a node average through the backend instead."
 
 
-def _usual_speed(links: Sequence[Mapping[str, Any]]) -> float:
+def _usual_speed(links: Sequence[Facts]) -> float:
     """The median, in gigabytes per second."""
     speeds = sorted(link["gigabytes_per_s"] for link in links)
     usual: float = speeds[len(links) // 2]
     return usual
 
 
-def _slow(links: Sequence[Mapping[str, Any]], usual: float) -> list[Mapping[str, Any]]:
+def _slow(links: Sequence[Facts], usual: float) -> list[Facts]:
     return [link for link in links if link["gigabytes_per_s"] * _SLOW_LINK < usual]
 
 
-_Look = Callable[[Mapping[str, Any]], _Found]
+_Look = Callable[[Facts], _Found]
 _ERRORS: tuple[_Look, ...] = (_launcher, _versions, _backends, _interfaces, _names)
 _WARNINGS: tuple[_Look, ...] = (_own_name, _gpus, _shared_memory, _processors, _files, _pidfds, _mpi, _efa)

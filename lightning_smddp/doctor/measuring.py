@@ -23,6 +23,7 @@ from lightning_smddp.wire.broadcast import broadcast_json
 from lightning_smddp.wire.gather import gather_json
 
 At = Callable[[str], None]  # is told what is tried next
+Nodes = Sequence[Sequence[int]]  # the ranks of each
 
 SIZES = (4, 64 * 2**10, 8 * 2**20)  # bytes of all-reduces
 _NUMEL = 1000  # of the tensors of the self-test
@@ -32,19 +33,16 @@ _ROUNDS = 5  # of messages there and back
 _COPIES = 5  # of memory
 _MOST_LINKS = 16  # the first neighbours stand for the others
 _MOST_NODES = 16  # the first nodes stand for the others
-_TIMEOUT = timedelta(seconds=60)
+_TIMEOUT = timedelta(seconds=60)  # of making a communicator, and of each collective
 
 
-def try_paths(
-    group: dist.ProcessGroup, device: torch.device, nodes: Sequence[Sequence[int]], timeout: timedelta, at: At
-) -> dict[str, Any]:
+def try_paths(group: dist.ProcessGroup, device: torch.device, nodes: Nodes, at: At) -> dict[str, Any]:
     """Use each kind of communicator as training does, and look at what arrives.
 
     Args:
         group: all ranks.
         device: this rank's.
         nodes: ranks of each node.
-        timeout: of making a communicator, and of each collective.
         at: is told what is tried next, so that it is known where ranks hang.
 
     Returns:
@@ -58,21 +56,21 @@ def try_paths(
     problems: dict[str, str | None] = {}
     for what, members in _communicators(dist.get_rank(group), everyone, nodes).items():
         at(what)
-        problems[what] = _try_group(members, new_name(group, device), timeout, device)
+        problems[what] = _try_group(members, new_name(group, device), device)
     what = "messages between neighbours"
     at(what)
-    problems[what], links = _try_messages(everyone, new_name(group, device), timeout, device)
+    problems[what], links = _try_messages(everyone, new_name(group, device), device)
     # Ranks of nodes of different size have tried different groups: what any rank has tried is in the result.
     gathered = gather_json(problems, group, device)
     found = {}
     for what in dict.fromkeys(chain.from_iterable(gathered)):
         found[what] = _joined([of_rank.get(what) for of_rank in gathered])
-    neighbours = list(chain.from_iterable(gather_json(links, group, device)))
-    neighbours.sort(key=lambda link: tuple(link["ranks"]))
+    links_of_ranks = gather_json(links, group, device)
+    neighbours = sorted(chain.from_iterable(links_of_ranks), key=lambda link: link["ranks"])
     return {"paths": found, "neighbours": neighbours}
 
 
-def _communicators(rank: int, everyone: list[int], nodes: Sequence[Sequence[int]]) -> dict[str, list[int]]:
+def _communicators(rank: int, everyone: list[int], nodes: Nodes) -> dict[str, list[int]]:
     """What is tried, by name, with the members of this rank's group. All ranks try the same in the same order."""
     kinds = {"all-reduce of all ranks": everyone}
     (node,) = [list(ranks) for ranks in nodes if rank in ranks]
@@ -90,10 +88,10 @@ def _joined(texts: Sequence[str | None]) -> str | None:
     return "; ".join(said) or None
 
 
-def _try_group(members: list[int], name: str, timeout: timedelta, device: torch.device) -> str | None:
+def _try_group(members: list[int], name: str, device: torch.device) -> str | None:
     """A communicator of ``members`` alone, and one sum by it."""
     # Several groups of a kind are made at once, one a node, say: each has a name of its own, after its first rank.
-    group = create_group(members, f"{name}-{members[0]}", timeout, device)
+    group = create_group(members, f"{name}-{members[0]}", _TIMEOUT, device)
     try:
         tensor = _values(dist.get_rank(), device)
         dist.all_reduce(tensor, group=group)
@@ -103,11 +101,9 @@ def _try_group(members: list[int], name: str, timeout: timedelta, device: torch.
         close_group(group)
 
 
-def _try_messages(
-    ranks: list[int], name: str, timeout: timedelta, device: torch.device
-) -> tuple[str | None, list[dict[str, Any]]]:
+def _try_messages(ranks: list[int], name: str, device: torch.device) -> tuple[str | None, list[dict[str, Any]]]:
     """Messages as between stages, one link after the other: what is wrong, and this rank's links to the next one."""
-    group = create_group(ranks, name, timeout, device, by_pairs=True)
+    group = create_group(ranks, name, _TIMEOUT, device, by_pairs=True)
     pairs = list(pairwise(ranks))[:_MOST_LINKS]
     rank = dist.get_rank()
     problem = None
@@ -147,8 +143,8 @@ def _try_both_ways(group: dist.ProcessGroup, rank: int, other: int, device: torc
 
 def _link(group: dist.ProcessGroup, other: int, large_bytes: int, device: torch.device) -> dict[str, float]:
     """Between this rank and ``other``, which calls it too: the time of a small message, the rate of a large one."""
-    small = _median_round_trip(group, torch.zeros(1, device=device), other)
-    large = _median_round_trip(group, torch.zeros(large_bytes // 4, device=device), other)
+    small = _median_round_trip(group, 1, other, device)
+    large = _median_round_trip(group, large_bytes // 4, other, device)
     # There and back: two messages. What the large ones take longer than the small ones is the time of their bytes.
     seconds = max(large - small, 1e-9)
     gigabytes = 2 * large_bytes / 1e9
@@ -156,7 +152,8 @@ def _link(group: dist.ProcessGroup, other: int, large_bytes: int, device: torch.
     return {"latency_us": latency * 1e6, "gigabytes_per_s": gigabytes / seconds}
 
 
-def _median_round_trip(group: dist.ProcessGroup, tensor: torch.Tensor, other: int) -> float:
+def _median_round_trip(group: dist.ProcessGroup, numel: int, other: int, device: torch.device) -> float:
+    tensor = torch.zeros(numel, device=device)
     seconds = round_trips(group, tensor, other, _ROUNDS)
     return seconds[_ROUNDS // 2]
 
@@ -190,7 +187,7 @@ def measure(group: dist.ProcessGroup, device: torch.device, host: str, at: At = 
     communicator = Communicator(group, device, _TIMEOUT)
     try:
         nodes = communicator.topology.nodes
-        tried = try_paths(group, device, nodes, _TIMEOUT, at)
+        tried = try_paths(group, device, nodes, at)
         at("the algorithms")
         times = {}
         for name in communicator.available():
