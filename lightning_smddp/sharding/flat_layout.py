@@ -6,9 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+Named = tuple[str, nn.Parameter]
 
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector of a CPU
 
@@ -75,7 +78,7 @@ class FlatLayout:
         return self.pieces(self.bounds[share], self.bounds[share + 1])
 
 
-def lay_out(named: Sequence[tuple[str, nn.Parameter]], shares: int, splits: bool) -> list[FlatLayout]:
+def lay_out(named: Sequence[Named], shares: int, splits: bool) -> list[FlatLayout]:
     """A layout for each type, device and ``requires_grad``.
 
     Frozen parameters have shares of their own: a model that is mostly frozen is still cut evenly where it is trained.
@@ -86,7 +89,7 @@ def lay_out(named: Sequence[tuple[str, nn.Parameter]], shares: int, splits: bool
         splits: shares are equal, and may begin within a parameter; else each has whole parameters, and they are
             balanced by size.
     """
-    kinds: dict[tuple[torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = {}
+    kinds: dict[Any, list[Named]] = {}
     for name, parameter in named:
         kind = (parameter.dtype, parameter.device, parameter.requires_grad)
         kinds.setdefault(kind, []).append((name, parameter))
@@ -99,7 +102,7 @@ def lay_out(named: Sequence[tuple[str, nn.Parameter]], shares: int, splits: bool
     return layouts
 
 
-def movable(named: Sequence[tuple[str, nn.Parameter]]) -> tuple[list[tuple[str, nn.Parameter]], list[str]]:
+def movable(named: Sequence[Named]) -> tuple[list[Named], list[str]]:
     """The parameters whose values can be moved to other memory, and the names of those that stay where they are.
 
     Moved are dense ones of their own memory. Views of one memory, subclasses of tensors, sparse ones, single numbers
@@ -148,7 +151,7 @@ def _aligned(position: int, dtype: torch.dtype) -> int:
     return math.ceil(position / step) * step
 
 
-def _equal_shares(members: Sequence[tuple[str, nn.Parameter]], shares: int) -> FlatLayout:
+def _equal_shares(members: Sequence[Named], shares: int) -> FlatLayout:
     slots: list[Slot] = []
     end = _append(slots, members, 0)
     # Whole cache lines, so that no two ranks write to the same one. So the last shares may be short, or empty.
@@ -158,11 +161,11 @@ def _equal_shares(members: Sequence[tuple[str, nn.Parameter]], shares: int) -> F
     return FlatLayout(tuple(slots), tuple(bounds))
 
 
-def _whole_parameters(members: Sequence[tuple[str, nn.Parameter]], shares: int) -> FlatLayout:
+def _whole_parameters(members: Sequence[Named], shares: int) -> FlatLayout:
     """The largest parameter first, each to the share that has least so far."""
     by_size = sorted(members, key=lambda member: -member[1].numel())
     loads = [0] * shares  # elements of each share
-    chosen: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(shares)]
+    chosen: list[list[Named]] = [[] for _ in range(shares)]
     for name, parameter in by_size:
         share = loads.index(min(loads))
         loads[share] += parameter.numel()
@@ -174,7 +177,7 @@ def _whole_parameters(members: Sequence[tuple[str, nn.Parameter]], shares: int) 
     return FlatLayout(tuple(slots), tuple(bounds))
 
 
-def _append(slots: list[Slot], members: Iterable[tuple[str, nn.Parameter]], end: int) -> int:
+def _append(slots: list[Slot], members: Iterable[Named], end: int) -> int:
     """Put ``members`` behind the ``slots``, which end at position ``end``; returns where they end now."""
     for name, parameter in members:
         slot = Slot(name, parameter, end)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
@@ -13,7 +13,7 @@ from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.node_mesh import NodeMesh
 from lightning_smddp.communication.norms import norm_over_ranks
 from lightning_smddp.sharding.copies import Copies, NodeCopies, RankCopies
-from lightning_smddp.sharding.flat_layout import lay_out, movable
+from lightning_smddp.sharding.flat_layout import Named, lay_out, movable
 from lightning_smddp.sharding.node_memory import unsupported
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict
@@ -65,9 +65,7 @@ class ShardedOptimizers:
         ValueError: on every rank, when an optimizer cannot be sharded.
     """
 
-    def __init__(
-        self, named: Sequence[tuple[str, nn.Parameter]], shards: Sequence[OptimizerShards], communicator: Communicator
-    ) -> None:
+    def __init__(self, named: Sequence[Named], shards: Sequence[OptimizerShards], communicator: Communicator) -> None:
         self._communicator = communicator
         self._reasons: dict[str, str] = {}
         self.shards = list(shards)
@@ -83,7 +81,7 @@ class ShardedOptimizers:
         for each in shards:
             each.cut(self.copies, self.splits)
 
-    def _make_copies(self, named: list[tuple[str, nn.Parameter]]) -> Copies:
+    def _make_copies(self, named: list[Named]) -> Copies:
         communicator = self._communicator
         topology = communicator.topology
         self.note = self._connect(named)
@@ -102,7 +100,7 @@ class ShardedOptimizers:
         layouts = lay_out(named, num_shares, self.splits)
         return NodeCopies(layouts, self.meshes[0], share, num_shares, between_nodes)
 
-    def _connect(self, named: list[tuple[str, nn.Parameter]]) -> str | None:
+    def _connect(self, named: list[Named]) -> str | None:
         """Connect the ranks of this node; returns why they cannot have one copy, if so. Collective."""
         communicator = self._communicator
         reason = unsupported()

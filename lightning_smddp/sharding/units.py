@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-Wrap = Callable[[str, nn.Module], bool] | Sequence[str | type[nn.Module]] | None
+Entry = str | type[nn.Module]  # a name of a module or of its class, or the class
+Choice = Callable[[str, nn.Module], bool]  # whether the module of a name is a unit
+Wrap = Choice | Sequence[Entry] | None
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _LARGE = 0.25  # of all parameters: an element that holds more is divided, if it has containers itself
@@ -116,9 +118,7 @@ def is_callable(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _given(
-    model: nn.Module, wrap: Callable[[str, nn.Module], bool] | Sequence[str | type[nn.Module]]
-) -> dict[str, nn.Module]:
+def _given(model: nn.Module, wrap: Choice | Sequence[Entry]) -> dict[str, nn.Module]:
     modules = dict(model.named_modules())
     del modules[""]  # the root
     found: set[str] = set()
@@ -132,12 +132,7 @@ def _given(
     return {name: module for name, module in modules.items() if name in found}
 
 
-def _matches(
-    entry: str | type[nn.Module],
-    modules: Mapping[str, nn.Module],
-    model: str,
-    wrap: Sequence[str | type[nn.Module]],
-) -> list[str]:
+def _matches(entry: Entry, modules: Mapping[str, nn.Module], model: str, wrap: Sequence[Entry]) -> list[str]:
     """Names of the ``modules`` that an entry of ``wrap`` stands for; ``model`` is the root's class."""
     names = []
     for name, module in modules.items():
