@@ -64,7 +64,10 @@ class NodeCollectives(TorchBackend):  # type: ignore[misc]  # DeepSpeed has no t
 
     def _share_segments(self, communicator: Communicator) -> None:
         """Memory of the node for gathering and scattering, each of which is one unit to the classes for FSDP2."""
-        partners, exchange = None, None
+        # Inside a node ranks sum and gather through shared memory; with the partners, the ranks of equal local rank in
+        # other nodes, each exchanges what it is responsible for.
+        partners = None
+        exchange = None
         if communicator.topology.num_nodes > 1:
             partners = communicator.partners("sharded")
             assert partners is not None
@@ -95,6 +98,7 @@ class NodeCollectives(TorchBackend):  # type: ignore[misc]  # DeepSpeed has no t
             return False
         if not tensor.is_contiguous():
             return False
+        # The links are between all ranks, in this order; what goes through a smaller group is the backend's.
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         return bool(ranks == self._ranks)
 
@@ -147,6 +151,7 @@ class NodeCollectives(TorchBackend):  # type: ignore[misc]  # DeepSpeed has no t
         takes = kind in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) and output_tensor.is_contiguous()
         if self._segments is None or not takes or not self._is_large(input_tensor, group):
             return super().reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+        # Likewise: each rank lays its whole input into memory of the node, and each sums its own part there.
         given = self._scatter.allocate(
             [input_tensor.numel()],
             dtype=input_tensor.dtype,

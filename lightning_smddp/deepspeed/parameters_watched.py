@@ -40,7 +40,7 @@ class GradientsSeen:
         """Before the first step: warn of the others, if this rank ``speaks``."""
         names = list(self._waiting)
         for name in names:
-            self._seen(name)
+            self._seen(name)  # takes the hook off
         if names and speaks:
             warnings.warn(
                 f"No gradient came to {_shown(names)} in the first step. DeepSpeed takes it for zero, so weight decay "

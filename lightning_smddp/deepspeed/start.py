@@ -45,11 +45,12 @@ def use_device(device: torch.device) -> None:
     """
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Only now: DeepSpeed settles on an accelerator once, while it is imported, and looks at the variable then.
     import deepspeed
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
     if device.type == "cpu":
-        if get_accelerator().device_name() != "cpu":
+        if get_accelerator().device_name() != "cpu":  # imported before, or the user's variable
             from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
             set_accelerator(CPU_Accelerator())

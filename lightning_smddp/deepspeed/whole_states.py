@@ -59,6 +59,7 @@ class WholeStates:
 
     def _flat_tensors(self) -> Iterator[tuple[Tensor, Sequence[nn.Parameter]]]:
         """This rank's part of each flat tensor in fp32, and the parameters that are in the whole of it."""
+        # These are attributes of DeepSpeed's own optimizers, of other names in stage 3 than before it.
         zero = self.optimizer
         if zero is None:
             return
@@ -125,6 +126,8 @@ class WholeStates:
         flat = self._flat_of.get(id(parameter))
         if flat is None:  # frozen
             return {}
+        # Of the flat tensor's state, what has a number for each element is cut by parameters; a count holds for all of
+        # them.
         entries: dict[str, Any] = {}
         for key, value in self.optimizer.optimizer.state.get(flat, {}).items():
             if isinstance(value, Tensor) and value.shape == flat.shape:
@@ -153,6 +156,7 @@ class WholeStates:
 
     def _load_cut_module(self, state: Mapping[str, Any]) -> None:
         """Load into parameters of which each rank has a part. Names and shapes were compared before."""
+        # One parameter is whole at a time. What the first rank writes to it is cut again when the context ends.
         with torch.no_grad():
             for name, parameter in self.module.named_parameters():
                 with _gathered(parameter, modifier_rank=0):
@@ -211,6 +215,7 @@ class WholeStates:
                     numbers[key] = value
                     state[flat][key] = value
             shared.append(numbers)
+        # One flat tensor has one count of steps, so all parameters in it need the same.
         others = [numbers for numbers in shared if numbers != shared[0]]
         if others:
             parameters = counted(len(inside), "parameter")

@@ -162,7 +162,7 @@ class StageCosts:
         free = [0] * len(problem.cut_bytes)
         self.busy = [free]
         self.late = [free]
-        mean = self.compute[-1] // self.num_stages
+        mean = self.compute[-1] // self.num_stages  # picoseconds that a stage computes
         for stage, is_sent in enumerate(self.is_sent):
             busy = late = free
             if is_sent and problem.links:

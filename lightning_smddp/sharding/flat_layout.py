@@ -67,6 +67,7 @@ class FlatLayout:
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """What of the parameters lies in [start, stop)."""
+        # Positions are those in the row; a piece counts from the begin of its parameter.
         for slot in self.slots:
             low = max(start, slot.start)
             high = min(stop, slot.stop)
