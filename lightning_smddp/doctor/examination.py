@@ -293,7 +293,8 @@ def _measured(measured: Facts) -> list[str]:
         times = [_time(value) for value in seconds]
         lines.append("  " + _row(name, _columns(times), _WIDTH - 2))
     for link in measured["links"]:
-        rank, host = link["rank"], link["host"]
+        rank = link["rank"]
+        host = link["host"]
         lines.append(_row("link", f"to rank {rank} (host {host}): {_speed(link)}"))
     for what, problem in measured.get("paths", {}).items():
         found = problem or "right"

@@ -86,16 +86,17 @@ def _versions(facts: Facts) -> _Found:
     if not packages:
         yield "Neither lightning nor pytorch-lightning is installed.", "pip install 'lightning>=2.6,!=2.6.2,!=2.6.3'"
     for name in (*packages, "torch"):
-        version, least = versions[name], _LEAST_VERSIONS[name]
+        version = versions[name]
+        least = _LEAST_VERSIONS[name]
         if _release(version) < _release(least):
             yield f"{name} is {version}, older than this package works with.", f"pip install '{name}>={least}'"
     for name in packages:
         version = versions[name]
         if version in _MALICIOUS:
-            others = "!=".join(_MALICIOUS)
+            refused = "!=".join(_MALICIOUS)
             yield (
                 f"{name} {version} is a malicious upload, not a release of the Lightning team.",
-                f"Take this machine's credentials for stolen, and pip install '{name}!={others}'",
+                f"Take this machine's credentials for stolen, and pip install '{name}!={refused}'",
             )
 
 

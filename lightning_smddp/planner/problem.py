@@ -133,11 +133,12 @@ class StageCosts:
 
     def __init__(self, problem: PartitionProblem) -> None:
         nodes = problem.nodes
+        ranks = list(problem.rank_of_stage)
         self.problem = problem
         self.num_nodes = len(nodes)
-        self.num_stages = problem.num_stages
-        self.stages_beside = [problem.rank_of_stage.count(rank) for rank in problem.rank_of_stage]  # itself counted
-        self.is_sent = [one != other for one, other in pairwise(problem.rank_of_stage)]
+        self.num_stages = len(ranks)
+        self.stages_beside = [ranks.count(rank) for rank in ranks]  # on the stage's rank, itself counted
+        self.is_sent = [one != other for one, other in pairwise(ranks)]  # from each stage to the next
         self.is_allowed = []
         for cut, size in enumerate(problem.cut_bytes):
             self.is_allowed.append(0 < cut < len(nodes) and size < math.inf)

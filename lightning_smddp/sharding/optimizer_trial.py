@@ -101,9 +101,9 @@ def _failure(what: str, error: Exception) -> str:
 def _whole_and_halves(optimizer: Optimizer, in_double: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Values of small parameters behind some steps on all of them, and behind steps on each half."""
     count = len(_parameters(optimizer))
+    if count == 1:  # what depends on other parameters shows with two only: `_stepped` adds one
+        count = 2
     half = count // 2
-    if count == 1:  # what depends on other parameters shows with two only
-        half, count = 1, 2
     together = _stepped(optimizer, range(count), in_double)
     first = _stepped(optimizer, range(half), in_double)
     second = _stepped(optimizer, range(half, count), in_double)
