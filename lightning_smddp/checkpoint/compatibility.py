@@ -143,7 +143,9 @@ def _compare_optimizer(outline: OptimizerOutline, state: Mapping[str, Any]) -> l
     saved = [len(group["params"]) for group in groups]
     wanted = [len(shapes) for shapes in outline.groups]
     if saved != wanted:
-        return [f"the checkpoint has parameter groups of {_some(saved)} parameters, the model of {_some(wanted)}"]
+        theirs = _some(saved)
+        ours = _some(wanted)
+        return [f"the checkpoint has parameter groups of {theirs} parameters, the model of {ours}"]
     # An optimizer's state knows its parameters by number, which its groups list in the order of the model's parameters.
     missing: set[str] = set()
     shape_of: dict[Any, Shape | None] = {}

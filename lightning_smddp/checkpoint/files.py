@@ -72,7 +72,7 @@ def _write(dump: Dump, directory: str, name: str, verify: bool) -> None:
             # zeros after a power failure.
             os.fsync(descriptor)
             if verify:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # read the disk, not the cache
+                _drop_from_cache(descriptor)
                 with open(temporary, "rb") as written:
                     require_as_written(written)
             put_in_place(temporary, os.path.join(directory, name))
@@ -91,7 +91,12 @@ def new_file(path: str) -> Iterator[Writer]:
             yield writer
         file.flush()
         os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # read the disk, not the cache
+        _drop_from_cache(file.fileno())
+
+
+def _drop_from_cache(descriptor: int) -> None:
+    """Let the disk be read next time: a file's pages in memory say nothing of what has arrived there."""
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def require_as_written(file: IO[bytes]) -> None:

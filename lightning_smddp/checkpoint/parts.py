@@ -51,7 +51,12 @@ class Outline:
         return outline
 
     @classmethod
-    def merged(cls, outlines: Sequence[Outline], order: Sequence[str], rest: Mapping[str, Any]) -> Outline:
+    def merged(
+        cls,
+        outlines: Sequence[Outline],
+        order: Sequence[str],
+        rest: Mapping[str, Any],
+    ) -> Outline:
         """That of the whole checkpoint, in the order that it has in one process.
 
         Args:
@@ -79,8 +84,12 @@ class Outline:
 
 def _sorted(values: Mapping[Key, Value], order: Iterable[Key]) -> dict[Key, Value]:
     """By the ``order`` of keys; those that are not in it come behind."""
-    known = {key: values[key] for key in order if key in values}
-    return {**known, **values}
+    ordered: dict[Key, Value] = {}
+    for key in order:
+        if key in values:
+            ordered[key] = values[key]
+    ordered.update(values)  # keys that are there stay where they are
+    return ordered
 
 
 @dataclass
@@ -121,7 +130,11 @@ def split_checkpoint(checkpoint: Mapping[str, Any], names: Names = ()) -> Checkp
     return parts
 
 
-def merge_checkpoint(rest: Mapping[str, Any], outline: Outline, tensors: Mapping[Path, Tensor]) -> dict[str, Any]:
+def merge_checkpoint(
+    rest: Mapping[str, Any],
+    outline: Outline,
+    tensors: Mapping[Path, Tensor],
+) -> dict[str, Any]:
     """A checkpoint as Lightning saves it; names that shared memory share it again."""
     checkpoint = dict(rest)
     if "state_dict" in rest:
@@ -205,7 +218,13 @@ def _memory_of(tensor: Tensor) -> Any:
     """Equal for tensors that are the same memory."""
     if tensor.numel() == 0:  # it has no memory, nor an address
         return id(tensor)
-    return (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+    return (
+        tensor.data_ptr(),
+        tensor.device,
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+    )
 
 
 def _encode(value: Any, path: Path, tensors: dict[Path, Tensor]) -> list[Any]:
@@ -216,7 +235,8 @@ def _encode(value: Any, path: Path, tensors: dict[Path, Tensor]) -> list[Any]:
         for tensor_path, tensor in own.items():
             name = ".".join(tensor_path)
             if not _is_plain(tensor, name):
-                raise UnknownTypeError(tensor_path, f"{type(tensor).__name__} ({tensor.layout})")
+                kind = type(tensor).__name__
+                raise UnknownTypeError(tensor_path, f"{kind} ({tensor.layout})")
     except UnknownTypeError as error:
         raise ValueError(
             f"{error}. A sharded checkpoint has tensors, numbers, texts, None, and lists, tuples and dicts of these in "

@@ -121,5 +121,10 @@ def _add_tensor(clean: Metadata, name: str, stored: Any, found: Metadata) -> Non
     chunk = dcp.ChunkStorageMetadata(origin, shape)
     properties = dcp.TensorProperties(dtype=dtype)
     clean.state_dict_metadata[name] = TensorStorageMetadata(properties, shape, [chunk])
-    clean.planner_data[name] = tuple(str(part) for part in found.planner_data[name])
-    clean.storage_data[index] = dcp_storage_info(file, int(info.offset), int(info.length))
+    path = [str(part) for part in found.planner_data[name]]
+    clean.planner_data[name] = tuple(path)
+    clean.storage_data[index] = dcp_storage_info(
+        file,
+        int(info.offset),
+        int(info.length),
+    )

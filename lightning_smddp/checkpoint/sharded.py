@@ -240,7 +240,11 @@ def _begin(stack: ExitStack, final: str, needed: int) -> str:
     return directory
 
 
-def _rest_of(outlines: Sequence[Outline], order: Sequence[str], rest: Mapping[str, Any]) -> dict[str, Any]:
+def _rest_of(
+    outlines: Sequence[Outline],
+    order: Sequence[str],
+    rest: Mapping[str, Any],
+) -> dict[str, Any]:
     """The contents of ``trainer.pt``."""
     outline = Outline.merged(outlines, order, rest)
     return {
@@ -250,7 +254,12 @@ def _rest_of(outlines: Sequence[Outline], order: Sequence[str], rest: Mapping[st
     }
 
 
-def _finish(writer: TensorWriter, metadata: Metadata, written: Sequence[Any], contents: Mapping[str, Any]) -> None:
+def _finish(
+    writer: TensorWriter,
+    metadata: Metadata,
+    written: Sequence[Any],
+    contents: Mapping[str, Any],
+) -> None:
     """The first rank's work when all tensors are written: the other files."""
     directory = writer.directory
     results = [results_from_json(told) for told in written]

@@ -65,7 +65,8 @@ def describe_tensors(tensors: Mapping[Path, Tensor]) -> list[Any]:
     """JSON for :func:`plan_writing`: path, dtype and shape of each tensor."""
     described = []
     for path, tensor in tensors.items():
-        described.append([list(path), name_of_dtype(tensor.dtype), list(tensor.shape)])
+        dtype = name_of_dtype(tensor.dtype)
+        described.append([list(path), dtype, list(tensor.shape)])
     return described
 
 
@@ -89,7 +90,8 @@ def plan_writing(described: Sequence[Sequence[Any]]) -> tuple[list[SavePlan], Me
             paths[name] = tuple(path)
         plan = create_default_local_save_plan(stand_ins, is_coordinator=True)
         local_plans.append(replace(plan, planner_data=paths))
-    plans, metadata = DefaultSavePlanner(dedup_save_to_lowest_rank=True).create_global_plan(local_plans)
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    plans, metadata = planner.create_global_plan(local_plans)
     for name, stored in metadata.state_dict_metadata.items():
         assert isinstance(stored, TensorStorageMetadata)
         # Without the strides that torch 2.15 notes: what is written is contiguous.
@@ -142,7 +144,12 @@ class TensorWriter(FileSystemWriter):
             results += self._write_file(f"{self._prefix}{number}.distcp", items, planner)
         return _done(results)
 
-    def _write_file(self, name: str, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+    def _write_file(
+        self,
+        name: str,
+        items: Sequence[WriteItem],
+        planner: SavePlanner,
+    ) -> list[WriteResult]:
         results = []
         path = os.path.join(self.directory, name)
         with new_file(path) as file:
@@ -152,7 +159,9 @@ class TensorWriter(FileSystemWriter):
                 padding = -file.size % _ALIGNMENT
                 file.write(bytes(padding))
                 begin = file.size
-                torch.save(planner.resolve_data(item), cast(IO[bytes], file))  # of a file it needs `write` only
+                tensor = planner.resolve_data(item)
+                torch.save(tensor, cast(IO[bytes], file))  # of a file it needs `write` only
+                del tensor  # a copy on the host, before the next one is made
                 length = file.size - begin
                 place = dcp_storage_info(name, begin, length)
                 results.append(WriteResult(item.index, length, place))
@@ -227,7 +236,10 @@ def load_tensors(directory: str) -> dict[Path, Tensor]:
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     planner.set_up_planner({}, metadata, is_coordinator=True)
     reader.read_data(planner.create_local_plan(), planner)
-    return {metadata.planner_data[name]: tensor for name, tensor in planner.state_dict.items()}
+    tensors = {}
+    for name, tensor in planner.state_dict.items():
+        tensors[metadata.planner_data[name]] = tensor
+    return tensors
 
 
 class MappedTensors(DefaultLoadPlanner):
@@ -320,7 +332,12 @@ def _map_tensor(file: MappedFile, stored: Any, like: Tensor) -> Tensor:
     # What a file says of itself is not trusted: the values have to be inside of the tensor's own archive.
     if length != size or not 0 <= begin <= stored.length - size:
         raise ValueError(f"{length} bytes for {size}")
-    data = torch.frombuffer(file.memory, dtype=torch.uint8, count=size, offset=stored.offset + begin)
+    data = torch.frombuffer(
+        file.memory,
+        dtype=torch.uint8,
+        count=size,
+        offset=stored.offset + begin,
+    )
     return data.view(like.dtype).view(like.shape)
 
 
@@ -363,8 +380,9 @@ class _Part(io.RawIOBase):
     """Some bytes of a mapped file as a file, without a copy of them."""
 
     def __init__(self, memory: mmap.mmap, begin: int, length: int) -> None:
-        if begin < 0 or length < 0 or begin + length > len(memory):
-            raise ValueError(f"bytes {begin} to {begin + length} of {len(memory)}")
+        end = begin + length
+        if begin < 0 or length < 0 or end > len(memory):
+            raise ValueError(f"bytes {begin} to {end} of {len(memory)}")
         self._memory = memory
         self._begin = begin
         self._length = length

@@ -155,7 +155,8 @@ def _json(text: str, source: str, kind: type = dict) -> Any:
     except json.JSONDecodeError as error:
         raise ValueError(f"{source} is not valid JSON: {error}. SageMaker writes it; do not change it.") from None
     if not isinstance(value, kind):
-        raise ValueError(f"{source} holds {type(value).__name__}, not {kind.__name__}. SageMaker writes it.")
+        found = type(value).__name__
+        raise ValueError(f"{source} holds {found}, not {kind.__name__}. SageMaker writes it.")
     return value
 
 

@@ -52,7 +52,12 @@ class Reading:
         """Keep ``what`` cannot be done, and its ``cure``, for the one error that :meth:`finish` raises."""
         self.problems.append(f"{what}: {cure}")
 
-    def unknown(self, name: str, known: Iterable[str], elsewhere: Mapping[str, Iterable[str]] | None = None) -> None:
+    def unknown(
+        self,
+        name: str,
+        known: Iterable[str],
+        elsewhere: Mapping[str, Iterable[str]] | None = None,
+    ) -> None:
         """Note that ``name`` is none of the ``known`` keys, with what may have been meant."""
         for other, keys in (elsewhere or {}).items():
             if name in keys:
@@ -90,7 +95,14 @@ class Reading:
         self.refuse(f"{name}={value!r}", "has to be a number from 1.")
         return default
 
-    def choice(self, values: Mapping[str, Any], name: str, default: str, choices: Mapping[str, str], cure: str) -> str:
+    def choice(
+        self,
+        values: Mapping[str, Any],
+        name: str,
+        default: str,
+        choices: Mapping[str, str],
+        cure: str,
+    ) -> str:
         """What ``choices`` has for the value of ``name``; that of the default if it has nothing."""
         value = values.get(name, default)
         if not isinstance(value, str) or value not in choices:

@@ -60,7 +60,12 @@ class Loop:
         heapq.heappush(self._timers, (due, next(self._numbers), timer))
         return timer
 
-    def watch(self, descriptor: int, readable: _Callback, writable: _Callback | None = None) -> None:
+    def watch(
+        self,
+        descriptor: int,
+        readable: _Callback,
+        writable: _Callback | None = None,
+    ) -> None:
         """Call ``readable()`` when ``descriptor`` can be read, ``writable()`` when written; replaces what was set."""
         events = selectors.EVENT_READ
         if writable is not None:

@@ -125,7 +125,14 @@ class Peer:
 
         loop.watch(descriptor, ended)
 
-    def settle(self, loop: Loop, oom: OomWatch, how: str, then: Callable[[str], None], looks: int = 0) -> None:
+    def settle(
+        self,
+        loop: Loop,
+        oom: OomWatch,
+        how: str,
+        then: Callable[[str], None],
+        looks: int = 0,
+    ) -> None:
         """Find out how it ended and call ``then(text)``; takes a moment.
 
         On another host only a rank there can see that; its ``account`` may come meanwhile.

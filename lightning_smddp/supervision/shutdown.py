@@ -94,7 +94,13 @@ class Shutdown:
 
     # ---- for the loop's thread ----
 
-    def after_failure(self, failure: Failure, code: Callable[[], int], grace: float, unwind: float) -> None:
+    def after_failure(
+        self,
+        failure: Failure,
+        code: Callable[[], int],
+        grace: float,
+        unwind: float,
+    ) -> None:
         """Leave the training thread ``grace`` seconds to raise, and ``unwind`` to let go; then end the process.
 
         The rank that failed may be in a hook of the user's, and gloo holds this thread until that has ended. So it has
@@ -137,7 +143,12 @@ class Shutdown:
         releases = self.releases
         self.releases = []
         for release in releases:
-            thread = threading.Thread(target=_run_guarded, args=(release,), name="smddp-release", daemon=True)
+            thread = threading.Thread(
+                target=_run_guarded,
+                args=(release,),
+                name="smddp-release",
+                daemon=True,
+            )
             thread.start()
 
     def _force_if_stuck(self, grace: float, unwind: float, force: Callable[[], None]) -> None:

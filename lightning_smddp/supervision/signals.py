@@ -35,7 +35,12 @@ class Signals:
         ValueError: this is not the main thread.
     """
 
-    def __init__(self, loop: Loop, on_signal: Callable[[int], None], signums: Iterable[int]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        on_signal: Callable[[int], None],
+        signums: Iterable[int],
+    ) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ValueError("Signals can be watched from the main thread only. Call `Trainer.fit` there.")
         self._loop = loop

@@ -98,7 +98,12 @@ class Watch:
         self._stop_at = 0.0
         self._loop = Loop()
         self._oom = OomWatch()
-        self.shutdown = Shutdown(self._loop, self._where, lambda: self.state.waiting, self._others_run_hooks)
+        self.shutdown = Shutdown(
+            self._loop,
+            self._where,
+            lambda: self.state.waiting,
+            self._others_run_hooks,
+        )
         process = Process.of(os.getpid())
         self._own = Peer(self.rank, self.host, process, self.progress, None)
         self.client = Client(
