@@ -123,7 +123,7 @@ def _what_it_is(start: bytes) -> tuple[str, str]:
 
 
 def _load(file: IO[bytes], path: str, map_location: Any, weights_only: bool, mmap: bool) -> Any:
-    source = path if mmap else file
+    source = path if mmap else file  # torch maps by a path only
     try:
         return torch.load(source, map_location=map_location, weights_only=weights_only, mmap=mmap)
     except (OSError, MemoryError, torch.OutOfMemoryError):

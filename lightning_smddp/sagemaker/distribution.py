@@ -204,6 +204,7 @@ def translate(distribution: Any = None, given: Mapping[str, Any] = MappingProxyT
     else:
         strategy = _read_plain(asked, reading)
     reading.finish("This SageMaker distribution")
+    # By this option the user makes a pipeline of what has no other equivalent here, such as sharding.
     if "pipeline_parallel_size" in given:
         strategy = "smddp_pipeline"
     return Translation(strategy, reading.options, tuple(reading.notes))
@@ -280,6 +281,7 @@ def _parts(asked: Mapping[str, Any], reading: Reading) -> Iterator[tuple[str, Ma
     """Every part that can be on, by name; unknown keys on the way are noted."""
     for name, part in asked.items():
         if name not in _PLAIN:
+            # A parameter of model parallelism at the top has slipped out of its part.
             reading.unknown(name, _PLAIN, {V1.name: V1.keys, V2.name: V2.keys})
         elif name == "instance_groups":
             continue

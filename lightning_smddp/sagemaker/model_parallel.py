@@ -241,13 +241,13 @@ def _read_v1(parameters: Mapping[str, Any], reading: Reading) -> str:
 
 def _stages(parameters: Mapping[str, Any], reading: Reading) -> int | None:
     """The number of stages, under its old or its new name; one of them is required."""
+    # `pipeline_parallel_size` beside the configuration wins. What the configuration says is checked all the same.
     names = [name for name in ("pipeline_parallel_degree", "partitions") if name in parameters]
     if not names and "pipeline_parallel_size" not in reading.given:
         reading.refuse("pipeline_parallel_degree", "is missing. Give the number of stages, or 1 for no pipeline.")
     counts = [reading.count(parameters, name) for name in names]
     if len(set(counts)) > 1:
         reading.refuse("partitions", f"is the old name of pipeline_parallel_degree, and differs: {counts}. Remove it.")
-    # An option that the user gives beside the configuration wins.
     asked = counts[0] if counts else None
     stages: int | None = reading.given.get("pipeline_parallel_size", asked)
     return stages

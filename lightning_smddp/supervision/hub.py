@@ -259,6 +259,8 @@ class Hub:
             other.send({"type": "ping"}, droppable=True)
 
     def _heard(self, peer: Peer) -> None:
+        # Word of the silent rank itself ends the doubt. Word of another rank of its host means that the network is not
+        # cut, so that it is stopped.
         peer.silence_s = 0.0
         doubt = self._doubt
         if doubt is None:

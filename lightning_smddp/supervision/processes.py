@@ -28,6 +28,7 @@ _EXIT_CODE = 49
 def namespace() -> str:
     """Boot id and process-id namespace: where process ids mean the same. Empty where unknown."""
     try:
+        # Both, as containers of one machine have the same boot id, and process ids of their own.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         pid_namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -95,6 +96,7 @@ class Process:
         descriptor = self.open()
         if descriptor is None:
             return False
+        # By descriptor: the number may be another process's by now.
         try:
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         except OSError:  # it ended meanwhile, or belongs to another user

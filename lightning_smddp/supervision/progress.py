@@ -119,6 +119,7 @@ class Progress:
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):
             self.descriptor = os.memfd_create("lightning_smddp_progress", os.MFD_CLOEXEC)
+            # The room is taken now: a write to the memory that finds none is a SIGBUS.
             os.posix_fallocate(self.descriptor, 0, _BYTES)
         else:
             self.descriptor = -1

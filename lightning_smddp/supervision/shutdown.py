@@ -34,6 +34,7 @@ class InterruptionError(RankFailedError):
         super().__init__(error.rank, str(error))
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # The class is made for one failure, so another process does not have it.
         return RankFailedError, (self.rank, str(self))
 
 

@@ -150,6 +150,8 @@ class Watch:
             self._oom,
             self.agree_within_s,
         )
+        # Rank 0's client and the hub talk through the loop, as over a connection: no message is handled in the middle
+        # of another one.
         self.client.tell = lambda message: self._loop.call(self._receive_own, message)
         if self._world_size == 1:
             self.hub.open(None, self._options.start_timeout)
