@@ -15,8 +15,6 @@ from lightning_smddp.supervision.processes import Process, has_ended
 from lightning_smddp.supervision.progress import Reading, RemoteProgress
 from lightning_smddp.supervision.stop import StopGate
 
-_LATE_BEATS = 3.0  # so many periods without a heartbeat are more than an accident
-
 
 class State:
     """What the watching thread has heard, for the training thread to read and to wait for.
@@ -223,7 +221,7 @@ class Client:
         """Whether the hub has missed several heartbeats."""
         if self.hub is None or not self.hub.is_in_run:
             return False
-        return self.hub.silence_s > _LATE_BEATS * self._period
+        return self.hub.is_late(self._period)
 
     def declare_hub_silent(self) -> None:
         """Rank 0 is stopped or cut off."""

@@ -20,7 +20,6 @@ from lightning_smddp.supervision.progress import Reading, RemoteProgress
 from lightning_smddp.supervision.stop import StopVote
 
 _MOST_CHARACTERS = 200  # of a text that a rank sends, such as its host's name
-_LATE_BEATS = 3.0  # so many periods without a heartbeat are more than an accident
 _ANSWER_WITHIN_S = 0.75  # less than ranks wait to hear whose fault a timeout is
 
 
@@ -201,7 +200,7 @@ class Hub:
         waiter = f"{peer.name} waited for it {where}: {text}"
         present = [other for other in self.peers.values() if other.is_in_run]
         most_silent = max(present, key=lambda other: other.silence_s)
-        if most_silent.silence_s > _LATE_BEATS * self._period:
+        if most_silent.is_late(self._period):
             self._find_silent(most_silent, f"; {waiter}", lambda: self._timed_out(peer, text))
             return
         late = _late(present, peer)

@@ -14,6 +14,7 @@ from lightning_smddp.supervision.processes import Process, ending, has_ended, oo
 from lightning_smddp.supervision.progress import Reading, RemoteProgress
 
 _SETTLE_S = 0.1  # a connection ends a little before its process, and last messages may still be on their way
+_LATE_BEATS = 3.0  # so many periods without a heartbeat are more than an accident
 _MAX_LOOKS = 6  # of _SETTLE_S each
 _OOM_WINDOW = 10  # ticks
 
@@ -73,6 +74,10 @@ class Peer:
     def is_in_run(self) -> bool:
         """Whether it still takes part in the run, so that its end would be a failure."""
         return not self.has_left and not self.has_ended
+
+    def is_late(self, period: float) -> bool:
+        """Whether it has missed several heartbeats, of which one comes each ``period`` seconds."""
+        return self.silence_s > _LATE_BEATS * period
 
     @property
     def name(self) -> str:
