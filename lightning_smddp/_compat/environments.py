@@ -43,7 +43,9 @@ def ask_our_strategies(module: ModuleType) -> None:
     Lightning's connectors choose it before there is a strategy, and do not say afterwards whether it was given.
     Remove when a strategy is asked.
     """
-    connector: Any = getattr(module, "_AcceleratorConnector", None) or getattr(module, "_Connector", None)
+    connector: Any = getattr(module, "_AcceleratorConnector", None)  # the Trainer's
+    if connector is None:
+        connector = getattr(module, "_Connector", None)  # Fabric's
     if connector is None or connector._choose_and_init_cluster_environment.__module__ == __name__:  # too early, or done
         return
     choose = connector._choose_and_init_cluster_environment

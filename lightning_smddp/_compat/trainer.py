@@ -234,7 +234,9 @@ class _HookCalls:
     """What ``lightning.pytorch.trainer.call`` does, with a context around each hook."""
 
     def __init__(self, call: Any, trainer: Any, around: Around) -> None:
-        self.call, self.trainer, self.around = call, trainer, around
+        self.call = call
+        self.trainer = trainer
+        self.around = around
         self.module_hook = call._call_lightning_module_hook
         self.functions: dict[str, Callable[..., Any]] = {
             "_call_lightning_module_hook": self.of_module,
@@ -292,7 +294,8 @@ class _HookCalls:
             function = getattr(callback, hook)
             if not callable(function):
                 continue
-            profile = self.trainer.profiler.profile(f"[Callback]{callback.state_key}.{hook}")
+            action = f"[Callback]{callback.state_key}.{hook}"
+            profile = self.trainer.profiler.profile(action)
             with profile, self.around(hook, callback) as finish:
                 result = function(*args, **kwargs)
                 if finish is not None:

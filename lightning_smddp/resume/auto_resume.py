@@ -45,7 +45,8 @@ def checkpoint_locations(trainer: Any) -> list[str]:
     found: list[str | None] = []
     for directory in _directories(trainer):
         found += _versions(directory)
-    found.append(os.path.join(str(trainer.default_root_dir), STOP_CHECKPOINT))
+    root = str(trainer.default_root_dir)
+    found.append(os.path.join(root, STOP_CHECKPOINT))
     folder = getattr(trainer.strategy, "newest_in", None)
     if folder is not None:
         found.append(pointed_at(folder))

@@ -80,11 +80,16 @@ class ExactResume:
     def start(self, trainer: Any, rank: LayoutRank, device: torch.device) -> None:
         """A fit is about to run."""
         self.close()
-        self._trainer, self._rank, self._device = trainer, rank, device
+        self._trainer = trainer
+        self._rank = rank
+        self._device = device
         self._saved = self._resumption = self._last_step = self._validation = None
-        self._states, self._point = RandomStates(device), RestartPoint(trainer)
-        self._changes.enter_context(around_training_data(trainer, self._prepare, self._reset, self._begin_epoch))
-        self._changes.enter_context(around_validation(trainer, self._begin_validation, self._end_validation))
+        self._states = RandomStates(device)
+        self._point = RestartPoint(trainer)
+        training = around_training_data(trainer, self._prepare, self._reset, self._begin_epoch)
+        self._changes.enter_context(training)
+        validation = around_validation(trainer, self._begin_validation, self._end_validation)
+        self._changes.enter_context(validation)
 
     def close(self) -> None:
         """The fit has ended, in whatever way."""
@@ -293,7 +298,9 @@ class ExactResume:
         """Put Lightning's own loaders back in the place of recorded ones."""
         if self._combined is not None:
             iterate_over(self._combined, self._originals)
-        self._loaders, self._originals, self._combined = [], [], None
+        self._loaders = []
+        self._originals = []
+        self._combined = None
 
 
 def _saves_itself(loader: Any) -> bool:

@@ -135,7 +135,8 @@ def resume_at(
     facts = [facts_of(loader) for loader in loaders]
     result = Resumption(None, [Course() for _ in loaders])
     if not same_layout:
-        result.differs.append(f"{_in_words(rank.layout)} instead of {_in_words(saved['layout'])}")
+        now, before = _in_words(rank.layout), _in_words(saved["layout"])
+        result.differs.append(f"{now} instead of {before}")
         result.differs.append("random numbers start anew from the seed")
     if found is None or not _has_same_batches(saved, found, rank, facts):
         result.in_epoch.append(

@@ -39,7 +39,9 @@ class Course:
         plain: dict[str, Any] = {"count": self.count, "workers_live": self.workers_live}
         for name in _STATES:
             state = getattr(self, name)
-            plain[name] = None if state is None else to_plain(state)
+            if state is not None:
+                state = to_plain(state)
+            plain[name] = state
         return plain
 
     @classmethod
@@ -175,7 +177,9 @@ def _iterate_without_drawing(loader: DataLoader[Any]) -> Iterator[Any]:
 
 class _RecordedIterator(Iterator[Any]):
     def __init__(self, owner: RecordedLoader, iterator: Iterator[Any]) -> None:
-        self._owner, self._course, self._iterator = owner, owner.course, iterator
+        self._owner = owner
+        self._course = owner.course
+        self._iterator = iterator
 
     def __next__(self) -> Any:
         # Taken before the batch, as a checkpoint that lies in its training goes on with this very batch.
