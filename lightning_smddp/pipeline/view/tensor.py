@@ -277,14 +277,20 @@ class GlobalTensor(Tensor):
 
 def _flat(structure: Any) -> list[Any]:
     """Leaves of what operators take: tuples, lists and dicts."""
-    if isinstance(structure, dict):
-        structure = list(structure.values())
-    if not isinstance(structure, (tuple, list)):
-        return [structure]
     found: list[Any] = []
-    for child in structure:
-        found += _flat(child)
+    _collect(structure, found)
     return found
+
+
+def _collect(structure: Any, found: list[Any]) -> None:
+    if isinstance(structure, (tuple, list)):
+        for child in structure:
+            _collect(child, found)
+    elif isinstance(structure, dict):
+        for child in structure.values():
+            _collect(child, found)
+    else:
+        found.append(structure)
 
 
 def map_arguments(function: Callable[[Any], Any], structure: Any) -> Any:
