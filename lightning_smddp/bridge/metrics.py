@@ -254,9 +254,10 @@ def _merge(values: list[Any], sizes: list[int], rule: str | None) -> Any:
     # The same object for all micro-batches is an option of the call. Tensors and lists have the rows, and go one behind
     # the other; containers are merged member by member; numbers as in what a step returns, unless they count.
     first = values[0]
-    are_sizes = isinstance(first, int) and values == sizes  # they add up also where all are the same
-    if not are_sizes and all(value is first for value in values):
-        return first
+    if all(value is first for value in values):
+        are_sizes = isinstance(first, int) and values == sizes  # of equal micro-batches: they add up
+        if not are_sizes:
+            return first
     if all(isinstance(value, Tensor) and value.dim() for value in values):
         return torch.cat(values)
     if all(isinstance(value, list) for value in values):
