@@ -58,7 +58,11 @@ class ForeignWrites:
 
     def locations(self) -> list[str]:
         """Where memory was written first (``file:line``) that is still in use: asked when the step is over."""
-        return [before.location for key, before in self._before.items() if storage_again(key) is not None]
+        locations = []
+        for key, before in self._before.items():
+            if storage_again(key) is not None:
+                locations.append(before.location)
+        return locations
 
     def put_back(self) -> None:
         """What was noted is as it was before. Nothing is noted any more."""

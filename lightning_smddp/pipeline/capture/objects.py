@@ -95,7 +95,8 @@ def hides_something(value: Any) -> bool:
 def _look_into(value: Any) -> tuple[list[Any], list[Any]]:
     """All tensors and arrays that an object consists of, and all parts that do not tell what they consist of."""
     parts, silent = _everything(value)
-    return [part for part in parts if isinstance(part, (Tensor, np.ndarray))], silent
+    arrays = [part for part in parts if isinstance(part, (Tensor, np.ndarray))]
+    return arrays, silent
 
 
 def _everything(value: Any) -> tuple[list[Any], list[Any]]:

@@ -46,7 +46,13 @@ class Kind(Enum):
     BACKWARD = "backward"
 
 
-_NAMES = {Kind.METADATA: _METADATA, Kind.WATCHER: _WATCHERS, Kind.LIKE: _LIKE, Kind.BACKWARD: _BACKWARD}
+# What a name in none of these is, is an operation.
+_NAMES = {
+    Kind.METADATA: _METADATA,
+    Kind.WATCHER: _WATCHERS,
+    Kind.LIKE: _LIKE,
+    Kind.BACKWARD: _BACKWARD,
+}
 
 
 @functools.lru_cache(maxsize=4096)

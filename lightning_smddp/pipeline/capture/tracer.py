@@ -60,7 +60,7 @@ _NOTHING = torch.empty(0)
 _BY_PYTHON = "it makes tensors of values that Python code read"
 
 Step: TypeAlias = Callable[[], Any]
-"""What the user's code does on one micro-batch; returns what it returns."""
+"""Runs the user's step on one micro-batch, and returns what that returns."""
 Fetch: TypeAlias = Callable[[str], Tensor]
 """The values of a parameter, by its first name."""
 

@@ -46,6 +46,10 @@ class Gradients:
     norms: dict[str, float] = field(default_factory=dict)
     is_exact: bool = True
 
+    def largest_norm(self) -> float:
+        """Of any parameter's gradient."""
+        return max(self.norms.values(), default=0.0)
+
     def is_finite(self) -> bool:
         """Whether no norm is NaN or infinite, so that they can be compared."""
         return all(map(math.isfinite, self.norms.values()))
@@ -149,10 +153,14 @@ def misfit_of(
         largest: norm of any parameter's gradient, where some are on other ranks.
     """
     # A part that counts nothing may have gradients that are not finite: it is left out, not multiplied by zero.
-    counted = [(part, weight) for part, weight in zip(parts, weights, strict=True) if weight]
-    runs = [whole, *(part for part, _ in counted)]
+    counted = []
+    runs = [whole]
+    for part, weight in zip(parts, weights, strict=True):
+        if weight:
+            counted.append((part, weight))
+            runs.append(part)
     if largest is None:
-        largest = max(max(run.norms.values(), default=0.0) for run in runs)
+        largest = max(run.largest_norm() for run in runs)
     least = max(_SMALL * largest, 1e-30)
     names: dict[str, None] = {}  # in order
     for run in runs:
@@ -245,7 +253,11 @@ class GradientTrial:
         if best.error > tolerance:
             return best
         limit = error_limit(best.error, tolerance)
-        return [candidate for candidate, misfit in zip(candidates, misfits, strict=True) if misfit.error <= limit]
+        fitting = []
+        for candidate, misfit in zip(candidates, misfits, strict=True):
+            if misfit.error <= limit:
+                fitting.append(candidate)
+        return fitting
 
     def _tolerance(self, runs: Sequence[Gradients]) -> float:
         exact, mixed = self.tolerances

@@ -142,7 +142,10 @@ def find_links(
         numbers.append([link.latency_s, -link.bytes_per_s, link.unhidden])
     slowest = torch.tensor(numbers, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=world)
-    return tuple(Link(latency, -rate, unhidden) for latency, rate, unhidden in slowest.tolist())
+    links = []
+    for latency, rate, unhidden in slowest.tolist():
+        links.append(Link(latency, -rate, unhidden))
+    return tuple(links)
 
 
 def _sorted(pair: tuple[int, int]) -> tuple[int, int]:
