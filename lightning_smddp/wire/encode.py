@@ -161,7 +161,7 @@ class Encoder:
             return ["dict", self._members(fields, path)]
         if form == "scalar":
             return self.encode(value.item(), path)
-        if form == "array" and value.dtype.kind in "biufc":  # bool, int, unsigned, float, complex: torch has these
+        if form == "array" and value.dtype.kind in "biufc":  # bool, int, unsigned, float, complex
             contiguous = np.ascontiguousarray(value)
             return ["array", self._keep(torch.from_numpy(contiguous), path)]
         return self._rare(form, value, path)

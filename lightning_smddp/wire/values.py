@@ -40,7 +40,7 @@ def broadcast_value(
     Raises:
         ValueError: on every rank, for a value that cannot be sent.
     """
-    # The message is a list with its kind first. Every rank gets the same one, so all of them raise or none:
+    # The message is a list with its kind first. Every rank gets the same one, so what is refused raises on all of them.
     #     ["refused", type]                  it cannot be sent
     #     ["pickle", text]                   pickled, in base64
     #     ["value", plain data, tensors]     of each tensor its path, its shape and dtype, and whether it is on an
