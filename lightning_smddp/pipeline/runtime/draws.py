@@ -50,14 +50,14 @@ def set_generator_states(states: Sequence[Tensor], device: torch.device) -> None
 
 
 def first_ranks_states(states: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> list[Tensor]:
-    """The first rank's ``states`` on all ranks, in the memory of the given ones if ``device`` is the CPU. Collective.
+    """The first rank's ``states`` on all ranks; the given ones stay what they are. Collective.
 
     Args:
         states: of :func:`generator_states`.
         group: the ranks of a pipeline.
         device: where the group's messages are.
     """
-    sent = [state.to(device) for state in states]
+    sent = [state.to(device, copy=True) for state in states]
     for state in sent:
         dist.broadcast(state, group=group, group_src=0)
     return [state.cpu() for state in sent]
