@@ -257,6 +257,19 @@ def shapes_and_places() -> nn.Module:
     return Net(body)
 
 
+@member
+def filled_by_a_value() -> nn.Module:
+    """In the likeness of one tensor, with a value that a module made: by keyword, behind the first argument."""
+
+    def body(s: nn.Module, x: Tensor) -> Tensor:
+        h = s.a(x)
+        level = h.detach().mean()
+        h = s.b(h) + torch.full_like(x, fill_value=level)
+        return s.d(s.c(h)).square().mean()
+
+    return Net(body)
+
+
 # ---- gradients and modes ----
 
 

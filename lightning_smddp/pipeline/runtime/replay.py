@@ -562,9 +562,8 @@ def patched_units(root: nn.Module, units: Sequence[str]) -> Iterator[None]:
 
 def _behind_first(args: Args, kwargs: Kwargs) -> Sequence[Any]:
     """The arguments of ``zeros_like`` and its kind behind the tensor in whose likeness another one is made."""
-    if args:
-        return args[1:]
-    return list(kwargs.values())[1:]
+    given = [*args, *kwargs.values()]
+    return given[1:]
 
 
 def _has_generator(args: Args, kwargs: Kwargs) -> bool:
