@@ -10,6 +10,7 @@ Both hold the parameters' layouts, and are told when a step begins and ends.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import zlib
@@ -26,6 +27,7 @@ from lightning_smddp.communication.node_mesh import NodeMesh
 from lightning_smddp.communication.shared_segments import create_file
 from lightning_smddp.sharding.flat_layout import FlatLayout, Piece, in_memory_order
 from lightning_smddp.sharding.node_memory import NodeMemory, page_ranges
+from lightning_smddp.wording import counted
 
 _WINDOW = 4 * 2**20  # elements that are gathered at a time: of a large share no second copy is made
 _DIGEST = struct.Struct("<qI")  # of the pages that a rank has written: how many, and the CRC-32 of their numbers
@@ -133,7 +135,7 @@ class NodeCopies:
             of their shares; None where there is one node.
 
     Raises:
-        OSError: there is no memory for a copy.
+        MemoryError: there is no memory for a copy; on all ranks of the node.
     """
 
     def __init__(
@@ -161,12 +163,21 @@ class NodeCopies:
         """The first rank's file, in all of the node's ranks."""
         # The file has no name: its descriptor goes to the other ranks through the mesh's sockets. Behind the mapping
         # nobody needs one, and the memory is gone with the last mapping.
-        descriptor = None
+        size = layout.numel * layout.dtype.itemsize
+        descriptor: int | None = None
         if self._mesh.rank == 0:
-            descriptor = create_file(layout.numel * layout.dtype.itemsize)
+            with contextlib.suppress(OSError):  # no memory: the others learn of it by getting no descriptor
+                descriptor = create_file(size)
         arrival = self._mesh.exchange(descriptor=descriptor)
+        if self._mesh.rank != 0:
+            descriptor = arrival.descriptors.pop(0, None)
         if descriptor is None:
-            descriptor = arrival.descriptors[0]
+            rank = self._mesh.describe(self._mesh.rank)
+            raise MemoryError(
+                f"No {counted(size, 'byte')} of memory are left on {rank}'s node for the one copy of the parameters "
+                "that its ranks share. Give the job more memory, or use strategy='smddp_fsdp', which divides the "
+                "parameters, too."
+            )
         try:
             return NodeMemory(descriptor)
         finally:

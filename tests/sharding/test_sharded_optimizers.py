@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp.communication.communicator import Communicator
+from lightning_smddp.sharding import copies
 from lightning_smddp.sharding.copies import NodeCopies, RankCopies
 from lightning_smddp.sharding.flat_layout import lay_out
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
@@ -138,6 +140,31 @@ def test_writes_by_one_rank_alone_are_an_error_with_their_parameters():
         assert "rank 0 (host" in message
         assert "): none; rank 1" in message
         assert "0.weight" in message
+
+
+def without_memory() -> str:
+    module = layers()
+    assert dist.group.WORLD is not None
+    communicator = Communicator(dist.group.WORLD, CPU, timedelta(seconds=20))
+
+    def create_file(size: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    copies.create_file = create_file
+    try:
+        ShardedOptimizers(list(module.named_parameters()), [OptimizerShards(adamw(module))], communicator)
+    except MemoryError as error:
+        return str(error)
+    finally:
+        communicator.close()
+    return "no error"
+
+
+def test_where_a_node_has_no_memory_for_its_copy_all_of_its_ranks_say_so():
+    for rank, message in enumerate(run_ranks(without_memory, 2)):
+        assert "bytes of memory are left on" in message
+        assert f"rank {rank} (host" in message
+        assert "use strategy='smddp_fsdp'" in message
 
 
 def clipped(make: Any, norm_type: float, max_norm: float, dtype: torch.dtype) -> tuple[float, list[Tensor], float]:
