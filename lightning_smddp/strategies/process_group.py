@@ -18,6 +18,8 @@ from lightning_smddp.communication.rank_info import versions
 from lightning_smddp.communication.rendezvous import RendezvousConfig, join
 from lightning_smddp.strategies.environments import before_start
 
+_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
+
 
 def start_process_group(
     strategy: Any, backend: str, timeout: timedelta | None, init_timeout: timedelta | None = None
@@ -47,7 +49,7 @@ def start_process_group(
         spans_nodes=strategy.num_nodes > 1,
         address=os.environ["MASTER_ADDR"],
         port=int(os.environ["MASTER_PORT"]),
-        versions=versions(_lightning_version(strategy)),
+        versions=versions(lightning_version(strategy)),
     )
     # With an accelerator NCCL makes its communicator now, and not at its first use.
     device: torch.device | None = strategy.root_device
@@ -64,13 +66,13 @@ def start_process_group(
     )
 
 
-def _lightning_version(strategy: Any) -> str:
-    """Of the package that ``strategy`` extends, which is imported."""
+def lightning_version(strategy: Any) -> str:
+    """Of the package that ``strategy`` extends, which is imported; classes of the user's may stand before it."""
     for cls in type(strategy).__mro__:
         package, _, _ = cls.__module__.partition(".")
-        if package != "lightning_smddp":
-            break
-    return str(getattr(sys.modules[package], "__version__", "unknown"))
+        if package in _PACKAGES:
+            return str(sys.modules[package].__version__)
+    return "unknown"
 
 
 def mean_by_sum(reduce: Callable[[Any, Any, Any], Tensor], tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:

@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import yaml
 
@@ -23,6 +24,7 @@ from lightning_smddp import (
     SMDDPFabricStrategy,
     SMDDPStrategy,
 )
+from lightning_smddp.strategies.process_group import lightning_version
 from tests.strategies.grouped import GROUPS, grouped
 
 OTHERS = lightning_smddp.strategies.pytorch_lightning
@@ -261,3 +263,13 @@ def test_cli_refuses_bad_values_in_a_group(tmp_path: Path) -> None:
     path.write_text(CONFIG.format(strategy="PipelineStrategy", more="partition: {placement: near}"))
     with pytest.raises(ValueError, match="placement='near' is unknown. Valid: 'cluster'"):
         parse("--config", str(path))
+
+
+# ---- what ranks tell each other at the start ----
+
+
+@pytest.mark.parametrize("name", list(STRATEGIES))
+def test_the_start_compares_lightnings_version_for_a_users_own_class_too(name: str) -> None:
+    kind, _ = STRATEGIES[name]
+    own = type("Own", (kind,), {"__module__": "users_project"})
+    assert lightning_version(own()) == lightning.__version__
