@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 PR_SET_CHILD_SUBREAPER = 36
 TCP_LISTEN = "0A"
-# Written by pytest itself between the phases of a test.
-PYTEST_VARIABLES = {"PYTEST_CURRENT_TEST"}
+# Written by pytest between the phases of a test, and by torch where it imports its compiler, as an optimizer may.
+VARIABLES_OF_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 # One of each lives as long as the session: multiprocessing's own helpers.
 HELPER_COMMANDS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 
@@ -210,7 +210,7 @@ class Snapshot:
 
     def _restore_environment(self) -> list[str]:
         found = []
-        for name in sorted({*self.environment, *os.environ} - PYTEST_VARIABLES):
+        for name in sorted({*self.environment, *os.environ} - VARIABLES_OF_OTHERS):
             old, new = self.environment.get(name), os.environ.get(name)
             if old == new:
                 continue

@@ -141,7 +141,7 @@ class ExactCodec:
 
 
 class CastCodec:
-    """Values rounded to a 16-bit type. Finite values beyond its range become its largest; inf and nan stay."""
+    """Values rounded to a 16-bit type. Finite values beyond the range of fp16 become its largest; inf and nan stay."""
 
     block_size = 1
 
