@@ -193,6 +193,8 @@ class Hub:
 
     def _timed_out(self, peer: Peer, text: str) -> None:
         """``peer`` was the first whose collective has timed out: declare whose fault that is."""
+        if not peer.is_in_run:  # it has ended while a silent one was asked for: how, is being found out
+            return
         at = peer.progress.read()
         where = f"at step {at.step}"
         if at.phase:
@@ -375,7 +377,7 @@ def _late(present: Sequence[Peer], asking: Peer) -> Peer | None:
         return first
     # All are in the same step. Where two phases have equally many ranks, that of the one who asks is the usual one.
     phases = Counter(reading.phase for reading in readings.values())
-    own = asking.progress.read().phase  # it may have ended meanwhile, and so be none of those present
+    own = readings[asking.rank].phase
     usual = max(phases, key=lambda phase: (phases[phase], phase == own))
     for peer in present:
         if readings[peer.rank].phase != usual:

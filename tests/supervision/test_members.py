@@ -193,6 +193,30 @@ def test_a_collective_timed_out_and_the_silent_one_is_heard_again(loop: Loop, hu
     assert "did not come at step 7 (forward)" in text
 
 
+def test_a_collective_timed_out_and_who_asked_has_ended_meanwhile(loop: Loop, hub: Hub) -> None:
+    """A KeyError ended the hub when the silent one was heard again; its own end is the cause."""
+    for each in hub.peers.values():
+        each.progress.told = Reading(7, "forward", 0, 7)  # type: ignore[attr-defined]
+    hub.peers[2].silence_s = 4.0
+    hub.receive(hub.peers[1], TIMEOUT)
+    hub._ended(hub.peers[1], "it closed the connection")
+    hub.receive(hub.peers[2], BEAT)
+    loop.later(0.01, hub.receive, hub.peers[2], {**ENDED, "rank": 1})
+    text = run_until_failure(loop, hub)
+    assert text.startswith("rank 1 ")
+    assert text.endswith("died at step 7 (forward): its process was killed by SIGKILL")
+
+
+def test_all_ranks_leave_between_a_request_to_stop_and_their_answers(loop: Loop, hub: Hub) -> None:
+    """The hub ended by ``max()`` of no answers, and nobody was given leave to go."""
+    told: list[Message] = []
+    hub._tell_own = told.append
+    hub.receive(hub.peers[0], {"type": "stop", "signum": int(signal.SIGTERM)})
+    for each in hub.peers.values():
+        hub.receive(each, {"type": "bye"})
+    assert [message["type"] for message in told] == ["ask", "bye"]
+
+
 def test_a_rank_of_the_same_host_says_how_another_one_ended(loop: Loop, hub: Hub) -> None:
     """At once, or when its connection has ended already; with the step that it saw, which is newer than heartbeats."""
     hub.peers[2].progress.told = Reading(5, "data", 0, 5)  # type: ignore[attr-defined]
