@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,6 +79,31 @@ def body_apart(group: dist.ProcessGroup) -> list[bool]:
     small.add_(1)
     product.backward()
     return [not large.requires_grad, small.untyped_storage().nbytes() == 12]
+
+
+class Lonely(int):
+    """Tells a comparison for equality, by which a search through all integers would begin."""
+
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError(f"{int(self)} was compared with {other!r}")
+
+
+class Colour(IntEnum):
+    RED = 3
+
+
+def body_subclasses_of_int(group: dist.ProcessGroup) -> Any:
+    value = None
+    if group.rank() == 0:
+        value = [Lonely(7), [Colour.RED, Lonely(2**80)]]
+    return broadcast_structure(value, group, 0, CPU)
+
+
+def test_subclasses_of_int_arrive_as_numbers() -> None:
+    """It hung: of an int's subclass ``in range(...)`` looks through all integers of 8 bytes, one after the other."""
+    assert run_in_threads(body_subclasses_of_int, 2)[1] == [7, [3, 2**80]]
 
 
 def test_received_tensors_are_independent() -> None:
