@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -26,8 +26,10 @@ CPU = torch.device("cpu")
 
 
 @contextmanager
-def segments_of(group: dist.ProcessGroup, patience: float = 20.0) -> Iterator[SharedSegments]:
-    topology = Topology.from_identities(["host"] * group.size(), group.rank())
+def segments_of(
+    group: dist.ProcessGroup, patience: float = 20.0, hosts: Sequence[str] = ()
+) -> Iterator[SharedSegments]:
+    topology = Topology.from_identities(hosts or ["host"] * group.size(), group.rank())
     (mesh,), _ = NodeMesh.connect(topology, group, CPU, timedelta(seconds=patience))
     segments = SharedSegments(mesh, ["embedding", "head"])
     try:
@@ -141,8 +143,8 @@ def test_ranks_that_do_different_things_are_told_so(what: str, said: str) -> Non
     assert all("in the same order" in message for message in messages)
 
 
-def run_out_of_memory(group: dist.ProcessGroup) -> str:
-    with segments_of(group) as segments:
+def run_out_of_memory(group: dist.ProcessGroup, hosts: Sequence[str]) -> str:
+    with segments_of(group, hosts=hosts) as segments:
         return message_of(MemoryError, lambda: segments.lend(0, 10**6))
 
 
@@ -151,8 +153,11 @@ def test_every_rank_says_that_memory_is_short(monkeypatch: pytest.MonkeyPatch) -
         raise OSError("no memory")
 
     monkeypatch.setattr(shared_segments, "create_file", refuse)
-    for message in run_in_threads(run_out_of_memory, 2):
-        assert message.startswith("No 1000000 bytes of memory are left on")
+    # On host b, whose ranks were called by the names of ranks 0 and 1: their local ranks were taken for ranks.
+    messages = run_in_threads(run_out_of_memory, 3, ["a", "b", "b"])
+    names = ["rank 0 (host a, local rank 0)", "rank 1 (host b, local rank 0)", "rank 2 (host b, local rank 1)"]
+    for message, name in zip(messages, names, strict=True):
+        assert message.startswith(f"No 1000000 bytes of memory are left on {name}'s node")
         assert "'embedding'" in message
 
 
