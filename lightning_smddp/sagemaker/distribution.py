@@ -9,7 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
@@ -126,8 +126,9 @@ class Translation:
 
         options = {**self.options, **overrides}
         if self.strategy == "smddp_pipeline":
-            if "partition" in self.options and "partition" in overrides:
-                options["partition"] = _completed(overrides["partition"], self.options["partition"])
+            given = overrides.get("partition")
+            if "partition" in self.options and isinstance(given, (Mapping, PartitionOptions)):
+                options["partition"] = _completed(given, self.options["partition"])
             return PipelineStrategy(**options)
         # What data parallelism takes: its own arguments, and those of Lightning's class, which it passes on.
         taken = _arguments(SMDDPStrategy) | _arguments(_ddp_strategy(SMDDPStrategy))
@@ -150,14 +151,12 @@ def _completed(given: Any, asked: Mapping[str, Any]) -> Any:
     """A group of options as the user gives it, a dictionary or a dataclass; what it leaves open is as ``asked``."""
     if isinstance(given, Mapping):
         return {**asked, **given}
-    if not is_dataclass(given):
-        return given  # which the strategy refuses
     # An option that has its default value counts as not given: the two cannot be told apart.
     open_ones = {}
     for field in fields(given):
         if field.name in asked and getattr(given, field.name) == field.default:
             open_ones[field.name] = asked[field.name]
-    return replace(given, **open_ones)  # type: ignore[type-var]
+    return replace(given, **open_ones)
 
 
 def _ddp_strategy(strategy: type[Any]) -> Any:

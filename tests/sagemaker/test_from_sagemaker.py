@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,13 @@ from typing import Any
 
 import pytest
 
-from lightning_smddp import PipelineStrategy, SMDDPStrategy, from_sagemaker
+from lightning_smddp import (
+    CommunicationOptions,
+    PartitionOptions,
+    PipelineStrategy,
+    SMDDPStrategy,
+    from_sagemaker,
+)
 from lightning_smddp.launchers.detection import detect
 from lightning_smddp.pipeline.partition.mesh import PipelineMesh
 from lightning_smddp.sagemaker import translate
@@ -231,6 +239,27 @@ def test_options_of_pipelines_need_a_pipeline() -> None:
     assert from_sagemaker({}, static_graph=True)._user_ddp_kwargs == {"static_graph": True}
 
 
+@dataclass
+class Lookalike:
+    """With an option of the right name."""
+
+    placement: str = "cluster"
+
+
+@pytest.mark.parametrize(
+    "partition",
+    [CommunicationOptions(), Lookalike(), PartitionOptions, 3],
+    ids=["another group", "a dataclass", "a class", "a number"],
+)
+def test_what_is_no_group_of_options_is_refused_by_the_strategy(partition: Any) -> None:
+    """It was a bare AttributeError about ``placement``, or ``replace() should be called on dataclass instances``."""
+    cure = re.escape(
+        f"partition={partition!r} has to be a group of options: partition=PartitionOptions(...), of stages"
+    )
+    with pytest.raises(ValueError, match=cure):
+        from_sagemaker(v1(partitions=2, microbatches=4, placement_strategy="spread"), partition=partition)
+
+
 def test_parameters_may_be_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "smp.json"
     file.write_text(json.dumps({"partitions": 2, "microbatches": 4}))
@@ -317,6 +346,22 @@ def test_sdk_3s_hyperparameter_counts_as_well(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("SM_HP_MP_PARAMETERS", '{"tensor_parallel_degree": 2}')
     with pytest.raises(ValueError, match="tensor_parallel_degree=2"):
         translate()
+
+
+def test_a_hyperparameters_file_is_not_needed_where_the_variables_are(tmp_path: Path) -> None:
+    """A broken file stopped the job, though the toolkit had handed on all that is in it."""
+    config = tmp_path / "input" / "config"
+    config.mkdir(parents=True)
+    (config / "hyperparameters.json").write_text("{")
+    variables = {"SAGEMAKER_BASE_DIR": str(tmp_path), "SM_FRAMEWORK_PARAMS": '{"sagemaker_mpi_enabled": true}'}
+    parameters = {"partitions": 2, "microbatches": 4}
+    assert distribution_of({**variables, "SM_HP_MP_PARAMETERS": json.dumps(parameters)}) == v1_of_a_job(parameters)
+    with pytest.raises(ValueError, match=r"hyperparameters\.json is not valid JSON"):
+        distribution_of(variables)
+
+
+def v1_of_a_job(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"mpi": ON, "smdistributed": {"modelparallel": {**ON, "parameters": parameters}}}
 
 
 def test_outside_of_a_job_there_is_nothing_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
