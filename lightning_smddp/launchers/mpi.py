@@ -133,13 +133,25 @@ def _read_nodes(notes: Notes) -> None:
     num_nodes = world_size // here
     notes.put("num_nodes", num_nodes, "world size / local world size")
     # Ranks fill one node after the other, or are dealt out to the nodes in turn, as their local ranks show. Some ranks,
-    # such as the first, have the same one either way, so Open MPI's policy is asked as well.
-    policy = notes.environ.get("OMPI_MCA_rmaps_base_mapping_policy", "")
-    in_turn = rank % here != notes["local_rank"] or policy.startswith("node")
-    if in_turn:
-        notes.put("node_rank", rank % num_nodes, "rank % number of nodes")
+    # such as rank 5 of three nodes of four, have the same one either way: of these the launcher's option tells, where
+    # it is known. Else they are taken to fill nodes, which is every launcher's default.
+    local_rank = notes["local_rank"]
+    fits_filled = rank % here == local_rank
+    fits_dealt = rank // num_nodes == local_rank
+    if fits_filled and not (fits_dealt and _deals_in_turn(notes.environ)):
+        source = "rank / local world size"
+        if fits_dealt and rank // here != rank % num_nodes:
+            source += ", if ranks fill one node after the other"
+        notes.put("node_rank", rank // here, source)
     else:
-        notes.put("node_rank", rank // here, "rank / local world size")
+        notes.put("node_rank", rank % num_nodes, "rank % number of nodes")
+
+
+def _deals_in_turn(environ: Environ) -> bool:
+    """Whether options, as far as variables tell them, say that each node gets one rank at a time."""
+    if environ.get("OMPI_MCA_rmaps_base_mapping_policy", "").startswith("node"):
+        return True
+    return environ.get("I_MPI_PERHOST") == "1"  # of Intel MPI; what `-ppn 1` says is in no variable
 
 
 def read_meeting_place(notes: Notes) -> None:

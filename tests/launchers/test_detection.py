@@ -145,6 +145,29 @@ def test_an_mpi_that_places_ranks_by_node() -> None:
     assert detected("open_mpi_4", **by_node, OMPI_COMM_WORLD_LOCAL_RANK="3").node_rank == 0  # ranks 0 to 3 are
 
 
+@pytest.mark.parametrize("case", ["open_mpi_4", "intel_mpi"])
+def test_ranks_are_dealt_out_in_turn(case: str) -> None:
+    """Rank 5 of three nodes of four has local rank 1 either way: of Intel MPI it was taken for one of node 1."""
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    in_turn = {"OMPI_MCA_rmaps_base_mapping_policy": "node"}
+    if case == "intel_mpi":
+        names = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")
+        in_turn = {"I_MPI_PERHOST": "1"}
+    for rank in range(12):
+        dealt = dict(zip(names, map(str, (rank, rank // 3, 12, 4)), strict=True))
+        assert detected(case, **dealt, **in_turn).node_rank == rank % 3
+        filled = dict(zip(names, map(str, (rank, rank % 4, 12, 4)), strict=True))
+        assert detected(case, **filled).node_rank == rank // 4
+
+
+@pytest.mark.parametrize(("rank", "is_known"), [(0, True), (4, True), (5, False), (11, True)])
+def test_a_node_rank_that_nothing_tells_is_said_to_be_assumed(rank: int, is_known: bool) -> None:
+    of_rank = {"PMI_RANK": str(rank), "MPI_LOCALRANKID": str(rank % 4), "PMI_SIZE": "12", "MPI_LOCALNRANKS": "4"}
+    launch = detected("mpich_two_nodes", **of_rank)
+    assert launch.node_rank == rank // 4
+    assert ("if ranks fill one node after the other" in launch.describe()) != is_known
+
+
 def test_nodes_with_other_numbers_of_ranks() -> None:
     launch = detected("open_mpi_4", OMPI_COMM_WORLD_SIZE="5")
     with pytest.raises(ValueError, match="5 ranks, 2 of them on this node.*ppr:2:node"):
