@@ -1,8 +1,8 @@
 """Ranks of one node reduce through shared memory: no socket, no copy.
 
-DDP's own bucket is moved into a shared segment in place (see ``_compat.share_storage``), and every rank maps every
-other rank's bucket. Rank i then sums slice i of all of them, in chunks that stay in cache, and writes the result
-straight into each bucket: two barriers and two passes over memory for an all-reduce.
+DDP's own bucket is moved into a shared segment in place (by ``share_storage`` of ``_compat/torch.py``), and every rank
+maps every other rank's bucket. Rank i then sums slice i of all of them, in chunks that stay in cache, and writes the
+result straight into each bucket: two barriers and two passes over memory for an all-reduce.
 
 Where the bucket cannot be moved (no space on the shared-memory mount), the rank stages it window by window in an
 anonymous memory file, which that mount does not limit. Which way a rank goes is its own decision: it announces in

@@ -213,7 +213,7 @@ class OptimizerShards:
             self.restore()
 
     def close(self) -> None:
-        """Leave its steps alone. Its state stays that of the pieces, for :mod:`~.optimizer_states`."""
+        """Leave its steps alone. Its state stays that of the pieces, for ``optimizer_states.py``."""
         for handle in self._handles[:2]:
             handle.remove()
 

@@ -36,7 +36,7 @@ class Supervisor:
     after a request to stop).
 
     Attributes:
-        progress: set its attributes as training goes on; see :class:`Progress`.
+        progress: set its attributes as training goes on; see ``progress.py``.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -110,7 +110,7 @@ class Supervisor:
         own is reported to the others. An exit after an agreed stop is neither.
 
         Returns:
-            ``error``, or a :class:`RankFailedError` that names the first cause; raise that ``from error``.
+            ``error``, or a ``RankFailedError`` that names the first cause; raise that ``from error``.
         """
         self._shutdown.take_over(error)
         if isinstance(error, InterruptionError):

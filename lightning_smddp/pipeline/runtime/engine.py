@@ -117,12 +117,12 @@ class PipelineRuntime:
         """Run one step: forward, and in training backward, of all micro-batches. Collective over the pipeline.
 
         Args:
-            paths: for each micro-batch the path that the step takes on it; see :class:`TraceCache`.
+            paths: for each micro-batch the path that the step takes on it, of a ``TraceCache`` (``trace_cache.py``).
             step: the user's.
             microbatches: of one batch.
             train: whether there is a backward.
             observe: called around each node that is done here.
-            looks: numbers that modules keep, to look at; if given, :attr:`news` says whether something is new there, or
+            looks: numbers that modules keep, to look at; if given, ``news`` says whether something is new there, or
                 behind the last unit; in any case, whether an object has changed for the first time.
 
         Returns:

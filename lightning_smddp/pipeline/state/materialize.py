@@ -23,7 +23,7 @@ def parameters_on_meta() -> Iterator[None]:
 
     Each parameter is created first and then loses its memory, so the peak is one parameter. What is assigned to a
     name that the module has already is taken for values that the user wants, such as those of a pretrained model, and
-    stays. First values set in place by the module's constructor are lost: :func:`materialise` sets them.
+    stays. First values set in place by the module's constructor are lost: :func:`materialize` sets them.
     """
 
     def forget_values(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
