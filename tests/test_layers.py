@@ -278,7 +278,7 @@ def methods_of_class(path: Path, name: str) -> set[str]:
     ids=str,
 )
 def test_hooks_of_lightning_are_defined_once(file: str, name: str) -> None:
-    """What both strategies do in a hook stands in the base class; the strategies fill in methods of our own."""
+    """What the strategies do in a hook stands in the base class; the strategies fill in methods of our own."""
     common = methods_of_class(PACKAGE / "strategies" / "base.py", "TrainerStrategy")
     own = methods_of_class(PACKAGE / "strategies" / file, name)
     ours = {method for method in own if method.startswith("_")}

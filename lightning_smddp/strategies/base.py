@@ -1,4 +1,4 @@
-"""Both Trainer strategies: each hook that Lightning calls on them, once, in the order in which things happen.
+"""The Trainer strategies: each hook that Lightning calls on them, once, in the order in which things happen.
 
 A strategy holds its parts, which are told what comes and know nothing of each other's order:
 
@@ -9,9 +9,9 @@ A strategy holds its parts, which are told what comes and know nothing of each o
 - ``_exact_resume``: what a checkpoint needs beside Lightning's, so that a run goes on to the bit.
 - ``_sagemaker``: the folders of a SageMaker job.
 
-What only one of the strategies does is in its own methods; the last section here names those that both define.
-Written once for both packages that Lightning is published as: ``lightning.py`` and ``pytorch_lightning.py`` put it on
-top of their ``DDPStrategy``.
+What a strategy does in its own way is in methods of its own, which the last section here names. (``deepspeed.py`` alone
+also overrides hooks again: those of checkpoints.) Written once for both packages that Lightning is published as:
+``lightning.py`` and ``pytorch_lightning.py`` put it on top of their ``DDPStrategy``, or ``DeepSpeedStrategy``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _PRECISION_OF = {  # step -> method of Lightning's precision plugin
 
 
 class TrainerStrategy(_Base):
-    """What ``smddp`` and ``smddp_pipeline`` have in common.
+    """What ``smddp``, ``smddp_pipeline``, ``smddp_fsdp`` and ``smddp_deepspeed`` have in common.
 
     Attributes:
         verified_checkpoint: path of what ``resume="auto"`` has just verified: loading a directory from there reads its
@@ -302,7 +302,7 @@ class TrainerStrategy(_Base):
     @property
     @override
     def checkpoint_io(self) -> Any:
-        """The one that the user gave, or :class:`SafeFiles`; made when Lightning first asks."""
+        """The one that the user gave, or ``SafeFiles`` (``checkpoint_io.py``); made when Lightning first asks."""
         self._checkpoint_io = self._saving.choose_io(self._checkpoint_io)
         return self._checkpoint_io
 

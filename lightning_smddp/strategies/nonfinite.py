@@ -1,4 +1,4 @@
-"""``on_nonfinite``: between the backward pass and the optimizer's step, for both strategies and Fabric."""
+"""``on_nonfinite``: between the backward pass and the optimizer's step, for the Trainer strategies and Fabric's."""
 
 from __future__ import annotations
 

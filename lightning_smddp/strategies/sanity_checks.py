@@ -1,4 +1,4 @@
-"""What both Trainer strategies do at the start and around each step, so that no error stays silent."""
+"""What the Trainer strategies do at the start and around each step, so that no error stays silent."""
 
 from __future__ import annotations
 

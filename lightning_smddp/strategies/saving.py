@@ -1,4 +1,4 @@
-"""Checkpoints of both Trainer strategies: written so that a valid one always exists, checked before they are used.
+"""Checkpoints of the Trainer strategies: written so that a valid one always exists, checked before they are used.
 
 The way of ``trainer.save_checkpoint(path)``:
 
