@@ -248,8 +248,7 @@ class ReplicaGradients:
         Args:
             backwards: how many backward passes reach each parameter until its gradient is complete (the number of
                 micro-batches, times the stages of this rank that use it), for all or by name. None leaves everything
-                to :meth:`finish`: for batches that only accumulate, and for schedules that split backward in two, as
-                these add weight gradients where no hook sees it.
+                to :meth:`finish`: for batches that only accumulate.
             keep: add to what ``.grad`` holds; else start from zero.
         """
         # A parameter that was frozen or thawed since needs other buckets, which are built when no average is under way.
