@@ -1,4 +1,15 @@
-"""``shard="optimizer"``: the optimizers of a module, of which each rank steps a share (ZeRO's first stage)."""
+"""``shard="optimizer"``: the optimizers of a module, of which each rank steps a share (ZeRO's first stage).
+
+A step, by hooks of the user's own optimizer (``OptimizerShards``):
+
+1. The closure runs, before the optimizer's own code: of a Trainer training step, backward pass and clipping. Gradients
+   are averaged as ever, so each rank has all of them; for :meth:`ShardedOptimizers.clip_by_norm` it reads its share.
+2. ``begin_step`` of the copies (``copies.py``): where a node has one copy, its ranks wait for each other, and what user
+   code has written to parameters since the last step goes into that copy (``node_memory.py``).
+3. The optimizer's groups get this rank's pieces in place of the parameters, with the same parts of the gradients. It
+   steps these, in the memory that all ranks of the node see, or in the rank's own.
+4. The groups get their parameters again, and ``end_step`` brings all shares to all copies.
+"""
 
 from __future__ import annotations
 
