@@ -9,6 +9,9 @@ name                inside a node                               between nodes
                     all-gather of the backend                   of equal local rank
 ``balanced``        as hierarchical                             balanced fusion buffers
 ==================  ==========================================  =========================================
+
+Two exceptions: on one node ``balanced`` is one exchange by fusion buffers among its ranks; and where compression
+applies, ``native`` (with ``scope="all"`` every algorithm) is one compressed exchange among all ranks.
 """
 
 from __future__ import annotations

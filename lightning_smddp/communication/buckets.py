@@ -48,7 +48,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """The pieces of a bucket, or of a shard of one (a checkpoint's layout is another thing: how ranks are arranged).
+    """The pieces of a bucket, or of a shard of one.
+
+    A checkpoint's layout is another thing (how ranks are arranged), and so are the pieces and slots of ``FlatLayout``,
+    by which optimizers are sharded.
 
     ``slot`` is the bucket's number, the same on all ranks; None for a tensor that is reduced once.
     """

@@ -2,6 +2,10 @@
 
 This is the main flow of data parallelism: DDP fills a bucket and calls :meth:`GradientSynchronizer.average`, which
 picks the algorithm for its size. ``strategies/session.py`` makes the synchronizer and registers it with DDP.
+
+Gradients are views of DDP's buckets, unless the user says otherwise: so a bucket's mean is in ``.grad`` without a copy
+as soon as its future is done. In shared memory (``SharedMemoryAllReduce``) that is when the call returns. Between nodes
+(``TwoLevel``) a thread, or a stream of the device, goes on while backward does; DDP waits for all futures at its end.
 """
 
 from __future__ import annotations
@@ -274,7 +278,7 @@ class GradientSynchronizer:
         size: int,
         bucket: GradBucket,
     ) -> tuple[int, int]:
-        """Bytes that this rank writes for others inside its node, and sends to other nodes."""
+        """Bytes that others of its node get from this rank (they read, or it writes), and that other nodes get."""
         topology = self.communicator.topology
         local, world = len(topology.local_ranks), topology.world_size
         if world == 1 or size == 0:
