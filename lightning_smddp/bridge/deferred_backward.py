@@ -3,7 +3,7 @@
 A schedule does forward and backward together, inside ``training_step``. Lightning's closure calls ``training_step``,
 then zeroes gradients, then calls ``backward`` on the returned loss. So the loss that we return is connected to one
 function, whose backward delivers what the schedule has made: hooks, precision plugins and an overridden ``backward``
-work as ever.
+work as ever. Meanwhile the gradients are in the stash (``pipeline/gradients/gradient_stash.py``).
 """
 
 from __future__ import annotations

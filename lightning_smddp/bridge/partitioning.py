@@ -1,9 +1,10 @@
 """From a whole module and its first batch to a :class:`PartitionedModule`, on all ranks together.
 
-In this order: trace the step, make it a graph and choose where to cut that (:func:`divide`); find out how losses and
-logs of micro-batches make up a batch's (:class:`Weighing`); let go of other ranks' parameters; compare one micro-batch
-in the pipeline with the same in one process (:func:`check_at_start`); leave each optimizer this rank's parameters. The
-batch itself is trained on afterwards, as any other.
+In this order: trace the step, make it a graph and choose where to cut that (:func:`divide` of
+``pipeline/partition/plan.py``); find out how losses and logs of micro-batches make up a batch's (:class:`Weighing`);
+let go of other ranks' parameters; compare one micro-batch in the pipeline with the same in one process
+(:func:`check_at_start`); leave each optimizer this rank's parameters. The batch itself is trained on afterwards, as any
+other.
 """
 
 from __future__ import annotations

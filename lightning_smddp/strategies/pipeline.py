@@ -4,8 +4,8 @@ The first batch is traced and cut by ``bridge/partitioning.py``. A micro-batch's
 :meth:`PipelineParallel.training_step`, ``bridge/pipelined_module.py`` (what the module is now), ``bridge/training.py``
 (one batch), ``pipeline/runtime/engine.py`` (one run of its micro-batches, by torch's schedule), ``stage.py`` (one
 stage's forward, backward and messages), ``replay.py`` (the stage's part of the step), ``bridge/step.py`` (calls the
-user's ``training_step``). Backward is part of this; its gradients get
-into ``.grad`` when Lightning calls ``backward``: ``bridge/deferred_backward.py``.
+user's ``training_step``). Backward is part of this: ``pipeline/gradients/gradient_stash.py`` takes its gradients away,
+and puts them into ``.grad`` when Lightning calls ``backward``, which ``bridge/deferred_backward.py`` notices.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 The way of ``trainer.save_checkpoint(path)``:
 
 1. Lightning collects the checkpoint on every rank; a pipeline gathers its parts on the first rank
-   (``pipeline/state/full_state.py``, ``optimizer_state.py``), or with ``sharded`` gives each rank its own.
+   (``pipeline/state/full_state.py``, ``optimizer_state.py``), or with ``sharded`` gives each rank its own. The state of
+   optimizers whose work ranks share is put together by ``sharding/optimizer_states.py``.
 2. ``TrainerStrategy.save_checkpoint`` adds what an exact resume and compression need, and calls :meth:`Saving.save`.
 3. A plain file is written by the first rank: Lightning's ``save_checkpoint``, ``SafeFiles`` (``checkpoint_io.py``; in a
    thread with ``async_save``), ``checkpoint/locations.py`` (path or URL), ``checkpoint/files.py`` (beside its place,
@@ -12,7 +13,9 @@ The way of ``trainer.save_checkpoint(path)``:
 
 On resume Lightning calls ``load_checkpoint``, which takes either by what is there (:meth:`Saving.load`), then
 ``load_model_state_dict`` and ``load_optimizer_state_dict``. A checkpoint always has the names of the whole module, so
-a pipeline's rank takes its own part of it (``bridge/module_states.py``: at once, or when the stages are known).
+a pipeline's rank takes its own part of it (``bridge/module_states.py``: at once, or when the stages are known). Which
+checkpoint it is with ``resume="auto"`` is found by ``resume/auto_resume.py`` before; samples and random numbers are put
+back by ``resume/exact_resume.py`` behind it.
 """
 
 from __future__ import annotations

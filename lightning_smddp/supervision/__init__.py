@@ -14,8 +14,10 @@ When a rank dies in the middle of training:
 4. On every rank ``Client.record`` (``client.py``) notes it, and ``Shutdown.after_failure`` (``shutdown.py``) begins to
    count the time: the training thread gets the error of its collective, or is interrupted in Python code; in the end
    the process is ended by force.
-5. The training thread's error goes through ``Supervisor.explain``: what the user sees is a ``RankFailedError`` with the
-   rank that died, its step and why, raised from the error of gloo or NCCL.
+5. The training thread's error goes through ``Supervisor.explain``, which ``strategies/run_supervision.py`` calls around
+   the whole run: what the user sees is a ``RankFailedError`` with the rank that died, its step and why, raised from the
+   error of gloo or NCCL. Lightning then tears the strategy down, which closes the supervisor, and the process ends as
+   by any exception.
 
 Signals that ask for a stop are ``signals.py`` and ``stop.py``, the ends of epochs ``epochs.py``.
 """
