@@ -51,7 +51,7 @@ class Copies(Protocol):
         """The memory that a step writes for a piece of this rank's share, as one dimension."""
 
     def begin_step(self) -> None:
-        """Before a step. Where ranks have one copy, all have come when it returns, so nobody else uses it."""
+        """Before a step. Where ranks have one copy, all have come when it returns, so nobody uses it. Collective."""
 
     def end_step(self) -> None:
         """After a step: all ranks' shares are in all copies when it returns. Collective."""
