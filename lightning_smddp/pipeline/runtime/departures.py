@@ -2,7 +2,8 @@
 
 A step may leave its path on one stage while the schedule runs. The stage goes on with messages of the right sizes and
 no meaning, up to the schedule's end, so that no other stage waits for messages. Then all ranks hear of it, throw the
-batch away, and may run it again, on another path or in another way.
+batch away, and may run it again, on another path or in another way. What messages and :class:`LeftCourseError` call the
+step's course is its path.
 
 A step that all ranks run for nothing at the same time has :class:`Together`.
 """
