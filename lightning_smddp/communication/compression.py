@@ -22,6 +22,7 @@ from lightning_smddp.wording import counted
 
 Method = Literal["bf16", "fp16", "int8", "powersgd"]
 METHODS: tuple[str, ...] = get_args(Method)
+_CAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,7 @@ class Compression:
             return Int8Codec(self.block_size)
         if self.method == "powersgd":
             return None
-        if self.method == "bf16":
-            return CastCodec(torch.bfloat16)
-        return CastCodec(torch.float16)
+        return CastCodec(_CAST_TYPES[self.method])
 
 
 def _method_names() -> str:
