@@ -133,6 +133,10 @@ class HookView:
         """What Lightning enters around the call of ``owner``'s ``hook``."""
         if self._current() is None or hook in _OUTSIDE or not _is_users(hook, owner):
             return nullcontext()
+        # Behind an exception the other ranks are somewhere else, or gone: nobody would meet this one. Hooks are still
+        # called, such as `on_save_checkpoint` where a checkpoint is due on exceptions.
+        if self.strategy._interrupted:
+            return nullcontext()
         partitioned = self._partitioned()
         if partitioned is None:
             return self._until_partitioned()

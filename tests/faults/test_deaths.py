@@ -39,6 +39,7 @@ _IN_NAME = ("strategy", "launcher", "trainer")
         death(0, "exit", "validation", EXIT, strategy=PP, launcher="spawn", trainer=VALIDATES),
         death(1, "raise", "comm", MESSAGE, workers=2, strategy=PP, launcher="torchrun"),
         death(1, "raise", "forward", MESSAGE, save_every=3, saves_on_exception=True),
+        death(0, "raise", "forward", MESSAGE, strategy=PP, save_every=3, saves_on_exception=True),
         *exhaustive(
             death(1, "raise", "backward", MESSAGE),
             death(0, "kill", "forward", SIGKILL, workers=2),
@@ -61,7 +62,6 @@ _IN_NAME = ("strategy", "launcher", "trainer")
             death(0, "raise", "optimizer", MESSAGE, strategy=PP, launcher="spawn"),
             death(0, "raise", "setup", MESSAGE, step=0),
             death(1, "oom", "backward", r"out of memory \(OOM\)", launcher="spawn"),
-            death(0, "raise", "forward", MESSAGE, strategy=PP, save_every=3, saves_on_exception=True),
         ),
     ],
 )
