@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
-import torch
-
 from lightning_smddp.bridge.batch_cutting import BatchCutter
 from lightning_smddp.bridge.batch_results import BatchResults
 from lightning_smddp.bridge.checks import SecondCheck
@@ -23,6 +21,7 @@ from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.casts import kept_casts, may_keep_casts
 from lightning_smddp.pipeline.runtime.departures import LeftCourseError
+from lightning_smddp.pipeline.runtime.draws import generator_states, set_generator_states
 from lightning_smddp.pipeline.runtime.staged_step import TracedPath
 
 Attempt: TypeAlias = tuple[Sequence[MicroBatch], Sequence[TracedPath]]
@@ -177,16 +176,11 @@ def _undone_if_left(setup: RunSetup, paths: Sequence[TracedPath]) -> Iterator[No
         for name, buffer in setup.module.named_buffers():
             if name in names:
                 buffers.append((buffer, buffer.detach().clone()))
-    state = torch.get_rng_state()
-    on_device = None
-    if device.type == "cuda":
-        on_device = torch.cuda.get_rng_state(device)
+    states = generator_states(device)
     try:
         yield
     except LeftCourseError:
-        torch.set_rng_state(state)
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device, device)
+        set_generator_states(states, device)
         for buffer, value in buffers:
             buffer.detach().copy_(value)
         raise

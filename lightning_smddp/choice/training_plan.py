@@ -212,7 +212,7 @@ class _Case:
 def _cases(
     first: FirstBatch, sizes: Sizes, step: StepProfile, optimizers: OptimizerProfile, devices: int
 ) -> list[_Case]:
-    """The simplest first."""
+    """The strategies that do not cut the step, with what a rank holds and a step takes; the simplest first."""
     exchange = ExchangeTimes(sizes, devices, pass_seconds())
     units = _units(first.module)
     # What a rank computes: everything but the exchange, with the optimizer's step of all parameters or of a share.

@@ -127,7 +127,7 @@ class ExactCodec:
     block_size = 1
 
     def encode(self, tensor: Tensor) -> Tensor:
-        """``tensor`` itself."""
+        """See :meth:`Codec.encode`: ``tensor`` itself."""
         return tensor
 
     def decode(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:

@@ -31,7 +31,7 @@ def in_allocation_only(environ: Environ) -> bool:
 
 
 def _in_slurm_job(environ: Environ) -> bool:
-    """Lightning's rule."""
+    """Whether Lightning's ``SLURMEnvironment`` would detect a job of Slurm."""
     return "SLURM_NTASKS" in environ and environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_smddp.pipeline.capture.ops import is_inplace
+from lightning_smddp.pipeline.runtime.draws import generator_states, set_generator_states
 
 Version: TypeAlias = int | Tensor
 
@@ -54,9 +55,7 @@ class Effects:
 
     def put_back_draws(self) -> None:
         """Let torch's default generators go on from where they were."""
-        torch.set_rng_state(self._states[0])
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(self._states[1], self._device)
+        set_generator_states(self._states, self._device)
 
     def _version(self, tensor: Tensor) -> Version:
         """What differs after a change in place: for buffers the contents, as ``batch_norm`` counts no version."""
@@ -68,11 +67,8 @@ class Effects:
 
     def _random_states(self) -> list[Tensor]:
         """Of torch's default generators, the CPU's first, and of those among the arguments."""
-        states = [torch.random.get_rng_state()]
-        if self._device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self._device))
-        states += [generator.get_state() for generator in self._generators]
-        return states
+        own = [generator.get_state() for generator in self._generators]
+        return generator_states(self._device) + own
 
 
 def _equal(one: Version, other: Version) -> bool:
