@@ -82,7 +82,7 @@ def _find_carried(step: LightningStep, microbatch: MicroBatch, device: torch.dev
     # keeps there is seen by the second, as the next step would see it.
     with preserve_state(module, device), kept_parameters(module) as foreign:
         try:
-            with step.around(0, microbatch, keep=False):
+            with step.around(None, 0, microbatch, keep=False):
                 before = tensor_attributes(module)
                 first = _loss(step, microbatch)
                 refuse_foreign_writes(foreign.locations())

@@ -259,7 +259,7 @@ def _second_plain(partitioned: PartitionedModule, step: LightningStep, microbatc
             with partitioned.inside_view(), without_chance(setup.device), sources.put_back():
                 seed_torch(seed)
                 try:
-                    with trial.around(0, microbatch, keep=False):
+                    with trial.around(None, 0, microbatch, keep=False):
                         if seed != _FIRST_SEED:  # modules draw in Python, too, on the rank that has them alone
                             sources.seed(seed)
                         loss = loss_of(trial(microbatch), step.hook)

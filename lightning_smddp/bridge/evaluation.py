@@ -226,7 +226,7 @@ class Evaluation:
         microbatch = MicroBatch(whole.value, whole.size, 1.0)
         with partitioned.inside_view():
             try:
-                with step.capture.left.unwatched(), step.around(0, microbatch, keep=True):
+                with step.capture.left.unwatched(), step.around(None, 0, microbatch, keep=True):
                     output = step(microbatch)
                 results = step.capture.results([output], partitioned.view.plain)
             finally:

@@ -144,7 +144,13 @@ class LightningStep:
 
         return run
 
-    def around(self, index: int, microbatch: MicroBatch, keep: bool) -> AbstractContextManager[object]:
+    def around(
+        self,
+        stage: int | None,
+        index: int,
+        microbatch: MicroBatch,
+        keep: bool,
+    ) -> AbstractContextManager[object]:
         """See :class:`~lightning_smddp.pipeline.runtime.staged_step.Step`."""
         index += self.offset
         capture = self.capture.microbatch(index, microbatch.size, keep, microbatch.weight, self.key)
@@ -167,7 +173,7 @@ class LightningStep:
             copy = replace(microbatch, value=copied(microbatch.value))
             before = [times_written(tensor) for tensor in tensors(copy.value)]
             try:
-                with self.capture.left.learning(), self.around(index, copy, keep=True):
+                with self.capture.left.learning(), self.around(None, index, copy, keep=True):
                     kept = tensor_attributes(self.module)
                     result = self(copy)
                     self.keeps = tuple(changed_attributes(kept, tensor_attributes(self.module)))
@@ -189,7 +195,7 @@ class LightningStep:
         try:
             for index, microbatch in enumerate(microbatches):
                 copy = replace(microbatch, value=copied(microbatch.value))
-                with Eager(), self.around(index, copy, keep=True):
+                with Eager(), self.around(None, index, copy, keep=True):
                     seed_torch(seed + index)
                     outputs.append(map_leaves(_detached, self(copy)))
             return self.capture.observed(outputs, self.key)
@@ -210,7 +216,7 @@ class LightningStep:
             step.precision = nullcontext
         copy = replace(microbatch, value=copied(microbatch.value))
         try:
-            with torch.enable_grad(), Eager(), step.around(seed, copy, keep=True):
+            with torch.enable_grad(), Eager(), step.around(None, seed, copy, keep=True):
                 seed_torch(seed)
                 loss = loss_of(step(copy), step.hook)
             (loss * step.scale).backward()

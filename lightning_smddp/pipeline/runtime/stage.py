@@ -110,7 +110,7 @@ class ReplayedStage:
             tail = Tail(Replay.run.__code__)
         watch = write_watch(running.writes, running.step, index)
         observers = Observers(running.observe, tail=tail, write=watch)
-        with running.step.around(index, microbatch, keep=is_last):
+        with running.step.around(self.stage, index, microbatch, keep=is_last):
             step = functools.partial(running.step, microbatch)
             sent, result = replay.run(step, received, shapes, observers, microbatch.answers)
         if running.tails is not None and tail is not None:

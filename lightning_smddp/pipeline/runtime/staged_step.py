@@ -26,8 +26,17 @@ class Step(Protocol):
         """Run the step's code; returns what it returns."""
         ...
 
-    def around(self, index: int, microbatch: MicroBatch, keep: bool) -> AbstractContextManager[object]:
-        """Around each stage's replay of micro-batch ``index``; ``keep`` on the stage that sees the step's end."""
+    def around(
+        self,
+        stage: int | None,
+        index: int,
+        microbatch: MicroBatch,
+        keep: bool,
+    ) -> AbstractContextManager[object]:
+        """Around the run of ``stage``, or a run for nothing (None), of micro-batch ``index``.
+
+        ``keep`` where the step ends.
+        """
         ...
 
     def forget(self) -> None:

@@ -104,7 +104,7 @@ def _run_stage(
     """A report for all ranks: the shapes that a stage has found, and what it sends. ``shapes``: of earlier stages."""
     found = Shapes(values={})
     try:
-        with step.around(index, microbatch, keep=replay.stage.is_last):
+        with step.around(None, index, microbatch, keep=replay.stage.is_last):
             observers = Observers(shapes=found, write=watch)
             sent, _ = replay.run(lambda: step(microbatch), received, shapes, observers)
     except ReplayError:
@@ -384,7 +384,7 @@ class TraceCache:
                 torch.random.fork_rng(devices=[]),
                 torch.set_grad_enabled(self.train),
                 patched_units(self.runtime.root, staged.graph.units),
-                step.around(index, microbatch, keep=False),
+                step.around(None, index, microbatch, keep=False),
             ):
                 before = generator_states(self.runtime.device)
                 staged.probe.run(lambda: step(microbatch), (), shapes, observers, microbatch.answers)
