@@ -23,15 +23,16 @@ from lightning_smddp.bridge.partitioned_module import PartitionedModule, share_r
 from lightning_smddp.bridge.run_setup import RunSetup
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.bridge.weighing import Weighed, Weighing, WeightDoubts
+from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.gradients.across_stages import TiedGradients, create_tied_groups
 from lightning_smddp.pipeline.gradients.gradient_stash import GradientStash
 from lightning_smddp.pipeline.gradients.parameter_hooks import ParameterHooks
 from lightning_smddp.pipeline.gradients.replicas import ReplicaGradients
+from lightning_smddp.pipeline.mesh import held_parameters
 from lightning_smddp.pipeline.partition.cuts import Resources
-from lightning_smddp.pipeline.partition.hardware import find_links
+from lightning_smddp.pipeline.partition.hardware import links_between
 from lightning_smddp.pipeline.partition.loss_weights import warning_without_trial
-from lightning_smddp.pipeline.partition.mesh import held_parameters
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import PartitionPlan, Trial, divide, first_decides
 from lightning_smddp.pipeline.partition.verify import VerificationError
@@ -43,6 +44,7 @@ from lightning_smddp.pipeline.state.shared_buffers import SharedBuffers
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.wire.broadcast import Channel, broadcast_json
+from lightning_smddp.wire.gather import gather_json
 
 
 class Partitioning:
@@ -81,7 +83,8 @@ class Partitioning:
                 has the module as it was before.
         """
         setup = self.setup
-        links = find_links(setup.groups.neighbours, setup.rank_of_stage, setup.device, setup.world)
+        hosts = gather_json(node_identity(), setup.world, setup.device)
+        links = links_between(setup.rank_of_stage, setup.groups.mesh.pipelines, hosts, setup.device.type)
         casts = self.step.trains and _casts_weights(setup)
         num_shares = 1
         if setup.options.shard is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_smddp.pipeline.partition.mesh import PipelineMesh
+from lightning_smddp.pipeline.mesh import PipelineMesh
 from lightning_smddp.pipeline.partition.rows import SplitBatch
 from lightning_smddp.pipeline.runtime.schedules import Schedule, check
 from lightning_smddp.strategies.options import FromDDP, GradientOptions, is_positive, require_bools
@@ -28,8 +28,8 @@ class PartitionOptions:
 
     Args:
         stages_per_rank: ``"auto"`` is 1, and 2 for the schedules that have several.
-        placement: ``"cluster"`` (``"DP"``) puts a pipeline on neighbouring ranks, ``"spread"`` (``"PD"``) puts the
-            replicas of a stage there.
+        placement: ``"cluster"`` puts a pipeline on neighbouring ranks, ``"spread"`` puts the replicas of a stage
+            there.
         memory_limit_gb: GiB of a rank for parameters, gradients, optimizer state and activations, when cutting.
         check: compare the pipeline's loss and gradients on one micro-batch with the whole step's before training.
         fallback: for a training step that cannot be pipelined: ``"replicate"`` runs it as a whole on every rank,

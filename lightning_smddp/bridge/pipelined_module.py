@@ -43,8 +43,8 @@ from lightning_smddp.bridge.whole_again import (
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.gradients.across_stages import give_back_clipping, take_over_clipping
+from lightning_smddp.pipeline.mesh import Groups
 from lightning_smddp.pipeline.partition.hardware import fits_on_devices
-from lightning_smddp.pipeline.partition.mesh import Groups
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import StepFailedError, own_error
 from lightning_smddp.pipeline.partition.same_batch import BatchAgreement

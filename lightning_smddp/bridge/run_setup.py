@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_smddp.bridge.pipeline_options import PipelineOptions
-from lightning_smddp.pipeline.partition.mesh import Groups
+from lightning_smddp.pipeline.mesh import Groups
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_smddp.pipeline.partition.mesh import Groups
+from lightning_smddp.pipeline.mesh import Groups
 from lightning_smddp.resume.random_states import from_plain, to_plain
 from lightning_smddp.resume.recorded_loader import Course
 from lightning_smddp.wording import counted

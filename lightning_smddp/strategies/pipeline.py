@@ -32,7 +32,7 @@ from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.patches import set_within
-from lightning_smddp.pipeline.partition.mesh import Groups
+from lightning_smddp.pipeline.mesh import Groups
 from lightning_smddp.pipeline.partition.verify import Finding
 from lightning_smddp.pipeline.runtime.draws import join_draws
 from lightning_smddp.pipeline.runtime.schedules import parse

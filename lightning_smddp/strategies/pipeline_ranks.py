@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_smddp._compat.torch_steps import default_group
-from lightning_smddp.pipeline.partition.mesh import Groups
+from lightning_smddp.pipeline.mesh import Groups
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.process_group import mean_by_sum
 

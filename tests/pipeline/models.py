@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.partition.mesh import Ownership
+from lightning_smddp.pipeline.mesh import Ownership
 
 WORDS, WIDTH = 11, 6
 T = TypeVar("T")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_smddp.pipeline.partition.mesh import Ownership
+from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.state.full_state import AbsentParameterError, may_be_absent, release, set_contents
 
 

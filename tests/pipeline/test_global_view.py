@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_smddp.pipeline.partition.mesh import Ownership
+from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.state.full_state import gather_full, release
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.pipeline.view.tensor import GlobalViewError

@@ -17,7 +17,7 @@ from lightning_smddp.pipeline.gradients.across_stages import (
     create_tied_groups,
     share_overflow,
 )
-from lightning_smddp.pipeline.partition.mesh import Ownership, held_parameters
+from lightning_smddp.pipeline.mesh import Ownership, held_parameters
 from lightning_smddp.pipeline.state.full_state import release
 from lightning_smddp.pipeline.state.optimizer_state import OptimizerPartition
 from tests.communication.errors import message_of

@@ -20,8 +20,8 @@ from lightning_smddp.pipeline.gradients.across_stages import (
     create_tied_groups,
     share_overflow,
 )
+from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.partition.loss_weights import Weighting
-from lightning_smddp.pipeline.partition.mesh import Ownership
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.wire.broadcast import HeaderCache, broadcast_structure
 from tests.ranks import run_ranks

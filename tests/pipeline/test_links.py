@@ -1,42 +1,27 @@
-"""What messages between stages cost, and that all ranks plan by the same numbers."""
+"""What messages between stages cost."""
 
 from __future__ import annotations
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from lightning_smddp.pipeline.partition import hardware
-from lightning_smddp.pipeline.partition.hardware import LOOPBACK, find_links
-from lightning_smddp.pipeline.partition.mesh import Groups, PipelineMesh
+from lightning_smddp.pipeline.mesh import PipelineMesh
+from lightning_smddp.pipeline.partition.hardware import LOOPBACK, NETWORK, NVLINK, WITHIN_RANK, links_between
 from lightning_smddp.planner.partition import best_partition
 from lightning_smddp.planner.problem import Link, NodeCost, PartitionProblem
-from tests.ranks import run_ranks
-
-CPU = torch.device("cpu")
 
 
-def found_links(rank_of_stage: list[int], hosts: list[str]) -> list[Link]:
-    """On ranks that say they are on ``hosts``."""
-    assert dist.group.WORLD is not None
-    groups = Groups.create(PipelineMesh.of(dist.get_world_size(), max(rank_of_stage) + 1))
-    hardware.node_identity = lambda: hosts[dist.get_rank()]
-    return list(find_links(groups.pipeline, rank_of_stage, CPU, dist.group.WORLD))
-
-
-def test_links_are_measured_between_hosts_and_the_same_on_all_ranks() -> None:
-    everyones = run_ranks(found_links, 4, [0, 1, 1, 0], ["a", "a", "a", "b"])
-    assert all(each == everyones[0] for each in everyones)
-    slow, none, back = everyones[0]
-    assert slow == back  # of the second pipeline, which spans hosts
-    assert none == Link(0.0, float("inf"), 0.0)
-    assert slow.latency_s > 0
-    assert 0 < slow.bytes_per_s < 1e12
-    assert 0 < slow.unhidden <= 1
-
-
-def test_one_host_without_devices_is_known() -> None:
-    assert run_ranks(found_links, 2, [0, 1], ["a", "a"]) == [[LOOPBACK], [LOOPBACK]]
+@pytest.mark.parametrize(
+    ("hosts", "device_type", "expected"),
+    [
+        ("aaaa", "cuda", (NVLINK, WITHIN_RANK, NVLINK)),
+        ("aaab", "cuda", (NETWORK, WITHIN_RANK, NETWORK)),  # of the second pipeline, which spans hosts
+        ("aabb", "cuda", (NVLINK, WITHIN_RANK, NVLINK)),
+        ("aaab", "cpu", (LOOPBACK, WITHIN_RANK, LOOPBACK)),  # cores copy, wherever to
+    ],
+)
+def test_links_are_those_of_the_slowest_pipeline(hosts: str, device_type: str, expected: tuple[Link, ...]) -> None:
+    pipelines = PipelineMesh.of(4, 2).pipelines
+    assert links_between([0, 1, 1, 0], pipelines, hosts, device_type) == expected
 
 
 @pytest.mark.parametrize(("link", "cut"), [(LOOPBACK, 4), (Link(1.5e-5, 1.5e11, unhidden=0.0), 3)])

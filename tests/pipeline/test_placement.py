@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from lightning_smddp.pipeline.partition.mesh import Groups, PipelineMesh
+from lightning_smddp.pipeline.mesh import Groups, PipelineMesh
 from tests.ranks import run_ranks
 
 
@@ -15,13 +15,6 @@ def test_cluster_puts_a_pipeline_on_neighbouring_ranks() -> None:
 def test_spread_puts_the_replicas_of_a_stage_on_neighbouring_ranks() -> None:
     assert PipelineMesh.of(8, 4, "spread").pipelines == ((0, 2, 4, 6), (1, 3, 5, 7))
     assert PipelineMesh.of(8, 4, "spread").data_parallel_ranks == ((0, 1), (2, 3), (4, 5), (6, 7))
-
-
-@pytest.mark.parametrize(
-    ("letters", "name"), [("DP", "cluster"), ("DPT", "cluster"), ("PD", "spread"), ("TPD", "spread")]
-)
-def test_letters_mean_what_they_mean_in_sagemaker(letters: str, name: str) -> None:
-    assert PipelineMesh.of(8, 2, letters) == PipelineMesh.of(8, 2, name)
 
 
 def test_find_is_the_inverse() -> None:

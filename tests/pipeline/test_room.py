@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.partition import hardware
 from lightning_smddp.pipeline.partition.hardware import available_host_bytes, fits_on_devices, fits_on_hosts
-from lightning_smddp.pipeline.partition.mesh import Ownership
 from lightning_smddp.pipeline.state.full_state import gather_full, release
 from tests.ranks import run_ranks
 

@@ -23,7 +23,7 @@ from lightning_smddp import (
     from_sagemaker,
 )
 from lightning_smddp.launchers.detection import detect
-from lightning_smddp.pipeline.partition.mesh import PipelineMesh
+from lightning_smddp.pipeline.mesh import PipelineMesh
 from lightning_smddp.sagemaker import translate
 from lightning_smddp.sagemaker.distribution import distribution_of
 from lightning_smddp.sagemaker.model_parallel import KEYS_OF_V1, KEYS_OF_V2, V1, V2

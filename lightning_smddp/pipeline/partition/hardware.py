@@ -16,21 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_smddp.communication.round_trips import round_trips
 from lightning_smddp.communication.topology import node_identity
-from lightning_smddp.pipeline.partition.mesh import named_tensors
+from lightning_smddp.pipeline.mesh import named_tensors
 from lightning_smddp.planner.problem import Link
 from lightning_smddp.wire.gather import all_agree, gather_json
 
 _MARGIN = 1.05  # times the module's bytes, for what a host needs besides
 _GROUPS = Path("/sys/fs/cgroup")
 
-# Ranks of one host without devices: the cores that compute also copy, and a measurement would tell how busy they are.
+# What messages cost is taken for known, by kind: a measurement tells how busy hosts are. The cores of hosts
+# without devices copy, and cannot compute meanwhile.
 LOOPBACK = Link(latency_s=1e-4, bytes_per_s=2e9)
-_FREE = Link(latency_s=0.0, bytes_per_s=math.inf, unhidden=0.0)
-_ROUNDS = 5  # of messages of each size, of which the fastest counts
-_DEVICE_BYTES = 8 * 2**20  # fast links need large messages
-_HOST_BYTES = 2**18  # 2 ms at 1 Gbit/s
+NVLINK = Link(latency_s=1e-5, bytes_per_s=100e9, unhidden=0.0)
+NETWORK = Link(latency_s=1e-4, bytes_per_s=3e9, unhidden=0.0)
+WITHIN_RANK = Link(latency_s=0.0, bytes_per_s=math.inf, unhidden=0.0)
 
 
 def available_host_bytes() -> float:
@@ -109,84 +108,28 @@ def explained_shortage(is_whole: bool) -> Iterator[None]:
         ) from error
 
 
-def find_links(
-    group: dist.ProcessGroup,
+def links_between(
     rank_of_stage: Sequence[int],
-    device: torch.device,
-    world: dist.ProcessGroup,
+    pipelines: Sequence[Sequence[int]],
+    hosts: Sequence[str],
+    device_type: str,
 ) -> tuple[Link, ...]:
-    """The link between each stage and the next; of several pipelines the slowest. Collective over ``world``.
-
-    Takes some milliseconds, however many ranks there are; nothing on one host without devices but a small message.
+    """The link between each stage and the next; of several pipelines the slowest.
 
     Args:
-        group: the ranks of this pipeline.
-        rank_of_stage: rank in ``group`` of each stage.
-        device: where the messages are.
-        world: all ranks, the same stages in each pipeline.
+        rank_of_stage: rank in the pipeline of each stage.
+        pipelines: for each of them its ranks.
+        hosts: identity of each rank's.
+        device_type: where the messages are.
     """
-    boundaries = list(pairwise(rank_of_stage))
-    if not boundaries:
-        return ()
-    # Only pairs of neighbours are measured, each pair by itself. The order is the same on all ranks, so that no two
-    # wait for each other in a circle.
-    hosts = gather_json(node_identity(), group, device)
-    found: dict[tuple[int, int], Link | None] = {}
-    for pair in _in_order(boundaries):
-        found[pair] = _link(pair, hosts, group, device)
-    # Each boundary was measured by both its ends, in every pipeline. One MAX over all ranks: the largest latency, and
-    # of the rates, which are negated, the smallest.
-    numbers = []
-    for pair in boundaries:
-        link = found.get(_sorted(pair)) or _FREE  # between stages of one rank, or of other ranks
-        numbers.append([link.latency_s, -link.bytes_per_s, link.unhidden])
-    slowest = torch.tensor(numbers, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=world)
     links = []
-    for latency, rate, unhidden in slowest.tolist():
-        links.append(Link(latency, -rate, unhidden))
+    for sender, receiver in pairwise(rank_of_stage):
+        if sender == receiver:
+            links.append(WITHIN_RANK)
+        elif device_type == "cpu":
+            links.append(LOOPBACK)
+        elif all(hosts[ranks[sender]] == hosts[ranks[receiver]] for ranks in pipelines):
+            links.append(NVLINK)
+        else:
+            links.append(NETWORK)
     return tuple(links)
-
-
-def _sorted(pair: tuple[int, int]) -> tuple[int, int]:
-    return min(pair), max(pair)
-
-
-def _in_order(boundaries: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Pairs of ranks, those next to each other in two halves that are busy at the same time."""
-    # With 4 ranks in a row: 0-1 and 2-3 together, as they have no rank in common, then 1-2.
-    pairs = {_sorted(pair) for pair in boundaries if pair[0] != pair[1]}
-    return sorted(pairs, key=lambda pair: (pair[0] % 2, pair))
-
-
-def _link(
-    pair: tuple[int, int],
-    hosts: Sequence[str],
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> Link | None:
-    """What the two ranks of ``pair`` know of their link, None on others."""
-    rank = group.rank()
-    if rank not in pair:
-        return None
-    on_cpus = device.type == "cpu"
-    is_one_host = hosts[pair[0]] == hosts[pair[1]]
-    if on_cpus and is_one_host:
-        return LOOPBACK
-    other = sum(pair) - rank
-    size = _DEVICE_BYTES
-    if on_cpus:
-        size = _HOST_BYTES
-    # Messages there and back: half of a small one's time is the latency, and what a large one takes longer is the time
-    # of its bytes, twice. A difference that is lost in noise is taken for a tenth of the time at least.
-    small = torch.zeros(1, device=device)
-    large = torch.zeros(size // 4, device=device)  # of 4 bytes each
-    small_s = round_trips(group, small, other, _ROUNDS)[0]
-    large_s = round_trips(group, large, other, _ROUNDS)[0]
-    rate = 2 * size / max(large_s - small_s, 0.1 * large_s)
-    latency = small_s / 2
-    unhidden = 0.0
-    if on_cpus:  # between hosts the cores copy as inside one, the network does the rest
-        seconds = latency + size / rate
-        unhidden = min(1.0, LOOPBACK.seconds(size) / seconds)
-    return Link(latency, rate, unhidden)

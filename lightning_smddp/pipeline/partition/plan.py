@@ -23,6 +23,7 @@ from lightning_smddp.pipeline.capture.graph import (
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
 from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.capture.tracer import Fetch, Step, trace
+from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.partition.cuts import (
     Resources,
     StageCuts,
@@ -33,7 +34,6 @@ from lightning_smddp.pipeline.partition.cuts import (
     partition,
 )
 from lightning_smddp.pipeline.partition.hardware import explained_shortage
-from lightning_smddp.pipeline.partition.mesh import Ownership
 from lightning_smddp.pipeline.partition.reference import LossIn, Reference, fastest, run_plain, run_reference
 from lightning_smddp.pipeline.runtime.departures import StepFailedError, Together
 from lightning_smddp.pipeline.runtime.draws import without_own_dropout

@@ -18,9 +18,9 @@ from lightning_smddp.communication.device_watch import mark
 from lightning_smddp.communication.groups import connect_pairs
 from lightning_smddp.pipeline.capture.foreign_writes import NewWrites
 from lightning_smddp.pipeline.capture.graph import StepGraph
+from lightning_smddp.pipeline.mesh import Groups
 from lightning_smddp.pipeline.partition.cuts import StageCuts
 from lightning_smddp.pipeline.partition.magnitudes import KeptNumbers
-from lightning_smddp.pipeline.partition.mesh import Groups
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.departures import require_no_departure
 from lightning_smddp.pipeline.runtime.remote import Boundary

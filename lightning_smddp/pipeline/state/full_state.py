@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_smddp._compat.torch import forget_hooks, swap_contents, without_torch_function
 from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, sets_flag
 from lightning_smddp.pipeline.capture.user_code import user_location
-from lightning_smddp.pipeline.partition.mesh import Ownership, named_tensors
+from lightning_smddp.pipeline.mesh import Ownership, named_tensors
 from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wire.pytree import leaves
 from lightning_smddp.wire.stream import CPU, Spec, broadcast_tensors, gather_tensors, gathered_shares

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_smddp.pipeline.capture.graph import SplitError
-from lightning_smddp.pipeline.partition.mesh import Ownership
+from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict
 from lightning_smddp.sharding.optimizer_trial import why_not_one_by_one

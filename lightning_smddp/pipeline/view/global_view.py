@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import swap_contents, without_torch_function
 from lightning_smddp.pipeline.capture.user_code import user_location
-from lightning_smddp.pipeline.partition.mesh import Ownership
+from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.view.agreement import Agreement, Ask, SharedRandomState
 from lightning_smddp.pipeline.view.leaves import Leaf, Leaves, ViewGradients
 from lightning_smddp.pipeline.view.operations import (

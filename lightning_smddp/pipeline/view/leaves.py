@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.partition.mesh import Ownership
+from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.view.agreement import Agreement, Ask
 from lightning_smddp.pipeline.view.tensor import GlobalTensor, Memory, View
 from lightning_smddp.wire.gather import gather_json
