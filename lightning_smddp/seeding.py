@@ -1,0 +1,232 @@
+"""Random numbers of a step: they follow from the run's seed, the step, the micro-batch, and the modules that draw.
+
+Before a micro-batch all generators are seeded. A module that draws does so behind a seed of its own, and what comes
+behind it goes on from another one; both follow from the seed before, so that they depend on which modules have drawn,
+in which order, and on nothing else: who runs a part of the modules alone goes on with the same numbers all the same. A
+module that draws nothing changes nothing, unless its caller has drawn since the last seed: then what follows it begins
+anew, too.
+
+torch's own ``initial_seed`` carries the seed on. It says nothing of how much was drawn since, and a checkpoint's second
+run restores it with the rest of the state, so its modules draw what they drew in the first.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from lightning_smddp._compat.torch import compiled_call, without_torch_functions
+
+Forward: TypeAlias = Callable[..., Any]
+
+_BITS = 0x7FFFFFFFFFFFFFFF  # of a seed: what torch takes
+_NUMPY_SEEDS = 2**32  # as many as numpy's generators of the older kind take
+
+
+def mix(*numbers: int) -> int:
+    """A seed that follows from ``numbers``, the same in every process."""
+    return hash(numbers) & _BITS
+
+
+def step_seed(run_seed: int, hook: str, epoch: int, *indices: int) -> int:
+    """The seed of one batch: of its step method's name, the epoch, the batch's (and dataloader's, replica's) index."""
+    return mix(run_seed, zlib.crc32(hook.encode()), epoch, *indices)
+
+
+def run_seed() -> int:
+    """The seed that the user gave to Lightning; else torch's, as this process has it."""
+    given = os.environ.get("PL_GLOBAL_SEED")
+    return int(given) if given else torch.initial_seed()
+
+
+class Generators:
+    """All sources of random numbers that a step may use: torch's, Python's, numpy's, and the modules' own.
+
+    Args:
+        root: generators in attributes of its modules are the modules' own.
+        device: whose default generator of torch is used beside the CPU's.
+        python: whether anything but torch's default generators is.
+    """
+
+    def __init__(self, root: nn.Module, device: torch.device, python: bool = True) -> None:
+        self.torch = [torch.default_generator]
+        if device.type == "cuda":
+            torch.cuda.init()
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self.torch.append(torch.cuda.default_generators[index])
+        self.python = python
+        self._places = []  # (attributes of a module, name): another generator may be there later
+        for module in root.modules():
+            for name, value in vars(module).items():
+                if _is_generator(value):
+                    self._places.append((vars(module), name))
+
+    def held(self) -> list[Any]:
+        """The modules' own."""
+        found = [attributes.get(name) for attributes, name in self._places]
+        return [generator for generator in found if _is_generator(generator)]
+
+    def seed(self, number: int) -> None:
+        """Start all of them anew."""
+        for generator in self.torch:
+            generator.manual_seed(number)
+        for position, held in enumerate(self.held() if self._places else (), start=1):
+            _seed(held, mix(number, position))
+        if self.python:
+            random.seed(number)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(number % _NUMPY_SEEDS)
+
+    def states(self) -> list[Any]:
+        """What each of them goes on from."""
+        found: list[Any] = [generator.get_state() for generator in self.torch]
+        found += [_state_of(held) for held in self.held()]
+        if self.python:
+            found.append(random.getstate())
+            if "numpy" in sys.modules:
+                found.append(sys.modules["numpy"].random.get_state(legacy=False))
+        return found
+
+    def restore(self, states: list[Any]) -> None:
+        """Go on from there."""
+        remaining = iter(states)
+        for generator in self.torch:
+            generator.set_state(next(remaining))
+        for held in self.held():
+            _set_state(held, next(remaining))
+        if self.python:
+            random.setstate(next(remaining))
+            for state in remaining:
+                sys.modules["numpy"].random.set_state(state)
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """What is drawn inside counts for nothing outside."""
+        with without_torch_functions():
+            before = self.states()
+        try:
+            yield
+        finally:
+            with without_torch_functions():
+                self.restore(before)
+
+
+def seeded(generators: Generators, call: Callable[[], Any]) -> Any:
+    """Run ``call``, of a module that is known to draw, or behind draws of its caller."""
+    number = torch.default_generator.initial_seed()
+    generators.seed(mix(number, 1))
+    result = call()
+    generators.seed(mix(number, 2))
+    return result
+
+
+@contextmanager
+def seeded_modules(root: nn.Module, generators: Generators) -> Iterator[None]:
+    """Within it modules of ``root`` draw as above; who draws is seen by looking before and behind each call."""
+
+    def wrap(name: str, forward: Forward) -> Forward:
+        def drawing(*args: Any, **kwargs: Any) -> Any:
+            number = torch.default_generator.initial_seed()
+            with without_torch_functions():
+                before = generators.states()
+                generators.seed(number)
+                has_drawn = not _same(before[: len(generators.torch)], generators.states())
+                generators.seed(mix(number, 1))
+                fresh = generators.states()
+            result = forward(*args, **kwargs)
+            with without_torch_functions():
+                if has_drawn or not _same(fresh, generators.states()):
+                    generators.seed(mix(number, 2))
+                else:
+                    generators.restore(before)
+            return result
+
+        return drawing
+
+    with wrapped_forwards(root, wrap, drawing_candidates(root)):
+        yield
+
+
+def drawing_candidates(root: nn.Module) -> list[str]:
+    """The modules whose calls may be seeded: all but ``root``, and but those within compiled ones."""
+    names: list[str] = []
+    sealed: tuple[str, ...] = ()
+    for name, module in root.named_modules():
+        if not name or name.startswith(sealed or ("\0",)):
+            continue
+        names.append(name)
+        if compiled_call(module) is not None or hasattr(module, "_orig_mod"):
+            sealed = (*sealed, f"{name}.")
+    return names
+
+
+@contextmanager
+def wrapped_forwards(root: nn.Module, wrap: Callable[[str, Forward], Forward], names: list[str]) -> Iterator[None]:
+    """In this context ``forward`` of the modules ``names`` of ``root`` is ``wrap(name, forward)``."""
+    wrapped = []
+    try:
+        for name in names:
+            attributes = vars(root.get_submodule(name))
+            own = attributes.get("forward")
+            attributes["forward"] = wrap(name, root.get_submodule(name).forward)
+            wrapped.append((attributes, own))
+        yield
+    finally:
+        for attributes, own in reversed(wrapped):
+            if own is None:
+                del attributes["forward"]
+            else:
+                attributes["forward"] = own
+
+
+def _same(states: list[Any], others: list[Any]) -> bool:
+    """Whether all are equal; a shorter list counts as far as it goes."""
+    return all(_equal(one, other) for one, other in zip(states, others, strict=False))
+
+
+def _equal(state: Any, other: Any) -> bool:
+    if isinstance(state, torch.Tensor):
+        return torch.equal(state, other)
+    if isinstance(state, dict):
+        return repr(state) == repr(other)
+    return bool(state == other)
+
+
+def _is_generator(value: Any) -> bool:
+    # torch's isinstance for generators is Python code, and this is asked for each attribute: so the class is asked.
+    kind = type(value)
+    if issubclass(kind, (torch.Generator, random.Random)):
+        return True
+    return kind.__module__.startswith("numpy.random") and hasattr(value, "bit_generator")
+
+
+def _seed(generator: Any, number: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(number)
+    elif isinstance(generator, random.Random):
+        generator.seed(number)
+    else:  # numpy's take a seed only where they are made
+        generator.bit_generator.state = type(generator.bit_generator)(number).state
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.bit_generator.state = state
