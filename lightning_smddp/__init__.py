@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_smddp.communication.report import CommunicationReport
     from lightning_smddp.sagemaker import from_sagemaker
     from lightning_smddp.strategies.lightning import (
+        AccumulationStrategy,
         CommunicationMonitor,
         MPIRunEnvironment,
         PipelineStrategy,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AccumulationStrategy",
     "CheckpointError",
     "CommunicationMonitor",
     "CommunicationOptions",
@@ -61,6 +63,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AccumulationStrategy": "strategies.{namespace}",
     "CheckpointError": "checkpoint.errors",
     "CommunicationMonitor": "strategies.{namespace}",
     "CommunicationOptions": "strategies.options",

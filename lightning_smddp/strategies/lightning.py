@@ -7,9 +7,10 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment as LightningEnvironment
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 
 from lightning_smddp._compat.trainer import launchers_of
+from lightning_smddp.strategies.accumulation import AccumulateMicroBatches
 from lightning_smddp.strategies.callbacks import MonitorCommunication, RecordTimeline
 from lightning_smddp.strategies.checkpoint_io import SafeFiles
 from lightning_smddp.strategies.ddp import DataParallel
@@ -44,6 +45,10 @@ class SMDDPStrategy(DataParallel, DDPStrategy):  # noqa: D101
 class PipelineStrategy(PipelineParallel, DDPStrategy):  # noqa: D101
     __doc__ = PipelineParallel.__doc__
     _script_launcher, _spawn_launcher, _safe_files = _ScriptLauncher, _SpawnLauncher, SafeCheckpointIO
+
+
+class AccumulationStrategy(AccumulateMicroBatches, SingleDeviceStrategy):  # noqa: D101
+    __doc__ = AccumulateMicroBatches.__doc__
 
 
 class SMDDPFSDPStrategy(FullyShardedParallel, DDPStrategy):  # noqa: D101

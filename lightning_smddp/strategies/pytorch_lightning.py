@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from lightning_fabric.plugins import CheckpointIO
 from pytorch_lightning.callbacks import Callback
-from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy
+from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 
 from lightning_smddp._compat.trainer import launchers_of
+from lightning_smddp.strategies.accumulation import AccumulateMicroBatches
 from lightning_smddp.strategies.callbacks import MonitorCommunication, RecordTimeline
 from lightning_smddp.strategies.checkpoint_io import SafeFiles
 from lightning_smddp.strategies.ddp import DataParallel
@@ -38,6 +39,10 @@ class SMDDPStrategy(DataParallel, DDPStrategy):  # noqa: D101
 class PipelineStrategy(PipelineParallel, DDPStrategy):  # noqa: D101
     __doc__ = PipelineParallel.__doc__
     _script_launcher, _spawn_launcher, _safe_files = _ScriptLauncher, _SpawnLauncher, SafeCheckpointIO
+
+
+class AccumulationStrategy(AccumulateMicroBatches, SingleDeviceStrategy):  # noqa: D101
+    __doc__ = AccumulateMicroBatches.__doc__
 
 
 class SMDDPFSDPStrategy(FullyShardedParallel, DDPStrategy):  # noqa: D101

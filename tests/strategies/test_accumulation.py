@@ -1,0 +1,315 @@
+"""Micro-batches in one process, against loops written by hand, whole batches, and Lightning's own accumulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_smddp import AccumulationStrategy
+from tests.strategies.learners import CLASSES, INPUTS, QUIET, samples
+
+ROWS, COUNT = 8, 20  # the last batch has 4 rows
+
+Step = Callable[["Model", Any], Any]
+
+
+class Model(LightningModule):
+    """``step`` is its training step."""
+
+    def __init__(self, step: Step, batches: Any = None) -> None:
+        super().__init__()
+        self.step, self.batches, self.seen = step, batches, []
+        self.accuracy, self.mean = MulticlassAccuracy(CLASSES, average="micro"), MeanMetric()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.net = nn.Sequential(nn.Linear(INPUTS, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.step(self, batch)
+
+    def predict_step(self, batch: Any) -> Any:
+        return self.step(self, batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(outputs)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def train_dataloader(self) -> Any:
+        if isinstance(self.batches, list):  # which Lightning takes for a list of loaders
+            return DataLoader(self.batches, batch_size=None)
+        return self.batches or DataLoader(samples(COUNT), batch_size=ROWS)
+
+
+def loss_of(model: Model, batch: Any) -> Tensor:
+    return F.cross_entropy(model.net(batch[0]), batch[1])
+
+
+def train(step: Step, parts: int = 0, batches: Any = None, options: Any = (), **settings: Any) -> tuple[Model, Trainer]:
+    """Under the strategy, or without ``parts`` under Lightning's own."""
+    model = Model(step, batches)
+    strategy = AccumulationStrategy(parts, **dict(options)) if parts else "auto"
+    trainer = Trainer(strategy=strategy, **{"max_epochs": 2, **QUIET, **settings})
+    trainer.fit(model)
+    return model, trainer
+
+
+def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
+    torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+def cut_by_hand(batch: list[Tensor], parts: int) -> list[list[Tensor]]:
+    return [list(part) for part in zip(*(tensor.tensor_split(parts) for tensor in batch), strict=True)]
+
+
+@pytest.mark.parametrize("parts", [1, 3, 4, 100])
+def test_a_mean_over_rows_is_the_whole_batchs(parts: int) -> None:
+    def step(model: Model, batch: Any) -> Tensor:
+        loss = loss_of(model, batch)
+        model.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    model, trainer = train(step, parts)
+    whole, expected = train(step)
+    assert_same_weights(model, whole)
+    torch.testing.assert_close(model.seen, whole.seen)
+    assert trainer.global_step == expected.global_step == 6
+    torch.testing.assert_close(trainer.callback_metrics, expected.callback_metrics)
+
+
+def test_gradients_are_those_of_lightnings_accumulation() -> None:
+    """Four batches of two rows of Lightning's are one of ours in four parts; hooks of parameters come for each part."""
+    found: dict[str, list[Tensor]] = {}
+
+    def hooked(name: str) -> Step:
+        found[name] = []
+
+        def step(model: Model, batch: Any) -> Tensor:
+            if not found[name]:
+                model.net[0].bias.register_hook(lambda gradient: found[name].append(gradient.clone()))
+                found[name].append(torch.zeros(8))
+            # Not a mean over rows of the whole batch: of two rows at a time.
+            return loss_of(model, batch) * model.net(batch[0]).std()
+
+        return step
+
+    model, trainer = train(hooked("parts"), 4, DataLoader(samples(16), batch_size=8))
+    loader = DataLoader(samples(16), batch_size=2)
+    other, expected = train(hooked("batches"), 0, loader, accumulate_grad_batches=4)
+    assert_same_weights(model, other)
+    assert trainer.global_step == expected.global_step == 4
+    assert len(found["parts"]) == len(found["batches"]) == 17
+    torch.testing.assert_close(found["parts"], found["batches"])
+
+
+def masked_loss(model: Model, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model.net(batch["x"]).flatten(0, 1), batch["labels"].flatten())
+
+
+def shifted_loss(model: Model, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model.net(batch["x"])[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def summed_loss(model: Model, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model.net(batch["x"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+def by_mask(model: Model, batch: dict[str, Tensor]) -> Tensor:
+    return (model.net(batch["x"]).square().mean(2) * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def language_batches() -> list[dict[str, Tensor]]:
+    """Rows of unequal lengths; a part of the second batch has no labels that count."""
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for _ in range(2):
+        x = torch.randn(6, 5, INPUTS, generator=generator)
+        labels = torch.randint(CLASSES, (6, 5), generator=generator)
+        lengths = torch.randint(2, 6, (6, 1), generator=generator)
+        mask = torch.arange(5) < lengths
+        batches.append({"x": x, "labels": labels.where(mask, -100), "mask": mask.float()})
+    batches[1]["labels"][:2] = -100
+    return batches
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight"),
+    [
+        (masked_loss, "labels"),
+        (shifted_loss, "shifted_labels"),
+        (summed_loss, "sum"),
+        (by_mask, "mask"),
+        (masked_loss, lambda part: part["labels"].ne(-100).sum()),
+    ],
+    ids=["labels", "shifted_labels", "sum", "entry", "function"],
+)
+def test_weights_make_the_whole_batchs_loss_and_logged_means(loss: Step, weight: Any) -> None:
+    def step(model: Model, batch: Any) -> dict[str, Any]:
+        value = loss(model, batch)
+        model.log("loss", value)
+        return {"loss": value}
+
+    model, trainer = train(step, 3, language_batches(), {"loss_weight": weight})
+    whole, expected = train(step, 0, language_batches())
+    assert_same_weights(model, whole)
+    torch.testing.assert_close(model.seen, whole.seen)
+    torch.testing.assert_close(trainer.callback_metrics, expected.callback_metrics)
+
+
+def test_logs_and_metrics_are_those_of_a_loop() -> None:
+    def step(model: Model, batch: Any) -> Tensor:
+        logits = model.net(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        model.log("mean", loss.item())
+        model.log("uniform", loss, batch_size=1)
+        model.log("sum", loss, reduce_fx="sum")
+        model.log("max", loss, reduce_fx=torch.max)
+        model.log("min", loss, reduce_fx="min")
+        if len(batch[0]) == 2:
+            model.log("sometimes", loss)
+        model.log("twice", 1.0, on_step=False, on_epoch=True)
+        model.log("twice", 2.0, on_step=False, on_epoch=True)
+        model.accuracy(logits, batch[1])
+        model.log("accuracy", model.accuracy, on_step=True, on_epoch=True)
+        model.mean.update(loss, len(batch[0]))
+        model.log("mean_metric", model.mean, on_step=False, on_epoch=True)
+        return loss
+
+    batch = next(iter(DataLoader(samples(7), batch_size=7)))
+    model, trainer = train(step, 3, [batch], max_epochs=1)
+
+    fresh = Model(step)
+    parts = cut_by_hand(batch, 3)
+    logits = [fresh.net(part[0]) for part in parts]
+    losses = [F.cross_entropy(one, part[1]).item() for one, part in zip(logits, parts, strict=True)]
+    right = [float((one.argmax(1) == part[1]).float().mean()) for one, part in zip(logits, parts, strict=True)]
+    expected = {
+        "mean": (3 * losses[0] + 2 * losses[1] + 2 * losses[2]) / 7,
+        "uniform": sum(losses) / 3,
+        "sum": sum(losses),
+        "max": max(losses),
+        "min": min(losses),
+        "sometimes": (losses[1] + losses[2]) / 2,
+        "twice": 1.5,
+        "accuracy_step": (3 * right[0] + 2 * right[1] + 2 * right[2]) / 7,
+        "accuracy_epoch": (3 * right[0] + 2 * right[1] + 2 * right[2]) / 7,
+        "mean_metric": (3 * losses[0] + 2 * losses[1] + 2 * losses[2]) / 7,
+    }
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert found == pytest.approx({**expected, "accuracy": expected["accuracy_epoch"]})
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_what_returns_none_does_not_count() -> None:
+    def step(model: Model, batch: Any) -> Tensor | None:
+        loss = loss_of(model, batch)
+        model.log("loss", loss, on_step=False, on_epoch=True)
+        return None if bool(batch[0][0, 0] > 1.0) else loss
+
+    loader = DataLoader(samples(8), batch_size=8)
+    (batch,) = loader
+    batch[0][:, 0] = torch.tensor([0.0, 0, 2, 2, 0, 0, 0, 0])
+    skipped = [batch[0].clone().fill_(2.0), batch[1]]
+    model, trainer = train(step, 4, [skipped, batch], max_epochs=1)
+
+    def step_of_rest(model: Model, batch: Any) -> Tensor:
+        keep = batch[0][:, 0] < 1.0
+        return loss_of(model, [batch[0][keep], batch[1][keep]])
+
+    expected, _ = train(step_of_rest, 0, [batch], max_epochs=1)
+    assert model.seen[0] == {}
+    torch.testing.assert_close(model.seen[1:], expected.seen)
+    assert trainer.global_step == 2  # Lightning counts skipped batches, too
+
+
+def test_outputs_are_put_together() -> None:
+    def step(model: Model, batch: Any) -> dict[str, Any]:
+        logits = model.net(batch[0])
+        return {
+            "loss": F.cross_entropy(logits, batch[1]),
+            "logits": logits.detach(),
+            "names": [f"row {int(target)}" for target in batch[1]],
+            "count": torch.tensor(len(batch[0])),
+            "first": float(batch[0][0, 0]),
+            "kind": "train",
+            "weight": model.net[2].bias.detach().clone(),
+        }
+
+    (batch,) = DataLoader(samples(7), batch_size=7)
+    model, _ = train(step, 3, [batch], max_epochs=1)
+    (found,) = model.seen
+    fresh = Model(step)
+    assert found["names"] == [f"row {int(target)}" for target in batch[1]]
+    first = (3 * batch[0][0, 0] + 2 * batch[0][3, 0] + 2 * batch[0][5, 0]) / 7
+    assert (int(found["count"]), found["kind"], found["first"]) == (7, "train", pytest.approx(float(first)))
+    torch.testing.assert_close(found["logits"], fresh.net(batch[0]).detach())
+    torch.testing.assert_close(found["weight"], fresh.net[2].bias.detach())
+    predictions = Trainer(strategy=AccumulationStrategy(3), **QUIET).predict(
+        fresh, DataLoader([batch], batch_size=None)
+    )
+    assert predictions is not None
+    torch.testing.assert_close(predictions[0]["logits"], fresh.net(batch[0]).detach())
+
+
+def test_outputs_that_cannot_be_put_together_are_refused() -> None:
+    def step(model: Model, batch: Any) -> dict[str, Any]:
+        return {"loss": loss_of(model, batch), "gram": batch[0] @ batch[0].T}
+
+    with pytest.raises(ValueError, match=r"the output\['gram'\] has shapes \[\[3, 3\], \[2, 2\], \[2, 2\]\]"):
+        train(step, 3, DataLoader(samples(7), batch_size=7))
+
+
+def test_state_is_carried_from_one_micro_batch_to_the_next() -> None:
+    def step(model: Model, batch: Any) -> Tensor:
+        model.rows = getattr(model, "rows", 0) + len(batch[0])
+        return loss_of(model, batch)
+
+    model, _ = train(step, 3)
+    assert model.rows == 2 * COUNT
+
+
+def test_a_batch_is_cut_by_the_users_function() -> None:
+    """Time comes first here."""
+
+    def split(batch: Any, number: int) -> list[tuple[Any, int]]:
+        return [(part, part[1].shape[0]) for part in cut_columns(batch, number)]
+
+    def cut_columns(batch: Any, number: int) -> list[Any]:
+        return list(zip(batch[0].tensor_split(number, 1), batch[1].tensor_split(number), strict=True))
+
+    def step(model: Model, batch: Any) -> Tensor:
+        return F.cross_entropy(model.net(batch[0].mean(0)), batch[1])
+
+    inputs = torch.randn(5, 7, INPUTS, generator=torch.Generator().manual_seed(0))
+    batches = [(inputs, torch.arange(7) % CLASSES)]
+    model, _ = train(step, 3, batches, {"split_batch": split})
+    whole, _ = train(step, 0, batches)
+    assert_same_weights(model, whole)
+
+
+def test_losses_are_scaled_with_mixed_precision_and_lightnings_accumulation() -> None:
+    model, trainer = train(loss_of, 2, precision="bf16-mixed", accumulate_grad_batches=2)
+    whole, expected = train(loss_of, 0, precision="bf16-mixed", accumulate_grad_batches=2)
+    assert trainer.global_step == expected.global_step
+    torch.testing.assert_close(model.state_dict(), whole.state_dict(), rtol=1e-2, atol=1e-3)
+
+
+def test_what_cannot_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_microbatches=0 has to be a number from 1"):
+        AccumulationStrategy(0)
+    model = Model(loss_of)
+    model.automatic_optimization = False
+    with pytest.raises(ValueError, match="automatic optimization"):
+        Trainer(strategy=AccumulationStrategy(2), max_epochs=1, **QUIET).fit(model)
+    with pytest.raises(ValueError, match="no 'labels', and no integers with -100"):
+        train(loss_of, 2, None, {"loss_weight": "labels"})
