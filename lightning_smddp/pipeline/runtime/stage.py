@@ -29,6 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_smddp.communication.device_watch import mark
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.runtime.departures import has_no_meaning, without_meaning
+from lightning_smddp.pipeline.runtime.messages import layout_of
 from lightning_smddp.pipeline.runtime.remote import Boundary, ReplayError, TensorSpec
 from lightning_smddp.pipeline.runtime.replay import Observers, Replay
 from lightning_smddp.pipeline.runtime.spans import SpanRecorder, action
@@ -216,9 +217,10 @@ class Stage:
         """The receives of a forward's inputs."""
         # Sender and receiver work from the same boundaries, so the numbers, sizes and order of messages agree without a
         # word.
-        room = tuple(spec.empty(self.device) for spec in self._incoming[fwd_chunk_id])
-        self._microbatches[fwd_chunk_id].received = room
-        return self._ops(dist.irecv, room, self.stage_index - 1)
+        layout = layout_of(tuple(self._incoming[fwd_chunk_id]))
+        messages, tensors = layout.receive(self.device)
+        self._microbatches[fwd_chunk_id].received = tuple(tensors)
+        return self._ops(dist.irecv, messages, self.stage_index - 1)
 
     def set_local_fwd_input(self, prev_stage_outputs: tuple[Tensor, ...], mb_index: int) -> None:
         """In place of a receive, when the stage before is on this rank."""
@@ -262,9 +264,11 @@ class Stage:
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The sends of a forward's outputs."""
         state = self._microbatches[fwd_chunk_id]
-        outgoing = [tensor.contiguous() for tensor in state.outgoing]
+        messages: list[Tensor] = []
+        if state.outgoing:  # else the next stage is here, and has them
+            messages = layout_of(tuple(self._outgoing[fwd_chunk_id])).send(state.outgoing)
         state.outgoing = ()
-        return self._ops(dist.isend, outgoing, self.stage_index + 1)
+        return self._ops(dist.isend, messages, self.stage_index + 1)
 
     def release_fwd_send_outputs(self, fwd_chunk_id: int) -> None:
         """Nothing: the messages themselves hold what is sent. Called by torch from 2.15 on, when they have arrived."""
@@ -273,12 +277,13 @@ class Stage:
         """The receives of the outputs' gradients."""
         if not self.has_backward or self.is_last:
             return []
-        # Room for one gradient for each output that needs one; the next stage sends no others.
-        gradients: list[Tensor | None] = []
-        for spec in self._outgoing[bwd_chunk_id]:
-            gradients.append(spec.empty(self.device) if spec.requires_grad else None)
+        # One gradient for each output that needs one; the next stage sends no others.
+        specs = self._outgoing[bwd_chunk_id]
+        messages, tensors = layout_of(_with_gradient(specs)).receive(self.device)
+        received = iter(tensors)
+        gradients = [next(received) if spec.requires_grad else None for spec in specs]
         self._microbatches[bwd_chunk_id].output_gradients = gradients
-        return self._ops(dist.irecv, gradients, self.stage_index + 1)
+        return self._ops(dist.irecv, messages, self.stage_index + 1)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: list[Tensor | None], mb_index: int) -> None:
         """In place of a receive, when the next stage is on this rank."""
@@ -324,15 +329,16 @@ class Stage:
         """The sends of the inputs' gradients; zeros for one that did not matter to the loss."""
         if not self.has_backward or self.is_first:
             return []
-        gradients = self.get_local_bwd_output(bwd_chunk_id)
+        specs = self._incoming[bwd_chunk_id]
         sent: list[Tensor] = []
-        for spec, gradient in zip(self._incoming[bwd_chunk_id], gradients, strict=True):
+        for spec, gradient in zip(specs, self.get_local_bwd_output(bwd_chunk_id), strict=True):
             if not spec.requires_grad:
                 continue
             if gradient is None:
                 gradient = spec.empty(self.device).zero_()
-            sent.append(gradient.contiguous())
-        return self._ops(dist.isend, sent, self.stage_index - 1)
+            sent.append(gradient)
+        messages = layout_of(_with_gradient(specs)).send(sent)
+        return self._ops(dist.isend, messages, self.stage_index - 1)
 
     def get_local_bwd_output(self, mb_index: int) -> list[Tensor | None]:
         """The inputs' gradients, when the stage before is on this rank."""
@@ -387,14 +393,14 @@ class Stage:
                     f"stages exchange dense tensors on {self.device}"
                 )
 
-    def _ops(self, op: Any, tensors: Sequence[Tensor | None], peer_stage: int) -> list[dist.P2POp]:
-        """Sends or receives of ``tensors``, for torch's schedule to start."""
-        peer: int | None = None
-        if 0 <= peer_stage < self.num_stages:
-            peer = self.stage_index_to_group_rank[peer_stage]
-        # Both sides leave out a tensor without elements: not every backend takes an empty message.
-        sent = [tensor for tensor in tensors if tensor is not None and tensor.numel()]
-        return [dist.P2POp(op, tensor, group=self.group, group_peer=peer) for tensor in sent]
+    def _ops(self, op: Any, messages: Sequence[Tensor], peer_stage: int) -> list[dist.P2POp]:
+        """Sends or receives of ``messages``, for torch's schedule to start."""
+        peer = self.stage_index_to_group_rank.get(peer_stage)
+        return [dist.P2POp(op, message, group=self.group, group_peer=peer) for message in messages]
+
+
+def _with_gradient(boundary: Boundary) -> tuple[TensorSpec, ...]:
+    return tuple(spec for spec in boundary if spec.requires_grad)
 
 
 def _detached(leaf: Any) -> Any:
