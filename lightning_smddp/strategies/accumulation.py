@@ -9,10 +9,10 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from numbers import Number
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_smddp._compat.torch import forward_cache, set_forward_cache
+from lightning_smddp.seeding import Generators, mix, run_seed, seeded_modules, step_seed
 from lightning_smddp.wire.pytree import items, members_of, tensors, with_members
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import SingleDeviceStrategy as _Base
 else:
     _Base = object
+
+_Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
 _IGNORED = -100  # the label that does not count
 _LABELS = {"labels": 0, "shifted_labels": 1}  # loss_weight -> columns that no position predicts
@@ -52,10 +55,12 @@ class AccumulateMicroBatches(_Base):
     ``batch_size=`` where it is given. Metrics are updated by each micro-batch. What a step returns is put together:
     rows are concatenated, floating scalars averaged, integer tensors without dimensions added.
 
+    Random numbers follow from the run's seed, the step, the micro-batch and the modules that draw, see ``seeding.py``.
     A training step that returns None for one micro-batch makes it not count; for all, Lightning skips the batch.
 
     Args:
-        num_microbatches: of each batch; fewer where it has fewer rows. Bigger ones come first.
+        num_microbatches: of each batch, or a function that gives it for a number of rows; fewer where a batch has fewer
+            rows. Bigger ones come first.
         loss_weight: what a micro-batch weighs: its ``"rows"``; its ``"labels"`` that are not -100, or
             ``"shifted_labels"``, the same without the first column; ``"sum"``: losses are added; the name of an entry
             of the batch, such as a mask, whose sum counts; or a function of the micro-batch.
@@ -71,17 +76,18 @@ class AccumulateMicroBatches(_Base):
 
     def __init__(
         self,
-        num_microbatches: int,
+        num_microbatches: int | Callable[[int], int],
         loss_weight: str | Callable[[Any], float] = "rows",
         split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
         **kwargs: Any,
     ) -> None:
-        if num_microbatches < 1:
+        if isinstance(num_microbatches, int) and num_microbatches < 1:
             raise ValueError(f"num_microbatches={num_microbatches} has to be a number from 1.")
         super().__init__(**kwargs)
         self.num_microbatches = num_microbatches
         self.loss_weight = loss_weight
         self.split_batch = split_batch
+        self._run_seed = run_seed()
 
     @property
     def _module(self) -> LightningModule:
@@ -107,7 +113,7 @@ class AccumulateMicroBatches(_Base):
         if any(loss is None for loss in losses):
             return output  # which Lightning refuses
         anchor = torch.zeros((), requires_grad=True)  # without an input that needs a gradient there is no backward
-        loss = _AccumulatedLoss.apply(anchor, losses, self._shares(counting))  # type: ignore[no-untyped-call]
+        loss = _AccumulatedLoss.apply(anchor, losses, self._shares(counting), self._drawing)  # type: ignore[no-untyped-call]
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     @override
@@ -134,10 +140,21 @@ class AccumulateMicroBatches(_Base):
         sizes = [size for _, size in parts]
         weights = self._weights(batch, [part for part, _ in parts], sizes)
         runs = [_Run(size, weight) for size, weight in zip(sizes, weights, strict=True)]
-        for run, (part, _) in zip(runs, parts, strict=True):
-            with self._recording(run):
-                run.output = step(part, *rest)
+        indices = [index for index in rest if isinstance(index, int)]
+        seed = step_seed(self._run_seed, step.__name__, self._module.current_epoch, *indices)
+        with self._drawing() as generators:
+            for number, (run, (part, _)) in enumerate(zip(runs, parts, strict=True)):
+                generators.seed(mix(seed, number))
+                with self._recording(run):
+                    run.output = step(part, *rest)
         return runs
+
+    @contextmanager
+    def _drawing(self) -> Iterator[Generators]:
+        """Modules draw random numbers of their own, and what they draw counts for nothing outside."""
+        generators = Generators(self._module, self.root_device)
+        with generators.preserved(), seeded_modules(self._module, generators):
+            yield generators
 
     def _shares(self, runs: Sequence[_Run]) -> list[float]:
         """What each loss is multiplied by."""
@@ -151,11 +168,12 @@ class AccumulateMicroBatches(_Base):
     def _cut(self, batch: Any) -> list[tuple[Any, int]]:
         """Micro-batches with their numbers of rows."""
         rows = _rows(batch)
+        count = self.num_microbatches if isinstance(self.num_microbatches, int) else self.num_microbatches(rows)
         split = self.split_batch or getattr(self._module, "split_batch", None)
-        if split is not None and self.num_microbatches > 1:
-            parts = split(batch, self.num_microbatches)
+        if split is not None and count > 1:
+            parts = split(batch, count)
             return [part if _is_pair(part) else (part, _rows(part)) for part in parts]
-        ranges = torch.arange(rows).tensor_split(min(rows, self.num_microbatches))  # the first ones one longer
+        ranges = torch.arange(rows).tensor_split(min(rows, count))  # the first ones one longer
         return [(_take(batch, rows, slice(int(r[0]), int(r[-1]) + 1)), len(r)) for r in ranges]
 
     def _weights(self, batch: Any, parts: Sequence[Any], sizes: list[int]) -> list[float]:
@@ -234,20 +252,23 @@ class AccumulateMicroBatches(_Base):
 class _AccumulatedLoss(torch.autograd.Function):
     """The sum of losses by their shares; backward goes through one micro-batch after the other, as accumulation does.
 
-    So hooks of parameters run for each micro-batch, while Lightning's ``backward`` and its hooks come once.
+    So hooks of parameters run for each micro-batch, while Lightning's ``backward`` and its hooks come once. It runs
+    within ``drawing``, as what is checkpointed draws again.
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, losses: list[Tensor], shares: list[float]) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, losses: list[Tensor], shares: list[float], drawing: _Context) -> Tensor:
+        ctx.drawing = drawing
         # What counts nothing may be NaN, as a mean over no labels is.
         ctx.parts = [(loss, share) for loss, share in zip(losses, shares, strict=True) if share]
         return torch.stack([loss.detach() * share for loss, share in ctx.parts]).sum(0)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        for loss, share in ctx.parts:
-            loss.backward(gradient * share)
-        return None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        with ctx.drawing():
+            for loss, share in ctx.parts:
+                loss.backward(gradient * share)
+        return None, None, None, None
 
 
 def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
