@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -26,37 +25,6 @@ def default_group(group: dist.ProcessGroup) -> Iterator[None]:
         yield
     finally:
         dist.group.WORLD = before
-
-
-@contextmanager
-def behind_backwards(action: Callable[[], None]) -> Iterator[None]:
-    """In this context ``action`` is called behind each outermost backward pass that adds to ``.grad``.
-
-    However it was started: ``Tensor.backward`` looks up ``torch.autograd.backward`` when it is called. A backward pass
-    inside of another, as of reentrant checkpoints, is part of that one. Remove when torch has a hook for the end of a
-    backward pass.
-    """
-    # Passes that are under way. One count for all threads: a pass inside of another runs in a thread of autograd's
-    # where the outer one is on a device, and that one waits for it.
-    original = torch.autograd.backward
-    depth = 0
-
-    @functools.wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> None:
-        nonlocal depth
-        depth += 1
-        try:
-            original(*args, **kwargs)
-        finally:
-            depth -= 1
-        if depth == 0:
-            action()
-
-    setattr(torch.autograd, "backward", backward)  # noqa: B010  mypy knows it as a function
-    try:
-        yield
-    finally:
-        setattr(torch.autograd, "backward", original)  # noqa: B010
 
 
 @contextmanager

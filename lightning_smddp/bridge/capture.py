@@ -17,6 +17,7 @@ import numbers
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,25 +26,16 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torchmetrics import Metric
 
 from lightning_smddp._compat.torch import without_torch_functions
-from lightning_smddp.bridge.attribute_counts import (
-    UNKNOWN,
-    Moved,
-    PerRow,
-    doubtful_counts,
-    settle_counts,
-    unsettled_counts,
-)
 from lightning_smddp.bridge.combined_changes import combine_changes
 from lightning_smddp.bridge.combined_events import EventCombiner
-from lightning_smddp.bridge.left_behind import LeftBehind
-from lightning_smddp.bridge.left_notes import without_remote
-from lightning_smddp.bridge.logged_values import Rule, Values, is_loss, reduce_losses, reduction_name
+from lightning_smddp.bridge.logged_values import Rule, is_loss, reduce_losses, reduction_name
 from lightning_smddp.bridge.metrics import AnyMetric, MetricRecorder, PipelineMetrics, named_metrics, patched
-from lightning_smddp.bridge.step_attributes import AttributeWatch, AttrPath, detached
-from lightning_smddp.bridge.step_records import Logged, Marks, Record
-from lightning_smddp.bridge.step_results import Observed, StepResults
-from lightning_smddp.pipeline.partition.microbatches import UncombinableError, combine
-from lightning_smddp.wire.pytree import Path, copied, leaves
+from lightning_smddp.bridge.step_attributes import AttributeWatch, AttrPath, Changes, detached
+from lightning_smddp.bridge.step_records import Marks, Record
+from lightning_smddp.bridge.step_results import StepResults
+from lightning_smddp.pipeline.partition.microbatches import combine
+from lightning_smddp.pipeline.runtime.remote import RemoteTensor
+from lightning_smddp.wire.pytree import Path, leaves, tensors
 
 
 class StepCapture:
@@ -69,7 +61,6 @@ class StepCapture:
         self.pipeline_metrics = metrics
         base = _lightning_module(type(module))
         self._ignored = frozenset(vars(base()))  # Lightning's and torch's attributes
-        self.left = LeftBehind(module, self._ignored)
         self._events = EventCombiner(self.rules)
         self._signature = inspect.signature(base.log)
         self.examples: dict[Any, Any] = {}  # containers of what a step returns, by step
@@ -84,8 +75,7 @@ class StepCapture:
         self._names: dict[int, str] = {}
         self._steps = 0
         self._known: dict[tuple[str, str], Any] = {}  # see `MetricRecorder`
-        self.per_row: PerRow = {}
-        self._settled: dict[AttrPath, int] = {}  # of the kept micro-batches' batch, what a trial has shown
+        self.per_row: dict[AttrPath, bool] = {}  # lists that gain an item for each row
         self._running: tuple[Record, AttributeWatch] | None = None
         self._watch: AttributeWatch | None = None  # of the micro-batch that runs
 
@@ -108,7 +98,7 @@ class StepCapture:
             weight = 2.0 * size  # 1 would mean that losses are added up
         record = Record(size, weight)
         # Within the watch small tensors in attributes are copies, so that a write in place can be undone.
-        watch = AttributeWatch(self.module, self._ignored, self.in_place[key], self.left.is_learning)
+        watch = AttributeWatch(self.module, self._ignored, self.in_place[key], False)
         if keep:
             recorder = MetricRecorder(metrics, record.add_call, self._known)
             log = self._recording_log(record)
@@ -120,12 +110,12 @@ class StepCapture:
         self._watch = watch
         try:
             patches = patched([*recorder.patches(), (self.module, "log", log)])
-            with self.left.watched(index, size, weight), self._without_pipeline(), patches:
+            with self._without_pipeline(), patches:
                 yield
         finally:
             self._running = self._watch = None
             with without_torch_functions():
-                record.close(without_remote(watch.undo()))
+                record.close(_without_remote(watch.undo()))
         if keep:
             self._kept[index] = record
 
@@ -147,53 +137,10 @@ class StepCapture:
             watch.settle({id(leaf): after for leaf, after in zip(found, touched, strict=True)})
         return output
 
-    def follows(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` shares memory with a copy that stands in for one in an attribute while the step runs."""
-        return self._watch is not None and self._watch.stands_in(tensor)
-
     def clear(self) -> None:
         """Free the metrics' states, logged values and attributes that the micro-batches of a step left."""
         self._kept = {}
         self._metrics = None
-        self.left.clear()
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Around other runs of the step: what was kept stays."""
-        kept, metrics = self._kept, self._metrics
-        with self.left.aside():
-            self.clear()
-            try:
-                yield
-            finally:
-                self._kept = kept
-                self._metrics = metrics
-
-    def values_logged(self, name: str) -> Values:
-        """What was logged as ``name`` in the kept micro-batches, but for metrics; their rows and weights."""
-        values: list[Any] = []
-        sizes: list[int] = []
-        weights: list[float] = []
-        for record in self._kept.values():
-            for event in record.events.values():
-                if not isinstance(event, Logged) or event.name != name:
-                    continue
-                if event.metric is None and event.source is None:
-                    values.append(event.value)
-                    sizes.append(record.size)
-                    weights.append(record.weight)
-        return values, sizes, weights
-
-    def observed(self, outputs: Sequence[Any], key: Any) -> Observed:
-        """:meth:`results` of the step ``key``, with copies of the states of metrics."""
-        results = self.results(outputs, key=key)
-        metrics = self._find_metrics()
-        states = {}
-        for name in results.metrics:
-            if name in metrics:
-                states[name] = getattr(metrics[name], "metric_state", None)
-        self.clear()
-        return Observed(results, copied(states))
 
     def results(
         self,
@@ -224,15 +171,13 @@ class StepCapture:
         with self._without_pipeline(), torch.no_grad():
             if len(records) > 1:  # raises before anything is changed
                 combine([detached(output) for output in outputs], sizes, joins)
-                self._require_no_doubts(records, key)
             # From here on metrics are updated: each call is made once, with the rows of all micro-batches.
             events = self._events.combine(records, self._find_metrics())
             marks = Marks(events.returned)
-            # Attributes. What a trial has shown of this batch's integers goes before what rules say.
+            # Attributes.
             changes = [marks.put_on_changes(record) for record in records]
             combined_changes = combine_changes(changes, sizes, weights, self.per_row)
             appended, values = marks.take_off(combined_changes)
-            values.update(self._settled)
             attributes = {where[0]: value for where, value in values.items()}
             # What the step returned: tensors of rows are put together, losses are weighted means.
             marked = [marks.put_on(output, record) for output, record in zip(outputs, records, strict=True)]
@@ -240,43 +185,11 @@ class StepCapture:
             output = marks.take_off(_with_losses(combined, marked, weights))
         self._kept = {}
         self._metrics = None
-        self._settled = {}
         return StepResults(events.logs, events.progress, appended, attributes, output)
 
     def _records(self) -> list[Record]:
         """Of the kept micro-batches, in the order of their indices, which may not be that in which they ran."""
         return [self._kept[index] for index in sorted(self._kept)]
-
-    def _require_no_doubts(self, records: Sequence[Record], key: Any) -> None:
-        """Raise ``UncombinableError`` if an evaluation step moves an integer that may count rows or calls.
-
-        Such a step is then run again on the whole batch, which a training step cannot be: see ``require_known_counts``.
-        """
-        if key is None or key[0] == "training_step":
-            return
-        doubtful = doubtful_counts([record.changes for record in records], self.per_row)
-        if doubtful:
-            raise UncombinableError(
-                f"self.{doubtful[0][0]} goes on by the same number for each micro-batch, so it may count rows or calls"
-            )
-
-    def require_known_counts(self, key: Any) -> None:
-        """Raise ``UncombinableError`` if a trial has to show first what an integer counts that training has moved."""
-        unknown = self._unknown_counts()
-        if unknown and key[0] == "training_step":
-            raise UncombinableError(f"{UNKNOWN}self.{unknown[0].where[0]}")
-
-    def learn_counts(self, whole: Mapping[AttrPath, Any], parts: Sequence[Mapping[AttrPath, Any]]) -> str | None:
-        """Learn it of runs of the batch at once and of its micro-batches: what they set attributes to.
-
-        Returns:
-            What is wrong with one that counts neither rows nor calls.
-        """
-        return settle_counts(self._unknown_counts(), whole, parts, self.per_row, self._settled)
-
-    def _unknown_counts(self) -> list[Moved]:
-        changes = [record.changes for record in self._records()]
-        return unsettled_counts(changes, self.per_row, self._settled)
 
     # ---- micro-batches ----
 
@@ -356,16 +269,25 @@ def _lightning_module(cls: type) -> Any:
     raise TypeError(f"{cls.__name__} is no LightningModule")
 
 
+def _without_remote(changes: Changes) -> Changes:
+    """``changes`` but for values with tensors of other stages."""
+    values = {}
+    for where, (before, after) in changes.values.items():
+        if not any(type(tensor) is RemoteTensor for tensor in tensors(after)):
+            values[where] = (before, after)
+    return replace(changes, values=values)
+
+
 def _ignore(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-def _touch(tensors: list[Tensor]) -> list[Tensor]:
-    """Detach ``tensors`` in one operation, so that no stage can begin between two of them."""
-    if has_torch_function(tensors):  # whoever follows a step sees this function
-        touched: list[Tensor] = handle_torch_function(_touch, tensors, tensors)
+def _touch(kept: list[Tensor]) -> list[Tensor]:
+    """Detach what is ``kept`` in one operation, so that no stage can begin between two of them."""
+    if has_torch_function(kept):  # whoever follows a step sees this function
+        touched: list[Tensor] = handle_torch_function(_touch, kept, kept)
         return touched
-    return [tensor.detach() for tensor in tensors]
+    return [tensor.detach() for tensor in kept]
 
 
 def _with_losses(output: Any, outputs: Sequence[Any], weights: Sequence[float]) -> Any:

@@ -39,37 +39,22 @@ def require_no_state(
         changes: of parameters and buffers, see ``StepGraph.once_a_batch``.
         device: of this rank.
     """
-    refuse_changes(changes, len(microbatches))
+    refuse_changes(changes)
     world = dist.group.WORLD
     assert world is not None
     carried = first_decides(lambda: _find_carried(step, microbatches[0], device), world, device)
     if carried is not None:
         raise SplitError(carried)
-    step.capture.keeping_attributes |= set(step.keeps)
 
 
-def require_no_new_state(step: LightningStep, changes: Sequence[str], num_microbatches: int) -> None:
-    """The same for a path that a training step takes for the first time in mid-training, behind its trace.
-
-    What it then keeps for the first time cannot be tried out: the module is no longer whole.
-    """
-    refuse_changes(changes, num_microbatches)
-    new = sorted(set(step.keeps) - step.capture.keeping_attributes)
-    if new and num_microbatches > 1:
-        raise SplitError(f"The step has begun to keep tensors in {new[0]}, maybe for the next step. {_CARRIED}")
-
-
-def refuse_changes(changes: Sequence[str], num_microbatches: int) -> None:
-    """Raise ``SplitError`` if there are any that would happen once for each micro-batch, but must not."""
+def refuse_changes(changes: Sequence[str]) -> None:
+    """Raise ``SplitError`` if the step writes parameters, which a pipeline's stages hold apart."""
     parameters = [change for change in changes if change.startswith("parameter")]
-    if parameters or (changes and num_microbatches > 1):
-        cure = "Do it in a hook (`on_train_batch_end`)"
-        if not parameters:
-            cure += ", or use num_microbatches=1"
-        first = (parameters or changes)[0]
+    if parameters:
         raise SplitError(
-            f"The step changes {first}: in a pipeline this would happen once for each of {num_microbatches} "
-            f"micro-batches instead of once for a batch. {cure}."
+            f"The step changes {parameters[0]}, which in a pipeline happens once for each micro-batch, while others "
+            "are on their way. Do it in a hook (`on_train_batch_end`), or use strategy='smddp' (strategy='smddp_fsdp' "
+            "where the model does not fit on one device)."
         )
 
 

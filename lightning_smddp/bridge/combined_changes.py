@@ -1,6 +1,6 @@
 """What the micro-batches of a batch have done to attributes, put together: what one step on the batch would have done.
 
-The watch over attributes is in ``step_attributes.py``, what integers count in ``attribute_counts.py``.
+The watch over attributes is in ``step_attributes.py``.
 """
 
 from __future__ import annotations
@@ -13,17 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_smddp.bridge.attribute_counts import (
-    PerRow,
-    adds_up,
-    are_integers,
-    combined_step,
-    is_number,
-    is_set,
-    is_set_to_sum,
-)
 from lightning_smddp.bridge.logged_values import is_loss, reduce_losses
-from lightning_smddp.bridge.step_attributes import MISSING, AttrPath, Changes
+from lightning_smddp.bridge.step_attributes import AttrPath, Changes
 from lightning_smddp.pipeline.partition.microbatches import combine
 from lightning_smddp.wire.pytree import tensors
 
@@ -54,7 +45,7 @@ def combine_changes(
     changes: Sequence[Changes],
     sizes: Sequence[int],
     weights: Sequence[float],
-    per_row: PerRow,
+    per_row: dict[AttrPath, bool],
 ) -> tuple[list[tuple[AttrPath, list[Any]]], dict[AttrPath, Any]]:
     """What the batch would have appended and set, from what its micro-batches did.
 
@@ -65,8 +56,7 @@ def combine_changes(
         changes: by micro-batch.
         sizes: rows of the micro-batches.
         weights: of their losses, for what is named so.
-        per_row: which lists gain an item for each row, and what integers count. Kept from step to step: micro-batches
-            of one row do not show it.
+        per_row: which lists gain an item for each row. Kept from step to step: micro-batches of one row do not show it.
     """
     # By place, what those micro-batches did that did something there: [{a: x}, {a: y, b: z}] -> {a: [x, y], b: [z]}.
     gained: dict[AttrPath, _Found] = {}
@@ -83,11 +73,11 @@ def combine_changes(
         appended.append((where, _combine_gained(where, found, per_row)))
     values = {}
     for where, found in assigned.items():
-        values[where] = _combine_assigned(where, found, where in written, per_row)
+        values[where] = _combine_assigned(where, found, where in written)
     return appended, values
 
 
-def _combine_gained(where: AttrPath, found: _Found, per_row: PerRow) -> list[Any]:
+def _combine_gained(where: AttrPath, found: _Found, per_row: dict[AttrPath, bool]) -> list[Any]:
     """What a list gains for the batch."""
     if is_loss(where[0]):
         losses = _combine_losses(found.values, found.weights)
@@ -98,26 +88,14 @@ def _combine_gained(where: AttrPath, found: _Found, per_row: PerRow) -> list[Any
     return _combine_tails(found.values, found.sizes, per_row.get(where, False))
 
 
-def _combine_assigned(where: AttrPath, found: _Found, is_written: bool, per_row: PerRow) -> Any:
+def _combine_assigned(where: AttrPath, found: _Found, is_written: bool) -> Any:
     """What an attribute is set to for the batch, by the first rule that applies.
 
-    From the surest to the weakest: integers that are set to the number of rows, integers that are moved, what a trial
-    has shown to add up, losses, tensors that are written in place, and else whatever ``combine`` has a rule for.
+    Numbers that are moved have moved for each micro-batch; losses are weighted as the loss is; tensors that are written
+    in place; and else whatever ``combine`` has a rule for.
     """
     before, after = found.before, found.values
-    is_count = are_integers(after)
-    is_number_of_rows = is_count and after == found.sizes
-    if before is MISSING and max(found.sizes) > 1:
-        per_row[is_set(where)] = is_number_of_rows
-    if is_number_of_rows and per_row.get(is_set(where), False):
-        return sum(after)
-    if is_count and per_row.get(is_set_to_sum(where), False):
-        return sum(after)
-    if is_count and type(before) is int:
-        steps = [value - before for value in after]
-        return before + combined_step(where, steps, found.sizes, per_row)
-    moves = is_written or all(map(is_number, [before, *after]))
-    if moves and per_row.get(adds_up(where), False):
+    if all(type(value) in (int, float) for value in [before, *after]):
         return before + sum(value - before for value in after)
     if is_loss(where[-1]):
         losses = _combine_losses([[value] for value in after], found.weights)

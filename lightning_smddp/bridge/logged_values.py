@@ -1,23 +1,16 @@
-"""How the values that a step logs for micro-batches become one for the batch, and how that is learned.
-
-``reduce_fx`` says how Lightning reduces values of *batches*. A mean over rows that is logged with ``reduce_fx="max"``
-is still a mean over the micro-batches' rows; a count that is logged with the default is their sum; a perplexity is the
-exponential of a mean. What is right shows when the step is run on some rows of the first batch at once, and on their
-halves.
-"""
+"""How the values that a step logs for micro-batches become one for the batch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_smddp.communication.host_numbers import from_numbers
-from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 
 # "loss": weighted as losses are; "exp": the exponential of what is weighted so (perplexity); "rms" and "norm": roots of
 # the mean and of the sum of squares.
@@ -193,131 +186,3 @@ def whole_batch_size(given: Sequence[int], sizes: Sequence[int], constant: int |
     if len(set(given)) == 1 and (first == constant or is_whole_size):
         return first, first
     return sum(given), constant
-
-
-_RULES: tuple[Rule, ...] = ("mean", "loss", "sum", "max", "min", "exp", "rms", "norm")
-_TOLERANCE = 1e-5  # relative: rounding explains as much
-_SAME = 2e-6  # relative: rules that differ by less need not be told from each other
-Doubts: TypeAlias = dict[str, list[Rule]]
-Values: TypeAlias = "tuple[list[Any], list[int], list[float]]"  # of micro-batches: logged values, rows, weights
-
-
-@dataclass
-class Learned:
-    """Rules by name; ``doubts`` are names whose values were so alike that several rules are right."""
-
-    rules: dict[str, Rule] = field(default_factory=dict)
-    doubts: Doubts = field(default_factory=dict)
-
-
-def learn_rules(
-    whole: Sequence[Log],
-    parts: Sequence[Sequence[Log]],
-    microbatches: Sequence[MicroBatch],
-    by_rows: bool = False,
-) -> Learned:
-    """How each logged number of a batch comes out of those of its micro-batches.
-
-    Args:
-        whole: what was logged for some rows.
-        parts: and for consecutive parts of these rows.
-        microbatches: the parts, weighted as losses are.
-        by_rows: losses are weighted by rows, so that they are usual means.
-    """
-    learned = Learned()
-    if len(parts) < 2:
-        return learned  # all rules are the same for one
-    values = [_numbers(part) for part in parts]
-    sizes = [microbatch.size for microbatch in microbatches]
-    weights = [microbatch.weight for microbatch in microbatches]
-    for log in whole:
-        expected = _number(log)
-        if expected is None or any(log.name not in part for part in values):
-            continue
-        given = [part[log.name] for part in values]
-        # Each rule makes a number of the parts' numbers; those that make the whole's number are right.
-        right = []
-        for rule in _likely_first(log):
-            made = _reduced(rule, given, sizes, weights)
-            if _close(expected, made):
-                right.append(rule)
-        if right:
-            learned.rules[log.name] = right[0]
-        if by_rows and "loss" in right:
-            right.remove("loss")  # it is the mean
-        if len(right) > 1:
-            learned.doubts[log.name] = right
-    return learned
-
-
-def _likely_first(log: Log) -> list[Rule]:
-    """All rules, in the order in which they are preferred where several are right, as for what is zero at first.
-
-    A sum is likely a count, anything else a mean.
-    """
-    declared: Rule = reduction_name(log.options.get("reduce_fx", "mean")) or "mean"
-    if declared == "mean" and is_loss(log.name):
-        declared = "loss"
-    first: Rule = "mean"
-    if declared in ("sum", "loss"):
-        first = declared
-    return list(dict.fromkeys((first, declared, *_RULES)))
-
-
-def disagree(rules: Sequence[Rule], logged: Values) -> bool:
-    """Whether it makes a difference which of the rules is right."""
-    values, sizes, weights = logged
-    numbers = []
-    for value in values:
-        number = _plain(value)
-        if number is None:
-            return False
-        numbers.append(number)
-    if len(numbers) < 2:
-        return False
-    made = [_reduced(rule, numbers, sizes, weights) for rule in rules]
-    if any(map(math.isnan, made)):
-        return True
-    largest = max(map(abs, made))
-    return max(made) - min(made) > _SAME * largest
-
-
-def _reduced(rule: Rule, values: Sequence[float], sizes: Sequence[int], weights: Sequence[float]) -> float:
-    if rule == "exp":
-        if min(values) <= 0:
-            return math.nan  # it is no exponential
-        return float(reduce_exponentials(values, weights))
-    if rule == "loss":
-        return float(reduce_losses(values, weights))
-    return float(reduce_values(rule, values, sizes))
-
-
-def _numbers(logs: Sequence[Log]) -> dict[str, float]:
-    """By name, what was logged that is a number; of several calls the last."""
-    found = {}
-    for log in logs:
-        value = _number(log)
-        if value is not None:
-            found[log.name] = value
-    return found
-
-
-def _number(log: Log) -> float | None:
-    """None for metrics and what they returned: those see the whole batch, so they need no rule."""
-    if log.metric is not None or log.is_whole:
-        return None
-    return _plain(log.value)
-
-
-def _plain(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
-        return None
-    if isinstance(value, Tensor) and value.numel() != 1:
-        return None
-    return float(value)
-
-
-def _close(one: float, other: float) -> bool:
-    if math.isnan(one) or math.isnan(other):
-        return math.isnan(one) and math.isnan(other)
-    return math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=1e-8)

@@ -1,10 +1,8 @@
 """The states of a module that a pipeline trains, and what the strategy asks of a module in each of them.
 
-    Unpartitioned --first training batch--> PartitionedModule --no stages fit any more--> ReplicatedModule
-          |                                       '-----------end of the run-----------> WholeAgain
-          '--------its step cannot be cut--------> ReplicatedModule
+    Unpartitioned --first training batch--> PartitionedModule --end of the run--> WholeAgain
 
-``PartitionedModule`` and ``ReplicatedModule`` have files of their own; ``WholeAgain`` is in ``whole_again.py``.
+``PartitionedModule`` has a file of its own; ``WholeAgain`` is in ``whole_again.py``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_smddp.bridge.pipeline_options import PipelineOptions
 from lightning_smddp.pipeline.partition.cuts import Resources, problem_of
-from lightning_smddp.pipeline.partition.loss_weights import Weighting
+from lightning_smddp.pipeline.partition.loss_weights import LossWeight
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import PartitionPlan
 from lightning_smddp.pipeline.runtime.schedules import orders
@@ -23,10 +22,7 @@ from lightning_smddp.strategies.tables import print_table
 from lightning_smddp.wording import counted
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
-
     from lightning_smddp.bridge.partitioned_module import PartitionedModule
-    from lightning_smddp.bridge.replicated_module import ReplicatedModule
 
 _TITLE = "smddp_pipeline: pipeline parallelism"
 
@@ -103,19 +99,11 @@ def _orders(options: PipelineOptions, num_ranks: int, num_stages: int, count: in
     return orders(options.schedule, num_ranks, num_stages, active)
 
 
-def print_replicated(replicated: ReplicatedModule, module: LightningModule) -> None:
-    """Print that training steps of ``module`` run as a whole on every rank, and why."""
-    rows = [("training_step", f"replicated: the whole of it on every rank. {replicated.reason}")]
-    if replicated.sharded is not None:
-        rows += replicated.sharded.describe()
-    print_table(_TITLE, rows, module.trainer)
-
-
 def print_partition(
     hook: str,
     partitioned: PartitionedModule,
     microbatches: Sequence[MicroBatch],
-    weighting: Weighting | None,
+    loss_weight: LossWeight,
 ) -> None:
     """Print how the module was partitioned for the step ``hook``; see :func:`describe`."""
     setup = partitioned.setup
@@ -125,8 +113,9 @@ def print_partition(
         partitioned.resources,
         setup.module,
         microbatches,
-        weighting,
+        loss_weight,
     )
+    rows += partitioned.notes
     if partitioned.sharded is not None:
         rows += partitioned.sharded.describe()
     elif setup.options.shard is not None:
@@ -141,22 +130,16 @@ def describe(
     resources: Resources,
     module: nn.Module,
     microbatches: Sequence[MicroBatch],
-    weighting: Weighting | None,
+    loss_weight: LossWeight,
 ) -> list[tuple[str, str]]:
     """Rows of the table: units, stages, ranks, schedule, and one line of advice if there is one.
 
-    ``weighting`` is of the micro-batches' losses; None if no weights are right, so that the batch stays whole.
+    ``loss_weight`` is of the micro-batches.
     """
-    # Without weights the table is about what will run: the whole batch as one micro-batch.
-    if weighting is None:
-        microbatches = [MicroBatch(None, sum(microbatch.size for microbatch in microbatches), 1.0)]
-        weights = "each batch is one micro-batch, so stages do not overlap; the warning has why, and a cure"
-    else:
-        weights = weighting.describe()
     rows = [
         ("units", _units(plan)),
         ("schedule", _schedule(options, resources, microbatches)),
-        ("loss weights", weights),
+        ("loss weights", loss_weight.describe()),
     ]
     rows += _of_stages(plan, resources, module)
     norms = looks_at_other_rows(module)
@@ -165,7 +148,7 @@ def describe(
         if len(norms) > 1:
             which += f" and {len(norms) - 1} more"
         rows.append(("note", f"in training {which} (BatchNorm) sees the rows of a micro-batch, not of the batch"))
-    setting = replace(_setting(plan, options, resources, microbatches), stays_whole=weighting is None)
+    setting = _setting(plan, options, resources, microbatches)
     line = advice(setting)
     if line is not None:
         rows.append(("advice", line))

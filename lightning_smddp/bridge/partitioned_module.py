@@ -11,38 +11,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_smddp.bridge.capture import StepCapture
-from lightning_smddp.bridge.carried_state import require_no_new_state
+from lightning_smddp.bridge.carried_state import refuse_changes
 from lightning_smddp.bridge.metrics import patched
 from lightning_smddp.bridge.module_states import ModuleState
-from lightning_smddp.bridge.result_trials import Findings, PartFailedError, tolerance_of, try_results
 from lightning_smddp.bridge.run_setup import RunSetup
 from lightning_smddp.bridge.step import LightningStep
-from lightning_smddp.bridge.step_results import KeptState, Observed
-from lightning_smddp.bridge.weighing import Weighed, WeightDoubts
 from lightning_smddp.communication.nonfinite import agreed, bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.pipeline.capture.constant_random import without_chance
 from lightning_smddp.pipeline.capture.graph import Modules, SplitError, StepGraph
-from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.python_random import PythonRandom, SharedRandom, from_json, to_json
 from lightning_smddp.pipeline.gradients.across_stages import clip_by_norm, share_overflow
 from lightning_smddp.pipeline.gradients.gradient_stash import GradientStash
 from lightning_smddp.pipeline.gradients.parameter_hooks import ParameterHooks
 from lightning_smddp.pipeline.gradients.replicas import ReplicaGradients
 from lightning_smddp.pipeline.partition.cuts import Resources, StageCuts, follow, is_within
-from lightning_smddp.pipeline.partition.magnitudes import KeptNumbers
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import PartitionPlan, build_on_all, own_error, record, require_same
 from lightning_smddp.pipeline.partition.verify import EXACT, MIXED, Finding
-from lightning_smddp.pipeline.runtime.departures import LeftCourseError
 from lightning_smddp.pipeline.runtime.draws import separate_draws
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.runtime.staged_step import StagedStep, TracedPath
-from lightning_smddp.pipeline.runtime.tails import NEW_OWNERS, NOTHING_NEW
 from lightning_smddp.pipeline.runtime.trace_cache import TraceCache
 from lightning_smddp.pipeline.state.full_state import full_state_dict, partial_state_dict
 from lightning_smddp.pipeline.state.optimizer_state import OptimizerPartition
@@ -51,7 +42,7 @@ from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.pipeline.view.shown_state import real_state, shown_state
 from lightning_smddp.sharding.optimizer_states import whole_states
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
-from lightning_smddp.wire.broadcast import Channel, broadcast_json, broadcast_structure
+from lightning_smddp.wire.broadcast import Channel, broadcast_json
 from lightning_smddp.wire.values import gathered_values
 
 
@@ -66,8 +57,6 @@ class PartitionedModule(ModuleState):
         capture: keeps what steps show.
         plan: which stage has what.
         resources: that it was planned for.
-        weighed: how losses and logs of micro-batches make up a batch's; batches to come may change it.
-        doubts: when that is looked at again.
         hooks: the user's on parameters, which are called on whole gradients.
         stash: gradients between the schedule, which makes them, and Lightning's backward.
         runtime: runs this rank's stages.
@@ -76,14 +65,13 @@ class PartitionedModule(ModuleState):
         optimizers: with the parameters of this rank.
         sharded: with ``shard="optimizer"`` the same optimizers, whose work replicas share.
         findings: of the check before training.
+        notes: rows for the table of what the user should know.
     """
 
     setup: RunSetup
     capture: StepCapture
     plan: PartitionPlan
     resources: Resources
-    weighed: Weighed
-    doubts: WeightDoubts
     hooks: ParameterHooks
     stash: GradientStash
     runtime: PipelineRuntime
@@ -92,9 +80,9 @@ class PartitionedModule(ModuleState):
     optimizers: list[OptimizerPartition] = field(default_factory=list)
     sharded: ShardedOptimizers | None = None
     findings: list[Finding] = field(default_factory=list)
+    notes: list[tuple[str, str]] = field(default_factory=list)
     _traces: dict[Any, TraceCache] = field(default_factory=dict)  # by key of the step
     _may_draw_alike: bool = False  # ranks, as they have traced a step in which stages draw
-    _num_microbatches: int = 1  # of the batch that is worked on
 
     @property
     def replicas(self) -> ReplicaGradients | None:
@@ -116,7 +104,6 @@ class PartitionedModule(ModuleState):
         """The plan's graph is the path of ``step``, traced on the last of ``microbatches``. Collective."""
         staged = self._stage(self.plan.graph, self.plan.stage_cuts)
         last = len(microbatches) - 1
-        self._num_microbatches = len(microbatches)
         self._add(step, staged).remember(staged, step, microbatches[last], last)
 
     def paths(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> list[TracedPath]:
@@ -125,7 +112,6 @@ class PartitionedModule(ModuleState):
             self.buffers.before_training()
         else:
             self.buffers.share()
-        self._num_microbatches = len(microbatches)
         # A step that was not traced yet may draw anything. Later ranks share random numbers only where a graph draws.
         traces = self._traces.get(step.key)
         step.random = None
@@ -145,151 +131,9 @@ class PartitionedModule(ModuleState):
             traces.remember(staged, step, microbatches[0])
         return traces.find(step, microbatches)
 
-    def learn(
-        self,
-        step: LightningStep,
-        microbatches: Sequence[MicroBatch],
-        paths: Sequence[TracedPath],
-        failures: Mapping[int, str],
-    ) -> None:
-        """Find another path for ``step``. Collective. Raises ``SplitError`` on every rank if there is none."""
-        self._traces[step.key].learn(step, microbatches, paths, failures)
-
-    def take_unforeseen(self, step: LightningStep) -> bool:
-        """Whether ``step`` took a path, since this was asked, that the shapes of its batches do not explain."""
-        traces = self._traces[step.key]
-        unforeseen, traces.unforeseen = traces.unforeseen, False
-        return unforeseen
-
-    def watched_numbers(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> KeptNumbers | None:
-        """The numbers to look at while these run; None where nothing is weighted, or nobody cares."""
-        if len(microbatches) < 2 or not self.setup.options.partition.check:
-            return None
-        if step.trains and not self.weighed.weighting.fits:
-            return None
-        return self._traces[step.key].kept
-
-    def take_tails(self, step: LightningStep, may_drop: bool) -> bool:
-        """Accept what has run behind the last module; False if it was new, and the batch should not count.
-
-        Where ``may_drop`` is False, the batch counts, and the doubt remains.
-        """
-        news = self.runtime.news
-        counts = news <= NEW_OWNERS or not may_drop
-        if news != NOTHING_NEW:
-            self.capture.left.agree(self.setup.groups.pipeline, self.setup.device)
-        if step.trains:
-            self.doubts.note_tail(news, counts)
-        else:
-            self._traces[step.key].unforeseen |= news > NEW_OWNERS
-        self.runtime.accept_tails()
-        self._traces[step.key].kept.accept()
-        return counts
-
-    def try_out(
-        self,
-        step: LightningStep,
-        microbatches: Sequence[MicroBatch],
-        state: KeptState | None = None,
-    ) -> Observed | None:
-        """Run an evaluation step for nothing: what Lightning would see, on the rank where it ends. Collective.
-
-        With ``state`` as if that were in the module's attributes.
-
-        Raises:
-            PartFailedError: on every rank: it cannot be run on these.
-        """
-        # Again as long as a stage finds itself on another path than was expected: each time one more is learned.
-        while True:
-            with preserve_state(self.setup.module, self.setup.device):
-                if state is not None:
-                    state.put(self.setup.module)
-                    step = step.on_trial()
-                try:
-                    paths = self._tried_paths(step, microbatches)
-                    outputs = self.runtime.run(paths, step, microbatches, False)
-                    if not self.runtime.ends_here:
-                        return None
-                    return step.capture.observed(outputs, step.key)
-                except LeftCourseError as error:
-                    failures = error.failures
-                finally:
-                    step.forget()
-            try:
-                step.require_no_failure(failures)
-                self.learn(step, microbatches, paths, failures)
-            except SplitError as error:  # on every rank
-                raise PartFailedError(f"{type(error).__name__}: {error}") from error
-
-    def try_on_parts(self, step: LightningStep, rows: MicroBatch, known: Findings) -> Findings | None:
-        """Compare what ``step`` shows for ``rows`` with what two parts of them make up. Collective.
-
-        A training step is compared as things are, others also in the state that a batch leaves behind.
-
-        Args:
-            step: the user's.
-            rows: about two micro-batches.
-            known: what earlier trials have found.
-
-        Returns:
-            ``known`` with what is new, which the step's capture has learned; None where the rows cannot be cut.
-
-        Raises:
-            PartFailedError: on every rank: it cannot be run on these.
-        """
-        setup = self.setup
-        weighting = self.weighed.weighting
-        parts = weighting.apply(rows.split(2))
-        if len(parts) < 2:
-            return None
-
-        def run(some: Sequence[MicroBatch], state: KeptState | None) -> Observed | None:
-            with ExitStack() as stack:
-                if step.trains:
-                    stack.enter_context(without_chance(setup.device))
-                    stack.enter_context(torch.no_grad())
-                try:
-                    return self.try_out(step, some, state)
-                except PartFailedError:  # on all ranks
-                    if state is None:
-                        raise
-                    return None
-
-        def share(state: KeptState | None) -> KeptState | None:
-            """That of the rank where the step ends, on all of them."""
-            if step.trains:
-                return None
-            shared = broadcast_structure(state, setup.groups.pipeline, setup.last_rank, setup.device)
-            if shared is None or isinstance(shared, KeptState):
-                return shared
-            return KeptState(**shared)
-
-        tolerance = tolerance_of(self.plan.is_exact, setup.device)
-        found = try_results(
-            run,
-            share,
-            rows,
-            parts,
-            step.capture,
-            step.key,
-            tolerance,
-            by_rows=weighting.kind == "rows",
-        )
-        sent = broadcast_json(found.to_json(), setup.groups.pipeline, setup.device, setup.last_rank)
-        found = Findings.from_json(sent).beside(known)
-        found.teach(step.capture, step.key)
-        return found
-
-    def _tried_paths(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> list[TracedPath]:
-        try:
-            return self.paths(step, microbatches)
-        except Exception as error:  # on every rank; one of a stage that runs is not, and ends all
-            raise PartFailedError(f"{type(error).__name__}: {error}") from error
-
     def _add(self, step: LightningStep, staged: StagedStep) -> TraceCache:
         retrace: Callable[[LightningStep, MicroBatch, int], StagedStep] = self._trace
-        modules = [module for module in self.setup.module.modules() if not isinstance(module, Metric)]
-        traces = TraceCache(self.runtime, [staged], retrace, step.trains, KeptNumbers(modules))
+        traces = TraceCache(self.runtime, [staged], retrace, step.trains)
         self._traces[step.key] = traces
         return traces
 
@@ -300,7 +144,6 @@ class PartitionedModule(ModuleState):
             SplitError: on every rank of the pipeline: it does not fit the stages.
         """
         setup, group = self.setup, self.setup.groups.pipeline
-        self.runtime.writes.put_back()
         self.buffers.share()
         if step.random is None:
             step.random = self._share_random()
@@ -314,9 +157,8 @@ class PartitionedModule(ModuleState):
         modules = Modules(traced, setup.module)
         graph = build_on_all(traced, modules, is_within(self._units()), group, setup.device)
         require_same(graph, group, setup.device)
-        self.capture.left.agree(group, setup.device)
         if step.trains:
-            require_no_new_state(step, graph.once_a_batch, self._num_microbatches)
+            refuse_changes(graph.once_a_batch)
         return self._stage(graph, follow(graph, self.plan.homes, self.runtime.num_stages))
 
     def _stage(self, graph: StepGraph, stage_cuts: StageCuts) -> StagedStep:
@@ -395,7 +237,6 @@ class PartitionedModule(ModuleState):
                     stack.enter_context(shown_state(partition.optimizer, view))
             stack.enter_context(patched([(module, "log", view.plain_log(module.log))]))
             stack.enter_context(view.entered())
-            stack.enter_context(self.capture.left.shown())
             yield view.plain_result
 
     @contextmanager

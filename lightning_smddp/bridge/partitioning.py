@@ -1,8 +1,7 @@
 """From a whole module and its first batch to a :class:`PartitionedModule`, on all ranks together.
 
 In this order: trace the step, make it a graph and choose where to cut that (:func:`divide` of
-``pipeline/partition/plan.py``); find out how losses and logs of micro-batches make up a batch's (:class:`Weighing`);
-let go of other ranks' parameters; compare one micro-batch in the pipeline with the same in one process
+``pipeline/partition/plan.py``); let go of other ranks' parameters; compare the pipeline with the same in one process
 (:func:`check_at_start`); leave each optimizer this rank's parameters. The batch itself is trained on afterwards, as any
 other.
 """
@@ -16,13 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smddp.bridge.carried_state import require_no_state
-from lightning_smddp.bridge.checks import check_at_start
+from lightning_smddp.bridge.check import check_at_start
 from lightning_smddp.bridge.module_states import Unpartitioned
 from lightning_smddp.bridge.partition_table import resources_for
 from lightning_smddp.bridge.partitioned_module import PartitionedModule, share_random
 from lightning_smddp.bridge.run_setup import RunSetup
 from lightning_smddp.bridge.step import LightningStep, loss_of
-from lightning_smddp.bridge.weighing import Weighed, Weighing, WeightDoubts
 from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.gradients.across_stages import TiedGradients, create_tied_groups
@@ -32,9 +30,8 @@ from lightning_smddp.pipeline.gradients.replicas import ReplicaGradients
 from lightning_smddp.pipeline.mesh import held_parameters
 from lightning_smddp.pipeline.partition.cuts import Resources
 from lightning_smddp.pipeline.partition.hardware import links_between
-from lightning_smddp.pipeline.partition.loss_weights import warning_without_trial
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.partition.plan import PartitionPlan, Trial, divide, first_decides
+from lightning_smddp.pipeline.partition.plan import PartitionPlan, Trial, divide
 from lightning_smddp.pipeline.partition.verify import VerificationError
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.state.full_state import gather_full, release, set_contents
@@ -54,8 +51,6 @@ class Partitioning:
         before: the module as it is.
         step: to partition by.
         microbatches: of the first batch.
-        pair: some rows of it, about two micro-batches, to find out how losses of micro-batches make up a batch's; None
-            where the batch stays whole.
         known: an earlier plan's ``decision``, which is kept if the step is still the same; see :func:`divide`.
     """
 
@@ -64,14 +59,12 @@ class Partitioning:
         before: Unpartitioned,
         step: LightningStep,
         microbatches: Sequence[MicroBatch],
-        pair: MicroBatch | None,
         known: Mapping[str, Any] | None,
     ) -> None:
         self.before = before
         self.setup = before.setup
         self.step = step
         self.microbatches = microbatches
-        self.pair = pair
         self.known = known
         self._seed = 0  # of values for parameters without memory, the same on every rank
 
@@ -109,13 +102,8 @@ class Partitioning:
 
     def _partitioned(self, plan: PartitionPlan, resources: Resources, hooks: ParameterHooks) -> PartitionedModule:
         setup, step = self.setup, self.step
-        left = step.capture.left
-        left.agree(setup.groups.pipeline, setup.device)
         if step.trains:
             require_no_state(step, self.microbatches, plan.graph.once_a_batch, setup.device)
-        doubts = WeightDoubts()
-        weighed = self._weigh(plan, doubts)
-        weighed.findings.teach(step.capture, step.key)
         # Up to here every rank has the whole module, and nothing of it has changed.
         self._keep_own_parameters(plan)
         stash = self._stash(plan, hooks)
@@ -125,8 +113,6 @@ class Partitioning:
             capture=step.capture,
             plan=plan,
             resources=resources,
-            weighed=weighed,
-            doubts=doubts,
             hooks=hooks,
             stash=stash,
             runtime=self._runtime(stash),
@@ -200,33 +186,6 @@ class Partitioning:
         set_contents(parameter, torch.empty_like(parameter, device="meta"))
         return value
 
-    def _weigh(self, plan: PartitionPlan, doubts: WeightDoubts) -> Weighed:
-        """How micro-batches' losses and logs make up the batch's: found by the first rank. Collective."""
-        setup, pair = self.setup, self.pair
-        if pair is None or not setup.options.partition.check:
-            doubts.next_look = 0  # at the next batch that is cut
-            return Weighed()
-        if not setup.is_whole():
-            doubts.next_look = None  # never: a whole batch may be too large
-            weighed = Weighed()
-            weighed.warn(warning_without_trial(pair, "with a model that is never whole on a rank"))
-            return weighed
-        buffers: set[str] = set()
-        for node in plan.graph.nodes:
-            buffers.update(node.buffers)
-        may_be_whole = setup.options.num_microbatches is None
-        weighing = Weighing(
-            setup.module,
-            setup.device,
-            self.step,
-            pair,
-            plan.is_exact,
-            sorted(buffers),
-            may_be_whole,
-        )
-        found = first_decides(lambda: weighing.run().to_json(), setup.world, setup.device)
-        return Weighed.from_json(found)
-
     # ---- this rank's part ----
 
     def _keep_own_parameters(self, plan: PartitionPlan) -> None:
@@ -290,7 +249,7 @@ class Partitioning:
         for name, parameter in stash.parameters.items():
             for stage in stash.stages[name]:
                 of_stage[stage].append(parameter)
-        runtime = PipelineRuntime(
+        return PipelineRuntime(
             setup.module,
             setup.groups,
             setup.device,
@@ -299,8 +258,6 @@ class Partitioning:
             of_stage,
             setup.options.activation_checkpointing,
         )
-        runtime.finds_owners = self.step.capture.left.has_news
-        return runtime
 
     def _partition_optimizers(self, partitioned: PartitionedModule) -> None:
         """Leave each optimizer the parameters of this rank, with the states that were loaded for them."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_smddp.pipeline.mesh import PipelineMesh
+from lightning_smddp.pipeline.partition.loss_weights import Option as LossWeightOption
+from lightning_smddp.pipeline.partition.loss_weights import require_loss_weight
 from lightning_smddp.pipeline.partition.rows import SplitBatch
 from lightning_smddp.pipeline.runtime.schedules import Schedule, check
 from lightning_smddp.strategies.options import FromDDP, GradientOptions, is_positive, require_bools
 from lightning_smddp.wording import counted
-
-FALLBACKS = ("replicate", "error")
 
 
 class AsDataParallel(FromDDP, total=False):
@@ -31,9 +31,8 @@ class PartitionOptions:
         placement: ``"cluster"`` puts a pipeline on neighbouring ranks, ``"spread"`` puts the replicas of a stage
             there.
         memory_limit_gb: GiB of a rank for parameters, gradients, optimizer state and activations, when cutting.
-        check: compare the pipeline's loss and gradients on one micro-batch with the whole step's before training.
-        fallback: for a training step that cannot be pipelined: ``"replicate"`` runs it as a whole on every rank,
-            ``"error"`` refuses it.
+        check: compare the pipeline's loss and gradients with those of a plain loop before training.
+        fallback: no option any more; a value is an error that says what happens instead.
         active_microbatches: at most so many micro-batches at a time; a step then has several rounds.
         batch_size_fn: called with a batch, returns its number of rows, for batches that do not show it.
         split_batch: called with a batch and a number of micro-batches, returns them as a list of batches, or of pairs
@@ -47,7 +46,7 @@ class PartitionOptions:
     placement: str = "cluster"
     memory_limit_gb: float | None = None
     check: bool = True
-    fallback: Literal["replicate", "error"] = "replicate"
+    fallback: str | None = None
     active_microbatches: int | None = None
     batch_size_fn: Callable[[Any], int] | None = None
     split_batch: SplitBatch | None = None
@@ -59,10 +58,11 @@ class PartitionOptions:
         if self.memory_limit_gb is not None and not is_positive(self.memory_limit_gb):
             raise ValueError(f"memory_limit_gb={self.memory_limit_gb!r} has to be positive (GiB a rank), or None.")
         require_bools(check=self.check)
-        if self.fallback not in FALLBACKS:
+        if self.fallback is not None:
             raise ValueError(
-                f"fallback={self.fallback!r} is unknown. Valid: 'replicate' (a training step that cannot be pipelined "
-                "runs as a whole on every rank), 'error' (it is refused)."
+                f"fallback={self.fallback!r} is no option any more: a training step that cannot be pipelined is "
+                "refused, with the cause. Leave it out; strategy='smddp' runs such a step (strategy='smddp_fsdp' where "
+                "the model does not fit on one device)."
             )
         _check_count("active_microbatches", self.active_microbatches, "None for no limit")
         _check_function("batch_size_fn", self.batch_size_fn, "the number of rows of a batch, which it is called with")
@@ -96,10 +96,12 @@ class PipelineOptions:
     partition: PartitionOptions
     gradients: GradientOptions
     shard: str | None = None
+    loss_weight: LossWeightOption = "auto"
 
     def __post_init__(self) -> None:
         _check_count("pipeline_parallel_size", self.pipeline_parallel_size, "None for all ranks")
         _check_count("num_microbatches", self.num_microbatches, "'auto'")
+        require_loss_weight(self.loss_weight)
         if self.split is not None and not _is_list_of_names(self.split):
             raise ValueError(
                 f"split={self.split!r} has to be a list of names: the first unit of each stage but the first."

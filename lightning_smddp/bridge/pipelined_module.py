@@ -1,7 +1,6 @@
 """A LightningModule on the ranks of a pipeline, in whatever state: from its first batch to the end of a run.
 
-The first training batch decides: the module is partitioned by it, or replicated where that is not possible; see
-``module_states.py``.
+The first training batch partitions it; see ``module_states.py``.
 """
 
 from __future__ import annotations
@@ -17,40 +16,36 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_smddp.bridge.batch_cutting import BatchCutter
-from lightning_smddp.bridge.batch_results import BatchResults
+from lightning_smddp.bridge.batches import Batches
 from lightning_smddp.bridge.capture import StepCapture
 from lightning_smddp.bridge.deferred_backward import scale_of
-from lightning_smddp.bridge.evaluation import Evaluation
+from lightning_smddp.bridge.loss_weights import find_loss_weight
 from lightning_smddp.bridge.metrics import PipelineMetrics
+from lightning_smddp.bridge.micro_batches import MicroBatcher
 from lightning_smddp.bridge.module_states import Unpartitioned
-from lightning_smddp.bridge.partition_table import print_partition, print_replicated
+from lightning_smddp.bridge.partition_table import print_partition
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.partitioning import Partitioning
 from lightning_smddp.bridge.pipeline_options import PipelineOptions
-from lightning_smddp.bridge.replicated_module import ReplicatedModule
-from lightning_smddp.bridge.run_setup import RunSetup, warn_on_first_rank
+from lightning_smddp.bridge.run_setup import RunSetup
 from lightning_smddp.bridge.step import LightningStep, Scale
-from lightning_smddp.bridge.training import Training
 from lightning_smddp.bridge.whole_again import (
     BY_EXCEPTION,
     WholeAgain,
     gather_at_end,
-    gather_in_training,
     leave_in_parts,
-    require_whole_possible,
 )
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.gradients.across_stages import give_back_clipping, take_over_clipping
 from lightning_smddp.pipeline.mesh import Groups
 from lightning_smddp.pipeline.partition.hardware import fits_on_devices
+from lightning_smddp.pipeline.partition.loss_weights import LossWeight
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.partition.plan import StepFailedError, own_error
+from lightning_smddp.pipeline.partition.plan import own_error
 from lightning_smddp.pipeline.partition.same_batch import BatchAgreement
 from lightning_smddp.pipeline.partition.verify import VerificationError
 from lightning_smddp.pipeline.runtime.host_values import HostValues
-from lightning_smddp.pipeline.state.optimizer_state import require_divisible
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 
@@ -89,7 +84,7 @@ class PipelinedModule:
     ) -> None:
         self.setup = setup = RunSetup(module, options, groups, device, step_context, timeout)
         self.module = module
-        self.state: Unpartitioned | PartitionedModule | ReplicatedModule | WholeAgain = Unpartitioned(setup)
+        self.state: Unpartitioned | PartitionedModule | WholeAgain = Unpartitioned(setup)
         self.known_plan: Mapping[str, Any] | None = None
         self.watching = False
         self.marking = True
@@ -101,10 +96,8 @@ class PipelinedModule:
             replicas = groups.data_parallel_group
         self.metrics = PipelineMetrics(module, groups.pipeline, setup.last_rank, device, replicas)
         self.capture = StepCapture(module, metrics=self.metrics)
-        self._cutter = BatchCutter(setup, self.host_values)
-        results = BatchResults(setup, self.capture, self.metrics, self._cutter)
-        self._training = Training(setup, self._cutter, results)
-        self._evaluation = Evaluation(setup, self._cutter, results)
+        self.batcher = MicroBatcher(setup, self.host_values)
+        self._batches = Batches(setup, self.batcher, self.capture, self.metrics)
         self._optimizers: list[Optimizer] = []
         self.shards: list[OptimizerShards] = []
         self._precision_plugin: Any = None
@@ -113,13 +106,6 @@ class PipelinedModule:
     def partitioned(self) -> PartitionedModule | None:
         """The module with its stages, while it has some."""
         if isinstance(self.state, PartitionedModule):
-            return self.state
-        return None
-
-    @property
-    def replicated(self) -> ReplicatedModule | None:
-        """The module whose training steps run as a whole on every rank, if it is one."""
-        if isinstance(self.state, ReplicatedModule):
             return self.state
         return None
 
@@ -154,8 +140,6 @@ class PipelinedModule:
     ) -> Any:
         """Forward and backward of a batch; what the step returns for the whole of it, on every rank.
 
-        Of a :attr:`replicated` module forward only, or what the step itself does besides.
-
         Args:
             batch: as Lightning gives it.
             arguments: the step's others.
@@ -166,22 +150,12 @@ class PipelinedModule:
         """
         batch = self._agreement.agree(batch, "training_step")
         step = self._begin_step("training_step", arguments, scale)
-        is_first = isinstance(self.state, Unpartitioned)
         if isinstance(self.state, Unpartitioned):
-            self._partition_or_replicate(self.state, step, batch)
-        if isinstance(self.state, ReplicatedModule):
-            name = f"{step.hook} of {step.batch_name()}"
-            return self.state.train(step.whole(batch), name, accumulates)
+            self._partition(self.state, step, batch)
         partitioned = self.partitioned
         assert partitioned is not None
         begin = functools.partial(partitioned.stash.begin, continues, may_drop, accumulates)
-        try:
-            return self._training.run(partitioned, step, batch, is_first, begin, continues)
-        except SplitError as error:
-            # Nothing of the attempt is left, on any rank, and all have the same error: so the batch begins again, as a
-            # whole.
-            self._become_whole(partitioned, error)
-            return self.train(batch, arguments, scale, continues, may_drop, accumulates)
+        return self._batches.train(partitioned, step, batch, begin)
 
     def evaluate(self, hook: str, batch: Any, arguments: Sequence[Any], may_wait: bool) -> Any:
         """One batch forward; what the step returns for the whole of it, on every rank.
@@ -194,26 +168,24 @@ class PipelinedModule:
         """
         batch = self._agreement.agree(batch, hook)
         step = self._begin_step(hook, arguments)
-        if isinstance(self.state, ReplicatedModule):
-            return self.state.evaluate(step.whole(batch))
         if isinstance(self.state, Unpartitioned):
             waits = may_wait and self.setup.is_whole()
             if waits or not self._is_partitioned_by(self.state, step, batch):
                 return step.whole(batch)()
         partitioned = self.partitioned
         assert partitioned is not None
-        return self._evaluation.run(partitioned, step, batch)
+        return self._batches.evaluate(partitioned, step, batch)
 
     def _is_partitioned_by(self, before: Unpartitioned, step: LightningStep, batch: Any) -> bool:
         """Partition the module by an evaluation step; False if that cannot be pipelined. Collective."""
-        if self._evaluation.is_in_lockstep(step):
+        if self._batches.is_in_lockstep(step):
             return False
         try:
-            self._partition(before, step, self._cut(batch, step), None)
+            self._partition(before, step, batch)
         except SplitError as error:
             if not self.setup.is_whole():
                 raise own_error(error) from None
-            self._evaluation.keep_in_lockstep(step, own_error(error))
+            self._batches.keep_in_lockstep(step, own_error(error))
             return False
         return True
 
@@ -221,91 +193,53 @@ class PipelinedModule:
         context = functools.partial(self.setup.step_context, hook)
         return LightningStep(self.module, hook, arguments, context, self.capture, scale)
 
-    def _cut(self, batch: Any, step: LightningStep) -> list[MicroBatch]:
-        return self._cutter.cut(batch, step, can_try=self.setup.is_whole())
-
     # ---- from one state to another ----
 
-    def _partition_or_replicate(self, before: Unpartitioned, step: LightningStep, batch: Any) -> None:
-        """Partition the module by its training step, or leave it whole if that is not possible. Collective."""
-        try:
-            for optimizer in self._optimizers:
-                require_divisible(optimizer)
-            microbatches = self._cut(batch, step)
-            try:
-                self._partition(before, step, microbatches, self._cutter.pair(batch, microbatches))
-            # A step may fail on a part of a batch alone, as it counts on a number of rows: then whole batches are
-            # tried.
-            except StepFailedError as error:
-                if len(microbatches) == 1:
-                    raise
-                self._cutter.parts_fail = True
-                self._partition(before, step, self._cut(batch, step), None)
-                self._cutter.refuse_parts(step, f"it fails on a part ({own_error(error)!r})")
-        except (SplitError, VerificationError) as error:
-            if self.setup.options.partition.fallback == "error" or not self.setup.is_whole():
-                raise own_error(error) from None
-            self.replicate(str(error))
+    def _partition(self, before: Unpartitioned, step: LightningStep, batch: Any) -> None:
+        """Find stages, and let go of other ranks' parameters. Collective over all ranks.
 
-    def _partition(
-        self,
-        before: Unpartitioned,
-        step: LightningStep,
-        parts: Sequence[MicroBatch],
-        pair: MicroBatch | None,
-    ) -> None:
-        """Find stages, and let go of other ranks' parameters. Collective over all ranks."""
-        partitioned = Partitioning(before, step, parts, pair, self.known_plan).run()
+        Raises:
+            SplitError, VerificationError: on every rank: the step cannot be pipelined.
+        """
+        microbatches = self.batcher.split(batch, step)
+        try:
+            partitioned = Partitioning(before, step, microbatches, self.known_plan).run()
+        except (SplitError, VerificationError) as error:
+            if not step.trains:
+                raise
+            raise own_error(error) from None
         self.state = partitioned
-        weighed = partitioned.weighed
-        self._cutter.looks_across_rows = not weighed.weighting.fits
-        if weighed.whole:
-            self._cutter.keep_whole(step)
-        self._cutter.may_try = False
         if partitioned.replicas is not None:
             partitioned.replicas.watching = self.watching
             partitioned.replicas.marking = self.marking
-        if step.trains:
-            self._training.second_check.expect(self.module.trainer.global_step)
+        self._choose_loss_weight(partitioned, step, batch, microbatches)
         is_shown = step.trains or not self.shown
         self.shown.add(step.hook)
         if is_shown and self.setup.options.gradients.communication.verbose and dist.get_rank() == 0:
-            weighting = None  # where a training step's batches are one micro-batch
-            if not (step.trains and self._cutter.is_whole(step)):
-                weighting = weighed.weighting
-            print_partition(step.hook, partitioned, parts, weighting)
-        for warning in weighed.warnings:
-            warn_on_first_rank(warning)
+            print_partition(step.hook, partitioned, microbatches, self.batcher.loss_weight(batch, step))
 
-    def replicate(self, reason: str) -> None:
-        """Run training steps as a whole on every rank from here on.
-
-        Raises:
-            SplitError: the model is not whole here.
-        """
-        if not self.setup.is_whole():
-            raise SplitError(f"{reason} It cannot run as a whole on every rank either, as the model is not whole here.")
-        before = self.state
-        self.state = replicated = ReplicatedModule(self.setup, self._optimizers, reason, self.watching, self.shards)
-        give_back_clipping(self._precision_plugin)
-        if isinstance(before, Unpartitioned) and before.optimizer_states is not None:
-            replicated.load_optimizer_states(before.optimizer_states)
-        if dist.get_rank() == 0 and self.setup.options.gradients.communication.verbose:
-            print_replicated(replicated, self.module)
-        warn_on_first_rank(replicated.warning())
-
-    def _become_whole(self, partitioned: PartitionedModule, error: SplitError) -> None:
-        """Go on with the whole module on every rank, or raise on every rank. Collective."""
-        require_whole_possible(error, self.setup)
-        self.capture.left.settle()
-        gather_in_training(partitioned, self.metrics)
-        self.replicate(str(error))
+    def _choose_loss_weight(
+        self,
+        partitioned: PartitionedModule,
+        step: LightningStep,
+        batch: Any,
+        microbatches: Sequence[MicroBatch],
+    ) -> None:
+        """With ``loss_weight="auto"``: as in the run that is resumed, else by the trial. Collective over all ranks."""
+        if self.setup.options.loss_weight != "auto" or self.batcher.chosen is not None or not step.trains:
+            return
+        kept = partitioned.plan.decision.get("loss_weight")
+        if kept is not None:
+            self.batcher.chosen = LossWeight.from_json(kept)
+        elif len(microbatches) > 1:
+            whole = self.batcher.splitter.whole(batch)
+            self.batcher.chosen, note = find_loss_weight(partitioned, step, whole, microbatches)
+            if note is not None:
+                partitioned.notes.append(("note", note))
 
     def close(self, gather: bool) -> None:
         """Give back a whole module (unless it never was), and free what this object holds. Collective if ``gather``."""
         partitioned = self.partitioned
-        if self.replicated is not None:
-            self.replicated.close()
         for shards in self.shards:
             shards.close()
         if partitioned is not None:
@@ -314,7 +248,6 @@ class PipelinedModule:
                 leave_in_parts(self.module, BY_EXCEPTION)
             elif not self.setup.options.meta_init:
                 self.metrics.share()
-                self.capture.left.settle()
                 if gather_at_end(partitioned):
                     self.state = WholeAgain(partitioned)
         self.host_values.forget()
@@ -381,7 +314,7 @@ class PipelinedModule:
         return self.state.compression_state()
 
     def load_compression_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Go on with what compression remembers, as a checkpoint has it; steps that run as a whole do not compress."""
+        """Go on with what compression remembers, as a checkpoint has it."""
         if isinstance(self.state, Unpartitioned):
             self.state.remembered = state
 
@@ -402,7 +335,10 @@ class PipelinedModule:
         partitioned = self.partitioned
         if partitioned is None:
             return self.known_plan
-        return partitioned.plan.decision
+        decision = dict(partitioned.plan.decision)
+        if self.batcher.chosen is not None:
+            decision["loss_weight"] = self.batcher.chosen.to_json()
+        return decision
 
 
 def _plain(optimizer: Any) -> Any:

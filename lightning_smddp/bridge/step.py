@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from lightning_smddp.bridge.capture import StepCapture
 from lightning_smddp.bridge.kept_tensors import changed_attributes, tensor_attributes, times_written
-from lightning_smddp.bridge.step_results import Observed
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.objects import with_same_memory
-from lightning_smddp.pipeline.capture.own_seeds import seed_torch
-from lightning_smddp.pipeline.capture.patches import Eager
 from lightning_smddp.pipeline.capture.python_random import SharedRandom
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.casts import look_for_casts
@@ -31,7 +26,6 @@ if TYPE_CHECKING:
 
 Scale: TypeAlias = float | Tensor  # the latter a scalar on the device
 
-_FAILED = "The step fails: "
 _HOOKS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -45,6 +39,10 @@ class LightningStep:
         precision: makes the context that Lightning enters around the step.
         capture: keeps logs, metrics and outputs.
         scale: the loss is multiplied by it before backward.
+
+    Attributes:
+        trains: whether there is a backward, and gradients.
+        key: which step this is: its name, and the index of its dataloader where Lightning gives one.
     """
 
     def __init__(
@@ -63,21 +61,12 @@ class LightningStep:
         self.precision = precision
         self.capture = capture
         self.scale = scale
+        self.trains = hook == "training_step"
+        self.key: Any = (hook, self.arguments[1:])
         self.keeps_casts = False  # of weights, from one micro-batch to the next
-        self._is_on_trial = False
         self.offset = 0  # of the micro-batches that run now among the batch's
         self.keeps: tuple[str, ...] = ()  # attributes that the last run of `alone` left tensors in
         self.random: SharedRandom | None = None  # where it draws random numbers in Python
-
-    @property
-    def trains(self) -> bool:
-        """Whether it is a training step: there is a backward, and gradients."""
-        return self.hook == "training_step"
-
-    @property
-    def key(self) -> Any:
-        """Which step this is: its name, and the index of its dataloader where Lightning gives one."""
-        return self.hook, self.arguments[1:]
 
     def batch_name(self) -> str:
         """The batch as error messages name it: by its index and epoch where the step is told them."""
@@ -91,18 +80,12 @@ class LightningStep:
         step.random = self.random
         return step
 
-    def on_trial(self) -> LightningStep:
-        """The same step where it may fail: on one stage, and all ranks hear of it as if it had left its path."""
-        step = copy.copy(self)
-        step._is_on_trial = True
+    def forward_only(self) -> LightningStep:
+        """The same step without a backward: its paths are looked for apart from those of the training step."""
+        step = self.unscaled()
+        step.trains = False
+        step.key = (*self.key, "forward only")
         return step
-
-    @staticmethod
-    def require_no_failure(failures: Mapping[int, str]) -> None:
-        """Raise ``SplitError`` if the user's code has failed where a step :meth:`on_trial` left its path."""
-        for text in failures.values():
-            if text.startswith(_FAILED):
-                raise SplitError(text)
 
     def __call__(self, microbatch: MicroBatch) -> Any:
         """Run the method's code once, as each stage does: so on a copy of the batch.
@@ -126,13 +109,8 @@ class LightningStep:
                 if active_run() is None:
                     raise SplitError(str(error)) from error
                 raise ReplayError(str(error)) from error
-            except Exception as error:
-                if not self._is_on_trial or isinstance(error, (ReplayError, SplitError)):
-                    raise
-                raise ReplayError(f"{_FAILED}{error!r}") from error
             finally:
                 self.capture.runs_step = False
-                self.capture.left.look()
             return self.capture.finish(result)
 
     def whole(self, batch: Any) -> Callable[[], Any]:
@@ -158,10 +136,6 @@ class LightningStep:
             return capture
         return self.random.around(index, keep, capture)
 
-    def follows(self, tensor: Tensor) -> bool:
-        """See :class:`~lightning_smddp.pipeline.runtime.staged_step.Step`."""
-        return self.capture.follows(tensor)
-
     def forget(self) -> None:
         """See :class:`~lightning_smddp.pipeline.runtime.staged_step.Step`."""
         self.capture.clear()
@@ -173,7 +147,7 @@ class LightningStep:
             copy = replace(microbatch, value=copied(microbatch.value))
             before = [times_written(tensor) for tensor in tensors(copy.value)]
             try:
-                with self.capture.left.learning(), self.around(None, index, copy, keep=True):
+                with self.around(None, index, copy, keep=True):
                     kept = tensor_attributes(self.module)
                     result = self(copy)
                     self.keeps = tuple(changed_attributes(kept, tensor_attributes(self.module)))
@@ -186,54 +160,11 @@ class LightningStep:
 
         return run
 
-    def observed(self, microbatches: Sequence[MicroBatch], seed: int = 0) -> Observed:
-        """What a run for nothing of these as a batch would have shown to Lightning.
-
-        What torch draws follows from ``seed``, also where ranks share it.
-        """
-        outputs = []
-        try:
-            for index, microbatch in enumerate(microbatches):
-                copy = replace(microbatch, value=copied(microbatch.value))
-                with Eager(), self.around(None, index, copy, keep=True):
-                    seed_torch(seed + index)
-                    outputs.append(map_leaves(_detached, self(copy)))
-            return self.capture.observed(outputs, self.key)
-        finally:
-            self.capture.clear()
-
-    def differentiate(self, microbatch: MicroBatch, seed: int, precision: bool) -> None:
-        """A run for nothing with its backward pass.
-
-        Args:
-            microbatch: as a batch.
-            seed: what torch, and Python where it is known to, draws follows from it.
-            precision: whether to enter the Trainer's precision.
-        """
-        step = self
-        if not precision:
-            step = self.unscaled()
-            step.precision = nullcontext
-        copy = replace(microbatch, value=copied(microbatch.value))
-        try:
-            with torch.enable_grad(), Eager(), step.around(None, seed, copy, keep=True):
-                seed_torch(seed)
-                loss = loss_of(step(copy), step.hook)
-            (loss * step.scale).backward()
-        finally:
-            self.capture.clear()
-
     def loss(self, microbatch: MicroBatch, result: Any) -> Tensor | None:
         """This micro-batch's part of the batch's loss, times the scale; None where nothing of it counts."""
         if microbatch.weight == 0:
             return None  # a mean over nothing is nan, and so would its gradient be
         return loss_of(result, self.hook) * (microbatch.weight * self.scale)
-
-
-def _detached(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.detach()
-    return leaf
 
 
 def loss_of(result: Any, hook: str = "training_step", detached: bool = False) -> Tensor:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import set_forward_cache, set_update_count
 from lightning_smddp.bridge.logged_values import Log
@@ -67,14 +66,6 @@ class StepResults:
         return self.output
 
 
-@dataclass
-class Observed:
-    """What a run for nothing would have shown, and the states of metrics that it called."""
-
-    results: StepResults
-    states: dict[str, Any]
-
-
 def broadcast_results(
     results: StepResults | str | None,
     group: dist.ProcessGroup,
@@ -104,59 +95,3 @@ def broadcast_results(
     received["logs"] = [Log(**log) for log in received["logs"]]
     received["output"] = in_containers_of(like, received["output"])
     return StepResults(**received)
-
-
-@dataclass(frozen=True)
-class KeptState:
-    """What a step leaves in its module's attributes, for a trial of what the next step makes of it.
-
-    Attributes:
-        appended: items that lists have gained, by the list's path.
-        attributes: what attributes were set to, by name.
-    """
-
-    appended: list[tuple[AttrPath, list[Any]]]
-    attributes: dict[str, Any]
-
-    @classmethod
-    def of(cls, results: StepResults) -> KeptState | None:
-        """What ``results`` leave in attributes; None if they leave nothing."""
-        if not results.appended and not results.attributes:
-            return None
-        return cls(results.appended, results.attributes)
-
-    def moved(self, module: nn.Module) -> KeptState:
-        """The same with other numbers, also for what is still zero: so are counts of hits, for the few rows of a trial.
-
-        Where the step counts nothing, that makes no difference.
-        """
-        attributes = {}
-        for name, value in vars(module).items():
-            if type(value) in (int, float) and value == 0:
-                attributes[name] = _moved(value)
-        for name, value in self.attributes.items():
-            attributes[name] = _moved(value)
-        return KeptState(self.appended, attributes)
-
-    def put(self, module: nn.Module) -> None:
-        """Set the module's attributes so, within ``preserve_state``: members of its lists and dicts are not written."""
-        own = vars(module)
-        own.update(self.attributes)
-        for where, tail in self.appended:
-            container = own
-            if len(where) > 1:
-                container = own[where[0]] = own[where[0]].copy()
-            last = where[-1]
-            if isinstance(container, list):
-                before = container[last]
-            else:
-                before = container.get(last, [])
-            container[last] = [*before, *tail]
-
-
-def _moved(value: Any) -> Any:
-    if type(value) in (int, float):
-        return value + 1
-    if isinstance(value, Tensor) and value.dim() == 0:
-        return value + 1
-    return value

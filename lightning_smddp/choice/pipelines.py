@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp._compat.torch_memory import recorded_memory
 from lightning_smddp.bridge.capture import StepCapture
-from lightning_smddp.bridge.partition_table import in_flight, looks_at_other_rows, resources_for
+from lightning_smddp.bridge.carried_state import refuse_changes
+from lightning_smddp.bridge.micro_batches import count_for, splitter_for
+from lightning_smddp.bridge.partition_table import in_flight, resources_for
 from lightning_smddp.bridge.pipeline_options import PartitionOptions, PipelineOptions
 from lightning_smddp.bridge.step import LightningStep, loss_of
-from lightning_smddp.bridge.weighing import Weighing
 from lightning_smddp.choice.estimates import Estimate, Memory, Sizes, fullest
 from lightning_smddp.choice.first_batch import FirstBatch
 from lightning_smddp.choice.stage_profile import profile_stages
-from lightning_smddp.choice.step_profile import profile_of
 from lightning_smddp.pipeline.capture.graph import Modules, SplitError, build_graph
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
 from lightning_smddp.pipeline.capture.records import Trace
@@ -28,14 +27,13 @@ from lightning_smddp.pipeline.partition.hardware import LOOPBACK
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, rows_of
 from lightning_smddp.pipeline.partition.plan import CHECK_SEED, REFERENCE_RUNS
 from lightning_smddp.pipeline.partition.reference import fastest, run_reference
-from lightning_smddp.pipeline.partition.rows import Splitter
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.schedules import orders, parse
-from lightning_smddp.planner.schedules import auto_num_microbatches, parse_action, simulated_bound
+from lightning_smddp.planner.schedules import parse_action, simulated_bound
+from lightning_smddp.strategies.checks import refusal_of_training
 from lightning_smddp.strategies.options import CommunicationOptions, GradientOptions
 
 _CPU = torch.device("cpu")
-_FEW = 4  # rows are enough to compare with their halves
 _CASES = (  # schedule, with checkpointing
     ("1f1b", False),
     ("1f1b", True),
@@ -85,19 +83,6 @@ class _Case:
         return f"PipelineStrategy({listed})"
 
 
-@dataclass(frozen=True)
-class _Trials:
-    """Of the strategy's start.
-
-    Attributes:
-        whole: each batch is one micro-batch, as no weights of losses are right.
-        memory: bytes that the trials need at most, beside the module.
-    """
-
-    whole: bool
-    memory: int
-
-
 def estimate_pipelines(
     first: FirstBatch, sizes: Sizes, state: Mapping[int, int], ranks: int, limit: float
 ) -> list[Estimate]:
@@ -111,15 +96,16 @@ def estimate_pipelines(
         limit: bytes of a rank.
     """
     estimates = []
-    trials: _Trials | None = None  # what the first case finds holds for the others, too
+    reason = refusal_of_training(first.module, (), first.optimizers)
     for schedule, checkpointing in _CASES:
         case = _Case(schedule, checkpointing)
         try:
-            pipeline = _Pipeline(first, case, ranks, trials)
+            if reason is not None:
+                raise SplitError(reason)
+            pipeline = _Pipeline(first, case, ranks)
         except (SplitError, ReplayError, UnclearBatchError) as error:
             estimates.append(Estimate(case.name, case.strategy(meta_init=False), notes=(str(error),)))
         else:
-            trials = pipeline.trials
             estimates.append(pipeline.estimate(sizes, state, limit))
     return estimates
 
@@ -131,71 +117,31 @@ class _Pipeline:
         first: the module at its first batch.
         case: which.
         ranks: of the pipeline.
-        trials: what another case has found; None is to find it out.
     """
 
-    def __init__(self, first: FirstBatch, case: _Case, ranks: int, trials: _Trials | None) -> None:
+    def __init__(self, first: FirstBatch, case: _Case, ranks: int) -> None:
         self.first = first
         self.case = case
         self.ranks = ranks
         self.module = first.module
-        self.found = trials
         self.options = case.options()
         self.num_stages = ranks * self.options.stages_per_rank
         self.rank_of_stage = self.options.schedule.rank_of_stage(self.num_stages, ranks)
-        hook = getattr(self.module, "split_batch", None)
-        if not callable(hook):
-            hook = None
-        self.splitter = Splitter(None, hook)
+        self.splitter = splitter_for(self.module, self.options.partition)
         self.microbatches = self._cut()
-        self.pair = self._pair()
         capture = StepCapture(first.module)
         self.step = LightningStep(first.module, "training_step", first.arguments, first.precision, capture)
-        self.trials = self._divide()
+        self._divide()
 
     def _cut(self) -> list[MicroBatch]:
         rows = rows_of(self.first.batch)
-        least = 1
-        if looks_at_other_rows(self.module):
-            least = 2  # BatchNorm refuses a single row
-
-        def allowed(count: int) -> bool:
-            fits = self.options.schedule.microbatches_ok(count, self.ranks, self.num_stages)
-            return fits and rows // count >= least
-
-        count = rows
-        if any(allowed(candidate) for candidate in range(1, rows + 1)):
-            count = auto_num_microbatches(rows, self.ranks, allowed)
+        count = count_for(self.options.schedule, self.ranks, self.num_stages, rows, self.module)
         return self.splitter.cut(self.first.batch, count)
-
-    def _pair(self) -> MicroBatch:
-        """As many rows as two micro-batches have, and four if there are; see :meth:`BatchCutter.pair`."""
-        rows = self._rows()
-        parts = min(len(self.microbatches) // 2, rows // _FEW)
-        if parts > 1:
-            first, *_ = self.splitter.cut(self.first.batch, parts, rows)
-            return first
-        like = self.microbatches[0]
-        return MicroBatch(self.first.batch, rows, 1.0, like.paths, like.cuts)
 
     def _rows(self) -> int:
         return sum(microbatch.size for microbatch in self.microbatches)
 
-    def _try(self) -> _Trials:
-        """What the strategy's first rank finds by running some rows, and their halves."""
-        if len(self.microbatches) == 1:
-            return _Trials(whole=True, memory=0)
-        floating = [value.dtype for value in self.graph.values if value.dtype.is_floating_point]
-        exact = all(dtype.itemsize >= 4 for dtype in floating)
-        buffers: set[str] = set()
-        for node in self.graph.nodes:
-            buffers.update(node.buffers)
-        weighing = Weighing(self.module, _CPU, self.step, self.pair, exact, sorted(buffers), may_be_whole=True)
-        with recorded_memory() as record:
-            whole = weighing.run().whole
-        return _Trials(whole, profile_of(record).peak)
-
-    def _divide(self) -> _Trials:
+    def _divide(self) -> None:
         """Cut by the times of a run on the first micro-batch, as the strategy's first rank does."""
         checkpointing = self.case.checkpointing
         resources = resources_for(
@@ -219,20 +165,12 @@ class _Pipeline:
         found = partition(self.graph, resources, fastest(runs), None, checkpointing)
         self.cuts = StageCuts.at(self.graph, found.cuts)
         plans = self.cuts.plans(len(self.graph.nodes))
-        # Of the runs for times, which keep all activations. They come before it is known whether batches stay whole.
+        refuse_changes(self.graph.once_a_batch)
+        # What training keeps differs from what the runs for times kept, where units are checkpointed.
         self.timing_profiles = profile_stages(self.graph, plans, run, self._loss, self.module, False)
-        trials = self.found or self._try()
-        if trials.whole:
-            self.microbatches = [self.splitter.whole(self.first.batch)]
-            run = self.step.alone(self.microbatches[0])
-            # The same nodes and cuts, with the shapes of all rows.
-            traced = self._traced(run)
-            self.graph = build_graph(traced, Modules(traced, self.module), is_within(units))
-        # What training keeps differs from what the runs for times kept, where rows or checkpoints do.
         self.profiles = self.timing_profiles
-        if trials.whole or checkpointing:
+        if checkpointing:
             self.profiles = profile_stages(self.graph, plans, run, self._loss, self.module, checkpointing)
-        return trials
 
     def _traced(self, run: Callable[[], Any]) -> Trace:
         with preserve_state(self.module, _CPU), kept_parameters(self.module):
@@ -244,10 +182,8 @@ class _Pipeline:
     def estimate(self, sizes: Sizes, state: Mapping[int, int], limit: float) -> Estimate:
         """Of the rank with most."""
         notes = []
-        if self.trials.whole:
-            notes.append(
-                "each batch is one micro-batch, as those of parts do not make up its loss: stages do not overlap"
-            )
+        if len(self.microbatches) == 1:
+            notes.append("each batch is one micro-batch: stages do not overlap")
         training = fullest([self._rank(rank, sizes, state) for rank in range(self.ranks)])
         start = self._start(sizes)
         memory = fullest([training, start])
@@ -288,13 +224,8 @@ class _Pipeline:
             communication=self._messages(here),
             temporary=for_a_moment,
         )
-        # In the second step one micro-batch is compared with a plain step, beside the gradients of the first step. The
-        # plain step's are there twice when they are brought home.
-        single = sum(profile.kept for profile in profiles)
-        checking = replace(held, activations=sizes.batch + single, temporary=for_a_moment + gradients)
-        bringing = replace(held, temporary=2 * gradients)
         stepping = replace(held, temporary=sizes.optimizer_temporary)
-        return fullest([running, checking, bringing, stepping])
+        return fullest([running, stepping])
 
     def _parameters_of(self, stages: Sequence[int]) -> list[nn.Parameter]:
         """Those that a rank with these stages has; of a tied one there is a copy on each rank that uses it."""
@@ -328,17 +259,15 @@ class _Pipeline:
         return 0 <= stage < self.num_stages and self.rank_of_stage[stage] != rank
 
     def _start(self, sizes: Sizes) -> Memory:
-        """The first rank's before training: the whole module, for trials of some rows and one micro-batch's times."""
+        """The first rank's before training: the whole module, for the times of one micro-batch."""
         held = Memory(parameters=sizes.parameters + sizes.buffers, activations=sizes.batch)
-        trying = replace(held, temporary=self.trials.memory)
         # One stage behind the other, and back: at a stage's fullest moment there is what those before it have kept.
         kept = 0
         peak = 0
         for profile in self.timing_profiles:
             peak = max(peak, kept + profile.peak)
             kept += profile.kept
-        timing = replace(held, activations=sizes.batch + kept, temporary=peak - kept)
-        return fullest([trying, timing])
+        return replace(held, activations=sizes.batch + kept, temporary=peak - kept)
 
     def _seconds(self) -> float:
         """All micro-batches through the slowest rank, their messages there and back, and its waiting for others."""

@@ -21,9 +21,8 @@ from torch.utils.data import DistributedSampler
 from lightning_smddp._compat.trainer import averages_weights, is_compiled_module
 from lightning_smddp.bridge.partition_table import looks_at_other_rows
 from lightning_smddp.communication.consistency import require_initialized
-from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.sharding.optimizer_shards import all_parameters
-from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
+from lightning_smddp.sharding.optimizer_trial import Granularity, granularity, why_not_one_by_one
 from lightning_smddp.sharding.sharded_optimizers import refuse_own_sharding, splits_parameters
 from lightning_smddp.strategies.nonfinite import is_changed_hook
 from lightning_smddp.strategies.options import OptionGroups, ReliabilityOptions, refuse_moved
@@ -229,42 +228,52 @@ def require_shardable(optimizers: Iterable[Any], shard: str | None) -> None:
             splits_parameters(getattr(optimizer, "optimizer", optimizer))
 
 
-def callback_against_pipelining(callbacks: Iterable[Any], module: LightningModule, fallback: str) -> str | None:
-    """Why the training step is not pipelined with these ``callbacks`` of Lightning's; None if that is no reason.
-
-    Raises:
-        SplitError: there is one, and ``fallback`` is "error".
-    """
-    has_batch_norm = bool(looks_at_other_rows(module))
+def refusal_of_training(module: Any, callbacks: Iterable[Any], optimizers: Sequence[Any] = ()) -> str | None:
+    """Why a pipeline cannot train ``module``, as far as that is known before its first batch; None if it can."""
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        return (
+            f"{name} uses manual optimization (automatic_optimization=False). A pipeline's forward and backward passes "
+            "alternate between ranks, so `manual_backward` and `optimizer.step()` cannot be called from within the "
+            "step."
+        )
+    if len(optimizers) > 1:
+        return f"{name} has {len(optimizers)} optimizers: a pipeline's step has one backward, and one optimizer."
+    for optimizer in optimizers:
+        if why_not_one_by_one(getattr(optimizer, "optimizer", optimizer)) is not None:
+            return (
+                f"{type(optimizer).__name__} needs the gradients of all parameters in one place, or what it does "
+                "cannot be tried out, and a pipeline's stages hold them apart. AdamW and its kind treat parameters one "
+                "by one."
+            )
     for callback in callbacks:
         names = _class_names(callback)
         if "ModelPruning" in names:
-            reason = "replaces parameters of the module while it trains, and a pipeline has divided those that it had."
-        elif "StochasticWeightAveraging" in names and has_batch_norm:
-            reason = "runs training steps forward only, for the statistics of BatchNorm; a pipeline's go backward too."
+            why = "replaces parameters of the module while it trains, and a pipeline has divided those that it had"
+        elif "StochasticWeightAveraging" in names and looks_at_other_rows(module):
+            why = "runs training steps forward only, for the statistics of BatchNorm; a pipeline's go backward too"
         else:
             continue
-        if fallback == "error":
-            raise SplitError(f"{type(callback).__name__} {reason} Leave it out, or use strategy='smddp'.")
-        return f"{type(callback).__name__} {reason}"
+        return f"{type(callback).__name__} {why}."
     return None
 
 
-def manual_optimization(module: LightningModule) -> str:
-    """Why its training step cannot be pipelined."""
-    return (
-        f"{type(module).__name__} uses manual optimization (automatic_optimization=False). A pipeline's forward and "
-        "backward passes alternate between ranks, so `manual_backward` and `optimizer.step()` cannot be called from "
-        "within the step. Use automatic optimization to pipeline it."
-    )
+def refuse_training(module: Any, callbacks: Iterable[Any], optimizers: Sequence[Any] = ()) -> None:
+    """Raise ``ValueError`` if a pipeline cannot train ``module``, with what can."""
+    reason = refusal_of_training(module, callbacks, optimizers)
+    if reason is not None:
+        raise ValueError(f"{reason} {USE_INSTEAD}")
 
 
-def require_pipelinable(module: LightningModule, callbacks: Iterable[Any], is_fit: bool, fallback: str) -> None:
-    """Raise ``ValueError`` for what no split can run, unless there is a ``fallback``; warn of what runs otherwise."""
+USE_INSTEAD = "Use strategy='smddp' (strategy='smddp_fsdp' where the model does not fit on one device)."
+
+
+def require_pipelinable(module: LightningModule, callbacks: Iterable[Any], is_fit: bool) -> None:
+    """Raise ``ValueError`` for what no split can run; warn of what runs otherwise."""
     name = type(module).__name__
     require_initialized(module)
-    if is_fit and not module.automatic_optimization and fallback == "error":
-        raise ValueError(manual_optimization(module))
+    if is_fit:
+        refuse_training(module, callbacks)
     if is_compiled_module(module) and dist.get_rank() == 0:
         warnings.warn(
             f"{name} was compiled with `torch.compile`. A pipeline runs parts of its step on different ranks, so the "

@@ -1,7 +1,7 @@
 """``Trainer(strategy="smddp_pipeline")``: pipeline parallelism of the module's own ``training_step``.
 
 The first batch is traced and cut by ``bridge/partitioning.py``. A micro-batch's way, downward:
-:meth:`PipelineParallel.training_step`, ``bridge/pipelined_module.py`` (what the module is now), ``bridge/training.py``
+:meth:`PipelineParallel.training_step`, ``bridge/pipelined_module.py`` (what the module is now), ``bridge/batches.py``
 (one batch), ``pipeline/runtime/engine.py`` (one run of its micro-batches, by torch's schedule), ``stage.py`` (one
 stage's forward, backward and messages), ``replay.py`` (the stage's part of the step), ``bridge/step.py`` (calls the
 user's ``training_step``). Backward is part of this: ``pipeline/gradients/gradient_stash.py`` takes its gradients away,
@@ -33,6 +33,7 @@ from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.patches import set_within
 from lightning_smddp.pipeline.mesh import Groups
+from lightning_smddp.pipeline.partition.loss_weights import Option as LossWeightOption
 from lightning_smddp.pipeline.partition.verify import Finding
 from lightning_smddp.pipeline.runtime.draws import join_draws
 from lightning_smddp.pipeline.runtime.schedules import parse
@@ -43,9 +44,8 @@ from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 from lightning_smddp.strategies.base import COMPRESSION_KEY
 from lightning_smddp.strategies.checks import (
     BEYOND_OPTIMIZER,
-    callback_against_pipelining,
     callbacks_of,
-    manual_optimization,
+    refuse_training,
     require_pipelinable,
     require_samplers_of_replicas,
     require_shardable,
@@ -84,7 +84,10 @@ class PipelineParallel(PipelineRanks):
             ``precision_plugin``, as of ``DDPStrategy``.
         pipeline_parallel_size: ranks of a pipeline; None for all. The rest of the world are replicas.
         num_microbatches: in how many parts a batch goes through the pipeline; ``"auto"`` is up to four for each rank.
-            Parts may differ in size: gradients are weighted by it.
+            Parts may differ in size.
+        loss_weight: how much a part counts in the loss, and in means that are logged: ``"auto"`` (found out on the
+            first batch), ``"rows"``, ``"labels"`` (those that are not -100), ``"shifted_labels"`` (without the first
+            column), ``"sum"`` (losses are added), the name of a batch entry (its sum), or a function of the part.
         schedule: ``"1f1b"``, ``"gpipe"`` (``"simple"``), ``"interleaved_1f1b"`` (``"interleaved"``), ``"looped_bfs"``,
             ``"interleaved_zero_bubble"``, ``"zbv_zero_bubble"``, ``"dualpipev"``.
         split: names of the modules that the stages, but the first, begin with; None finds the best ones.
@@ -111,11 +114,12 @@ class PipelineParallel(PipelineRanks):
 
     _option_groups: ClassVar[OptionGroups] = {"partition": PartitionOptions, **GROUPS}
 
-    def __init__(  # noqa: PLR0913  # what users write: 12 at most, the rest in groups
+    def __init__(  # noqa: PLR0913  # what users write: 13 at most, the rest in groups
         self,
         *args: Any,
         pipeline_parallel_size: int | None = None,
         num_microbatches: int | Literal["auto"] = "auto",
+        loss_weight: LossWeightOption = "auto",
         schedule: str = "1f1b",
         split: Sequence[str] | None = None,
         activation_checkpointing: bool = False,
@@ -145,6 +149,7 @@ class PipelineParallel(PipelineRanks):
             partition=group_of("partition", PartitionOptions, partition),
             gradients=gradients,
             shard=shard,
+            loss_weight=loss_weight,
         )
         if len(args) > _BY_POSITION:
             raise TypeError(
@@ -193,7 +198,7 @@ class PipelineParallel(PipelineRanks):
         self._changes.enter_context(without_sync_advice(one_replica))
         self._changes.enter_context(finetuning_by_identity(callbacks, self._optimized))
         require_whole(self.lightning_module)
-        require_pipelinable(self.lightning_module, callbacks, is_fit, self.options.partition.fallback)
+        require_pipelinable(self.lightning_module, callbacks, is_fit)
         if is_fit and self._layer_sync and not one_replica:
             torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.model, process_group=self._groups.data_parallel_group)
         self.precision_plugin.convert_module(self.model)
@@ -220,24 +225,14 @@ class PipelineParallel(PipelineRanks):
         # Optimizers are made of the whole module, as the user wrote it. When the first batch has shown who keeps what,
         # each is left with the parameters of this rank.
         if is_fit:
+            refuse_training(self.lightning_module, (), self.optimizers)
             self._pipelined.take_optimizers(self.optimizers, self.precision_plugin)
             self._pipelined.watching = self._checks.watches_gradients
             self._pipelined.marking = not self._checks.changes_gradients
-            reason = self._reason_to_replicate(callbacks)
-            if reason is not None:
-                self._pipelined.replicate(reason)
 
     @override
     def _watch_hooks(self, trainer: Trainer) -> None:
         self._changes.enter_context(self._hook_view.installed(trainer))
-
-    def _reason_to_replicate(self, callbacks: Sequence[Any]) -> str | None:
-        """Why training steps are not cut, as is known before the first one: each replica's ranks run them whole."""
-        module = self.lightning_module
-        assert module is not None
-        if not module.automatic_optimization:
-            return manual_optimization(module)
-        return callback_against_pipelining(callbacks, module, self.options.partition.fallback)
 
     @override
     def _shard_optimizers(self) -> None:
@@ -323,8 +318,6 @@ class PipelineParallel(PipelineRanks):
         accumulates = self._accumulates
         continues = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches != 0
         output = pipelined.train(batch, rest, expected, continues, zeroes_as_usual(trainer), accumulates)
-        if pipelined.replicated is not None:
-            return output
 
         def deliver(arrived: Tensor) -> None:
             factor = 1.0
@@ -364,19 +357,6 @@ class PipelineParallel(PipelineRanks):
         assert self._groups is not None
         replicas = default_group(self._groups.data_parallel_group)
         with set_within(self, "_in_step", True), self._precision_of(hook), replicas:
-            yield
-
-    @override
-    @contextmanager
-    def _averaging(self) -> Iterator[None]:
-        """Of a step that runs as a whole, gradients are averaged over replicas before hooks see them."""
-        pipelined = self._require_pipelined()
-        if pipelined.replicated is None:
-            yield
-            return
-        assert self._groups is not None
-        replicas = default_group(self._groups.data_parallel_group)
-        with pipelined.replicated.averaging(self._accumulates), replicas:
             yield
 
     @override

@@ -245,7 +245,7 @@ def verify(
         folder = Path(directory)
         alone, loaders = _alone(module, data, folder / "alone", {}, seed=0)
         again, _ = _alone(module, data, folder / "again", loaders, seed=1)
-        partition = PartitionOptions(stages_per_rank=stages_per_rank, fallback="error")
+        partition = PartitionOptions(stages_per_rank=stages_per_rank)
         strategy = PipelineStrategy(start_method="spawn", partition=partition, **options)
         recorder = _Recorder(folder / "pipeline")
         _give(module if data is None else data, loaders)

@@ -28,7 +28,6 @@ from lightning_smddp.pipeline.capture.records import (
     Value,
     changes_of_state,
 )
-from lightning_smddp.pipeline.capture.user_code import Lines
 from lightning_smddp.pipeline.runtime.casts import cast_type
 
 T = TypeVar("T")
@@ -114,11 +113,10 @@ class StepGraph:
         colocations: which nodes must stay together.
         reads_of_batch: where Python code reads values of the batch (``file:line``): shapes may depend on them.
         returned: the values that the step returns.
-        left: the values that it leaves in attributes: the stage that makes one keeps it until the step is over.
         shares_draws: whether what torch draws between units is the same on all stages, too, as Python reads it.
         draws: whether its code draws random numbers in Python: all stages have to draw the same ones between units.
         once_a_batch: what would happen once for each micro-batch instead of once for a batch, and where.
-        foreign_writes, writing_lines: see :class:`Trace`.
+        foreign_writes: see :class:`Trace`.
         cast_type: what weights are cast to, if their copies may be kept; see :func:`cast_type`.
         buffers_used: see :class:`Trace`.
     """
@@ -134,12 +132,10 @@ class StepGraph:
     colocations: list[Colocation] = field(default_factory=list)
     reads_of_batch: tuple[str, ...] = ()
     returned: tuple[int, ...] = ()
-    left: frozenset[int] = frozenset()
     draws: bool = False
     shares_draws: bool = False
     once_a_batch: tuple[str, ...] = ()
     foreign_writes: tuple[str, ...] = ()
-    writing_lines: Set[Lines] = frozenset()
     cast_type: torch.dtype | None = None
     buffers_used: Mapping[str, Set[str]] = field(default_factory=dict)
 
@@ -309,13 +305,11 @@ def build_graph(trace: Trace, modules: Modules, is_small: IsSmall) -> StepGraph:
         forward_seconds=trace.seconds,
         colocations=builder.backward_hooks(),
         returned=trace.returned,
-        left=trace.left,
         reads_of_batch=_unique(trace.reads_of_batch),
         shares_draws=reads_draws,
         draws=reads_draws or draws_in_python,
         once_a_batch=changes_of_state(trace, modules),
         foreign_writes=trace.foreign_writes,
-        writing_lines=trace.writing_lines,
         cast_type=cast_type(trace),
         buffers_used=trace.buffers_used,
     )

@@ -1,15 +1,10 @@
 """Seeds of ours: what a generator of torch draws behind one is chance to a step. Behind any other, the step seeded it.
 
 A step that seeds a generator (``torch.Generator().manual_seed(batch_idx)``, for the same noise in each epoch) draws the
-same numbers for each of its micro-batches. That is no chance but a difference from one process, which trials have to
-see.
+same numbers for each of its micro-batches. So does one process that accumulates over them.
 """
 
 from __future__ import annotations
-
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -18,18 +13,10 @@ import torch
 _COUNT = 1 << 32  # of our seeds; torch's generator on the CPU knows no more
 _MARK = 0x2F6B51C3  # the bits above, unlike those of users' seeds
 
-_constant = threading.local()  # .depth: of contexts in which draws are constants
-
 
 def own_seed(number: int) -> int:
     """A seed of ours, another one for each 32 bits of ``number``."""
     return _MARK * _COUNT + number % _COUNT
-
-
-def is_own(generator: torch.Generator) -> bool:
-    """Whether ``generator`` was last seeded by us."""
-    seed: int = generator.initial_seed()
-    return seed // _COUNT == _MARK
 
 
 def seed_torch(number: int) -> None:
@@ -41,18 +28,3 @@ def seed_torch(number: int) -> None:
     torch.default_generator.manual_seed(own_seed(number))
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(own_seed(number))
-
-
-@contextmanager
-def constant_draws() -> Iterator[None]:
-    """Within it :func:`draws_are_constant`, in this thread."""
-    _constant.depth = getattr(_constant, "depth", 0) + 1
-    try:
-        yield
-    finally:
-        _constant.depth -= 1
-
-
-def draws_are_constant() -> bool:
-    """Whether what torch draws here are constants, but for what the step has seeded itself."""
-    return getattr(_constant, "depth", 0) > 0

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_smddp._compat.torch import without_torch_functions
 from lightning_smddp.pipeline.capture.generators import held_generators, set_state_of, state_of
-from lightning_smddp.pipeline.capture.own_seeds import draws_are_constant, own_seed, seed_torch
+from lightning_smddp.pipeline.capture.own_seeds import own_seed, seed_torch
 
 States: TypeAlias = dict[str, Any]
 """By source, what it goes on from."""
@@ -125,15 +125,6 @@ class PythonRandom:
             if generator is not None:
                 _seed(generator, number + position)
 
-    def seed_torch_alone(self) -> None:
-        """Start torch's sources anew, by seeds of ours: what is drawn from them is chance then."""
-        if self._device is not None:
-            seed_torch(0)
-        for position, held in enumerate(self._held):
-            generator = held.generator()
-            if isinstance(generator, torch.Generator):
-                generator.manual_seed(own_seed(position))
-
 
 def _seed(generator: Any, number: int) -> None:
     if isinstance(generator, torch.Generator):
@@ -186,8 +177,6 @@ class SharedRandom:
             self._states[index] = self.sources.derived(self._states[0], index)
         with self.sources.put_back():
             self.sources.set(self._states[index])
-            if draws_are_constant():
-                self.sources.seed_torch_alone()
             yield
 
 

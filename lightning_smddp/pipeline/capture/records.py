@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.capture.ops import name_of
-from lightning_smddp.pipeline.capture.user_code import Lines
 
 HIDDEN: Final = "hidden"  # an operation that torch's function modes do not see
 
@@ -151,7 +150,6 @@ class Trace:
         changed_buffers: first names of buffers that the step changes.
         buffers_used: first name of a buffer -> names of the innermost modules whose code uses it; empty for the step's.
         returned: the values that the step returned.
-        left: the values that it left in attributes, see :func:`~lightning_smddp.pipeline.capture.tracer.note_left`.
         reads_draws: where Python code read what torch drew (``file:line``).
         draws_in_python: Python's or numpy's random numbers, in the step's own code, outside of any module.
         backward_locations: where the step starts a backward pass of its own.
@@ -160,7 +158,6 @@ class Trace:
         rebound_buffers: first names of buffers that were replaced by other tensors (`self.buffer = ...`).
         reads_of_batch: where Python code read a value of the batch: sizes or the course may depend on it.
         foreign_writes: where it writes tensors in place that were there before it, see ``foreign_writes.py``.
-        writing_lines: of the user's code, those that write in place, but within what a function mode saw as one call.
         casts: how often a parameter, by its first name, was copied in which other type.
     """
 
@@ -171,7 +168,6 @@ class Trace:
     changed_buffers: frozenset[str] = frozenset()
     buffers_used: dict[str, set[str]] = field(default_factory=dict)
     returned: tuple[int, ...] = ()
-    left: frozenset[int] = frozenset()
     reads_draws: tuple[str, ...] = ()
     draws_in_python: bool = False
     backward_locations: list[str] = field(default_factory=list)
@@ -180,7 +176,6 @@ class Trace:
     rebound_buffers: tuple[str, ...] = ()
     reads_of_batch: list[str] = field(default_factory=list)
     foreign_writes: tuple[str, ...] = ()
-    writing_lines: set[Lines] = field(default_factory=set)
     seconds: float = 0.0
     casts: Counter[tuple[str, torch.dtype]] = field(default_factory=Counter)
 

@@ -8,7 +8,6 @@ stage can do it by itself. A dispatch mode below watches for tensors made by wha
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
@@ -28,7 +27,6 @@ from lightning_smddp._compat.torch import (
 )
 from lightning_smddp.pipeline.capture.clock import Clock
 from lightning_smddp.pipeline.capture.effects import Effects
-from lightning_smddp.pipeline.capture.foreign_writes import written_by
 from lightning_smddp.pipeline.capture.graph import refuse_backward
 from lightning_smddp.pipeline.capture.ops import (
     Kind,
@@ -51,7 +49,7 @@ from lightning_smddp.pipeline.capture.records import (
     sizes_that_vary,
 )
 from lightning_smddp.pipeline.capture.tracking import ALIAS, EXTENSION, Tracking, is_plain
-from lightning_smddp.pipeline.capture.user_code import decides, user_lines, user_location
+from lightning_smddp.pipeline.capture.user_code import decides, user_location
 from lightning_smddp.wire.pytree import items, leaves, map_leaves, tensors
 
 T = TypeVar("T")
@@ -94,16 +92,6 @@ def trace(step: Step, module: nn.Module, device: torch.device, fetch: Fetch | No
         known.changed_buffers |= result.changed_buffers  # and what reads the buffers before they change
 
 
-_active = threading.local()  # .tracer: that of the step that runs in this thread
-
-
-def note_left(tensors: Iterable[Tensor]) -> None:
-    """Say what the traced step has left in attributes, at its end. Nothing happens where none is traced."""
-    tracer: _Tracer | None = getattr(_active, "tracer", None)
-    if tracer is not None:
-        tracer.trace.left |= frozenset(_known(map(tracer.find_tracked, tensors)))
-
-
 class _Tracer(TorchFunctionMode, Tracking):
     def __init__(
         self,
@@ -133,15 +121,10 @@ class _Tracer(TorchFunctionMode, Tracking):
         if self.fetch is not None:  # no backward will come
             saving = saved_tensors_hooks(lambda _: _NOTHING, lambda _: _NOTHING)
         buffers = dict(self.module.named_buffers())
-        outer = getattr(_active, "tracer", None)
-        _active.tracer = self
-        try:
-            # The order of modes: the function mode, entered last, sees the user's calls; the dispatch mode below sees
-            # what they come to, and operators that no function announces (C++ extensions).
-            with Eager(), patched_forwards(self.module, self._wrap), saving, _Unseen(self), self:
-                result = step()
-        finally:
-            _active.tracer = outer
+        # The order of modes: the function mode, entered last, sees the user's calls; the dispatch mode below sees what
+        # they come to, and operators that no function announces (C++ extensions).
+        with Eager(), patched_forwards(self.module, self._wrap), saving, _Unseen(self), self:
+            result = step()
         buffers_now = dict(self.module.named_buffers())
         rebound = []
         for name, buffer in buffers.items():
@@ -261,8 +244,6 @@ class _Tracer(TorchFunctionMode, Tracking):
         """Run an operation of the user's, and record it. Its time is its own, that of looking at it is overhead."""
         begin = self.clock.now()
         self.busy = True
-        if written_by(function, args, kwargs):
-            self.trace.writing_lines.add(user_lines())
         arguments = leaves((args, kwargs))
         given = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
         if kind is Kind.LIKE:

@@ -7,10 +7,7 @@ import functools
 import linecache
 import sys
 from types import FrameType
-from typing import TypeAlias
 
-Lines: TypeAlias = tuple[tuple[int, int], ...]  # code and instruction of each, from the inside out
-_MOST_LINES = 8  # that tell one place from another; a frame costs time in each step
 _NO_USERS = ("torch.", "lightning_smddp.", "contextlib")  # files whose code is not the user's
 _OURS = ("lightning_smddp.", "contextlib", "torch._tensor", "torch.overrides", "torch.functional", "torch.utils._")
 
@@ -24,22 +21,6 @@ def user_location() -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
-
-
-def user_lines() -> Lines:
-    """The innermost lines of the user's code that lead to here, up to Lightning's loop."""
-    # The instruction, not the line: two operations of one line are two places.
-    found: list[tuple[int, int]] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(found) < _MOST_LINES:
-        name = frame.f_globals.get("__name__", "")
-        if name.startswith(("lightning.", "pytorch_lightning.")):
-            if found:
-                break
-        elif name != "torch" and not name.startswith(_NO_USERS):
-            found.append((id(frame.f_code), frame.f_lasti))
-        frame = frame.f_back
-    return tuple(found)
 
 
 def decides() -> bool:

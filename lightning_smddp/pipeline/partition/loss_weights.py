@@ -1,60 +1,48 @@
-"""How much each micro-batch's loss counts: by its rows, its labels, the entries of a mask, or as it is.
+"""How much each micro-batch counts in the loss of its batch, and in means that a step logs: ``sum(w * loss) / sum(w)``.
 
 A loss that is a mean over rows is the mean of its micro-batches' losses, weighted by their rows. A language model's
-loss is usually a mean over tokens, of which padding (label -100) does not count: then the weights are numbers of
-labels. Which weights are right is found out by ``weight_trials.py``; :class:`LossCalls` notes which targets torch's own
-classification losses were called with.
+loss is usually a mean over tokens, of which padding (label -100) does not count: then weights are numbers of labels.
+The user says which (``loss_weight=``), or one trial on the first batch does, see :func:`best_fit`.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
-from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.pipeline.partition.batch_structure import place_text
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.host_values import HostOf
 from lightning_smddp.wire.pytree import Path, items
 
 IGNORED = -100  # torch's and transformers' label of what does not count
-Kind: TypeAlias = Literal["rows", "labels", "entries", "sum"]
+EXACT, MIXED = 1e-4, 1e-2  # relative errors that rounding may explain, in fp32 and with 16-bit types
+_SAME = 3e-7  # relative errors that differ by less are equal
 
-# Of the losses that are watched: a call's labels and class weights are found by name, however they were given.
-_SIGNATURES = {
-    functional.cross_entropy: inspect.signature(functional.cross_entropy),
-    functional.nll_loss: inspect.signature(functional.nll_loss),
-}
+Kind: TypeAlias = Literal["rows", "labels", "shifted_labels", "sum", "entry", "function"]
+Option: TypeAlias = "str | Callable[[Any], Any]"
+"""``"auto"``, ``"rows"``, ``"labels"``, ``"shifted_labels"``, ``"sum"``, the name of a batch entry, or a function."""
 
 
 @dataclass(frozen=True)
-class Weighting:
+class LossWeight:
     """Weights of micro-batches.
 
     Attributes:
-        kind: "rows"; "labels" that count, or the sum of "entries" (of a mask, of lengths) in the batch's tensor at
-            ``path``; "sum": losses are added up.
+        kind: "rows"; "labels" that are not -100 in the batch's tensor at ``path``; "shifted_labels", the same without
+            the first column; "sum": losses are added up; "entry": the sum of the tensor at ``path``; "function".
         path: keys and positions from the outside in.
-        skip: labels at the beginning of each row that are never predicted (1 where the step shifts labels); -1 for the
-            last one.
-        ignored: the label that does not count.
-        class_weights: by label, how much one counts; empty if all count alike.
-        fits: False if no weights make the losses of micro-batches the batch's.
+        function: gives a micro-batch's weight.
     """
 
     kind: Kind = "rows"
     path: Path = ()
-    skip: int = 0
-    ignored: int = IGNORED
-    class_weights: tuple[float, ...] = ()
-    fits: bool = field(default=True, compare=False)
+    function: Callable[[Any], Any] | None = field(default=None, compare=False)
 
     def apply(self, microbatches: Sequence[MicroBatch], host_of: HostOf | None = None) -> list[MicroBatch]:
         """The same micro-batches with these weights; by rows where there is no such tensor, or nothing counts.
@@ -62,185 +50,193 @@ class Weighting:
         Args:
             microbatches: of one batch.
             host_of: where values on a device are looked up. What is not known there is asked of the device: once.
+
+        Raises:
+            ValueError: the user's function returned no weight.
         """
         if self.kind == "rows" or len(microbatches) == 1:
             return list(microbatches)
         if self.kind == "sum":
             return [replace(microbatch, weight=1.0) for microbatch in microbatches]
-        tensors = []
-        for microbatch in microbatches:
-            tensor = self.counted(microbatch.value)
-            if tensor is None:
-                return list(microbatches)
-            tensors.append(tensor)
-        if host_of is not None:
-            tensors = _on_host(tensors, host_of)
-        # One stacked tensor, and so at most one wait for a device, however many micro-batches there are.
-        stacked = torch.stack([self._count(tensor) for tensor in tensors])
-        counts: list[float] = stacked.tolist()
+        counts = self._counts(microbatches, host_of)
         total = sum(counts)
         if not total > 0:
             return list(microbatches)
-        weighted = []
-        for microbatch, count in zip(microbatches, counts, strict=True):
-            weighted.append(replace(microbatch, weight=count / total))
-        return weighted
+        return [replace(part, weight=count / total) for part, count in zip(microbatches, counts, strict=True)]
 
-    def count(self, value: Any) -> Tensor | None:
-        """What a micro-batch counts, a scalar on its device; None if it has no such tensor."""
-        tensor = self.counted(value)
-        if tensor is None:
-            return None
-        return self._count(tensor)
+    def _counts(self, microbatches: Sequence[MicroBatch], host_of: HostOf | None) -> list[float]:
+        if self.function is not None:
+            return [_weight_of(self.function(microbatch.value)) for microbatch in microbatches]
+        tensors = [self.counted(microbatch.value) for microbatch in microbatches]
+        found = [tensor for tensor in tensors if tensor is not None]
+        if len(found) < len(tensors):
+            return []
+        if host_of is not None:
+            on_host = [host_of(tensor) for tensor in found]
+            known = [tensor for tensor in on_host if tensor is not None]
+            if len(known) == len(found):  # a stack has to be of one device
+                found = known
+        # One stacked tensor, and so at most one wait for a device, however many micro-batches there are.
+        counts: list[float] = torch.stack([self.count(tensor) for tensor in found]).tolist()
+        return counts
 
     def counted(self, value: Any) -> Tensor | None:
-        """The tensor at ``path``, if there is one with rows."""
+        """The tensor at ``path`` in a batch, if there is one with rows."""
         for path, leaf in items(value):
-            if path != self.path:
-                continue
-            if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            if path == self.path and isinstance(leaf, Tensor) and leaf.dim() > 0:
                 return leaf
-            return None
         return None
 
-    def _count(self, leaf: Tensor) -> Tensor:
-        if leaf.dim() > 1 and self.skip > 0:
-            leaf = leaf[:, self.skip :]
-        elif leaf.dim() > 1 and self.skip < 0:
-            leaf = leaf[:, : self.skip]
-        if self.kind == "entries":
+    def count(self, leaf: Tensor) -> Tensor:
+        """What a tensor of labels, or an entry, counts: a scalar on its device."""
+        if self.kind == "entry":
             return leaf.sum(dtype=torch.float64)
-        counts = leaf != self.ignored
-        if not self.class_weights:
-            return counts.sum(dtype=torch.float64)
-        # Ignored labels (-100) are no indices: class 0 is looked up in their place, and its weight then left out.
-        weight_by_class = from_numbers(self.class_weights, torch.float64, leaf.device)
-        weights = weight_by_class[leaf.where(counts, 0)]
-        return weights.where(counts, 0.0).sum()
+        if self.kind == "shifted_labels":
+            leaf = leaf[:, 1:]
+        return (leaf != IGNORED).sum(dtype=torch.float64)
 
     def describe(self) -> str:
         """For the table and for messages."""
-        shifted = {0: "", 1: ", shifted by one", -1: ", without the last"}[self.skip]
-        if self.kind == "labels":
-            text = f"labels that are not {self.ignored} in {place_text(self.path)}{shifted}"
-            if self.class_weights:
-                text += ", by their classes' weights"
-            return text
-        if self.kind == "entries":
-            return f"the sum of {place_text(self.path)}{shifted}"
-        if self.kind == "rows":
-            return "rows"
-        return "none: losses are added up"
+        place = place_text(self.path)
+        texts = {
+            "rows": "rows",
+            "labels": f"labels that are not {IGNORED} in {place}",
+            "shifted_labels": f"labels that are not {IGNORED} in {place} without its first column",
+            "sum": "none: losses are added up",
+            "entry": f"the sum of {place}",
+            "function": "by the function that was given as loss_weight",
+        }
+        return texts[self.kind]
 
     def to_json(self) -> Any:
-        """Numbers, strings and lists, as a checkpoint keeps them."""
-        return asdict(self)
+        """Strings and lists, as a checkpoint keeps them."""
+        return {"kind": self.kind, "path": list(self.path)}
 
     @classmethod
-    def from_json(cls, data: Any) -> Weighting:
-        """The inverse of :meth:`to_json`, which leaves lists where tuples were."""
-        given = dict(data)
-        given["path"] = tuple(data["path"])
-        given["class_weights"] = tuple(data["class_weights"])
-        return cls(**given)
+    def from_json(cls, data: Any) -> LossWeight:
+        """The inverse of :meth:`to_json`."""
+        return cls(data["kind"], tuple(data["path"]))
 
 
-def _on_host(tensors: list[Tensor], host_of: HostOf) -> list[Tensor]:
-    """The same tensors on the host if it knows all of them, else as they are: a stack has to be of one device."""
-    found = []
-    for tensor in tensors:
-        here = host_of(tensor)
-        if here is None:
-            return tensors
-        found.append(here)
-    return found
+def _weight_of(value: Any) -> float:
+    try:
+        weight = float(value)
+    except (TypeError, ValueError):
+        weight = math.nan
+    if not 0 <= weight < math.inf:
+        raise ValueError(
+            f"The function given as loss_weight returned {value!r} for a micro-batch. It has to return how much that "
+            "counts: a number from 0."
+        )
+    return weight
 
 
-def warning_without_trial(microbatch: MicroBatch, why: str) -> str | None:
-    """What to say where nothing can be compared, if the rows have labels that do not count."""
-    for path, leaf in items(microbatch.value):
-        if not isinstance(leaf, Tensor) or leaf.dtype != torch.int64:
+def require_loss_weight(option: Any) -> None:
+    """Raise ``ValueError`` if it is none of the values that ``loss_weight`` can have."""
+    if callable(option) or (isinstance(option, str) and option):
+        return
+    raise ValueError(
+        f"loss_weight={option!r} is unknown. Valid: 'auto', 'rows', 'labels', 'shifted_labels', 'sum', the name of an "
+        "entry of the batch (its sum counts, as of a mask), or a function that is given a micro-batch and returns how "
+        "much it counts."
+    )
+
+
+def given_weight(option: Option, batch: Any) -> LossWeight | None:
+    """What ``loss_weight=option`` means for batches like this; None for ``"auto"``.
+
+    Raises:
+        ValueError: the batch has no such entry, or no labels.
+    """
+    if callable(option):
+        return LossWeight("function", function=option)
+    if option == "auto":
+        return None
+    if option == "rows":
+        return LossWeight()
+    if option == "sum":
+        return LossWeight("sum")
+    if option in ("labels", "shifted_labels"):
+        found = [weight for weight in _of_labels(batch, named=True) if weight.kind == option]
+    else:
+        found = [LossWeight("entry", path) for path, _ in _tensors(batch) if path and str(path[-1]) == option]
+    if found:
+        return found[0]
+    shown = [f"{place_text(path)}: {leaf.dtype}, {list(leaf.shape)}" for path, leaf in _tensors(batch)]
+    raise ValueError(
+        f"loss_weight={option!r} does not fit the batch, which has {'; '.join(shown) or 'no tensor with rows'}. Valid: "
+        "the name of an entry, or a function that is given a micro-batch; 'labels' and 'shifted_labels' need a tensor "
+        f"of integers that is called `labels` or has labels of {IGNORED} in it (the latter one of two dimensions)."
+    )
+
+
+def candidates(batch: Any) -> list[LossWeight]:
+    """What ``"auto"`` chooses from, the most specific first."""
+    return [*_of_labels(batch, named=False), LossWeight(), LossWeight("sum")]
+
+
+def _of_labels(batch: Any, named: bool) -> list[LossWeight]:
+    """Shifted labels, then labels. With ``named`` a tensor ``labels`` of one dimension counts, too."""
+    shifted, plain = [], []
+    for path, leaf in _tensors(batch):
+        if leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool:
             continue
-        has_ignored = bool((leaf == IGNORED).any())
-        if has_ignored:
-            return (
-                f"{place_text(path)} has labels of {IGNORED}, which do not count in most losses, and micro-batches "
-                f"are weighted by their rows: {why} nothing else can be tried out. If "
-                "the loss is a mean over labels, let each micro-batch have as many, or use num_microbatches=1."
-            )
-    return None
+        is_called_so = bool(path) and path[-1] == "labels" and (named or leaf.dim() > 1)
+        if not is_called_so and not has_ignored(leaf):
+            continue
+        if leaf.dim() > 1 and leaf.shape[1] > 1:
+            shifted.append(LossWeight("shifted_labels", path))
+        plain.append(LossWeight("labels", path))
+    return shifted + plain
 
 
-@dataclass(frozen=True)
-class LossCall:
-    """A mean of ``cross_entropy`` or ``nll_loss`` over labels: a copy of them, and what says how much each counts."""
-
-    target: Tensor
-    ignored: int
-    class_weights: tuple[float, ...]
-
-    def weightings(self, value: Any) -> Iterator[Weighting]:
-        """Where in a batch the labels came from."""
-        for path, leaf in items(value):
-            if not isinstance(leaf, Tensor) or leaf.dim() == 0:
-                continue
-            if leaf.is_floating_point():
-                continue
-            # As the batch has them, shifted by one (each position predicts the next), or without the last.
-            for skip in (0, 1, -1):
-                is_origin = any(_same_labels(self.target, part) for part in self._shifted(leaf, skip))
-                if is_origin:
-                    yield Weighting("labels", path, skip, self.ignored, self.class_weights)
-
-    def _shifted(self, leaf: Tensor, skip: int) -> Iterator[Tensor]:
-        """What a step may make of labels before it calls the loss: shorter ones, or padded with what does not count."""
-        if skip == 0:
-            yield leaf
-            return
-        if leaf.dim() != 2 or leaf.shape[1] < 2:
-            return
-        # Of a row of labels a b c d, with `-` for one that does not count: b c d or b c d -; a b c or - a b c.
-        filler = leaf.new_full((len(leaf), 1), self.ignored)
-        if skip == 1:
-            without_first = leaf[:, 1:]
-            yield without_first
-            yield torch.cat([without_first, filler], 1)
-        else:
-            without_last = leaf[:, :-1]
-            yield without_last
-            yield torch.cat([filler, without_last], 1)
+def has_ignored(leaf: Tensor) -> bool:
+    """Whether a tensor has labels that do not count."""
+    return leaf.dtype in (torch.int64, torch.int32, torch.int16) and bool((leaf == IGNORED).any())
 
 
-class LossCalls(TorchFunctionMode):
-    """Collects the calls of classification losses while it is active."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[LossCall] = []
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        signature = _SIGNATURES.get(function)
-        if signature is not None:
-            given = signature.bind(*args, **kwargs)
-            given.apply_defaults()
-            self._note(given.arguments)
-        return function(*args, **kwargs)
-
-    def _note(self, given: dict[str, Any]) -> None:
-        target = given["target"]
-        weight = given["weight"]
-        if target.is_floating_point() or given["reduction"] != "mean":  # probabilities; or others take the mean
-            return
-        class_weights: tuple[float, ...] = ()
-        if weight is not None:
-            class_weights = tuple(weight.detach().double().tolist())
-        # A copy: the step may write into its labels behind the call.
-        labels = target.detach().clone()
-        self.found.append(LossCall(labels, given["ignore_index"], class_weights))
+def _tensors(batch: Any) -> Iterator[tuple[Path, Tensor]]:
+    for path, leaf in items(batch):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            yield path, leaf
 
 
-def _same_labels(target: Tensor, part: Tensor) -> bool:
-    if target.numel() != part.numel():
-        return False
-    return torch.equal(target.flatten().to(part.dtype), part.flatten())
+def best_fit(
+    found: Sequence[LossWeight],
+    whole: tuple[float, float],
+    losses: Sequence[float],
+    microbatches: Sequence[MicroBatch],
+    tolerance: float,
+) -> tuple[LossWeight, str | None]:
+    """Which weights make the micro-batches' losses the batch's: those with the smallest error.
+
+    Args:
+        found: to choose from, the most specific first. Of those that err alike the first is chosen.
+        whole: the loss of the batch, twice with different random numbers. If they differ, nothing can be said: rows.
+        losses: of the micro-batches.
+        microbatches: with weights by rows.
+        tolerance: ``EXACT`` or ``MIXED``.
+
+    Returns:
+        The weights; and, if none is right, both numbers and the cure for the table.
+    """
+    expected, again = whole
+    scale = max(map(abs, [expected, *losses, 1e-8]))
+    if not math.isfinite(expected) or abs(expected - again) > 0.01 * tolerance * scale:
+        return LossWeight(), None
+    errors = []
+    for weight in found:
+        predicted = 0.0
+        for part, loss in zip(weight.apply(microbatches), losses, strict=True):
+            if part.weight:  # else the loss is NaN where it is a mean over no labels
+                predicted += part.weight * loss
+        error = abs(predicted - expected) / scale
+        errors.append(error if math.isfinite(error) else math.inf)
+    smallest = min(errors)
+    if smallest <= tolerance:
+        return next(weight for weight, error in zip(found, errors, strict=True) if error <= smallest + _SAME), None
+    by_rows = sum(part.weight * loss for part, loss in zip(microbatches, losses, strict=True))
+    return LossWeight(), (
+        f"the loss of the first batch is {expected:.6g}, that of its micro-batches by rows {by_rows:.6g}, and no other "
+        "weights fit: the loss looks across rows, or needs weights of its own. Give loss_weight=, or num_microbatches=1"
+    )

@@ -77,34 +77,26 @@ def require_no_departure(
     failures: Mapping[int, str],
     group: dist.ProcessGroup,
     device: torch.device,
-    news: int = 0,
-) -> int:
-    """Raise :class:`LeftCourseError` on every rank if one has ``failures``. Collective over the pipeline.
-
-    Returns:
-        On every rank the largest ``news`` of any.
-    """
+) -> None:
+    """Raise :class:`LeftCourseError` on every rank if one has ``failures``. Collective over the pipeline."""
     if group.size() == 1:
         if failures:
             raise LeftCourseError(failures)
-        return news
+        return
     # Nearly always no rank has anything to say, and all give the same: one small message. A rank that has something
     # puts its number in, so that ranks differ even if all have the same.
     local = sorted(failures.items())
     said: list[Any] = []
-    if failures or news:
+    if failures:
         said = [group.rank(), local]
     if same_everywhere(said, group, device):
-        return 0
+        return
     found: dict[int, str] = {}
-    most = 0
-    for remote, remote_news in gather_json([local, news], group, device):
-        most = max(most, int(remote_news))
+    for remote in gather_json(local, group, device):
         for index, text in remote:
             found.setdefault(index, text)
     if found:
         raise LeftCourseError(found)
-    return most
 
 
 class StepFailedError(SplitError):

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from lightning_smddp._compat.torch import pipeline_schedule_class, run_pipeline_schedule
 from lightning_smddp.communication.device_watch import mark
 from lightning_smddp.communication.groups import connect_pairs
-from lightning_smddp.pipeline.capture.foreign_writes import NewWrites
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.mesh import Groups
 from lightning_smddp.pipeline.partition.cuts import StageCuts
-from lightning_smddp.pipeline.partition.magnitudes import KeptNumbers
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.departures import require_no_departure
 from lightning_smddp.pipeline.runtime.remote import Boundary
@@ -30,7 +28,6 @@ from lightning_smddp.pipeline.runtime.spans import SpanRecorder
 from lightning_smddp.pipeline.runtime.stage import ReplayedStage, Stage, StageBody
 from lightning_smddp.pipeline.runtime.stage_graph import probe_plan
 from lightning_smddp.pipeline.runtime.staged_step import RunningStep, StagedStep, Step, TracedPath
-from lightning_smddp.pipeline.runtime.tails import NEW_NUMBERS, NEW_OWNERS, NOTHING_NEW, KnownTails, Tail
 from lightning_smddp.wording import counted
 
 _KEPT_SCHEDULES = 16  # torch's objects, one per number of micro-batches and mode; they hold orders only, no tensors
@@ -48,11 +45,6 @@ class PipelineRuntime:
         stage_parameters: parameters of each stage on this rank.
         checkpointing: whether units keep only their inputs for backward.
         recorder: see :class:`PipelineEngine`.
-
-    Attributes:
-        finds_owners: whether an object is found changed by the step of which no trace saw it.
-        news: the most that was new in the steps since :meth:`accept_tails`, on all ranks alike; see ``tails.py``.
-        writes: what steps write in place from lines that no trace has seen.
     """
 
     def __init__(
@@ -73,7 +65,6 @@ class PipelineRuntime:
         self.rank_of_stage = schedule.rank_of_stage(num_stages, groups.pipeline.size())
         self.last_rank = self.rank_of_stage[-1]
         self.checkpointing = checkpointing
-        self.writes = NewWrites()
         self._stages: dict[int, ReplayedStage] = {}
         for stage, rank in enumerate(self.rank_of_stage):
             if rank == groups.pipeline_rank:
@@ -86,9 +77,6 @@ class PipelineRuntime:
             self._stages,
             recorder,
         )
-        self.finds_owners: Callable[[], bool] = lambda: False
-        self._tails: list[tuple[StagedStep, Tail]] = []  # since they were accepted
-        self.news = NOTHING_NEW
 
     @property
     def ends_here(self) -> bool:
@@ -97,7 +85,6 @@ class PipelineRuntime:
 
     def stage(self, graph: StepGraph, stage_cuts: StageCuts) -> StagedStep:
         """This rank's part of a step."""
-        self.writes.known |= graph.writing_lines
         plans = stage_cuts.plans(len(graph.nodes))
         replays = {}
         for stage in self._stages:
@@ -112,7 +99,6 @@ class PipelineRuntime:
         microbatches: Sequence[MicroBatch],
         train: bool,
         observe: Observer | None = None,
-        looks: KeptNumbers | None = None,
     ) -> list[Any]:
         """Run one step: forward, and in training backward, of all micro-batches. Collective over the pipeline.
 
@@ -122,8 +108,6 @@ class PipelineRuntime:
             microbatches: of one batch.
             train: whether there is a backward.
             observe: called around each node that is done here.
-            looks: numbers that modules keep, to look at; if given, ``news`` says whether something is new there, or
-                behind the last unit; in any case, whether an object has changed for the first time.
 
         Returns:
             What the step returned for each micro-batch, on the rank where it ends; else an empty list.
@@ -139,10 +123,7 @@ class PipelineRuntime:
             boundaries.append([staged.boundary(stage, shapes, train) for stage in range(self.num_stages - 1)])
             units |= dict.fromkeys(staged.graph.units)
         results: list[Any] = [None] * count
-        running = RunningStep(paths, step, microbatches, train, self.writes, observe, results)
-        if looks is not None and self.ends_here:
-            running.tails = []
-        has_new_numbers = looks is not None and looks.is_new()
+        running = RunningStep(paths, step, microbatches, train, observe, results)
         try:
             for body in self._stages.values():
                 body.running = running
@@ -153,46 +134,14 @@ class PipelineRuntime:
                     self.engine.evaluate(count, boundaries)
             # Behind the schedule, never within: a rank that raised in the middle would leave others waiting for its
             # messages.
-            self._require_expected(running, has_new_numbers)
+            group, device = self.groups.host
+            require_no_departure(running.failures, group, device)
         finally:
             for body in self._stages.values():
                 body.running = None
         if not self.ends_here:
             return []
         return running.results
-
-    def _require_expected(self, running: RunningStep, has_new_numbers: bool) -> None:
-        """Vote on what was new in a step. Collective. Raises ``LeftCourseError`` on every rank if it cannot count."""
-        # Writes in place from lines that no trace has seen: their micro-batches have left their paths, too.
-        for index, text in self.writes.found().items():
-            running.failures.setdefault(index, text)
-        # What is new on this rank. The vote makes it the most that is new on any.
-        news = NOTHING_NEW
-        if self.finds_owners():
-            news = max(news, NEW_OWNERS)
-        if has_new_numbers:
-            news = max(news, NEW_NUMBERS)
-        found = running.tails or []
-        for staged, tail in found:
-            if staged.tails is not None:
-                news = max(news, staged.tails.look(tail))
-        group, device = self.groups.host
-        news = require_no_departure(running.failures, group, device, news)
-        self.news = max(self.news, news)
-        self._tails += found
-
-    def accept_tails(self) -> None:
-        """What ran behind the last unit since this was called is known from here on."""
-        by_path: dict[int, tuple[StagedStep, list[Tail]]] = {}
-        for staged, tail in self._tails:
-            _, tails = by_path.setdefault(id(staged), (staged, []))
-            tails.append(tail)
-        for staged, tails in by_path.values():
-            if staged.tails is None:
-                staged.tails = KnownTails()
-            staged.tails.accept(tails)
-        self._tails = []
-        self.news = NOTHING_NEW
 
 
 class PipelineEngine:

@@ -26,7 +26,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_smddp._compat.torch import WithoutFunctionMode, in_checkpoint
-from lightning_smddp.pipeline.capture.foreign_writes import written_by
 from lightning_smddp.pipeline.capture.graph import Node, StepGraph
 from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, sets_flag
 from lightning_smddp.pipeline.capture.patches import Compiled, Eager, RunAgain, patched_forwards
@@ -45,14 +44,10 @@ from lightning_smddp.pipeline.runtime.remote import (
 )
 from lightning_smddp.pipeline.runtime.stage_graph import StageGraph, StagePlan
 from lightning_smddp.pipeline.runtime.stage_values import Args, Function, Kwargs, Metadata, StageValues
-from lightning_smddp.pipeline.runtime.tails import Tail
 from lightning_smddp.wire.pytree import leaves, rebuild, tensors
 
 Observer: TypeAlias = Callable[[Node, bool, Any], None]
 """(node, whether it ends, its result then): called around each node that is done for real."""
-
-WriteWatch: TypeAlias = Callable[[list[Any]], None]
-"""Called before each operation that writes something in place, but those within nodes, with what it writes."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +59,11 @@ class Observers:
         shapes: takes down what is made here looks like, in place of the check. With it a run's own ``shapes`` need
             only know the earlier stages, so that stage after stage can find the shapes of a new kind of micro-batch.
         reads: takes down what Python code reads of the batch.
-        tail: takes down what runs behind the last module.
-        write: called before what writes in place.
     """
 
     node: Observer | None = None
     shapes: Shapes | None = None
     reads: list[str] | None = None
-    tail: Tail | None = None
-    write: WriteWatch | None = None
 
 
 NOBODY = Observers()
@@ -157,8 +148,6 @@ class Replay:
             with Eager(), run:
                 result = step()
             self._check_end(run)
-            if observers.tail is not None:
-                observers.tail.end()
             if stage.is_last:
                 (result,), _ = values.present((result,), {})
         except StageDone:
@@ -296,8 +285,6 @@ class Run(TorchFunctionMode):
         Raises:
             ReplayError: the traced step has another node at this point.
         """
-        if self.observers.tail is not None:
-            self.observers.tail.note_numbers(args, kwargs)
         node = self._next(name, None)
         if node is None:  # behind the last traced node
             return self._unforeseen_unit(name, forward, args, kwargs)
@@ -323,18 +310,9 @@ class Run(TorchFunctionMode):
             return self.metadata.ask(function, args, kwargs)
         if kind is Kind.WATCHER:
             return self.metadata.watch(function, args, kwargs)
-        observers = self.observers
-        if observers.write is not None:
-            written = written_by(function, args, kwargs)
-            if written:
-                observers.write(written)
-        if observers.tail is not None:
-            observers.tail.note_numbers(args, kwargs)
         touches = self.values.touches
         if kind is Kind.LIKE and not touches(_behind_first(args, kwargs)):
             return self.metadata.like(function, args, kwargs)
-        if observers.tail is not None and self.cursor > self.stage.last_unit:
-            observers.tail.note(function, args, kwargs)
         # A function is a node if it depends on a value, or draws what other stages would draw differently.
         if touches(args) or (kwargs and touches(kwargs.values())):
             if sets_flag(function) and isinstance(args[0], nn.Parameter):

@@ -34,8 +34,7 @@ from lightning_smddp.pipeline.runtime.remote import Boundary, ReplayError, Tenso
 from lightning_smddp.pipeline.runtime.replay import Observers, Replay
 from lightning_smddp.pipeline.runtime.spans import SpanRecorder, action
 from lightning_smddp.pipeline.runtime.split_backward import Roots, SplitBackward, backward
-from lightning_smddp.pipeline.runtime.staged_step import RunningStep, write_watch
-from lightning_smddp.pipeline.runtime.tails import Tail
+from lightning_smddp.pipeline.runtime.staged_step import RunningStep
 from lightning_smddp.wire.pytree import map_leaves
 from lightning_smddp.wording import counted
 
@@ -104,18 +103,12 @@ class ReplayedStage:
     ) -> tuple[Tensor, ...]:
         """What goes to the next stage for micro-batch ``index``; on the last one also note what the step returned."""
         microbatch = running.microbatches[index]
-        staged, shapes = running.paths[index]
+        _, shapes = running.paths[index]
         is_last = replay.stage.is_last
-        tail: Tail | None = None
-        if is_last and running.tails is not None:
-            tail = Tail(Replay.run.__code__)
-        watch = write_watch(running.writes, running.step, index)
-        observers = Observers(running.observe, tail=tail, write=watch)
+        observers = Observers(running.observe)
         with running.step.around(self.stage, index, microbatch, keep=is_last):
             step = functools.partial(running.step, microbatch)
             sent, result = replay.run(step, received, shapes, observers, microbatch.answers)
-        if running.tails is not None and tail is not None:
-            running.tails.append((staged, tail))
         if not is_last:
             return sent
         loss: Tensor | None = None

@@ -63,7 +63,7 @@ class StageGraph:
         changed_here: memories that this stage changes in place.
         changing: values that a change in place turns into another value, on any stage.
         changing_memories: memories that any stage changes in place.
-        kept: values whose tensors are kept to the end of a run: sent, made by a change in place, left in attributes.
+        kept: values whose tensors are kept to the end of a run: sent, or made by a change in place.
     """
 
     def __init__(self, graph: StepGraph, plan: StagePlan, root: nn.Module) -> None:
@@ -103,7 +103,7 @@ class StageGraph:
         self.changed_here: set[int] = set()
         self.changing: set[int] = set()
         self.changing_memories: set[int] = set()
-        self.kept = {*self.plan.sends, *self.graph.left}
+        self.kept = set(self.plan.sends)
         for node in self.nodes:
             is_here = self.plan.begin <= node.index < self.plan.end
             for rebind in node.rebinds:

@@ -98,14 +98,6 @@ class StageValues:
             return tensor.device.type == "meta"
         return not self.stage.makes(value)
 
-    def made_and_left(self) -> dict[int, Tensor]:
-        """The values that this stage has made, of those that the step leaves in attributes."""
-        found: dict[int, Tensor] = {}
-        for value in self.stage.graph.left:
-            if value in self.here and self.stage.makes(value):
-                found[value] = self.here[value]
-        return found
-
     # ---- arguments of a node that is done here ----
 
     def present(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

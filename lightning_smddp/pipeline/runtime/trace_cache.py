@@ -20,17 +20,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.capture.foreign_writes import NEW_WRITE
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
-from lightning_smddp.pipeline.partition.magnitudes import KeptNumbers
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, signature
 from lightning_smddp.pipeline.partition.same_batch import same_everywhere
 from lightning_smddp.pipeline.runtime.draws import generator_states
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.runtime.remote import OTHER_COURSE, ReplayError, Shapes
-from lightning_smddp.pipeline.runtime.replay import Observers, Replay, WriteWatch, patched_units
-from lightning_smddp.pipeline.runtime.staged_step import StagedStep, Step, TracedPath, write_watch
+from lightning_smddp.pipeline.runtime.replay import Observers, Replay, patched_units
+from lightning_smddp.pipeline.runtime.staged_step import StagedStep, Step, TracedPath
 from lightning_smddp.wire.broadcast import broadcast_structure
 from lightning_smddp.wire.gather import gather_json
 
@@ -70,10 +68,9 @@ def infer_shapes(
             failure: Exception | None = None
             if rank == runtime.groups.pipeline_rank:
                 replay = staged.replays[stage]
-                watch = write_watch(runtime.writes, step, index)
                 try:
                     with torch.set_grad_enabled(train):
-                        report = _run_stage(replay, step, microbatch, index, received, shapes, watch)
+                        report = _run_stage(replay, step, microbatch, index, received, shapes)
                 except Exception as error:  # of the user's code: the others wait for a word
                     failure = error
                     report = {"failed": f"{type(error).__name__}: {error}"}
@@ -99,13 +96,12 @@ def _run_stage(
     index: int,
     received: Sequence[Tensor],
     shapes: Shapes,
-    watch: WriteWatch,
 ) -> dict[str, Any]:
     """A report for all ranks: the shapes that a stage has found, and what it sends. ``shapes``: of earlier stages."""
     found = Shapes(values={})
     try:
         with step.around(None, index, microbatch, keep=replay.stage.is_last):
-            observers = Observers(shapes=found, write=watch)
+            observers = Observers(shapes=found)
             sent, _ = replay.run(lambda: step(microbatch), received, shapes, observers)
     except ReplayError:
         return {"other_path": True}
@@ -136,18 +132,12 @@ class TraceCache:
         steps: the known ones, at least one.
         retrace: traces the step on a micro-batch that no known path fits. Collective.
         train: whether the step has a backward.
-        kept: numbers of modules, as they were when weights and rules were found.
-
-    Attributes:
-        unforeseen: whether a path was found, since this was set to False, that shapes do not explain.
     """
 
     runtime: PipelineRuntime
     steps: list[StagedStep]
     retrace: Callable[[Any, MicroBatch, int], StagedStep]
     train: bool
-    kept: KeptNumbers
-    unforeseen: bool = False
     _paths: dict[str, list[tuple[History, TracedPath]]] = field(default_factory=dict)  # by kind of micro-batch
     _now: dict[str, TracedPath] = field(default_factory=dict)  # in this batch, where all micro-batches take the same
     _is_unprobed: bool = False  # the path that was kept last cannot be probed
@@ -212,24 +202,18 @@ class TraceCache:
         self._left += 1
         if self._left > _OFTEN and self._left * _SELDOM > self._found:
             raise SplitError(failure)
-        # Another known path may be the one, the latest first; a write in place that no trace has seen is on none of
-        # them. Else the step is traced again, which has to show something new: a path that is known already was left,
-        # or did not fit.
-        is_new_write = failure.startswith(NEW_WRITE)
-        if not is_new_write:
-            path_left = paths[index].staged
-            for staged in reversed(self.steps):
-                if staged is path_left:
-                    continue
-                if self._infer(staged, step, microbatch, index) is not None:
-                    return
+        # Another known path may be the one, the latest first. Else the step is traced again, which has to show
+        # something new: a path that is known already was left, or did not fit.
+        path_left = paths[index].staged
+        for staged in reversed(self.steps):
+            if staged is path_left:
+                continue
+            if self._infer(staged, step, microbatch, index) is not None:
+                return
         staged = self.retrace(step, microbatch, index)
         digest = staged.graph.digest()
         if any(known.graph.digest() == digest for known in self.steps):
-            if is_new_write:
-                return  # nothing that was there before is written
             raise SplitError(failure)
-        self.unforeseen = True
         self.steps.append(staged)
         self.remember(staged, step, microbatch, index)
 
@@ -317,12 +301,10 @@ class TraceCache:
 
     def _discover(self, step: Step, microbatch: MicroBatch, index: int) -> TracedPath:
         """A path that no rank knows for micro-batches like this one. Collective."""
-        self.unforeseen |= self._kind(microbatch) in self._paths
         for staged in self.steps:
             path = self._infer(staged, step, microbatch, index)
             if path is not None:
                 return path
-        self.unforeseen = True
         staged = self.retrace(step, microbatch, index)
         self.steps.append(staged)
         return self.remember(staged, step, microbatch, index)
@@ -378,7 +360,7 @@ class TraceCache:
         # Nothing of a probe may stay: torch's random numbers are put back, and the step is told to keep nothing of what
         # its code shows.
         reads: list[str] = []
-        observers = Observers(reads=reads, write=write_watch(self.runtime.writes, step, index))
+        observers = Observers(reads=reads)
         try:
             with (
                 torch.random.fork_rng(devices=[]),

@@ -1,8 +1,6 @@
-"""Never silently wrong: the pipeline's loss and gradients on one micro-batch, against those of a plain step. Twice.
+"""Never silently wrong: before training the pipeline's loss and gradients are compared with a plain step's.
 
-Before training :func:`check_at_start` compares with a plain step that ran on one rank, while that had the whole module.
-By the second step optimizers and hooks have changed parameters, buffers and attributes, on all ranks together. Within
-the view of the whole module a plain step shows what one process would compute with these: :class:`SecondCheck`.
+That ran on one rank, while it had the whole module.
 """
 
 from __future__ import annotations
@@ -13,11 +11,7 @@ from typing import Any
 
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.step import LightningStep, loss_of
-from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.pipeline.capture.constant_random import without_chance
-from lightning_smddp.pipeline.capture.own_seeds import seed_torch
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
-from lightning_smddp.pipeline.capture.python_random import PythonRandom
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import CHECK_SEED
 from lightning_smddp.pipeline.partition.reference import seeding
@@ -25,11 +19,8 @@ from lightning_smddp.pipeline.partition.verify import Finding, VerificationError
 from lightning_smddp.pipeline.runtime.departures import LeftCourseError
 from lightning_smddp.pipeline.runtime.draws import without_own_dropout
 from lightning_smddp.pipeline.runtime.staged_step import TracedPath
-from lightning_smddp.pipeline.view.tensor import SharedViewError
 from lightning_smddp.wire.broadcast import UnsendableError, broadcast_json, broadcast_structure
 from lightning_smddp.wire.gather import gather_json
-
-_FIRST_SEED = 20250131  # unlike seeds of users, from which Python's numbers may go on
 
 
 @dataclass
@@ -97,9 +88,6 @@ def _compared(partitioned: PartitionedModule, expected: _Measured, actual: _Meas
         expected.norms or {},
         actual.norms or {},
     )
-
-
-# ---- before training -------------------------------------------------------------------------------------------------
 
 
 def check_at_start(partitioned: PartitionedModule, step: LightningStep, microbatches: Sequence[MicroBatch]) -> None:
@@ -189,100 +177,3 @@ def _of_first_rank(partitioned: PartitionedModule, microbatch: MicroBatch) -> Mi
     pair, pattern = (microbatch.size, microbatch.value), (0, microbatch.value)
     size, value = broadcast_structure(pair, setup.world, 0, setup.device, like=pattern)
     return MicroBatch(value, size, 1.0)
-
-
-# ---- after the first optimizer step ----------------------------------------------------------------------------------
-
-
-class SecondCheck:
-    """Compares once, in the first training step after an optimizer has stepped.
-
-    Args:
-        is_wanted: by the user.
-    """
-
-    def __init__(self, is_wanted: bool) -> None:
-        self.is_over = not is_wanted
-        self._steps: int | None = None  # optimizers' at the first check; None where there was none
-
-    def expect(self, steps: int) -> None:
-        """Compare as soon as optimizers have made more than ``steps`` steps."""
-        self._steps = steps
-
-    def run(self, partitioned: PartitionedModule, step: LightningStep, microbatch: MicroBatch) -> list[Finding]:
-        """Compare if it is time to. Random numbers are constants in both runs. Collective over the pipeline.
-
-        Raises:
-            VerificationError: on every rank of the pipeline: the losses or gradients are not the same.
-        """
-        if self.is_over or self._steps in (None, partitioned.setup.module.trainer.global_step):
-            return []
-        self.is_over = True
-        # A rank on which the plain step fails still goes to the view's end, where it serves the others' operations;
-        # only then do all ranks hear of it.
-        alone = replace(microbatch, weight=1.0)
-        plain = _gathered(partitioned, _second_plain(partitioned, step, alone, _FIRST_SEED))
-        if plain.failed is not None:
-            return []  # what cannot run within the view has nothing to be compared with
-        pipelined = _gathered(partitioned, _second_pipelined(partitioned, step, alone))
-        if pipelined.failed is not None:
-            return []
-        findings = _compared(partitioned, plain, pipelined)
-        if _differ(findings, partitioned.tolerance):
-            # What differs from one plain step to the next is chance, and no error.
-            again = _gathered(partitioned, _second_plain(partitioned, step, alone, _FIRST_SEED + 1))
-            if not _differ(_compared(partitioned, plain, again), partitioned.tolerance):
-                _refuse(findings, partitioned.tolerance)
-        return findings
-
-
-def _differ(findings: Sequence[Finding], tolerance: float) -> bool:
-    return any(finding.difference > tolerance for finding in findings)
-
-
-def _refuse(findings: list[Finding], tolerance: float) -> None:
-    try:
-        require_equal(findings, tolerance)
-    except VerificationError as error:
-        text = f"After the first optimizer step, and what hooks did then: {error}"
-        raise VerificationError(text, findings) from None
-
-
-def _second_plain(partitioned: PartitionedModule, step: LightningStep, microbatch: MicroBatch, seed: int) -> _Measured:
-    """The step within the view. A rank on which it fails goes to its end, where it serves the others."""
-    setup = partitioned.setup
-    trial = step.unscaled()
-    measured = _Measured()
-    sources = PythonRandom(setup.module)
-    with preserve_state(setup.module, setup.device):
-        try:
-            with partitioned.inside_view(), without_chance(setup.device), sources.put_back():
-                seed_torch(seed)
-                try:
-                    with trial.around(None, 0, microbatch, keep=False):
-                        if seed != _FIRST_SEED:  # modules draw in Python, too, on the rank that has them alone
-                            sources.seed(seed)
-                        loss = loss_of(trial(microbatch), step.hook)
-                    loss.backward()
-                    measured.loss = float(loss.detach())
-                except (RankFailedError, SharedViewError):
-                    raise
-                except Exception as error:
-                    measured.failed = repr(error)
-        except SharedViewError as error:  # no rank waits for another at the view's end
-            measured.failed = str(error)
-        measured.norms = _own_norms(partitioned)
-    trial.forget()
-    return measured
-
-
-def _second_pipelined(partitioned: PartitionedModule, step: LightningStep, microbatch: MicroBatch) -> _Measured:
-    setup = partitioned.setup
-    trial = step.unscaled()
-    with preserve_state(setup.module, setup.device):
-        paths = partitioned.paths_of(trial, [microbatch])
-        try:
-            with partitioned.runtime.engine.unrecorded(), without_chance(setup.device):
-                return _run_pipelined(partitioned, trial, microbatch, paths)
-        except LeftCourseError as error:  # on every rank
-            return _Measured(failed=str(error))

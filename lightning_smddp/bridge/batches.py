@@ -1,0 +1,237 @@
+"""One batch of a partitioned module: a training step forward and backward, any other step forward.
+
+The first batch of an evaluation step shows how it can be run: as a pipeline of micro-batches, as one micro-batch where
+those of parts cannot be put together, or in *lockstep* where it cannot be cut into stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from lightning_smddp.bridge.capture import StepCapture
+from lightning_smddp.bridge.metrics import PipelineMetrics
+from lightning_smddp.bridge.micro_batches import MicroBatcher
+from lightning_smddp.bridge.partitioned_module import PartitionedModule
+from lightning_smddp.bridge.run_setup import RunSetup, warn_on_first_rank
+from lightning_smddp.bridge.step import LightningStep, loss_of
+from lightning_smddp.bridge.step_results import StepResults, broadcast_results
+from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UncombinableError
+from lightning_smddp.pipeline.partition.plan import StepFailedError, own_error
+from lightning_smddp.pipeline.runtime.casts import kept_casts, may_keep_casts
+from lightning_smddp.pipeline.runtime.departures import LeftCourseError
+from lightning_smddp.pipeline.runtime.staged_step import TracedPath
+from lightning_smddp.wire.broadcast import HeaderCache
+
+FROM_CHECKPOINT = (
+    "When the step was traced it took another course. Give `fit` the last checkpoint as `ckpt_path`: the step is "
+    "traced again then, as it is at that time."
+)
+
+
+class Batches:
+    """Runs the batches of a run, and knows of each evaluation step in which way it runs.
+
+    Args:
+        setup: of the run.
+        batcher: cuts batches into micro-batches.
+        capture: kept what the step did for each micro-batch.
+        metrics: is told which metrics a batch has changed.
+    """
+
+    def __init__(self, setup: RunSetup, batcher: MicroBatcher, capture: StepCapture, metrics: PipelineMetrics) -> None:
+        self.setup = setup
+        self.batcher = batcher
+        self.capture = capture
+        self.metrics = metrics
+        self._headers: dict[Any, HeaderCache] = {}  # by key of the step: of the messages with its results
+        self._in_lockstep: set[Any] = set()  # keys of steps
+        self._traced: set[Any] = set()  # those that ran as pipelines
+
+    # ---- training ----
+
+    def train(
+        self,
+        partitioned: PartitionedModule,
+        step: LightningStep,
+        batch: Any,
+        begin: Callable[[int], None],
+    ) -> Any:
+        """What the step returns for the whole batch, on every rank; its gradients are in the stash. Collective.
+
+        Args:
+            partitioned: the module.
+            step: the training step.
+            batch: the same on all ranks of the pipeline.
+            begin: prepares gradients for a number of micro-batches.
+
+        Raises:
+            SplitError: on every rank: no stages fit what the step does now.
+            LeftCourseError: on every rank: it did something else on a stage than a dry run had shown.
+            ValueError: on every rank: what it returns for micro-batches cannot be put together.
+        """
+        microbatches = self.batcher.split(batch, step)
+        paths = partitioned.paths(step, microbatches)
+        partitioned.separate_draws()
+        begin(len(microbatches))
+        try:
+            outputs = self._run_rounds(partitioned, step, microbatches, paths)
+        except LeftCourseError as error:
+            step.forget()
+            failures = {index: f"{text} {FROM_CHECKPOINT}" for index, text in error.failures.items()}
+            raise LeftCourseError(failures) from None
+        partitioned.go_on(step)
+        partitioned.stash.stash()
+        partitioned.buffers.trained = True
+        results = self._results(step, outputs)
+        if isinstance(results, str):
+            raise ValueError(
+                f"What `{step.hook}` gives for micro-batches cannot be put together: {results}. Use num_microbatches=1."
+            )
+        output = results.apply(self.setup.module, self.metrics)
+        loss_of(output, step.hook, detached=True)  # of one row each, losses of rows look like those of micro-batches
+        return output
+
+    def _run_rounds(
+        self,
+        partitioned: PartitionedModule,
+        step: LightningStep,
+        microbatches: Sequence[MicroBatch],
+        paths: Sequence[TracedPath],
+    ) -> list[Any]:
+        """What the step returned for each micro-batch, on the rank where it ends; else an empty list. Collective.
+
+        In as many rounds as ``active_microbatches`` asks for.
+        """
+        size = self.setup.options.partition.active_microbatches or len(microbatches)
+        outputs: list[Any] = []
+        with self._casting_once(partitioned, step, paths):
+            for begin in range(0, len(microbatches), size):
+                now = slice(begin, begin + size)
+                step.offset = begin
+                outputs += partitioned.runtime.run(paths[now], step, microbatches[now], step.trains)
+        return outputs
+
+    def _casting_once(
+        self, partitioned: PartitionedModule, step: LightningStep, paths: Sequence[TracedPath]
+    ) -> AbstractContextManager[None]:
+        """Mixed precision casts each weight once for all micro-batches, where that makes no difference."""
+        setup = self.setup
+        kinds = {staged.graph.cast_type for staged, _ in paths}
+        if not step.trains or setup.options.activation_checkpointing or None in kinds:
+            return nullcontext()
+        with setup.step_context("training_step"):
+            step.keeps_casts = may_keep_casts(kinds, setup.device)
+        if not step.keeps_casts:
+            return nullcontext()
+        return kept_casts(partitioned.stash.parameters.values(), lambda: setup.step_context(step.hook))
+
+    # ---- evaluation ----
+
+    def evaluate(self, partitioned: PartitionedModule, step: LightningStep, batch: Any) -> Any:
+        """What the step returns for the whole batch, on every rank. Collective over the pipeline."""
+        # Whatever has just been found out, the step then starts anew, in the way that it has from here on.
+        if self.is_in_lockstep(step):
+            return self._run_in_lockstep(partitioned, step, batch)
+        microbatches = self.batcher.split(batch, step)
+        paths = self._find_paths(partitioned, step, microbatches)
+        if paths is None:
+            return self.evaluate(partitioned, step, batch)
+        partitioned.separate_draws()
+        try:
+            outputs = self._run_rounds(partitioned, step, microbatches, paths)
+        except LeftCourseError as error:  # on every rank
+            step.forget()
+            self.keep_in_lockstep(step, error)
+            return self.evaluate(partitioned, step, batch)
+        partitioned.go_on(step)
+        results = self._results(step, outputs)
+        if isinstance(results, str):
+            self.batcher.keep_whole(step, f"what it returns for micro-batches cannot be put together ({results})")
+            return self.evaluate(partitioned, step, batch)
+        return results.apply(self.setup.module, self.metrics)
+
+    def _find_paths(
+        self,
+        partitioned: PartitionedModule,
+        step: LightningStep,
+        microbatches: Sequence[MicroBatch],
+    ) -> list[TracedPath] | None:
+        """The path of each micro-batch; None where the step has to run in another way from here on. Collective."""
+        is_new = step.key not in self._traced
+        try:
+            paths = partitioned.paths(step, microbatches)
+        except Exception as error:
+            # A first trace fails on all ranks alike, also by an error of the user's own, which then comes again.
+            # Later an error of one stage alone has to end the run: the others wait for it.
+            is_of_user = isinstance(error, StepFailedError) or not isinstance(error, SplitError)
+            if is_of_user and not is_new:
+                raise own_error(error) from None
+            if is_of_user and len(microbatches) > 1:
+                self.batcher.keep_whole(step, f"it fails on a part of a batch ({own_error(error)!r})")
+            else:
+                self.keep_in_lockstep(step, own_error(error))
+            return None
+        self._traced.add(step.key)
+        return paths
+
+    def is_in_lockstep(self, step: LightningStep) -> bool:
+        """Whether ``step`` cannot be cut into stages."""
+        return step.key in self._in_lockstep
+
+    def keep_in_lockstep(self, step: LightningStep, error: BaseException) -> None:
+        """From now on ``step`` runs so, as it fails as a pipeline with ``error`` on every rank of it.
+
+        Raises:
+            BaseException: ``error``, if it is about another rank.
+        """
+        if isinstance(error, RankFailedError):
+            raise error
+        self._in_lockstep.add(step.key)
+        warn_on_first_rank(
+            f"`{step.hook}` runs in lockstep: all ranks run it on the whole batch, and each operation is done by "
+            "the rank that has the parameters. That is right, but slower than one process. It cannot be pipelined: "
+            f"{error}"
+        )
+
+    def _run_in_lockstep(self, partitioned: PartitionedModule, step: LightningStep, batch: Any) -> Any:
+        """The step as it is, on the whole batch, within the view of the whole module. Collective.
+
+        A step that generates text calls its modules as often as the text is long: there are no stages of it.
+        """
+        whole = self.batcher.splitter.whole(batch)
+        microbatch = MicroBatch(whole.value, whole.size, 1.0)
+        with partitioned.inside_view():
+            try:
+                with step.around(None, 0, microbatch, keep=True):
+                    output = step(microbatch)
+                results = self.capture.results([output], partitioned.view.plain)
+            finally:
+                step.forget()
+        return results.apply(self.setup.module, self.metrics)
+
+    # ---- results ----
+
+    def _results(self, step: LightningStep, outputs: list[Any]) -> StepResults | str:
+        """Combined on the rank where the step ends, and sent to the others. Collective."""
+        setup = self.setup
+        results: StepResults | str | None = None
+        if setup.ends_here:
+            try:
+                # Metrics that see the whole batch compute as they would in the step.
+                with setup.step_context(step.hook):
+                    results = self.capture.results(outputs, key=step.key)
+            except UncombinableError as error:
+                results = str(error)
+        return broadcast_results(
+            results,
+            setup.groups.pipeline,
+            setup.last_rank,
+            setup.device,
+            cache=self._headers.setdefault(step.key, HeaderCache()),
+            like=self.capture.examples.get(step.key),
+            host=setup.groups.host,
+        )

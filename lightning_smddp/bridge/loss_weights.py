@@ -1,0 +1,107 @@
+"""The one trial of ``loss_weight="auto"``: the first batch against its micro-batches, forward only, in eval mode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lightning_smddp.bridge.partitioned_module import PartitionedModule
+from lightning_smddp.bridge.step import LightningStep, loss_of
+from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.pipeline.capture.own_seeds import seed_torch
+from lightning_smddp.pipeline.capture.preserve_state import preserve_state
+from lightning_smddp.pipeline.partition.loss_weights import (
+    EXACT,
+    IGNORED,
+    MIXED,
+    LossWeight,
+    best_fit,
+    candidates,
+    has_ignored,
+)
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch
+from lightning_smddp.pipeline.partition.plan import own_error
+from lightning_smddp.pipeline.runtime.departures import LeftCourseError
+from lightning_smddp.wire.broadcast import broadcast_json
+from lightning_smddp.wire.pytree import tensors
+
+_SEEDS = (20240229, 20250131)  # of the whole batch: a loss that follows them is chance
+
+
+def find_loss_weight(
+    partitioned: PartitionedModule,
+    step: LightningStep,
+    whole: MicroBatch,
+    microbatches: Sequence[MicroBatch],
+) -> tuple[LossWeight, str | None]:
+    """What makes the micro-batches' losses the batch's, through the pipeline. Collective over all ranks.
+
+    Args:
+        partitioned: the module.
+        step: whose loss.
+        whole: the first batch.
+        microbatches: that it was cut into, weighted by rows.
+
+    Returns:
+        The weights, the same on all ranks, and a row for the table where none was found to be right.
+    """
+    # Replicas have other batches: all of them take part, and the first one's batch decides.
+    setup = partitioned.setup
+    losses: list[float] | str
+    try:
+        losses = _losses(partitioned, step.forward_only(), whole, microbatches)
+    except LeftCourseError as error:
+        losses = str(error)
+    except Exception as error:  # on every rank of the pipeline: the step is not made for eval mode, or whole batches
+        if not isinstance(error, SplitError):
+            raise
+        losses = repr(own_error(error))
+    found: Any = None
+    if setup.ends_here and setup.groups.replica == 0:
+        weight, note = _decide(partitioned, losses, whole, microbatches)
+        found = [weight.to_json(), note]
+    source = setup.groups.mesh.pipelines[0][setup.last_rank]
+    found, note = broadcast_json(found, setup.world, setup.device, source)
+    return LossWeight.from_json(found), note
+
+
+def _losses(
+    partitioned: PartitionedModule,
+    step: LightningStep,
+    whole: MicroBatch,
+    microbatches: Sequence[MicroBatch],
+) -> list[float]:
+    """Of the whole batch, twice, and of each micro-batch, on the rank where the step ends; else nothing."""
+    module, device = partitioned.setup.module, partitioned.setup.device
+    losses = []
+    for number, parts in enumerate(([whole], [whole], microbatches)):
+        with preserve_state(module, device), torch.no_grad():
+            module.eval()
+            seed_torch(_SEEDS[number % 2])
+            try:
+                paths = partitioned.paths(step, parts)
+                outputs = partitioned.runtime.run(paths, step, parts, False)
+            finally:
+                step.forget()
+        losses += [float(loss_of(output, step.hook, detached=True)) for output in outputs]
+    return losses
+
+
+def _decide(
+    partitioned: PartitionedModule,
+    losses: list[float] | str,
+    whole: MicroBatch,
+    microbatches: Sequence[MicroBatch],
+) -> tuple[LossWeight, str | None]:
+    if isinstance(losses, str):
+        if any(has_ignored(tensor) for tensor in tensors(whole.value)):
+            return LossWeight(), (
+                f"there are labels of {IGNORED}, which do not count in most losses, but the step fails in eval mode, "
+                f"in which the weights of micro-batches are found ({losses}). Give loss_weight="
+            )
+        return LossWeight(), None
+    first, again, *rest = losses
+    tolerance = EXACT if partitioned.plan.is_exact else MIXED
+    return best_fit(candidates(whole.value), (first, again), rest, microbatches, tolerance)
