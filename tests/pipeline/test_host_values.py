@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_smddp.pipeline.partition.loss_weights import Weighting
+from lightning_smddp.pipeline.partition.loss_weights import LossWeight
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.same_batch import UnknownValuesError, fingerprint
 from lightning_smddp.pipeline.runtime.host_values import HostValues
@@ -86,7 +86,7 @@ def compare_batches() -> None:
     with counted() as counts:
         assert fingerprint(there, values.of) == fingerprint(here)
         parts = [MicroBatch({k: v[rows] for k, v in there.items()}, 2, 0.5) for rows in (slice(0, 3), slice(3, 5))]
-        weighted = Weighting("labels", ("labels",)).apply(parts, values.of)
+        weighted = LossWeight("labels", ("labels",)).apply(parts, values.of)
     assert counts.total() == 0
     assert [part.weight for part in weighted] == [2 / 3, 1 / 3]
     there["inputs"] = there["inputs"] + 0

@@ -21,7 +21,7 @@ from lightning_smddp.pipeline.gradients.across_stages import (
     share_overflow,
 )
 from lightning_smddp.pipeline.mesh import Ownership
-from lightning_smddp.pipeline.partition.loss_weights import Weighting
+from lightning_smddp.pipeline.partition.loss_weights import LossWeight
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.wire.broadcast import HeaderCache, broadcast_structure
 from tests.ranks import run_ranks
@@ -31,7 +31,6 @@ pytestmark = pytest.mark.simulated_cuda
 
 ALLOWED = {
     "weights by labels": 1,
-    "weights by classes": 1,
     "weights by a mask": 1,
     "a logged mean": 0,
     "tied gradients": 0,
@@ -73,9 +72,8 @@ def parts(device: torch.device) -> dict[str, Callable[[], Any]]:
     send()
     values = [torch.tensor(float(number), device=device) for number in range(4)]
     return {
-        "weights by labels": lambda: Weighting("labels").apply(labels),
-        "weights by classes": lambda: Weighting("labels", class_weights=(1.0, 2.0, 3.0)).apply(labels),
-        "weights by a mask": lambda: Weighting("entries").apply(labels),
+        "weights by labels": lambda: LossWeight("labels").apply(labels),
+        "weights by a mask": lambda: LossWeight("entry").apply(labels),
         "a logged mean": lambda: reduce_values("mean", values, [0.25] * 4),
         "tied gradients": tied.sum,
         "overflow": lambda: share_overflow(parameters.values(), placeholder, group),
