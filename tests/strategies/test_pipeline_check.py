@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning_smddp.bridge.checks import SecondCheck
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import MeanSquaredError
 
 from lightning_smddp import PipelineStrategy
-from lightning_smddp.bridge.checks import SecondCheck
 from lightning_smddp.cli import main
 from lightning_smddp.pipeline.partition.verify import VerificationError
 from lightning_smddp.strategies import verify as verification
