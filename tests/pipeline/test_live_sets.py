@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.capture.graph import StepGraph
-from lightning_smddp.pipeline.partition.live_sets import live_sets, natural_bytes
+from lightning_smddp.pipeline.partition.live_sets import live_sets
 from tests.pipeline.example_modules import EXAMPLES, D, Net
 from tests.pipeline.stage_emulation import assert_transparent, program_of
 from tests.pipeline.test_replay import Root, children, nothing, root_of, step_of
@@ -52,7 +52,7 @@ def test_a_mask_crosses_before_it_is_expanded() -> None:
     ((live,), (_, again)) = live_sets(graph, [cut])
     assert [graph.values[v].shape for v in live] == [(4, 1)]
     assert {graph.nodes[i].name.partition(" at")[0] for i in again} == {"expand", "exp", "mul"}
-    assert bytes_of(graph, live) < natural_bytes(graph, cut)
+    assert bytes_of(graph, live) < bytes_of(graph, tuple(graph.needed_after(cut)))
 
 
 def test_a_skip_passes_through_the_stages_between() -> None:

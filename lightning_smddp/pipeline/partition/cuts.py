@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from lightning_smddp.pipeline.capture.graph import IsSmall, Modules, Node, SplitError, StepGraph, build_graph
 from lightning_smddp.pipeline.capture.records import Trace
-from lightning_smddp.pipeline.partition.live_sets import live_sets, natural_bytes
+from lightning_smddp.pipeline.partition.live_sets import boundary_values, live_sets, nbytes, unit_starts
 from lightning_smddp.pipeline.partition.reference import Reference
 from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
 from lightning_smddp.planner.partition import Partition, best_partition, given_partition
@@ -76,18 +75,8 @@ class StageCuts:
                 yield stage, node
 
     def to_json(self) -> Any:
-        """Lists and strings, as a checkpoint keeps them."""
-        return json.loads(json.dumps(asdict(self)))
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> StageCuts:
-        """The inverse of :meth:`to_json`."""
-        return cls(
-            units=tuple(data["units"]),
-            cuts=tuple(data["cuts"]),
-            live=tuple(map(tuple, data["live"])),
-            again=tuple(map(tuple, data["again"])),
-        )
+        """What a checkpoint keeps: the rest follows from the graph."""
+        return {"units": list(self.units), "cuts": list(self.cuts)}
 
 
 @dataclass(frozen=True)
@@ -122,10 +111,9 @@ def problem_of(
 ) -> PartitionProblem:
     """What the partition has to solve, from measured times (of the trace alone without a ``reference``)."""
     costs = [_cost(node, reference, checkpointing) for node in graph.nodes]
-    # What would really cross depends on the other cuts, so the partition is found by an upper bound of it.
     cut_bytes = [math.inf] * (len(costs) + 1)
-    for cut in graph.cuts():
-        cut_bytes[cut] = natural_bytes(graph, cut)
+    for cut in unit_starts(graph):
+        cut_bytes[cut] = nbytes(graph, boundary_values(graph, cut))
     return PartitionProblem(
         nodes=_evened(costs, graph, resources),
         parameter_bytes=resources.parameter_bytes,
@@ -471,7 +459,9 @@ def _cheapest_cuts(graph: StepGraph, stages: Sequence[int], num_stages: int) -> 
             high = min(later)
         first = max([low, *cuts])
         last = max(high, low)
-        allowed = [cut for cut in graph.cuts() if first <= cut <= last]
+        allowed = [cut for cut in unit_starts(graph) if first <= cut <= last]
+        if not allowed:  # the stage has no unit in this step
+            allowed = [cut for cut in graph.cuts() if first <= cut <= last]
         if not allowed:
             before = graph.nodes[low - 1].name
             behind = graph.nodes[high].name
@@ -479,7 +469,7 @@ def _cheapest_cuts(graph: StepGraph, stages: Sequence[int], num_stages: int) -> 
                 f"This step cannot be cut where stage {stage} begins, between {before} and {behind}."
                 f"{_what_forbids(graph)}"
             )
-        cheapest = min(allowed, key=lambda cut: natural_bytes(graph, cut))
+        cheapest = min(allowed, key=lambda cut: nbytes(graph, boundary_values(graph, cut)))
         cuts.append(cheapest)
     return cuts
 

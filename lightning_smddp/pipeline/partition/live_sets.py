@@ -1,16 +1,14 @@
-"""What has to cross each cut: the fewest bytes from which everything later can be computed.
+"""What crosses each cut: few bytes from which everything later can be computed.
 
 The natural choice, all values made before the cut and used after it, is often not the smallest: a mask may be small
 before it is expanded, and the terms of a sum are many where the sum is one. Operations between units are cheap, so a
-later stage may repeat them. The smallest set is a minimum vertex cut in the graph of values.
+later stage may repeat them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import TypeAlias
-
-import networkx as nx  # type: ignore[import-untyped]
 
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 
@@ -18,12 +16,19 @@ Values: TypeAlias = tuple[int, ...]
 """Indices of values, ascending."""
 
 
-def natural_bytes(graph: StepGraph, cut: int) -> int:
-    """Bytes of the values made before node ``cut`` and used after: an upper bound of the live set's."""
-    total = 0
-    for value in graph.needed_after(cut):
-        total += graph.values[value].nbytes
-    return total
+def unit_starts(graph: StepGraph) -> list[int]:
+    """The nodes that a stage begins with: units, or the first of the nodes that have to be on a unit's stage."""
+    allowed = set(graph.cuts())
+    before = {found.first + 1 for found in graph.colocations}  # torch's hooks on a unit's inputs are just before it
+    starts = []
+    for node in graph.nodes:
+        if node.module is None:
+            continue
+        if node.index in allowed:
+            starts.append(node.index)
+        elif node.index in before and node.index - 1 in allowed:
+            starts.append(node.index - 1)
+    return starts
 
 
 def live_sets(graph: StepGraph, cuts: Sequence[int]) -> tuple[list[Values], list[frozenset[int]]]:
@@ -41,93 +46,84 @@ def live_sets(graph: StepGraph, cuts: Sequence[int]) -> tuple[list[Values], list
     Raises:
         SplitError: a cut is where none may be (:meth:`StepGraph.cuts`).
     """
-    for cut in cuts:
-        obstacle = graph.obstacle_to(cut)
-        if obstacle is not None:
-            name = graph.nodes[cut].name
-            raise SplitError(f"No stage may begin with {name}: {obstacle}.")
     live: list[Values] = []
     again: list[frozenset[int]] = [frozenset()]
     received: Values = ()
     for cut in cuts:
-        needed = graph.needed_after(cut)
-        received = _minimum(graph, cut, needed, received)
+        obstacle = graph.obstacle_to(cut)
+        if obstacle is not None:
+            raise SplitError(f"No stage may begin with {graph.nodes[cut].name}: {obstacle}.")
+        received = boundary_values(graph, cut, received)
         live.append(received)
-        again.append(_closure(graph, needed, received, cut))
+        again.append(_closure(graph, graph.needed_after(cut), received, cut))
     # What a stage only passes on needs no repetition, but what it sends may: values from before its own first node
     # that it did not receive.
     for stage in range(1, len(cuts)):
         begin = cuts[stage - 1]
-        received = live[stage - 1]
         sent_from_before = [value for value in live[stage] if graph.producers[value] < begin]
-        again[stage] |= _closure(graph, sent_from_before, received, begin)
+        again[stage] |= _closure(graph, sent_from_before, live[stage - 1], begin)
     return live, again
 
 
-def _minimum(graph: StepGraph, cut: int, needed: Sequence[int], received: Values) -> Values:
-    """The cheapest values to send over ``cut``, of those that the stage before received or can make.
+def boundary_values(graph: StepGraph, cut: int, received: Collection[int] = ()) -> Values:
+    """What is sent over ``cut`` by a stage that has ``received`` values: greedily, value by value.
 
-    Each value is an edge ``in -> out`` whose capacity is its bytes. Flow comes from the source into what the stage has
-    anyway, runs from a node's inputs to its outputs where the node can be done again, and ends in what is needed behind
-    the cut. The edges of a minimum cut are what is sent::
-
-        source -> (x in) -x bytes-> (x out) -> (y in) -y bytes-> (y out) -> sink     y = f(x) is needed
+    Of a value that is needed behind the cut either it is sent itself, or what it can be made of where that is smaller.
     """
-    if not needed:
-        return ()
-    flow = nx.DiGraph()
-    flow.add_nodes_from(("source", "sink"))
-    for value in needed:
-        flow.add_edge((value, "out"), "sink")  # no capacity: unlimited
-    # From what is needed back to what it was made of, as far as nodes can be done again.
-    count = len(graph.values)
+    needed = graph.needed_after(cut)
+    # What is needed, and what that is made of as far as nodes can be done again.
+    made_of: dict[int, Values] = {}
     pending = list(needed)
-    seen = set(needed)
     while pending:
         value = pending.pop()
-        entry = (value, "in")
-        overwritten_at = graph.overwritten.get(value, cut)
-        if overwritten_at >= cut:
-            # Equal bytes: rather the later value, which spares the next stage the work. Bytes count so many times that
-            # what is added for this is one byte at most.
-            capacity = graph.values[value].nbytes * count + (count - value)
-            flow.add_edge(entry, (value, "out"), capacity=capacity)
-        else:
-            flow.add_edge(entry, (value, "out"))  # unlimited, so it is not cut: its memory holds another value by now
-        node = graph.nodes[graph.producers[value]]
-        if value in received or not node.recomputable:
-            flow.add_edge("source", entry)
+        if value in made_of:
             continue
-        for used in node.inputs:
-            flow.add_edge((used, "out"), entry)
-            if used not in seen:
-                seen.add(used)
-                pending.append(used)
-    _, (before, _) = nx.minimum_cut(flow, "source", "sink")
-    sent = []
-    for value in sorted(seen):
-        is_cut = (value, "in") in before and (value, "out") not in before
-        if is_cut:
-            sent.append(value)
-    return tuple(sent)
+        node = graph.nodes[graph.producers[value]]
+        may_repeat = node.recomputable and value not in received
+        made_of[value] = node.inputs if may_repeat else ()
+        pending += made_of[value]
+    # Of each value, from the first one made on, the fewest bytes of values that give it, beside those that are sent
+    # anyway; None: there are none, as its memory holds another value by now.
+    best: dict[int, Set[int] | None] = {}
+    sent: set[int] = set()
+    for value in sorted(made_of):
+        itself = {value} if graph.overwritten.get(value, cut) >= cut else None
+        sources = [best[used] for used in made_of[value]]
+        known = [source for source in sources if source is not None]
+        others = set().union(*known) if sources and len(known) == len(sources) else None
+        is_smaller = others is not None and (itself is None or nbytes(graph, others - sent) < nbytes(graph, itself))
+        chosen = best[value] = others if is_smaller else itself
+        if value in needed:
+            assert chosen is not None, f"{graph.nodes[graph.producers[value]].name} was overwritten"
+            sent |= chosen
+    for value in sorted(sent, reverse=True):
+        if value in _made_of(sent - {value}, made_of):  # of others, which cross anyway
+            sent.remove(value)
+    return tuple(sorted(sent))
 
 
-def _closure(
-    graph: StepGraph,
-    wanted: Sequence[int],
-    given: Sequence[int],
-    cut: int,
-) -> frozenset[int]:
-    """Nodes before ``cut`` that compute ``wanted`` from ``given``."""
+def _made_of(given: Set[int], made_of: Mapping[int, Values]) -> set[int]:
+    """``given`` values, and all that can be made of them."""
     known = set(given)
-    repeated = set()
+    for value in sorted(made_of):
+        if made_of[value] and known.issuperset(made_of[value]):
+            known.add(value)
+    return known
+
+
+def nbytes(graph: StepGraph, values: Collection[int]) -> int:
+    """Bytes of some values together."""
+    return sum(graph.values[value].nbytes for value in values)
+
+
+def _closure(graph: StepGraph, wanted: Sequence[int], given: Sequence[int], cut: int) -> frozenset[int]:
+    """Nodes before ``cut`` that compute ``wanted`` from ``given``."""
+    repeated: set[int] = set()
     pending = list(wanted)
     while pending:
         value = pending.pop()
-        if value in known:
-            continue
         node = graph.nodes[graph.producers[value]]
-        if node.index in repeated or node.index >= cut:
+        if value in given or node.index in repeated or node.index >= cut:
             continue
         assert node.recomputable, f"{node.name} cannot be repeated"
         repeated.add(node.index)

@@ -224,7 +224,7 @@ def _plan_of(
     reference = None
     if measured is not None:
         reference = Reference(**measured)
-    stage_cuts = StageCuts.from_json(decision["splitting"])
+    stage_cuts = StageCuts.at(graph, decision["splitting"]["cuts"])
     homes = homes_of(graph, stage_cuts, list(dict(root.named_parameters())))
     ownership = ownership_of(
         graph,
