@@ -168,15 +168,6 @@ def swap_contents(tensor: Tensor, other: Tensor) -> None:
     torch._C._swap_tensor_impl(tensor, other)
 
 
-def forget_hooks(tensor: Tensor) -> None:
-    """After :func:`swap_contents`: ``tensor`` has no hooks, and knows it.
-
-    The Python object remembers that it had some, and adds new ones to those, which nobody calls any more.
-    """
-    tensor._backward_hooks = None
-    tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-
-
 def write_count(tensor: Tensor) -> int:
     """How often ``tensor`` was written in place. Documented by torch, yet without a public name."""
     return tensor._version

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -85,10 +85,6 @@ def hooks_of(tensor: Tensor) -> tuple[Hooks | None, Hooks | None]:
     return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
 
 
-def install_hooks(tensor: Tensor, before: Sequence[Hooks], post: Sequence[Hooks]) -> None:
-    """Have autograd call what is in the first mapping of each kind, to which those of the others are added."""
-    for name, mappings in (("_backward_hooks", before), ("_post_accumulate_grad_hooks", post)):
-        for other in mappings[1:]:
-            mappings[0].update(other)
-        if mappings and getattr(tensor, name) is not mappings[0]:
-            setattr(tensor, name, mappings[0])
+def install_hooks(tensor: Tensor, hooks: tuple[Hooks | None, Hooks | None]) -> None:
+    """Have autograd call what :func:`hooks_of` has found, and nothing else; the handles of the hooks stay valid."""
+    tensor._backward_hooks, tensor._post_accumulate_grad_hooks = hooks  # type: ignore[assignment]

@@ -19,13 +19,12 @@ from lightning_smddp.bridge.metrics import patched
 from lightning_smddp.bridge.module_states import ModuleState
 from lightning_smddp.bridge.run_setup import RunSetup
 from lightning_smddp.bridge.step import LightningStep
-from lightning_smddp.communication.nonfinite import agreed, bad_gradients
+from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import Modules, SplitError, StepGraph
 from lightning_smddp.pipeline.capture.python_random import PythonRandom, SharedRandom, from_json, to_json
 from lightning_smddp.pipeline.gradients.across_stages import clip_by_norm, share_overflow
 from lightning_smddp.pipeline.gradients.gradient_stash import GradientStash
-from lightning_smddp.pipeline.gradients.parameter_hooks import ParameterHooks
 from lightning_smddp.pipeline.gradients.replicas import ReplicaGradients
 from lightning_smddp.pipeline.partition.cuts import Resources, StageCuts, follow, is_within
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
@@ -57,7 +56,6 @@ class PartitionedModule(ModuleState):
         capture: keeps what steps show.
         plan: which stage has what.
         resources: that it was planned for.
-        hooks: the user's on parameters, which are called on whole gradients.
         stash: gradients between the schedule, which makes them, and Lightning's backward.
         runtime: runs this rank's stages.
         view: the whole module, for hooks.
@@ -72,7 +70,6 @@ class PartitionedModule(ModuleState):
     capture: StepCapture
     plan: PartitionPlan
     resources: Resources
-    hooks: ParameterHooks
     stash: GradientStash
     runtime: PipelineRuntime
     view: GlobalView
@@ -282,18 +279,11 @@ class PartitionedModule(ModuleState):
     def nonfinite(self) -> dict[str, str] | None:
         """What is not finite in this rank's gradients, by parameter; None if no replica has anything.
 
-        Before averaging; where hooks on parameters change gradients, also behind it. Collective over the replicas.
+        Before averaging.
         """
-        gradients = self.stash.parameters.items()
         if self.replicas is None:
-            return bad_gradients(gradients)
-        found = self.replicas.take_nonfinite()
-        if found is not None or not self.hooks.has_any:
-            return found
-        bad = bad_gradients(gradients)
-        if agreed(bad is not None, self.setup.groups.data_parallel_group, self.setup.device):
-            return bad or {}
-        return None
+            return bad_gradients(self.stash.parameters.items())
+        return self.replicas.take_nonfinite()
 
     # ---- state: of replicas the first one gives it ----
 

@@ -25,7 +25,6 @@ from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.gradients.across_stages import TiedGradients, create_tied_groups
 from lightning_smddp.pipeline.gradients.gradient_stash import GradientStash
-from lightning_smddp.pipeline.gradients.parameter_hooks import ParameterHooks
 from lightning_smddp.pipeline.gradients.replicas import ReplicaGradients
 from lightning_smddp.pipeline.mesh import held_parameters
 from lightning_smddp.pipeline.partition.cuts import Resources
@@ -92,28 +91,22 @@ class Partitioning:
             casts,
             num_shares,
         )
-        hooks = ParameterHooks(setup.module)
-        try:
-            self._seed = broadcast_json(torch.initial_seed() % 2**31, setup.world, setup.device)
-            return self._partitioned(self._plan(resources), resources, hooks)
-        except (SplitError, VerificationError):
-            hooks.give_back()
-            raise
+        self._seed = broadcast_json(torch.initial_seed() % 2**31, setup.world, setup.device)
+        return self._partitioned(self._plan(resources), resources)
 
-    def _partitioned(self, plan: PartitionPlan, resources: Resources, hooks: ParameterHooks) -> PartitionedModule:
+    def _partitioned(self, plan: PartitionPlan, resources: Resources) -> PartitionedModule:
         setup, step = self.setup, self.step
         if step.trains:
             require_no_state(step, self.microbatches, plan.graph.once_a_batch, setup.device)
         # Up to here every rank has the whole module, and nothing of it has changed.
         self._keep_own_parameters(plan)
-        stash = self._stash(plan, hooks)
+        stash = self._stash(plan)
         view = GlobalView(setup.module, plan.ownership, setup.groups.pipeline, setup.device, setup.groups.host)
         partitioned = PartitionedModule(
             setup=setup,
             capture=step.capture,
             plan=plan,
             resources=resources,
-            hooks=hooks,
             stash=stash,
             runtime=self._runtime(stash),
             view=view,
@@ -209,7 +202,7 @@ class Partitioning:
             if buffer.device.type != device.type:
                 set_contents(buffer, buffer.to(device))
 
-    def _stash(self, plan: PartitionPlan, hooks: ParameterHooks) -> GradientStash:
+    def _stash(self, plan: PartitionPlan) -> GradientStash:
         setup, groups = self.setup, self.setup.groups
         held = held_parameters(setup.module, plan.ownership, groups.pipeline_rank)
         here = self._stages_here()
@@ -221,7 +214,7 @@ class Partitioning:
         if setup.num_replicas > 1 and self.before.optimizers:
             replicas = self._replicas(held)
         tied = TiedGradients(setup.module, plan.ownership, groups.pipeline_rank, tied_groups)
-        return GradientStash(held, stages, tied, replicas, hooks)
+        return GradientStash(held, stages, tied, replicas)
 
     def _stages_here(self) -> list[int]:
         rank = self.setup.groups.pipeline_rank

@@ -66,9 +66,7 @@ def gather_at_end(partitioned: PartitionedModule) -> bool:
     setup = partitioned.setup
     if fits_on_hosts(setup.module, setup.world, setup.device):
         partitioned.view.close()
-        partitioned.hooks.take(dict(setup.module.named_parameters()))  # also of absent ones, which lose them
         gather_full(setup.module, partitioned.plan.ownership, setup.groups.pipeline, setup.device, to=CPU)
-        partitioned.hooks.give_back()
         return True
     leave_in_parts(setup.module, _BY_MEMORY)
     warn_on_first_rank(f"{type(setup.module).__name__} stays in parts, each on its rank: {_BY_MEMORY}.")

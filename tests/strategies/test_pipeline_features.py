@@ -442,7 +442,6 @@ def buffers(bench: Bench) -> Any:
 
 
 CASES = [
-    hooks_on_parameters,
     hooks_in_step,
     clip_by_value_without_gradients,
     own_clipping,

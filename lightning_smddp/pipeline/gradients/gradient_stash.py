@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.gradients.across_stages import TiedGradients
-from lightning_smddp.pipeline.gradients.parameter_hooks import ParameterHooks
 
 
 class Averaging(Protocol):
@@ -36,7 +35,6 @@ class GradientStash:
         stages: for each parameter the stages of this rank that use it.
         tied: sums over stages on other ranks.
         replicas: averages over replicas; None with one replica.
-        hooks: the users', for which each batch's gradient is kept apart.
     """
 
     def __init__(
@@ -45,9 +43,7 @@ class GradientStash:
         stages: Mapping[str, Sequence[int]],
         tied: TiedGradients,
         replicas: Averaging | None,
-        hooks: ParameterHooks,
     ) -> None:
-        self.hooks = hooks
         self.parameters = dict(parameters)
         self.stages = stages
         self.tied = tied
@@ -66,14 +62,6 @@ class GradientStash:
             accumulates: no optimizer step follows.
             num_microbatches: of the batch.
         """
-        # A user's hook is to see the gradient of this batch alone. So a batch with hooks never accumulates into what
-        # was there: it starts from zero, and `restore` adds the earlier batches after the hooks were called.
-        hooked = self.hooks.take(self.parameters) and self.replicas is None
-        if hooked or self.hooks.from_start:
-            may_drop = may_drop and not continues
-            continues = False
-        if self.hooks.from_start:  # alike on all ranks, which meet in `restore` unless the batch accumulates
-            accumulates = False
         self._accumulates = accumulates
         self._keeps = continues
         self._old = None
@@ -121,7 +109,7 @@ class GradientStash:
                 "accumulates gradients. In a pipeline gradients exist before that. Multiply it inside `training_step`."
             )
         # The order below is that of one process: gradients of this batch, scaled, summed over the holders of a tied
-        # parameter, seen by hooks, and only then added to those of earlier batches.
+        # parameter, and only then added to those of earlier batches.
         before: dict[str, Tensor | None] = {}
         if self._old is not None:  # the Trainer may have zeroed it since, so `.grad` counts and not the copy
             before = self._gradients()
@@ -137,11 +125,8 @@ class GradientStash:
                     parameter.grad.mul_(factor)
         if not self._accumulates:
             self.tied.sum()
-        if not self._accumulates or self.replicas is None:
-            self.hooks.on_gradients(self.parameters)
         self._add(before)
         self._old = None
-        self.hooks.behind_accumulation(self.parameters)
 
     def _add(self, gradients: Mapping[str, Tensor | None]) -> None:
         """Add to ``.grad`` what accumulated before."""

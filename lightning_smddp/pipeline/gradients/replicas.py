@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +31,6 @@ from lightning_smddp.communication.hook import GradientSynchronizer
 from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.stats import recorder_for
-from lightning_smddp.pipeline.gradients.parameter_hooks import OwnHook
 
 
 @dataclass
@@ -387,7 +387,7 @@ class ReplicaGradients:
         self._hooks = []
         for name, parameter in trained.items():
             self._names[id(parameter)] = name
-            hook = OwnHook(self._accumulated, name)
+            hook = partial(self._accumulated, name)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _unbuild(self) -> None:

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_smddp._compat.torch import forget_hooks, swap_contents, without_torch_function
+from lightning_smddp._compat.torch import swap_contents, without_torch_function
+from lightning_smddp._compat.torch_steps import hooks_of, install_hooks
 from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, sets_flag
 from lightning_smddp.pipeline.capture.user_code import user_location
 from lightning_smddp.pipeline.mesh import Ownership, named_tensors
@@ -147,7 +148,7 @@ def release(module: nn.Module, ownership: Ownership, rank: int) -> None:
     """Free the memory of the parameters that ``rank`` does not hold: they become meta tensors.
 
     They stay the same objects under all their names and in the user's own lists, with shape, dtype and
-    ``requires_grad``; their gradients and the hooks registered on them go. Buffers stay. Memory that something else
+    ``requires_grad`` and hooks; their gradients go. Buffers stay. Memory that something else
     still refers to (a view, a live autograd graph) is freed when that goes. Repeating it changes nothing.
 
     Raises:
@@ -161,11 +162,12 @@ def release(module: nn.Module, ownership: Ownership, rank: int) -> None:
 
 
 def set_contents(tensor: Tensor, value: Tensor) -> None:
-    """Give ``tensor`` the memory of ``value``, on any device; it stays the same object, without gradient and hooks."""
+    """Give ``tensor`` the memory of ``value``, on any device; the object and its hooks stay, its gradient goes."""
     # before:  object `tensor` -> meta, no values       after:  object `tensor` -> values
     # The Python object stays, so whoever holds it (optimizers, ties, lists of the user's) has the values too.
+    hooks = hooks_of(tensor)  # they would go with the contents
     swap_contents(tensor, value.detach().requires_grad_(tensor.requires_grad))
-    forget_hooks(tensor)
+    install_hooks(tensor, hooks)
     if isinstance(tensor, AbsentParameter) and not tensor.is_meta:
         mark_present(tensor)
 
