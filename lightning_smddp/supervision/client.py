@@ -10,7 +10,7 @@ from typing import Any
 from lightning_smddp.supervision.connection import Connection, Message
 from lightning_smddp.supervision.failure import Failure
 from lightning_smddp.supervision.loop import Loop
-from lightning_smddp.supervision.peer import OomWatch, Peer
+from lightning_smddp.supervision.peer import Peer
 from lightning_smddp.supervision.processes import Process, has_ended
 from lightning_smddp.supervision.progress import Reading, RemoteProgress
 from lightning_smddp.supervision.stop import StopGate
@@ -60,7 +60,6 @@ class Client:
         limit: seconds of silence after which the hub has failed.
         period: seconds between heartbeats.
         state: for the training thread.
-        oom: what the kernel killed.
         on_failure: called once, with the failure that all ranks agree on.
         on_stop: called with the signal when the job is asked to stop.
     """
@@ -72,7 +71,6 @@ class Client:
         limit: float,
         period: float,
         state: State,
-        oom: OomWatch,
         on_failure: Callable[[Failure], None],
         on_stop: Callable[[int], None],
     ) -> None:
@@ -82,7 +80,6 @@ class Client:
         self._limit = limit
         self._period = period
         self._state = state
-        self._oom = oom
         self._on_failure = on_failure
         self._on_stop = on_stop
         self.tell: Callable[[Message], None] = lambda message: None  # to the hub
@@ -190,7 +187,7 @@ class Client:
                 }
             )
 
-        neighbour.settle(self._loop, self._oom, how, tell)
+        neighbour.settle(self._loop, how, tell)
 
     def decide(self, signum: int, step: int | None) -> None:
         """All ranks stop at ``step``; None: there is no agreement. The first decision counts."""
@@ -265,7 +262,7 @@ class Client:
         def died(text: str) -> None:
             self.record(hub.failure("died", text), None)
 
-        hub.settle(self._loop, self._oom, how, died)
+        hub.settle(self._loop, how, died)
 
     def record(self, failure: Failure, kill: Process | None) -> None:
         """Note the job's first failure, once: wake the training thread, and start counting its time to end.

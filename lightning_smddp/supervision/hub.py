@@ -14,7 +14,7 @@ from lightning_smddp.supervision.epochs import EpochEnds
 from lightning_smddp.supervision.failure import Failure, failure_of
 from lightning_smddp.supervision.hangs import HangRule
 from lightning_smddp.supervision.loop import Loop, Timer
-from lightning_smddp.supervision.peer import OomWatch, Peer
+from lightning_smddp.supervision.peer import Peer
 from lightning_smddp.supervision.processes import Process
 from lightning_smddp.supervision.progress import Reading, RemoteProgress
 from lightning_smddp.supervision.stop import StopVote
@@ -43,7 +43,6 @@ class Hub:
         period: seconds between heartbeats.
         limit: seconds of silence after which a rank has failed.
         tell_own: hands a message to rank 0's own client.
-        oom: what the kernel killed.
         agree_within_s: how long ranks have to answer where they can stop.
     """
 
@@ -55,7 +54,6 @@ class Hub:
         period: float,
         limit: float,
         tell_own: Callable[[Message], None],
-        oom: OomWatch,
         agree_within_s: float,
     ) -> None:
         self._loop = loop
@@ -64,7 +62,6 @@ class Hub:
         self._period = period
         self._limit = limit
         self._tell_own = tell_own
-        self._oom = oom
         self.peers: dict[int, Peer] = {own.rank: own}
         self.failure: Failure | None = None
         self.secret = secrets.token_hex(16)
@@ -223,7 +220,7 @@ class Hub:
         def declare(text: str) -> None:
             self.declare(peer.failure("died", self._ended_text(peer, text)))
 
-        peer.settle(self._loop, self._oom, how, declare)
+        peer.settle(self._loop, how, declare)
 
     def _told_ended(self, by: Peer, rank: int, how: str, progress: list[Any]) -> None:
         """``by`` saw the end of another rank of its host, which is not this one."""

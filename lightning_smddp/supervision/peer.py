@@ -10,13 +10,14 @@ from typing import Protocol
 from lightning_smddp.supervision.connection import Connection, Message
 from lightning_smddp.supervision.failure import Failure, Kind, failure_of
 from lightning_smddp.supervision.loop import Loop
-from lightning_smddp.supervision.processes import Process, ending, has_ended, oom_kills
+from lightning_smddp.supervision.processes import Process, ending, has_ended, oom_counters, oom_kills
 from lightning_smddp.supervision.progress import Reading, RemoteProgress
 
 _SETTLE_S = 0.1  # a connection ends a little before its process, and last messages may still be on their way
 _LATE_BEATS = 3.0  # so many periods without a heartbeat are more than an accident
 _MAX_LOOKS = 6  # of _SETTLE_S each
 _OOM_WINDOW = 10  # ticks
+_OOM_TICK_S = 1.0
 
 
 class _Readable(Protocol):
@@ -28,19 +29,28 @@ class _Readable(Protocol):
 
 
 class OomWatch:
-    """Whether the kernel killed for lack of memory lately."""
+    """Whether the kernel killed for lack of memory lately in the cgroup of ``process``."""
 
-    def __init__(self) -> None:
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._counters: tuple[str, ...] = ()
         # The kernel's counts at the last ticks, the oldest one first: a kill is a while before its end is noticed.
-        self._counts = deque([oom_kills()], maxlen=_OOM_WINDOW)
+        self._counts: deque[int] = deque(maxlen=_OOM_WINDOW)
+        self.tick()
 
     def tick(self) -> None:
-        """Note the kernel's count of out-of-memory kills; called once a period."""
-        self._counts.append(oom_kills())
+        """Note the kernel's count of out-of-memory kills; called once a second while the process runs."""
+        counters = oom_counters(self._process.pid)
+        if not self._process.exists():  # it is in no cgroup any more
+            return
+        if counters != self._counters:
+            self._counters = counters
+            self._counts.clear()
+        self._counts.append(oom_kills(counters))
 
     def happened(self) -> bool:
         """Whether the kernel has killed a process for memory since ten ticks ago."""
-        return oom_kills() > self._counts[0]
+        return bool(self._counts) and oom_kills(self._counters) > self._counts[0]
 
 
 class Peer:
@@ -69,6 +79,7 @@ class Peer:
         self.account: str | None = None  # how it ended, by a rank of its host
         self._descriptor: int | None = None
         self._loop: Loop | None = None
+        self._oom: OomWatch | None = None
 
     @property
     def is_in_run(self) -> bool:
@@ -120,6 +131,8 @@ class Peer:
         if self._descriptor is None:
             return
         descriptor = self._descriptor
+        self._oom = OomWatch(self.process)
+        loop.later(_OOM_TICK_S, self._look_for_kills)
 
         def ended() -> None:
             loop.unwatch(descriptor)
@@ -133,7 +146,6 @@ class Peer:
     def settle(
         self,
         loop: Loop,
-        oom: OomWatch,
         how: str,
         then: Callable[[str], None],
         looks: int = 0,
@@ -147,17 +159,22 @@ class Peer:
         if self.account is not None:
             then(self.account)
         elif looks > 0 and descriptor is not None and has_ended(descriptor):
-            then(self._how_it_ended(oom, descriptor))
+            then(self._how_it_ended(descriptor))
         elif looks < _MAX_LOOKS:
-            loop.later(_SETTLE_S, self.settle, loop, oom, how, then, looks + 1)
+            loop.later(_SETTLE_S, self.settle, loop, how, then, looks + 1)
         elif descriptor is None:
             then(f"its process or its connection ended ({how})")
         else:
             then(f"its connection ended ({how}), though its process did not yet")
 
-    def _how_it_ended(self, oom: OomWatch, descriptor: int) -> str:
+    def _look_for_kills(self) -> None:
+        if self._loop is not None and self._oom is not None and self._descriptor is not None and not self.has_ended:
+            self._oom.tick()
+            self._loop.later(_OOM_TICK_S, self._look_for_kills)
+
+    def _how_it_ended(self, descriptor: int) -> str:
         text = f"its process {ending(self.process.pid, descriptor)}"
-        if "SIGKILL" in text and oom.happened():
+        if "SIGKILL" in text and self._oom is not None and self._oom.happened():
             text += ", most likely by the kernel for lack of memory (OOM): it has just killed a process for that"
         return text
 

@@ -9,7 +9,7 @@ import os
 import select
 import signal
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,10 +171,10 @@ def kill_own_workers() -> None:
             child.kill()
 
 
-def oom_kills() -> int:
-    """How many processes the kernel killed for lack of memory, on this machine and in this cgroup; 0 if unknown."""
+def oom_kills(counters: Sequence[str]) -> int:
+    """How many processes the kernel killed for lack of memory, by the files :func:`oom_counters`; 0 if unknown."""
     total = 0
-    for path in ("/proc/vmstat", *_memory_events()):
+    for path in counters:
         with contextlib.suppress(OSError, ValueError):
             for line in Path(path).read_text().splitlines():
                 if line.startswith("oom_kill "):
@@ -183,19 +183,22 @@ def oom_kills() -> int:
     return total
 
 
-@functools.cache
-def _memory_events() -> tuple[str, ...]:
-    """The cgroup's counters: version 2's file, then version 1's."""
+def oom_counters(pid: int) -> tuple[str, ...]:
+    """Where the kernel counts its kills for lack of memory in the cgroup of a process that runs.
+
+    That of version 2 or 1; the whole machine's where there is none. In a cgroup the machine's says nothing: other jobs
+    are killed, too.
+    """
     found = []
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
         for line in lines:
             _, controllers, path = line.split(":", 2)  # version 2's line has no controllers
             if controllers == "":
                 found.append(f"/sys/fs/cgroup{path}/memory.events")
             elif "memory" in controllers.split(","):
                 found.append(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
-    return tuple(path for path in found if os.path.exists(path))
+    return tuple(path for path in found if os.path.exists(path)) or ("/proc/vmstat",)
 
 
 def _workers(parent: Process) -> list[Process]:

@@ -21,7 +21,7 @@ from lightning_smddp.supervision.failure import RUNS_HOOKS, Failure, Kind
 from lightning_smddp.supervision.hangs import DeviceStillness
 from lightning_smddp.supervision.hub import Hub
 from lightning_smddp.supervision.loop import Loop
-from lightning_smddp.supervision.peer import OomWatch, Peer
+from lightning_smddp.supervision.peer import Peer
 from lightning_smddp.supervision.processes import Process
 from lightning_smddp.supervision.progress import Progress, place
 from lightning_smddp.supervision.shutdown import Shutdown, write_to_stderr
@@ -97,7 +97,6 @@ class Watch:
         self.stop_signal: int | None = None
         self._stop_at = 0.0
         self._loop = Loop()
-        self._oom = OomWatch()
         self.shutdown = Shutdown(
             self._loop,
             self._where,
@@ -112,7 +111,6 @@ class Watch:
             self.collective_timeout,
             self.period,
             self.state,
-            self._oom,
             self._failed,
             self._stop_asked,
         )
@@ -147,7 +145,6 @@ class Watch:
             self.period,
             self.collective_timeout,
             lambda message: self._loop.call(self.client.receive, message),
-            self._oom,
             self.agree_within_s,
         )
         # Rank 0's client and the hub talk through the loop, as over a connection: no message is handled in the middle
@@ -306,7 +303,6 @@ class Watch:
         now = time.monotonic()
         seen = min(now - self._ticked_at, 1.5 * self.period)
         self._ticked_at = now
-        self._oom.tick()
         if self.stillness is not None:
             self.stillness.tick(seen)
         self.client.tick(seen)

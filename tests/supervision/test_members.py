@@ -27,14 +27,6 @@ AT = Reading(7, "forward", 0, 7).to_json()
 ENDED = {"type": "ended", "rank": 2, "how": "its process was killed by SIGKILL", "progress": AT}
 
 
-class Oom(OomWatch):
-    def __init__(self, happened: bool) -> None:
-        self._happened = happened
-
-    def happened(self) -> bool:
-        return self._happened
-
-
 class FakeConnection:
     """A connection that keeps what is sent."""
 
@@ -85,7 +77,7 @@ def loop() -> Iterator[Loop]:
 @pytest.fixture
 def hub(loop: Loop) -> Hub:
     """Of a job with rank 0 on host a, ranks 1 and 2 on host b."""
-    made = Hub(loop, peer(0, "a", HERE), 3, 1.0, 10.0, lambda message: None, Oom(False), 4.0)
+    made = Hub(loop, peer(0, "a", HERE), 3, 1.0, 10.0, lambda message: None, 4.0)
     made.peers |= {rank: peer(rank) for rank in (1, 2)}
     return made
 
@@ -167,7 +159,7 @@ def test_the_others_are_asked_and_answer(loop: Loop, hub: Hub) -> None:
 
     progress = Progress()
     own = Peer(1, "b", HERE, progress, None)
-    client = Client(loop, own, 10.0, 1.0, State(), Oom(False), lambda failure: None, lambda signum: None)
+    client = Client(loop, own, 10.0, 1.0, State(), lambda failure: None, lambda signum: None)
     client.hub = Peer(0, "a", ELSEWHERE, RemoteProgress(None, -1), cast(Connection, answer))
     client.receive({"type": "ping"})
     progress.close()
@@ -246,7 +238,8 @@ def test_all_ranks_of_a_host_end(loop: Loop, hub: Hub) -> None:
 
 
 @pytest.mark.parametrize("killed_for_memory", [False, True])
-def test_the_kernel_is_suspected(killed_for_memory: bool, loop: Loop) -> None:
+def test_the_kernel_is_suspected(killed_for_memory: bool, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OomWatch, "happened", lambda self: killed_for_memory)
     with subprocess.Popen(["sleep", "30"]) as process:
         watched = peer(1, process=Process.of(process.pid))
         texts: list[str] = []
@@ -256,7 +249,7 @@ def test_the_kernel_is_suspected(killed_for_memory: bool, loop: Loop) -> None:
             loop.stop()
 
         def ended(ended: Peer, how: str) -> None:
-            ended.settle(loop, Oom(killed_for_memory), how, told)
+            ended.settle(loop, how, told)
 
         watched.watch_process(loop, ended)
         process.send_signal(signal.SIGKILL)

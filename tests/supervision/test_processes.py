@@ -19,12 +19,12 @@ import pytest
 from torch.futures import Future
 
 from lightning_smddp.communication.errors import RankFailedError, RankTimeoutError
-from lightning_smddp.supervision import acceptor, processes
+from lightning_smddp.supervision import acceptor, peer
 from lightning_smddp.supervision.acceptor import listen
 from lightning_smddp.supervision.failure import Failure, is_of_communication, is_timeout, text_of
 from lightning_smddp.supervision.loop import Loop
 from lightning_smddp.supervision.peer import OomWatch
-from lightning_smddp.supervision.processes import Process, ending, has_ended, oom_kills
+from lightning_smddp.supervision.processes import Process, ending, has_ended, oom_counters, oom_kills
 from lightning_smddp.supervision.progress import Progress, RemoteProgress
 from lightning_smddp.supervision.shutdown import InterruptionError
 from lightning_smddp.supervision.signals import Signals
@@ -104,17 +104,37 @@ def test_a_stopped_process_is_killed_with_its_workers_but_not_with_ranks_and_hel
 def test_oom_kills_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And forgotten after ten ticks."""
     events = tmp_path / "memory.events"
-    monkeypatch.setattr(processes, "_memory_events", lambda: (str(events), str(tmp_path / "none")))
-    before = oom_kills()
+    counters = (str(events), str(tmp_path / "none"))
+    monkeypatch.setattr(peer, "oom_counters", lambda pid: counters)
+    assert oom_kills(counters) == 0
     events.write_text("low 0\noom 9\noom_kill 2\n")
-    assert oom_kills() >= before + 2
-    watch = OomWatch()
+    assert oom_kills(counters) == 2
+    watch = OomWatch(Process.of(os.getpid()))
     assert not watch.happened()
     events.write_text("oom_kill 50000\n")
     for _ in range(10):
         assert watch.happened()
         watch.tick()
     assert not watch.happened()
+    events.write_text("oom_kill 50001\n")
+    assert watch.happened()
+    counters = (str(tmp_path / "another"),)  # it moved to another cgroup, in which nothing has happened yet
+    watch.tick()
+    assert not watch.happened()
+
+
+def test_kills_are_counted_in_the_cgroup_of_the_process_or_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another job that is killed beside this one is none of its own."""
+    mine = f"/proc/{os.getpid()}/cgroup"
+    files = {mine: "5:cpu:/job\n4:memory:/job\n0::/job\n"}
+    there = {"/sys/fs/cgroup/memory/job/memory.oom_control"}
+    monkeypatch.setattr(Path, "read_text", lambda path: files[str(path)])
+    monkeypatch.setattr(os.path, "exists", lambda path: path in there)
+    assert oom_counters(os.getpid()) == ("/sys/fs/cgroup/memory/job/memory.oom_control",)
+    there.add("/sys/fs/cgroup/job/memory.events")
+    assert oom_counters(os.getpid())[1:] == ("/sys/fs/cgroup/job/memory.events",)
+    there.clear()
+    assert oom_counters(os.getpid()) == ("/proc/vmstat",)
 
 
 def test_progress_is_seen_from_elsewhere_and_keeps_its_values() -> None:
