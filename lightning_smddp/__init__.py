@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from lightning_smddp._registration import install
 
 if TYPE_CHECKING:
-    from lightning_smddp.bridge.pipeline_options import PartitionOptions
     from lightning_smddp.checkpoint.errors import CheckpointError
     from lightning_smddp.choice.training_plan import plan
     from lightning_smddp.communication.compression import Compression
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
         SMDDPStrategy,
     )
     from lightning_smddp.strategies.options import CommunicationOptions, ReliabilityOptions
+    from lightning_smddp.strategies.pipeline_options import PartitionOptions
 
 __version__ = "0.1.0"
 
@@ -70,7 +70,7 @@ _HOMES = {
     "CommunicationReport": "communication.report",
     "Compression": "communication.compression",
     "MPIRunEnvironment": "strategies.{fabric}",
-    "PartitionOptions": "bridge.pipeline_options",
+    "PartitionOptions": "strategies.pipeline_options",
     "PipelineStrategy": "strategies.{namespace}",
     "PipelineTimeline": "strategies.{namespace}",
     "RankFailedError": "communication.errors",

@@ -33,12 +33,12 @@ from lightning_smddp import (
     SMDDPFSDPStrategy,
     SMDDPStrategy,
 )
-from lightning_smddp.bridge.pipeline_options import AsDataParallel
 from lightning_smddp.communication.algorithms import NAMES
 from lightning_smddp.communication.compression import METHODS
 from lightning_smddp.pipeline.runtime.schedules import SCHEDULES, orders
 from lightning_smddp.planner.schedules import Action, parse_action, simulated_bound
 from lightning_smddp.strategies import fsdp
+from lightning_smddp.strategies.pipeline_options import AsDataParallel
 from tests.programs import run_program
 from tests.ranks import run_trainer_ranks
 from tests.sources import nodes, source_files

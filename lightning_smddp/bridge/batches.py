@@ -13,8 +13,8 @@ from typing import Any
 from lightning_smddp.bridge.capture import StepCapture
 from lightning_smddp.bridge.metrics import PipelineMetrics
 from lightning_smddp.bridge.micro_batches import MicroBatcher
+from lightning_smddp.bridge.module_states import RunSetup, warn_on_first_rank
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
-from lightning_smddp.bridge.run_setup import RunSetup, warn_on_first_rank
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.bridge.step_results import StepResults, broadcast_results
 from lightning_smddp.communication.errors import RankFailedError

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_smddp.bridge.partition_table import looks_at_other_rows
-from lightning_smddp.bridge.run_setup import RunSetup, warn_on_first_rank
+from lightning_smddp.bridge.module_states import RunSetup, warn_on_first_rank
 from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.pipeline.partition.loss_weights import LossWeight, given_weight
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, rows_of
+from lightning_smddp.pipeline.partition.resources import looks_at_other_rows
 from lightning_smddp.pipeline.partition.rows import Splitter, evidence, has_time_first
 from lightning_smddp.pipeline.runtime.host_values import HostValues
 from lightning_smddp.planner.schedules import auto_num_microbatches

@@ -2,22 +2,103 @@
 
     Unpartitioned --first training batch--> PartitionedModule --end of the run--> WholeAgain
 
-``PartitionedModule`` has a file of its own; ``WholeAgain`` is in ``whole_again.py``.
+``PartitionedModule`` has a file of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_smddp.bridge.run_setup import RunSetup
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.pipeline.state.full_state import load_full_state_dict
+from lightning_smddp.pipeline.mesh import Groups
+from lightning_smddp.pipeline.partition.hardware import fits_on_hosts
+from lightning_smddp.pipeline.state.full_state import gather_full, load_full_state_dict
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
+from lightning_smddp.wire.stream import CPU
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+    from lightning_smddp.bridge.partitioned_module import PartitionedModule
+    from lightning_smddp.strategies.pipeline_options import PipelineOptions
+
+BY_EXCEPTION = "an exception ended the run that had divided it, and other ranks may have been gone"
+_BY_MEMORY = "a host of the run that had divided it had too little memory for the whole of it on each of its ranks"
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """The user's module, the strategy's options, and where this rank stands.
+
+    Attributes:
+        module: the user's LightningModule.
+        options: the strategy's.
+        groups: this rank's position in the mesh, and its process groups.
+        device: of this rank.
+        step_context: makes, for the name of a step, the context that Lightning enters around it (precision).
+        timeout: of collectives.
+    """
+
+    module: LightningModule
+    options: PipelineOptions
+    groups: Groups
+    device: torch.device
+    step_context: Callable[[str], AbstractContextManager[Any]]
+    timeout: timedelta
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of a pipeline, on all of its ranks."""
+        return self.groups.pipeline.size() * self.options.stages_per_rank
+
+    @property
+    def rank_of_stage(self) -> Sequence[int]:
+        """For each stage the pipeline rank that runs it."""
+        return self.options.schedule.rank_of_stage(self.num_stages, self.groups.pipeline.size())
+
+    @property
+    def last_rank(self) -> int:
+        """The pipeline rank of the last stage, where a step ends: it alone has the step's loss and logs."""
+        return self.rank_of_stage[-1]
+
+    @property
+    def ends_here(self) -> bool:
+        """Whether this rank has the last stage, and so the step's loss and logs."""
+        return self.groups.pipeline_rank == self.last_rank
+
+    @property
+    def num_replicas(self) -> int:
+        """Pipelines that train side by side, each on batches of its own."""
+        return self.groups.mesh.num_replicas
+
+    @property
+    def world(self) -> dist.ProcessGroup:
+        """All ranks of all pipelines."""
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+
+    def is_whole(self) -> bool:
+        """Whether all parameters of the module have memory on this rank's device."""
+        return all(parameter.device.type == self.device.type for parameter in self.module.parameters())
+
+
+def warn_on_first_rank(message: str) -> None:
+    """Warn on the first rank of the world alone: the others have the same to say."""
+    if dist.get_rank() == 0:
+        warnings.warn(message, stacklevel=3)
 
 
 class ModuleState:
@@ -110,3 +191,56 @@ class Unpartitioned(ModuleState):
     @override
     def compression_state(self) -> Mapping[str, Mapping[str, Tensor]]:
         return self.remembered
+
+
+class WholeAgain(ModuleState):
+    """A module that was partitioned, after the run: each rank has all of it, and its own part of the optimizers."""
+
+    def __init__(self, partitioned: PartitionedModule) -> None:
+        self.setup = partitioned.setup
+        self._partitioned = partitioned
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer, gather: bool) -> dict[str, Any]:
+        return self._partitioned.optimizer_state(optimizer, gather)
+
+    @override
+    def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        self._partitioned.load_optimizer_states(states)
+
+    @override
+    def optimized(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        return self._partitioned.optimized(optimizer)
+
+
+_in_parts: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # why
+
+
+def leave_in_parts(module: nn.Module, reason: str) -> None:
+    """Remember that this rank has its own stages of ``module`` only."""
+    _in_parts[module] = reason
+
+
+def require_whole(module: nn.Module) -> None:
+    """Raise ``ValueError`` if an earlier run has left ``module`` in parts, of which this rank has its own."""
+    if module in _in_parts and any(parameter.is_meta for parameter in module.parameters()):
+        raise ValueError(
+            f"{type(module).__name__} is in parts: {_in_parts[module]}, so that this rank has its own stages only. "
+            "Make a new module, and give `fit` the last checkpoint as `ckpt_path`."
+        )
+
+
+def gather_at_end(partitioned: PartitionedModule) -> bool:
+    """Give every rank the whole module on its host, where it goes after a run in any case. Collective over all ranks.
+
+    Returns:
+        False if a host lacks memory for that: then the parts stay on their ranks, with a warning.
+    """
+    setup = partitioned.setup
+    if fits_on_hosts(setup.module, setup.world, setup.device):
+        partitioned.view.close()
+        gather_full(setup.module, partitioned.plan.ownership, setup.groups.pipeline, setup.device, to=CPU)
+        return True
+    leave_in_parts(setup.module, _BY_MEMORY)
+    warn_on_first_rank(f"{type(setup.module).__name__} stays in parts, each on its rank: {_BY_MEMORY}.")
+    return False

@@ -16,8 +16,7 @@ from typing_extensions import override
 from lightning_smddp.bridge.capture import StepCapture
 from lightning_smddp.bridge.carried_state import refuse_changes
 from lightning_smddp.bridge.metrics import patched
-from lightning_smddp.bridge.module_states import ModuleState
-from lightning_smddp.bridge.run_setup import RunSetup
+from lightning_smddp.bridge.module_states import ModuleState, RunSetup
 from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport

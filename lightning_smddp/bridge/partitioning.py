@@ -16,10 +16,8 @@ from torch import Tensor, nn
 
 from lightning_smddp.bridge.carried_state import require_no_state
 from lightning_smddp.bridge.check import check_at_start
-from lightning_smddp.bridge.module_states import Unpartitioned
-from lightning_smddp.bridge.partition_table import resources_for
+from lightning_smddp.bridge.module_states import RunSetup, Unpartitioned
 from lightning_smddp.bridge.partitioned_module import PartitionedModule, share_random
-from lightning_smddp.bridge.run_setup import RunSetup
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.pipeline.capture.graph import SplitError
@@ -31,6 +29,7 @@ from lightning_smddp.pipeline.partition.cuts import Resources
 from lightning_smddp.pipeline.partition.hardware import links_between
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import PartitionPlan, Trial, divide
+from lightning_smddp.pipeline.partition.resources import in_flight, resources_for
 from lightning_smddp.pipeline.partition.verify import VerificationError
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.state.full_state import gather_full, release, set_contents
@@ -83,11 +82,11 @@ class Partitioning:
             num_shares = setup.num_replicas
         resources = resources_for(
             setup.module,
-            setup.options,
             self.before.optimizers,
             setup.rank_of_stage,
-            len(self.microbatches),
+            in_flight(setup.options.schedule, setup.rank_of_stage, setup.options.active(len(self.microbatches))),
             links,
+            setup.options.partition.memory_limit,
             casts,
             num_shares,
         )

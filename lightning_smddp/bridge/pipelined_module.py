@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,23 +18,20 @@ from lightning_smddp.bridge.deferred_backward import scale_of
 from lightning_smddp.bridge.loss_weights import find_loss_weight
 from lightning_smddp.bridge.metrics import PipelineMetrics
 from lightning_smddp.bridge.micro_batches import MicroBatcher
-from lightning_smddp.bridge.module_states import Unpartitioned
-from lightning_smddp.bridge.partition_table import print_partition
-from lightning_smddp.bridge.partitioned_module import PartitionedModule
-from lightning_smddp.bridge.partitioning import Partitioning
-from lightning_smddp.bridge.pipeline_options import PipelineOptions
-from lightning_smddp.bridge.run_setup import RunSetup
-from lightning_smddp.bridge.step import LightningStep, Scale
-from lightning_smddp.bridge.whole_again import (
+from lightning_smddp.bridge.module_states import (
     BY_EXCEPTION,
+    RunSetup,
+    Unpartitioned,
     WholeAgain,
     gather_at_end,
     leave_in_parts,
 )
+from lightning_smddp.bridge.partitioned_module import PartitionedModule
+from lightning_smddp.bridge.partitioning import Partitioning
+from lightning_smddp.bridge.step import LightningStep, Scale
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.gradients.across_stages import give_back_clipping, take_over_clipping
-from lightning_smddp.pipeline.mesh import Groups
 from lightning_smddp.pipeline.partition.hardware import fits_on_devices
 from lightning_smddp.pipeline.partition.loss_weights import LossWeight
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
@@ -49,20 +42,16 @@ from lightning_smddp.pipeline.runtime.host_values import HostValues
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
+Show: TypeAlias = Callable[[str, PartitionedModule, Sequence[MicroBatch], LossWeight], None]
 
 
 class PipelinedModule:
     """Runs a LightningModule's steps, and holds what is the same in all its states.
 
     Args:
-        module: the user's.
-        options: the strategy's.
-        groups: this rank's position in the mesh, and its process groups.
-        device: of this rank.
-        step_context: makes, for the name of a step, the context that Lightning enters around it.
-        timeout: of collectives.
+        setup: of the run.
+        show: called with what the module was partitioned by: a step's name, the partitioned module, the micro-batches
+            of the first batch, and how they count.
 
     Attributes:
         state: what the module is now.
@@ -70,31 +59,22 @@ class PipelinedModule:
         watching: whether gradients are watched for NaN and inf.
         marking: see ``NonFiniteWatch.marks``.
         shards: of the optimizers; empty without ``shard="optimizer"``.
-        shown: names of steps whose table was printed.
     """
 
-    def __init__(
-        self,
-        module: LightningModule,
-        options: PipelineOptions,
-        groups: Groups,
-        device: torch.device,
-        step_context: Callable[[str], AbstractContextManager[Any]],
-        timeout: timedelta,
-    ) -> None:
-        self.setup = setup = RunSetup(module, options, groups, device, step_context, timeout)
-        self.module = module
+    def __init__(self, setup: RunSetup, show: Show) -> None:
+        self.setup = setup
+        self.module = module = setup.module
+        self._show = show
         self.state: Unpartitioned | PartitionedModule | WholeAgain = Unpartitioned(setup)
         self.known_plan: Mapping[str, Any] | None = None
         self.watching = False
         self.marking = True
-        self.shown: set[str] = set()
         self.host_values = HostValues()
-        self._agreement = BatchAgreement(groups.pipeline, device, groups.host, self.host_values)
+        self._agreement = BatchAgreement(setup.groups.pipeline, setup.device, setup.groups.host, self.host_values)
         replicas = None
         if setup.num_replicas > 1:
-            replicas = groups.data_parallel_group
-        self.metrics = PipelineMetrics(module, groups.pipeline, setup.last_rank, device, replicas)
+            replicas = setup.groups.data_parallel_group
+        self.metrics = PipelineMetrics(module, setup.groups.pipeline, setup.last_rank, setup.device, replicas)
         self.capture = StepCapture(module, metrics=self.metrics)
         self.batcher = MicroBatcher(setup, self.host_values)
         self._batches = Batches(setup, self.batcher, self.capture, self.metrics)
@@ -213,10 +193,7 @@ class PipelinedModule:
             partitioned.replicas.watching = self.watching
             partitioned.replicas.marking = self.marking
         self._choose_loss_weight(partitioned, step, batch, microbatches)
-        is_shown = step.trains or not self.shown
-        self.shown.add(step.hook)
-        if is_shown and self.setup.options.gradients.communication.verbose and dist.get_rank() == 0:
-            print_partition(step.hook, partitioned, microbatches, self.batcher.loss_weight(batch, step))
+        self._show(step.hook, partitioned, microbatches, self.batcher.loss_weight(batch, step))
 
     def _choose_loss_weight(
         self,

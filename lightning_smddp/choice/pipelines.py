@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from lightning_smddp.bridge.capture import StepCapture
 from lightning_smddp.bridge.carried_state import refuse_changes
 from lightning_smddp.bridge.micro_batches import count_for, splitter_for
-from lightning_smddp.bridge.partition_table import in_flight, resources_for
-from lightning_smddp.bridge.pipeline_options import PartitionOptions, PipelineOptions
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.choice.estimates import Estimate, Memory, Sizes, fullest
 from lightning_smddp.choice.first_batch import FirstBatch
@@ -27,11 +25,13 @@ from lightning_smddp.pipeline.partition.hardware import LOOPBACK
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, rows_of
 from lightning_smddp.pipeline.partition.plan import CHECK_SEED, REFERENCE_RUNS
 from lightning_smddp.pipeline.partition.reference import fastest, run_reference
+from lightning_smddp.pipeline.partition.resources import in_flight, resources_for
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.schedules import orders, parse
 from lightning_smddp.planner.schedules import parse_action, simulated_bound
 from lightning_smddp.strategies.checks import refusal_of_training
 from lightning_smddp.strategies.options import CommunicationOptions, GradientOptions
+from lightning_smddp.strategies.pipeline_options import PartitionOptions, PipelineOptions
 
 _CPU = torch.device("cpu")
 _CASES = (  # schedule, with checkpointing
@@ -146,10 +146,9 @@ class _Pipeline:
         checkpointing = self.case.checkpointing
         resources = resources_for(
             self.module,
-            self.options,
             self.first.optimizers,
             self.rank_of_stage,
-            len(self.microbatches),
+            in_flight(self.options.schedule, self.rank_of_stage, len(self.microbatches)),
             links=(LOOPBACK,) * (self.num_stages - 1),
         )
         # As in a run: the step is traced, units are chosen, and its nodes are timed in a few runs of the whole.
@@ -215,7 +214,7 @@ class _Pipeline:
         )
         profiles = [self.profiles[stage] for stage in here]
         # Each stage keeps the activations of as many micro-batches as its schedule has begun and not finished there.
-        flights = in_flight(self.options, self.rank_of_stage, len(self.microbatches))
+        flights = in_flight(self.options.schedule, self.rank_of_stage, len(self.microbatches))
         kept = sum(flights[stage] * self.profiles[stage].kept for stage in here)
         for_a_moment = max(profile.temporary for profile in profiles)
         running = replace(

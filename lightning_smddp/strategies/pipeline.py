@@ -23,17 +23,18 @@ from typing_extensions import Unpack, override
 from lightning_smddp._compat.torch_steps import default_group
 from lightning_smddp._compat.trainer import finetuning_by_identity, keeps_user_samplers
 from lightning_smddp.bridge.deferred_backward import arrives_as_expected, connected, factor_of
-from lightning_smddp.bridge.hook_view import HookView
-from lightning_smddp.bridge.pipeline_options import AsDataParallel, PartitionOptions, PipelineOptions
+from lightning_smddp.bridge.module_states import RunSetup, require_whole
+from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.pipelined_module import PipelinedModule
-from lightning_smddp.bridge.whole_again import require_whole
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.patches import set_within
 from lightning_smddp.pipeline.mesh import Groups
+from lightning_smddp.pipeline.partition.loss_weights import LossWeight
 from lightning_smddp.pipeline.partition.loss_weights import Option as LossWeightOption
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.verify import Finding
 from lightning_smddp.pipeline.runtime.draws import join_draws
 from lightning_smddp.pipeline.runtime.schedules import parse
@@ -52,6 +53,7 @@ from lightning_smddp.strategies.checks import (
     without_sync_advice,
     zeroes_as_usual,
 )
+from lightning_smddp.strategies.hook_view import HookView
 from lightning_smddp.strategies.nonfinite import by_asking, changes_batch, loss_watchers
 from lightning_smddp.strategies.options import (
     GROUPS,
@@ -65,6 +67,8 @@ from lightning_smddp.strategies.options import (
     require_resume,
     require_shard,
 )
+from lightning_smddp.strategies.partition_table import print_partition
+from lightning_smddp.strategies.pipeline_options import AsDataParallel, PartitionOptions, PipelineOptions
 from lightning_smddp.strategies.pipeline_ranks import PipelineRanks
 
 if TYPE_CHECKING:
@@ -206,7 +210,7 @@ class PipelineParallel(PipelineRanks):
         # What no rank has values of yet, with `meta_init`, gets them from a seed when it is known who keeps it.
         self._checks.require_same_model()
         broadcast_initial(self.lightning_module, dist.group.WORLD, device=self.root_device)
-        self._pipelined = PipelinedModule(
+        setup = RunSetup(
             self.lightning_module,
             self.options,
             self._groups,
@@ -214,7 +218,7 @@ class PipelineParallel(PipelineRanks):
             self._step_context,
             self._session.limit(self._timeout),
         )
-        self._pipelined.shown = self._shown
+        self._pipelined = PipelinedModule(setup, self._show_partition)
         if self._restored is not None:
             self._pipelined.load_state_dict(self._restored, strict=False)
             self._restored = None
@@ -244,6 +248,19 @@ class PipelineParallel(PipelineRanks):
         if self._pipelined is None:
             return ()
         return self._pipelined.shards
+
+    def _show_partition(
+        self,
+        hook: str,
+        partitioned: PartitionedModule,
+        microbatches: Sequence[MicroBatch],
+        loss_weight: LossWeight,
+    ) -> None:
+        """Print how the module was partitioned: once for training, and for evaluation where nothing was printed yet."""
+        is_wanted = hook == "training_step" or not self._shown
+        self._shown.add(hook)
+        if is_wanted and self.options.gradients.communication.verbose and self.global_rank == 0:
+            print_partition(hook, partitioned, microbatches, loss_weight)
 
     def _current(self) -> PipelinedModule | None:
         return self._pipelined

@@ -16,9 +16,9 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from lightning_smddp.bridge.pipeline_options import PartitionOptions
 from lightning_smddp.pipeline.partition.verify import Finding, VerificationError
 from lightning_smddp.strategies.lightning import PipelineStrategy
+from lightning_smddp.strategies.pipeline_options import PartitionOptions
 from lightning_smddp.strategies.tables import print_table
 from lightning_smddp.wire.pytree import items
 from lightning_smddp.wording import counted

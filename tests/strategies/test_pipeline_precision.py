@@ -13,9 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_smddp import PipelineStrategy
-from lightning_smddp.bridge.partition_table import resources_for
 from lightning_smddp.pipeline.capture.tracer import trace
+from lightning_smddp.pipeline.partition.resources import resources_for
 from lightning_smddp.pipeline.runtime.casts import cast_type, kept_casts, look_for_casts, may_keep_casts
 from tests.ranks import run_trainer_ranks
 from tests.strategies.pipeline_learners import Bench, Net, assert_same
@@ -98,9 +97,9 @@ def test_on_devices(precision: str) -> None:
 
 
 def test_the_copies_count_as_memory() -> None:
-    model, options = Net(), PipelineStrategy(num_microbatches=2).options
+    model = Net()
     model.net[0].requires_grad_(False)  # is cast anew each time
-    plain, mixed = (resources_for(model, options, [], [0, 1], 2, (), casts) for casts in (False, True))
+    plain, mixed = (resources_for(model, [], [0, 1], [1, 1], (), None, casts) for casts in (False, True))
     for name, parameter in model.named_parameters():
         copy = 0 if name.startswith("net.0.") else 2 * parameter.numel()
         assert mixed.parameter_bytes[name] == plain.parameter_bytes[name] + copy

@@ -116,6 +116,10 @@ class PipelineOptions:
             return self.schedule.default_stages_per_rank
         return given
 
+    def active(self, count: int) -> int:
+        """How many of ``count`` micro-batches are under way at a time."""
+        return min(count, self.partition.active_microbatches or count)
+
     def grid(self, world_size: int) -> PipelineMesh:
         """The ranks' arrangement, and a last look at what depends on their number. Raises ``ValueError``."""
         grid = PipelineMesh.of(world_size, self.pipeline_parallel_size or world_size, self.partition.placement)

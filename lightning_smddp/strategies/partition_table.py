@@ -1,23 +1,19 @@
-"""What there is to partition a model by, and the table that says how it was partitioned."""
+"""The table that says how a model was partitioned."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from lightning_smddp.bridge.pipeline_options import PipelineOptions
 from lightning_smddp.pipeline.partition.cuts import Resources, problem_of
 from lightning_smddp.pipeline.partition.loss_weights import LossWeight
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import PartitionPlan
-from lightning_smddp.pipeline.runtime.schedules import orders
+from lightning_smddp.pipeline.partition.resources import best_share, looks_at_other_rows
 from lightning_smddp.planner.advice import Setting, advice
-from lightning_smddp.planner.problem import Link
-from lightning_smddp.planner.schedules import parse_action, simulated_bound
+from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.tables import print_table
 from lightning_smddp.wording import counted
 
@@ -25,78 +21,6 @@ if TYPE_CHECKING:
     from lightning_smddp.bridge.partitioned_module import PartitionedModule
 
 _TITLE = "smddp_pipeline: pipeline parallelism"
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
-def resources_for(
-    module: nn.Module,
-    options: PipelineOptions,
-    optimizers: Sequence[Optimizer],
-    rank_of_stage: Sequence[int],
-    num_microbatches: int,
-    links: tuple[Link, ...],
-    casts_weights: bool = False,
-    num_shares: int = 1,
-) -> Resources:
-    """Memory that parameters take, micro-batches that stages hold at once, and links between the stages' ranks.
-
-    ``casts_weights``: steps run under autocast, which keeps a copy of weights in 16 bits for as long as a step takes.
-    ``num_shares``: replicas that share the optimizer's states.
-    """
-    # Of optimizers, the one that keeps most counts for all parameters: which of them steps one is not looked up.
-    copies = max([_state_copies(optimizer) for optimizer in optimizers], default=0)
-    sizes = {}  # by parameter, in bytes
-    for name, parameter in module.named_parameters():
-        count = parameter.numel()
-        share = 1.0
-        if parameter.requires_grad and optimizers:
-            share = 2 + copies / num_shares  # the parameter, its gradient and the optimizer's states
-        sizes[name] = int(count * parameter.dtype.itemsize * share)
-        if casts_weights and parameter.requires_grad and parameter.dtype == torch.float32:
-            sizes[name] += count * torch.bfloat16.itemsize
-    return Resources(
-        tuple(rank_of_stage),
-        tuple(in_flight(options, rank_of_stage, num_microbatches)),
-        sizes,
-        options.partition.memory_limit,
-        links,
-    )
-
-
-def _state_copies(optimizer: Optimizer) -> int:
-    """Tensors of a parameter's size that an optimizer keeps for it, by its options."""
-    options = optimizer.defaults
-    if "betas" in options:  # Adam's kind: means of gradients and of their squares
-        return 2
-    if options.get("momentum") or "alpha" in options:  # SGD's momentum, RMSprop's mean of squares
-        return 1
-    return 0
-
-
-def in_flight(options: PipelineOptions, rank_of_stage: Sequence[int], num_microbatches: int) -> list[int]:
-    """For each stage the most micro-batches between their forward and their backward."""
-    num_stages = len(rank_of_stage)
-    num_ranks = max(rank_of_stage) + 1
-    most = [0] * num_stages
-    for actions in _orders(options, num_ranks, num_stages, num_microbatches).values():
-        held = [0] * num_stages  # micro-batches that are between their forward and their backward now
-        for text in actions:
-            action = parse_action(text)
-            if action.kind == "F":
-                held[action.stage] += 1
-            elif action.kind in ("B", "I"):  # a whole backward, or the part that gives the inputs' gradients
-                held[action.stage] -= 1
-            most[action.stage] = max(most[action.stage], held[action.stage])
-    return most
-
-
-def _orders(options: PipelineOptions, num_ranks: int, num_stages: int, count: int) -> dict[int, list[str]]:
-    """The actions of each rank for a batch of ``count`` micro-batches."""
-    active = count
-    if options.partition.active_microbatches is not None:
-        active = min(count, options.partition.active_microbatches)
-    return orders(options.schedule, num_ranks, num_stages, active)
 
 
 def print_partition(
@@ -188,15 +112,6 @@ def _of_stages(plan: PartitionPlan, resources: Resources, module: nn.Module) -> 
     return rows
 
 
-def looks_at_other_rows(module: nn.Module) -> list[str]:
-    """Names of layers that normalise over the rows they are given."""
-    names = []
-    for name, part in module.named_modules():
-        if isinstance(part, _BATCH_NORMS) and part.training:
-            names.append(name)
-    return names
-
-
 def _units(plan: PartitionPlan) -> str:
     called = [node.module for node in plan.graph.nodes if node.module is not None]
     items = counted(len(plan.graph.nodes), "item")
@@ -211,16 +126,8 @@ def _schedule(options: PipelineOptions, resources: Resources, microbatches: Sequ
     if sizes == [1]:
         rows = "1 row"
     count = counted(len(microbatches), "micro-batch")
-    percent = 100 * _bound(options, resources, len(microbatches))
+    percent = 100 * best_share(options.schedule, resources.rank_of_stage, options.active(len(microbatches)))
     return f"{options.schedule.name}, {count} of {rows}; ranks compute {percent:.0f} % of the time at best"
-
-
-def _bound(options: PipelineOptions, resources: Resources, count: int) -> float:
-    num_ranks = max(resources.rank_of_stage) + 1
-    played = {}
-    for rank, actions in _orders(options, num_ranks, resources.num_stages, count).items():
-        played[rank] = [parse_action(text) for text in actions]
-    return simulated_bound(played)
 
 
 def _setting(
@@ -241,7 +148,7 @@ def _setting(
         stages_per_rank=options.stages_per_rank,
         is_split_given=options.split is not None,
         rule=lambda count: options.schedule.microbatches_ok(count, ranks, resources.num_stages),
-        bound=lambda count: _bound(options, resources, count),
+        bound=lambda count: best_share(options.schedule, resources.rank_of_stage, options.active(count)),
     )
 
 
