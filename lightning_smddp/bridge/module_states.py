@@ -23,19 +23,16 @@ from typing_extensions import override
 
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.mesh import Groups
-from lightning_smddp.pipeline.partition.hardware import fits_on_hosts
-from lightning_smddp.pipeline.state.full_state import gather_full, load_full_state_dict
+from lightning_smddp.pipeline.state.full_state import load_full_state_dict
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
-from lightning_smddp.wire.stream import CPU
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-    from lightning_smddp.bridge.partitioned_module import PartitionedModule
     from lightning_smddp.strategies.pipeline_options import PipelineOptions
 
 BY_EXCEPTION = "an exception ended the run that had divided it, and other ranks may have been gone"
-_BY_MEMORY = "a host of the run that had divided it had too little memory for the whole of it on each of its ranks"
+BY_MEMORY = "a host of the run that had divided it had too little memory for the whole of it on each of its ranks"
 
 
 @dataclass(frozen=True)
@@ -196,7 +193,7 @@ class Unpartitioned(ModuleState):
 class WholeAgain(ModuleState):
     """A module that was partitioned, after the run: each rank has all of it, and its own part of the optimizers."""
 
-    def __init__(self, partitioned: PartitionedModule) -> None:
+    def __init__(self, partitioned: ModuleState) -> None:
         self.setup = partitioned.setup
         self._partitioned = partitioned
 
@@ -228,19 +225,3 @@ def require_whole(module: nn.Module) -> None:
             f"{type(module).__name__} is in parts: {_in_parts[module]}, so that this rank has its own stages only. "
             "Make a new module, and give `fit` the last checkpoint as `ckpt_path`."
         )
-
-
-def gather_at_end(partitioned: PartitionedModule) -> bool:
-    """Give every rank the whole module on its host, where it goes after a run in any case. Collective over all ranks.
-
-    Returns:
-        False if a host lacks memory for that: then the parts stay on their ranks, with a warning.
-    """
-    setup = partitioned.setup
-    if fits_on_hosts(setup.module, setup.world, setup.device):
-        partitioned.view.close()
-        gather_full(setup.module, partitioned.plan.ownership, setup.groups.pipeline, setup.device, to=CPU)
-        return True
-    leave_in_parts(setup.module, _BY_MEMORY)
-    warn_on_first_rank(f"{type(setup.module).__name__} stays in parts, each on its rank: {_BY_MEMORY}.")
-    return False

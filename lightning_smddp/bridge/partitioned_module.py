@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_smddp.bridge.capture import StepCapture
 from lightning_smddp.bridge.carried_state import refuse_changes
 from lightning_smddp.bridge.metrics import patched
-from lightning_smddp.bridge.module_states import ModuleState, RunSetup
+from lightning_smddp.bridge.module_states import BY_MEMORY, ModuleState, RunSetup, leave_in_parts, warn_on_first_rank
 from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
@@ -26,6 +26,7 @@ from lightning_smddp.pipeline.gradients.across_stages import clip_by_norm, share
 from lightning_smddp.pipeline.gradients.gradient_stash import GradientStash
 from lightning_smddp.pipeline.gradients.replicas import ReplicaGradients
 from lightning_smddp.pipeline.partition.cuts import Resources, StageCuts, follow, is_within
+from lightning_smddp.pipeline.partition.hardware import fits_on_hosts
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import PartitionPlan, build_on_all, own_error, record, require_same
 from lightning_smddp.pipeline.partition.verify import EXACT, MIXED, Finding
@@ -33,7 +34,7 @@ from lightning_smddp.pipeline.runtime.draws import separate_draws
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.runtime.staged_step import StagedStep, TracedPath
 from lightning_smddp.pipeline.runtime.trace_cache import TraceCache
-from lightning_smddp.pipeline.state.full_state import full_state_dict, partial_state_dict
+from lightning_smddp.pipeline.state.full_state import full_state_dict, gather_full, partial_state_dict
 from lightning_smddp.pipeline.state.optimizer_state import OptimizerPartition
 from lightning_smddp.pipeline.state.shared_buffers import SharedBuffers
 from lightning_smddp.pipeline.view.global_view import GlobalView
@@ -41,6 +42,7 @@ from lightning_smddp.pipeline.view.shown_state import real_state, shown_state
 from lightning_smddp.sharding.optimizer_states import whole_states
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.wire.broadcast import Channel, broadcast_json
+from lightning_smddp.wire.stream import CPU
 from lightning_smddp.wire.values import gathered_values
 
 
@@ -357,6 +359,21 @@ class PartitionedModule(ModuleState):
         if self.replicas is None:
             return None
         return self.replicas.report()
+
+    def gather_on_hosts(self) -> bool:
+        """Give every rank the whole module on its host, where it goes after a run in any case. Collective.
+
+        Returns:
+            False if a host lacks memory for that: then the parts stay on their ranks, with a warning.
+        """
+        setup = self.setup
+        if fits_on_hosts(setup.module, setup.world, setup.device):
+            self.view.close()
+            gather_full(setup.module, self.plan.ownership, setup.groups.pipeline, setup.device, to=CPU)
+            return True
+        leave_in_parts(setup.module, BY_MEMORY)
+        warn_on_first_rank(f"{type(setup.module).__name__} stays in parts, each on its rank: {BY_MEMORY}.")
+        return False
 
     def close(self) -> None:
         """Free the memory and connections that the replicas of this stage share. Not collective."""

@@ -23,7 +23,6 @@ from lightning_smddp.bridge.module_states import (
     RunSetup,
     Unpartitioned,
     WholeAgain,
-    gather_at_end,
     leave_in_parts,
 )
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
@@ -225,7 +224,7 @@ class PipelinedModule:
                 leave_in_parts(self.module, BY_EXCEPTION)
             elif not self.setup.options.meta_init:
                 self.metrics.share()
-                if gather_at_end(partitioned):
+                if partitioned.gather_on_hosts():
                     self.state = WholeAgain(partitioned)
         self.host_values.forget()
         self.metrics.close()
