@@ -348,14 +348,14 @@ def _combined(outputs: list[Any], runs: Sequence[_Run], path: str = "the output"
 
 def _combined_tensors(outputs: list[Tensor], runs: Sequence[_Run], path: str) -> Tensor:
     first = outputs[0]
-    if first.dim() == 0 and first.is_floating_point():
-        return _mean(outputs, [run.weight for run in runs])  # type: ignore[no-any-return]
-    if first.dim() == 0:
-        return torch.stack(outputs).sum()
     shapes = [list(output.shape) for output in outputs]
+    if not any(shapes) and first.is_floating_point():
+        return _mean(outputs, [run.weight for run in runs])  # type: ignore[no-any-return]
+    if not any(shapes):
+        return torch.stack(outputs).sum()
     rests = {tuple(shape[1:]) for shape in shapes}
-    rows = {shape[0] / run.size for shape, run in zip(shapes, runs, strict=True)}  # of each row of the batch
-    if len(rests) == 1 and len(rows) == 1 and rows.pop().is_integer():
+    rows = {sum(shape[:1]) / run.size for shape, run in zip(shapes, runs, strict=True)}  # of each row of the batch
+    if all(shapes) and len(rests) == 1 and len(rows) == 1 and rows.pop().is_integer():
         return torch.cat(outputs)
     if all(torch.equal(output, first) for output in outputs):
         return first

@@ -1,7 +1,8 @@
 """Trainer features under ``smddp_pipeline``: written once as a case, run by the ranks of pipelines and by one process.
 
-A case is a module-level function that takes a :class:`Bench` and returns what has to be equal: numbers, tensors,
-strings, in any structure. Ranks run many cases one after the other, as a start of ranks costs more than a case.
+The one process accumulates gradients over the same micro-batches (``AccumulationStrategy``). A case is a module-level
+function that takes a :class:`Bench` and returns what has to be equal: numbers, tensors, strings, in any structure.
+Ranks run many cases one after the other, as a start of ranks costs more than a case.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_smddp import PipelineStrategy
+from lightning_smddp import AccumulationStrategy, PipelineStrategy
+from lightning_smddp.pipeline.runtime.schedules import parse
+from lightning_smddp.planner.schedules import auto_num_microbatches
 from tests import devices
 from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
@@ -31,23 +34,68 @@ class Bench:
     Attributes:
         pipeline: arguments of ``PipelineStrategy``; None for one process.
         directory: for files, the same on all ranks, another one for one process.
+        accumulation: of one process, arguments of :func:`accumulating`; None for whole batches.
     """
 
     pipeline: Mapping[str, Any] | None = None
     directory: str = ""
+    accumulation: Mapping[str, Any] | None = None
 
-    def trainer(self, pipeline: Mapping[str, Any] | None = None, **options: Any) -> Trainer:
-        """A quiet one; ``pipeline`` are more arguments of the strategy."""
+    def trainer(
+        self, pipeline: Mapping[str, Any] | None = None, accumulation: Mapping[str, Any] | None = None, **options: Any
+    ) -> Trainer:
+        """A quiet one.
+
+        Args:
+            pipeline: more arguments of the strategy.
+            accumulation: what one process is told besides, where ``"auto"`` is to find it.
+            **options: of the Trainer.
+        """
         strategy: Any = "auto"
-        if self.pipeline is not None:
+        if self.accumulation is not None:
+            strategy = accumulating(**{**self.accumulation, **(pipeline or {}), **(accumulation or {})})
+        elif self.pipeline is not None:
             quiet = {"verbose": False, "tuning_cache": False}
             strategy = PipelineStrategy(**grouped(**{**quiet, **self.pipeline, **(pipeline or {})}))
         return make_trainer(strategy, **options)
 
-    def fit(self, model: LightningModule, pipeline: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-        trainer = self.trainer(pipeline, **options)
+    def fit(
+        self,
+        model: LightningModule,
+        pipeline: Mapping[str, Any] | None = None,
+        accumulation: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        trainer = self.trainer(pipeline, accumulation, **options)
         trainer.fit(model)
         return outcome(model, trainer)
+
+
+def accumulating(
+    ranks: int,
+    num_microbatches: int | str = "auto",
+    loss_weight: Any = "auto",
+    split_batch: Any = None,
+    schedule: str = "1f1b",
+    stages_per_rank: int | str = "auto",
+    pipeline_parallel_size: int | None = None,
+    **others: Any,
+) -> AccumulationStrategy:
+    """One process that cuts batches as a pipeline of ``ranks`` with these options does; ``"auto"`` weights are rows."""
+    rule = parse(schedule)
+    size = pipeline_parallel_size or ranks
+    stages = size * (rule.default_stages_per_rank if isinstance(stages_per_rank, str) else stages_per_rank)
+
+    def count(rows: int) -> int:
+        allowed = [number for number in range(1, rows + 1) if rule.microbatches_ok(number, size, stages)]
+        return auto_num_microbatches(rows, size, allowed.__contains__) if allowed else rows
+
+    return AccumulationStrategy(
+        count if isinstance(num_microbatches, str) else num_microbatches,
+        loss_weight="rows" if loss_weight == "auto" else loss_weight,
+        split_batch=split_batch,
+        device="cuda:0" if devices.is_cuda() else "cpu",
+    )
 
 
 def outcome(model: LightningModule, trainer: Trainer, **more: Any) -> dict[str, Any]:
@@ -80,9 +128,10 @@ class Net(LightningModule):
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
-        return loss
+        return self.loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -164,12 +213,14 @@ class Gpt(LightningModule):
         return DataLoader(data, batch_size=8)
 
 
-def run_cases(cases: Sequence[Case], pipeline: Mapping[str, Any] | None, directory: str = "") -> dict[str, Any]:
+def run_cases(
+    cases: Sequence[Case], pipeline: Mapping[str, Any] | None, directory: str = "", accumulation: Any = None
+) -> dict[str, Any]:
     """Body of a rank: results of cases by name. Without ``pipeline``, as one process."""
     who, results = "alone" if pipeline is None else "ranks", {}
     for case in cases:
         try:
-            results[name_of(case)] = case(Bench(pipeline, f"{directory}/{name_of(case)}/{who}"))
+            results[name_of(case)] = case(Bench(pipeline, f"{directory}/{name_of(case)}/{who}", accumulation))
         except Exception as error:
             raise RuntimeError(f"case {name_of(case)} failed") from error
     return results
@@ -191,6 +242,7 @@ class Matrix:
         cases: the group's.
         ranks: how many.
         pipeline: arguments of ``PipelineStrategy``.
+        whole: whether one process runs whole batches instead of micro-batches: for what is a mean over rows alone.
     """
 
     cases: Sequence[Case]
@@ -198,36 +250,42 @@ class Matrix:
     pipeline: Mapping[str, Any] = field(default_factory=dict)
     timeout: float = 90.0
     node_ids: Sequence[str] | None = None
+    whole: bool = False
     _results: dict[Any, list[dict[str, Any]]] = field(default_factory=dict)
     _errors: dict[Any, BaseException] = field(default_factory=dict)
 
     def results(self, case: Case, directory: str = "") -> list[Any]:
         """Those of each rank."""
         nodes = {} if self.node_ids is None else {"node_ids": self.node_ids}
-        found = self._run("ranks", self.ranks, self.pipeline, directory, **nodes)
+        found = self._run("ranks", self.ranks, self.pipeline, directory, None, **nodes)
         return [result[name_of(case)] for result in found]
 
     def alone(self, case: Case, directory: str = "") -> Any:
         """One process's result, on a device of the same kind."""
         if devices.is_cuda():  # which only a rank has
-            return self._run("alone", 1, None, directory)[0][name_of(case)]
-        return case(Bench(None, f"{directory}/{name_of(case)}/alone"))
+            return self._run("alone", 1, None, directory, self._accumulation)[0][name_of(case)]
+        return case(Bench(None, f"{directory}/{name_of(case)}/alone", self._accumulation))
 
-    def _run(self, who: str, ranks: int, pipeline: Any, directory: str, **nodes: Any) -> list[dict[str, Any]]:
+    @property
+    def _accumulation(self) -> Mapping[str, Any] | None:
+        return None if self.whole else {"ranks": self.ranks, **self.pipeline}
+
+    def _run(self, who: str, ranks: int, *arguments: Any, **nodes: Any) -> list[dict[str, Any]]:
         key = (who, devices.kind())
         if key in self._errors:
             raise AssertionError("the ranks failed in an earlier case") from self._errors[key]
         if key not in self._results:
-            arguments = (list(self.cases), pipeline, directory)
             try:
-                self._results[key] = run_trainer_ranks(run_cases, ranks, *arguments, timeout=self.timeout, **nodes)
+                self._results[key] = run_trainer_ranks(
+                    run_cases, ranks, list(self.cases), *arguments, timeout=self.timeout, **nodes
+                )
             except BaseException as error:
                 self._errors[key] = error
                 raise
         return self._results[key]
 
     def compare(self, case: Case, directory: str = "", tolerance: float = 1e-5) -> list[Any]:
-        """Hold each rank's result against one process's. Returns the ranks' results."""
+        """Hold each rank's result against that of one process. Returns the ranks' results."""
         results = self.results(case, directory)
         expected = self.alone(case, directory)
         for rank, result in enumerate(results):
