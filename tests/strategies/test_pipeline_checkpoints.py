@@ -41,7 +41,6 @@ class Trained(Evaluated):
         out = self.net(batch[0])
         self.accuracy.update(out, batch[1])
         loss = torch.nn.functional.cross_entropy(out, batch[1])
-        self.losses.append(loss.item())
         self.log("accuracy", self.accuracy, on_epoch=True, on_step=False)
         return loss
 

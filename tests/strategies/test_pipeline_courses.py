@@ -28,7 +28,6 @@ class Numbered(Net):
         if self.global_step > 6:
             x = x + 0.1 * x.sin()
         loss = F.cross_entropy(self.net[8:](x), batch[1])
-        self.losses.append(loss.item())
         return loss
 
 
@@ -63,7 +62,6 @@ class Selected(Net):
         x = self.net[:2](batch[0])[positive]
         x = self.net[2:4](x).index_select(0, (x.shape[0] - 1 - positive[positive].nonzero().flatten()))
         loss = F.cross_entropy(self.net[4:](x), batch[1][positive].flip(0), reduction="sum") / len(batch[0])
-        self.losses.append(loss.item())
         return loss
 
 
@@ -125,7 +123,6 @@ class Annealed(Net):
             loss = loss + beta * second.pow(2).mean()
         if self.current_epoch == 2:
             loss = loss + first.abs().mean()
-        self.losses.append(loss.item())
         return loss
 
 
@@ -145,7 +142,6 @@ class Tasks(Net):
     def training_step(self, batch: tuple[str, Tensor, Tensor], batch_idx: int) -> Tensor:
         task, inputs, targets = batch
         loss = F.cross_entropy(self.heads[task](self.net(inputs)), targets)
-        self.losses.append(loss.item())
         return loss
 
     def train_dataloader(self) -> Any:
