@@ -45,6 +45,7 @@ class Trained(Evaluated):
         return loss
 
     def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
         self.batches += 1
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

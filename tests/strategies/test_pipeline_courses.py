@@ -27,8 +27,7 @@ class Numbered(Net):
             x = self.net[4:8](x)
         if self.global_step > 6:
             x = x + 0.1 * x.sin()
-        loss = F.cross_entropy(self.net[8:](x), batch[1])
-        return loss
+        return F.cross_entropy(self.net[8:](x), batch[1])
 
 
 def numbered(bench: Bench) -> Any:
@@ -61,8 +60,7 @@ class Selected(Net):
         positive = batch[0][:, 0] > 0
         x = self.net[:2](batch[0])[positive]
         x = self.net[2:4](x).index_select(0, (x.shape[0] - 1 - positive[positive].nonzero().flatten()))
-        loss = F.cross_entropy(self.net[4:](x), batch[1][positive].flip(0), reduction="sum") / len(batch[0])
-        return loss
+        return F.cross_entropy(self.net[4:](x), batch[1][positive].flip(0), reduction="sum") / len(batch[0])
 
 
 def selected(bench: Bench) -> Any:
@@ -141,8 +139,7 @@ class Tasks(Net):
 
     def training_step(self, batch: tuple[str, Tensor, Tensor], batch_idx: int) -> Tensor:
         task, inputs, targets = batch
-        loss = F.cross_entropy(self.heads[task](self.net(inputs)), targets)
-        return loss
+        return F.cross_entropy(self.heads[task](self.net(inputs)), targets)
 
     def train_dataloader(self) -> Any:
         def collate(rows: list[Any]) -> tuple[str, Tensor, Tensor]:

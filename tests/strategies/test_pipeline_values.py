@@ -39,8 +39,7 @@ class Variational(Net):
         q = self.encoder(self.net[:3](batch[0]))
         divergence = kl_divergence(q, Normal(torch.zeros(16), torch.ones(16))).mean()
         out = self.net[3:](q.mean + 0 * q.rsample())
-        loss = F.cross_entropy(out, batch[1]) + 0.1 * divergence - 0.01 * q.log_prob(q.mean.detach()).mean()
-        return loss
+        return F.cross_entropy(out, batch[1]) + 0.1 * divergence - 0.01 * q.log_prob(q.mean.detach()).mean()
 
 
 def variational(bench: Bench) -> Any:
@@ -58,8 +57,7 @@ class Numbers(Net):
         self.log("mean", x.mean().item())
         best = x.argmax(1).tolist()
         x = x * (1 + max(best) / 100 + x.detach().std(1).mean().item())
-        loss = F.cross_entropy(self.net[4:](x), batch[1])
-        return loss
+        return F.cross_entropy(self.net[4:](x), batch[1])
 
 
 def numbers(bench: Bench) -> Any:
