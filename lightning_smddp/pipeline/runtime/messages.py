@@ -76,16 +76,16 @@ class MessageLayout:
 
 
 @functools.lru_cache(maxsize=4096)
-def layout_of(specs: tuple[TensorSpec, ...]) -> MessageLayout:
-    """The layout for tensors like ``specs``."""
+def layout_of(specs: tuple[TensorSpec, ...], together: bool = False) -> MessageLayout:
+    """The layout for tensors like ``specs``; ``together``: also a single one, and large ones, in the shared message."""
     sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in specs]
-    small = [0 < size < _SMALL for size in sizes]
-    if sum(small) < 2:  # nothing to share: the tensor itself is the message
+    shares = [0 < size < _SMALL or together for size in sizes]
+    if sum(shares) < 2 and not together:  # nothing to share: the tensor itself is the message
         return MessageLayout(specs, (None,) * len(specs), 0)
     offsets: list[int | None] = []
     end = 0
-    for size, is_small in zip(sizes, small, strict=True):
-        if not is_small:
+    for size, is_shared in zip(sizes, shares, strict=True):
+        if not is_shared:
             offsets.append(None)
             continue
         offsets.append(end)

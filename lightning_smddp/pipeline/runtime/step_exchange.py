@@ -1,0 +1,248 @@
+"""The one meeting of a pipeline's ranks in a step: what it returns and logs, whether it failed, and on which batch.
+
+Behind the schedule each rank says on the host whether something went wrong on it, and which batch it had; the rank
+where the step ends adds what it has for all of them. Nearly always that is built as at the step before, so that only
+numbers are sent, in one collective; tensors on a device follow from device to device, and no host waits for them.
+
+::
+
+    word of a rank:  | failed | batch | new structure | numbers and tensors of the host, up to 4 KiB |
+    if needed:       all failures; the structure, by pickle; what the host has in more than 4 KiB; tensors on devices
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_smddp.pipeline.runtime.messages import MessageLayout, layout_of
+from lightning_smddp.pipeline.runtime.remote import ReplayError, TensorSpec
+from lightning_smddp.wire.broadcast import Channel
+from lightning_smddp.wire.pytree import map_leaves
+
+_ROOM = 4096  # bytes of results that travel with the word
+_HEAD = 3 * 8  # bytes of the three numbers in front
+_NUMBERS = (bool, int, float)
+_CPU = torch.device("cpu")
+
+DIFFERENT_BATCHES = (
+    "The ranks of a pipeline have different batches, though the first ones were alike. Let all ranks make the same "
+    "batches: `seed_everything(seed, workers=True)` before fit, a sampler or dataset with a `torch.Generator` that has "
+    "a fixed seed, and no random numbers that depend on the rank."
+)
+
+
+class Failure(NamedTuple):
+    """What went wrong on a stage."""
+
+    microbatch: int
+    stage: int
+    text: str
+    error: Exception | None = None  # on the rank where it was raised
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Of two failures the one with the smaller place is the cause, the other one may be its consequence."""
+        return self.microbatch, self.stage
+
+
+class _Slot:
+    """Where a tensor or number stands in a structure. No dataclass: these are containers, and a slot is a leaf."""
+
+    def __init__(self, kind: type, on_host: bool = True) -> None:
+        self.kind = kind
+        self.on_host = on_host
+
+
+@dataclass(frozen=True)
+class _Structure:
+    """How a value is built: the value itself, with a :class:`_Slot` in place of each tensor and number."""
+
+    pickled: bytes
+    skeleton: Any
+    host: MessageLayout  # one message: the numbers as one tensor, then the tensors
+    device: MessageLayout
+
+    @property
+    def room(self) -> int:
+        """Bytes of the word that carry the host's message; 0 where that is too long."""
+        return self.host.nbytes if self.host.nbytes <= _ROOM else 0
+
+
+class _Parts:
+    """A value taken apart."""
+
+    def __init__(self, value: Any) -> None:
+        self._numbers: list[int] = []  # 64 bits each
+        self._host: list[Tensor] = []
+        self.device: list[Tensor] = []
+        self.skeleton = map_leaves(self._slot, value)
+        self.host = [torch.tensor(self._numbers, dtype=torch.int64), *self._host]
+
+    def _slot(self, leaf: Any) -> Any:
+        """The slot for a tensor or number; anything else is part of the structure."""
+        kind = type(leaf)
+        if isinstance(leaf, Tensor):
+            tensor = leaf.detach()
+            on_host = tensor.device.type == "cpu"
+            (self._host if on_host else self.device).append(tensor)
+            return _Slot(Tensor, on_host)
+        if kind is float:
+            (bits,) = struct.unpack("<q", struct.pack("<d", leaf))
+            self._numbers.append(bits)
+            return _Slot(float)
+        if kind in (bool, int) and -(2**63) <= leaf < 2**63:
+            self._numbers.append(int(leaf))
+            return _Slot(kind)
+        return leaf
+
+
+class StepExchange:
+    """The meeting of one kind of step, at each of its batches.
+
+    Args:
+        pipeline: its ranks, and where their collectives take tensors from.
+        host: the same ranks, for what hosts read.
+        last_rank: where the step ends.
+    """
+
+    def __init__(self, pipeline: Channel, host: Channel, last_rank: int) -> None:
+        self._pipeline = pipeline
+        self._host = host.group
+        self._last_rank = last_rank
+        self._structure: _Structure | None = None  # of the last results, on all ranks
+
+    def run(self, results: Any, batch: int = 0, failures: Sequence[Failure] = ()) -> Any:
+        """The ``results`` of the rank where the step ends, on every rank. Collective.
+
+        Args:
+            results: there what to send: any structure of tensors, numbers and what can be pickled.
+            batch: a number below 2**62 that is the same where ranks have the same batch.
+            failures: on this rank.
+
+        Raises:
+            Exception: on every rank, when one has ``failures``: its own there, a :class:`ReplayError` elsewhere.
+            ReplayError: on every rank, when their batches differ.
+        """
+        if self._pipeline.group.size() == 1:
+            if failures:
+                _raise_first([failures], 0, failures)
+            return results
+        parts, new = None, b""
+        if self._pipeline.group.rank() == self._last_rank and not failures:
+            parts = _Parts(results)
+            try:
+                new = self._new_structure(parts)
+            except Exception as error:  # whatever pickle raises of objects that it cannot take apart
+                failures = [Failure(0, self._last_rank, f"What the step shows cannot be sent: {error!r}", error)]
+        head = torch.tensor([bool(failures), batch, len(new)])
+        words = self._words(head, parts if not new else None)
+        heads = [word[:_HEAD].view(torch.int64).tolist() for word in words]
+        self._require_no_failure(heads, failures)
+        length = heads[self._last_rank][2]
+        in_word = None
+        if length:
+            self._structure = self._shared_structure(new, length)
+        elif self._structure is not None and self._structure.room:
+            in_word = words[self._last_rank][_HEAD:]
+        return self._shared_parts(results, parts, in_word)
+
+    def _new_structure(self, parts: _Parts) -> bytes:
+        """What the others need to know of how ``parts`` were built; empty where it is what they know."""
+        pickled = pickle.dumps((parts.skeleton, _specs(parts.host), _specs(parts.device)))
+        if self._structure is not None and self._structure.pickled == pickled:
+            return b""
+        return pickled
+
+    def _words(self, head: Tensor, parts: _Parts | None) -> list[Tensor]:
+        """The words of all ranks, which all are as long. Collective."""
+        structure = self._structure
+        room = structure.room if structure is not None else 0
+        word = torch.zeros(_HEAD + room, dtype=torch.uint8)
+        word[:_HEAD] = head.view(torch.uint8)
+        if room and parts is not None and structure is not None:
+            (word[_HEAD:],) = structure.host.send(parts.host)
+        words = torch.empty(self._host.size() * len(word), dtype=torch.uint8)
+        dist.all_gather_into_tensor(words, word, group=self._host)
+        return list(words.view(self._host.size(), len(word)))
+
+    def _require_no_failure(self, heads: list[list[int]], failures: Sequence[Failure]) -> None:
+        """Raise on all ranks where something is wrong on one. Collective then."""
+        if any(failed for failed, _, _ in heads):
+            gathered: list[Any] = [None] * self._host.size()
+            told = [failure._replace(error=None) for failure in failures]
+            dist.all_gather_object(gathered, told, group=self._host)
+        batches = [batch for _, batch, _ in heads]
+        if any(batch != batches[0] for batch in batches):
+            raise ReplayError(DIFFERENT_BATCHES)
+        if any(failed for failed, _, _ in heads):
+            _raise_first(gathered, self._host.rank(), failures)
+
+    def _shared_structure(self, new: bytes, length: int) -> _Structure:
+        """Collective."""
+        data = torch.frombuffer(bytearray(new or length), dtype=torch.uint8)
+        dist.broadcast(data, group=self._host, group_src=self._last_rank)
+        pickled = data.numpy().tobytes()
+        skeleton, host, device = pickle.loads(pickled)
+        return _Structure(pickled, skeleton, layout_of(host, together=True), layout_of(device))
+
+    def _shared_parts(self, results: Any, parts: _Parts | None, in_word: Tensor | None) -> Any:
+        """What the structure holds, on all ranks. Collective."""
+        structure, (group, device) = self._structure, self._pipeline
+        assert structure is not None
+        if parts is not None:
+            on_host, on_device = structure.host.send(parts.host), structure.device.send(parts.device)
+        else:
+            on_host, host = structure.host.receive(_CPU)
+            on_device, arrived = structure.device.receive(device)
+        if in_word is None:
+            for message in on_host:
+                dist.broadcast(message, group=self._host, group_src=self._last_rank)
+        elif parts is None:
+            on_host[0].copy_(in_word)
+        for message in on_device:
+            dist.broadcast(message, group=group, group_src=self._last_rank)
+        if parts is not None:
+            return results
+        numbers = iter(host[0].tolist())
+        tensors = {True: iter(host[1:]), False: iter(arrived)}
+
+        def filled(leaf: Any) -> Any:
+            if not isinstance(leaf, _Slot):
+                return leaf
+            if leaf.kind is Tensor:
+                return next(tensors[leaf.on_host])
+            bits = next(numbers)
+            if leaf.kind is float:
+                return struct.unpack("<d", struct.pack("<q", bits))[0]
+            return leaf.kind(bits)
+
+        return map_leaves(filled, structure.skeleton)
+
+
+def _specs(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(tuple(tensor.shape), tensor.dtype, False) for tensor in tensors)
+
+
+def _raise_first(gathered: Sequence[Sequence[Failure]], rank: int, own: Sequence[Failure]) -> None:
+    """Raise the failure that is the cause of all: a stage computes with what earlier ones have sent.
+
+    Args:
+        gathered: of all ranks.
+        rank: this one.
+        own: failures on it.
+    """
+    found = [(failure.place, of_rank) for of_rank, failures in enumerate(gathered) for failure in failures]
+    place, of_rank = min(found)
+    failures = own if of_rank == rank else gathered[of_rank]
+    first = next(failure for failure in failures if failure.place == place)
+    if first.error is not None:
+        raise first.error
+    raise ReplayError(first.text)

@@ -1,0 +1,117 @@
+"""What the rank where a step ends tells the others, and how a failure on one rank ends the step on all."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_smddp.pipeline.runtime.remote import ReplayError
+from lightning_smddp.pipeline.runtime.step_exchange import Failure, StepExchange
+from lightning_smddp.wire.broadcast import Channel
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Shown:
+    logs: list[tuple[str, Any]] = field(default_factory=list)
+    output: Any = None
+
+
+def of_step(step: int) -> Shown:
+    logs = [("loss", torch.tensor(1.5 * step)), ("lr", 0.1 * step), ("rows", step), ("is_odd", step % 2 == 1)]
+    return Shown(logs, {"rows": torch.arange(step * 3.0).view(step, 3), "name": "x", "none": None, "big": 2**70})
+
+
+def exchange() -> tuple[StepExchange, bool]:
+    """And whether results are from this rank."""
+    group = dist.group.WORLD
+    assert group is not None
+    last = group.size() - 1
+    return StepExchange(Channel(group, CPU), Channel(group, CPU), last), group.rank() == last
+
+
+def received() -> list[Any]:
+    """Shapes change from step to step, and stay; results outgrow the word and fit into it again."""
+    meeting, is_last = exchange()
+    found = []
+    for step in (1, 1, 2, 2, 3000, 3000, 2):
+        found.append(meeting.run(of_step(step) if is_last else None, batch=step))
+    found.append(meeting.run("a word" if is_last else None))
+    found.append(meeting.run([math.inf, torch.empty(0)] if is_last else None))
+    return found
+
+
+def test_every_rank_has_the_results_of_the_last() -> None:
+    for found in run_ranks(received, 3):
+        for step, shown in zip((1, 1, 2, 2, 3000, 3000, 2), found, strict=False):
+            wanted = of_step(step)
+            assert isinstance(shown, Shown)
+            assert [(name, type(value)) for name, value in shown.logs] == [(n, type(v)) for n, v in wanted.logs]
+            assert [float(value) for _, value in shown.logs] == [float(value) for _, value in wanted.logs]
+            assert torch.equal(shown.output["rows"], wanted.output["rows"])
+            assert {**shown.output, "rows": 0} == {**wanted.output, "rows": 0}
+        assert found[-2] == "a word"
+        assert found[-1][0] == math.inf
+        assert found[-1][1].shape == (0,)
+
+
+def collectives() -> list[int]:
+    calls: list[int] = []
+    for name in ("all_gather_into_tensor", "broadcast", "all_gather_object"):
+        setattr(dist, name, counting(getattr(dist, name), calls))
+    meeting, _ = exchange()
+    counts = []
+    for _ in range(3):
+        calls.clear()
+        meeting.run(of_step(2))
+        counts.append(len(calls))
+    return counts
+
+
+def counting(function: Any, calls: list[int]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def test_a_step_like_the_one_before_is_one_collective() -> None:
+    assert run_ranks(collectives, 2) == [[3, 1, 1]] * 2
+
+
+def failures() -> list[str]:
+    """Stage 1 fails at micro-batch 2, and stage 2 thereupon; then batches differ; then results cannot be sent."""
+    meeting, is_last = exchange()
+    rank = dist.get_rank()
+    here = {1: [Failure(2, 1, "no rows", IndexError("no rows"))], 2: [Failure(2, 2, "NaN", ValueError("NaN"))]}
+    cases: list[dict[str, Any]] = [
+        {"failures": here.get(rank, [])},
+        {"batch": 7 + (rank == 1)},
+        {"results": threading.Lock() if is_last else None},
+    ]
+    texts = []
+    for case in cases:
+        with pytest.raises((ReplayError, IndexError, TypeError)) as raised:
+            meeting.run(**{"results": 1, **case})
+        texts.append(repr(raised.value))
+    assert meeting.run(3 if is_last else None) == 3  # a failed step leaves nothing behind
+    return texts
+
+
+def test_all_ranks_raise_the_cause() -> None:
+    first, second, third = run_ranks(failures, 3)
+    assert first[0] == "ReplayError('no rows')"
+    assert second[0] == "IndexError('no rows')"
+    assert third[0] == first[0]
+    for texts in (first, second, third):
+        assert "have different batches" in texts[1]
+        assert "cannot" in texts[2]
