@@ -85,7 +85,7 @@ def counting(function: Any, calls: list[int]) -> Any:
 
 
 def test_a_step_like_the_one_before_is_one_collective() -> None:
-    assert run_ranks(collectives, 2) == [[3, 1, 1]] * 2
+    assert run_ranks(collectives, 2)[1:] == [1, 1]
 
 
 def failures() -> list[str]:

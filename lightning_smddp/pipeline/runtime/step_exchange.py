@@ -65,7 +65,6 @@ class _Slot:
 class _Structure:
     """How a value is built: the value itself, with a :class:`_Slot` in place of each tensor and number."""
 
-    pickled: bytes
     skeleton: Any
     host: MessageLayout  # one message: the numbers as one tensor, then the tensors
     device: MessageLayout
@@ -85,6 +84,7 @@ class _Parts:
         self.device: list[Tensor] = []
         self.skeleton = map_leaves(self._slot, value)
         self.host = [torch.tensor(self._numbers, dtype=torch.int64), *self._host]
+        self.structure = (self.skeleton, _specs(self.host), _specs(self.device))
 
     def _slot(self, leaf: Any) -> Any:
         """The slot for a tensor or number; anything else is part of the structure."""
@@ -117,7 +117,8 @@ class StepExchange:
         self._pipeline = pipeline
         self._host = host.group
         self._last_rank = last_rank
-        self._structure: _Structure | None = None  # of the last results, on all ranks
+        self._structure: _Structure | None = None  # of the last results, on all ranks,
+        self._pickled = b""  # and the same where they came from, by which it is known again
 
     def run(self, results: Any, batch: int = 0, failures: Sequence[Failure] = ()) -> Any:
         """The ``results`` of the rank where the step ends, on every rank. Collective.
@@ -135,31 +136,26 @@ class StepExchange:
             if failures:
                 _raise_first([failures], 0, failures)
             return results
-        parts, new = None, b""
+        parts = None
+        is_new = False
         if self._pipeline.group.rank() == self._last_rank and not failures:
             parts = _Parts(results)
             try:
-                new = self._new_structure(parts)
+                pickled = pickle.dumps(parts.structure)
+                is_new = pickled != self._pickled
+                self._pickled = pickled
             except Exception as error:  # whatever pickle raises of objects that it cannot take apart
                 failures = [Failure(0, self._last_rank, f"What the step shows cannot be sent: {error!r}", error)]
-        head = torch.tensor([bool(failures), batch, len(new)])
-        words = self._words(head, parts if not new else None)
+        head = torch.tensor([bool(failures), batch, is_new])
+        words = self._words(head, None if is_new else parts)
         heads = [word[:_HEAD].view(torch.int64).tolist() for word in words]
         self._require_no_failure(heads, failures)
-        length = heads[self._last_rank][2]
         in_word = None
-        if length:
-            self._structure = self._shared_structure(new, length)
+        if heads[self._last_rank][2]:
+            self._share_structure(parts)
         elif self._structure is not None and self._structure.room:
             in_word = words[self._last_rank][_HEAD:]
         return self._shared_parts(results, parts, in_word)
-
-    def _new_structure(self, parts: _Parts) -> bytes:
-        """What the others need to know of how ``parts`` were built; empty where it is what they know."""
-        pickled = pickle.dumps((parts.skeleton, _specs(parts.host), _specs(parts.device)))
-        if self._structure is not None and self._structure.pickled == pickled:
-            return b""
-        return pickled
 
     def _words(self, head: Tensor, parts: _Parts | None) -> list[Tensor]:
         """The words of all ranks, which all are as long. Collective."""
@@ -185,13 +181,12 @@ class StepExchange:
         if any(failed for failed, _, _ in heads):
             _raise_first(gathered, self._host.rank(), failures)
 
-    def _shared_structure(self, new: bytes, length: int) -> _Structure:
+    def _share_structure(self, parts: _Parts | None) -> None:
         """Collective."""
-        data = torch.frombuffer(bytearray(new or length), dtype=torch.uint8)
-        dist.broadcast(data, group=self._host, group_src=self._last_rank)
-        pickled = data.numpy().tobytes()
-        skeleton, host, device = pickle.loads(pickled)
-        return _Structure(pickled, skeleton, layout_of(host, together=True), layout_of(device))
+        sent = [parts.structure if parts is not None else None]
+        dist.broadcast_object_list(sent, group=self._host, group_src=self._last_rank)
+        skeleton, host, device = sent[0]
+        self._structure = _Structure(skeleton, layout_of(host, together=True), layout_of(device))
 
     def _shared_parts(self, results: Any, parts: _Parts | None, in_word: Tensor | None) -> Any:
         """What the structure holds, on all ranks. Collective."""
