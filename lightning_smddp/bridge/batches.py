@@ -16,15 +16,16 @@ from lightning_smddp.bridge.micro_batches import MicroBatcher
 from lightning_smddp.bridge.module_states import RunSetup, warn_on_first_rank
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.step import LightningStep, loss_of
-from lightning_smddp.bridge.step_results import StepResults, broadcast_results
+from lightning_smddp.bridge.step_results import StepResults
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UncombinableError
 from lightning_smddp.pipeline.partition.plan import StepFailedError, own_error
 from lightning_smddp.pipeline.runtime.casts import kept_casts, may_keep_casts
-from lightning_smddp.pipeline.runtime.departures import LeftCourseError
+from lightning_smddp.pipeline.runtime.engine import StepRun
+from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.staged_step import TracedPath
-from lightning_smddp.wire.broadcast import HeaderCache
+from lightning_smddp.pipeline.runtime.step_exchange import StepExchange
 
 FROM_CHECKPOINT = (
     "When the step was traced it took another course. Give `fit` the last checkpoint as `ckpt_path`: the step is "
@@ -47,7 +48,7 @@ class Batches:
         self.batcher = batcher
         self.capture = capture
         self.metrics = metrics
-        self._headers: dict[Any, HeaderCache] = {}  # by key of the step: of the messages with its results
+        self._exchanges: dict[Any, StepExchange] = {}  # by key of the step
         self._in_lockstep: set[Any] = set()  # keys of steps
         self._traced: set[Any] = set()  # those that ran as pipelines
 
@@ -70,23 +71,21 @@ class Batches:
 
         Raises:
             SplitError: on every rank: no stages fit what the step does now.
-            LeftCourseError: on every rank: it did something else on a stage than a dry run had shown.
+            ReplayError: on every rank: it did something else on a stage than a dry run had shown.
             ValueError: on every rank: what it returns for micro-batches cannot be put together.
         """
         microbatches = self.batcher.split(batch, step)
         paths = partitioned.paths(step, microbatches)
         partitioned.separate_draws()
         begin(len(microbatches))
+        run = self._run(partitioned, step, microbatches, paths)
         try:
-            outputs = self._run_rounds(partitioned, step, microbatches, paths)
-        except LeftCourseError as error:
-            step.forget()
-            failures = {index: f"{text} {FROM_CHECKPOINT}" for index, text in error.failures.items()}
-            raise LeftCourseError(failures) from None
+            results = self._results(partitioned, step, run)
+        except ReplayError as error:
+            raise ReplayError(f"{error} {FROM_CHECKPOINT}") from error
         partitioned.go_on(step)
         partitioned.stash.stash()
         partitioned.buffers.trained = True
-        results = self._results(step, outputs)
         if isinstance(results, str):
             raise ValueError(
                 f"What `{step.hook}` gives for micro-batches cannot be put together: {results}. Use num_microbatches=1."
@@ -95,25 +94,16 @@ class Batches:
         loss_of(output, step.hook, detached=True)  # of one row each, losses of rows look like those of micro-batches
         return output
 
-    def _run_rounds(
+    def _run(
         self,
         partitioned: PartitionedModule,
         step: LightningStep,
         microbatches: Sequence[MicroBatch],
         paths: Sequence[TracedPath],
-    ) -> list[Any]:
-        """What the step returned for each micro-batch, on the rank where it ends; else an empty list. Collective.
-
-        In as many rounds as ``active_microbatches`` asks for.
-        """
-        size = self.setup.options.partition.active_microbatches or len(microbatches)
-        outputs: list[Any] = []
+    ) -> StepRun:
+        """All micro-batches under the schedule. Collective."""
         with self._casting_once(partitioned, step, paths):
-            for begin in range(0, len(microbatches), size):
-                now = slice(begin, begin + size)
-                step.offset = begin
-                outputs += partitioned.runtime.run(paths[now], step, microbatches[now], step.trains)
-        return outputs
+            return partitioned.runtime.run(paths, step, microbatches, step.trains)
 
     def _casting_once(
         self, partitioned: PartitionedModule, step: LightningStep, paths: Sequence[TracedPath]
@@ -141,14 +131,13 @@ class Batches:
         if paths is None:
             return self.evaluate(partitioned, step, batch)
         partitioned.separate_draws()
+        run = self._run(partitioned, step, microbatches, paths)
         try:
-            outputs = self._run_rounds(partitioned, step, microbatches, paths)
-        except LeftCourseError as error:  # on every rank
-            step.forget()
+            results = self._results(partitioned, step, run)
+        except ReplayError as error:  # on every rank
             self.keep_in_lockstep(step, error)
             return self.evaluate(partitioned, step, batch)
         partitioned.go_on(step)
-        results = self._results(step, outputs)
         if isinstance(results, str):
             self.batcher.keep_whole(step, f"what it returns for micro-batches cannot be put together ({results})")
             return self.evaluate(partitioned, step, batch)
@@ -215,23 +204,25 @@ class Batches:
 
     # ---- results ----
 
-    def _results(self, step: LightningStep, outputs: list[Any]) -> StepResults | str:
-        """Combined on the rank where the step ends, and sent to the others. Collective."""
-        setup = self.setup
+    def _results(self, partitioned: PartitionedModule, step: LightningStep, run: StepRun) -> StepResults | str:
+        """Combined on the rank where the step ends, and sent to the others; or why they cannot be. Collective.
+
+        Raises:
+            Exception: on every rank, where the step has failed on one; see ``StepExchange.run``.
+        """
         results: StepResults | str | None = None
-        if setup.ends_here:
+        if self.setup.ends_here and not run.failures:
             try:
                 # Metrics that see the whole batch compute as they would in the step.
-                with setup.step_context(step.hook):
-                    results = self.capture.results(outputs, key=step.key)
+                with self.setup.step_context(step.hook):
+                    results = self.capture.results(run.outputs, key=step.key)
             except UncombinableError as error:
                 results = str(error)
-        return broadcast_results(
-            results,
-            setup.groups.pipeline,
-            setup.last_rank,
-            setup.device,
-            cache=self._headers.setdefault(step.key, HeaderCache()),
-            like=self.capture.examples.get(step.key),
-            host=setup.groups.host,
-        )
+        if step.key not in self._exchanges:
+            self._exchanges[step.key] = partitioned.runtime.exchange()
+        try:
+            shared: StepResults | str = self._exchanges[step.key].run(results, 0, run.failures)
+        except Exception:
+            step.forget()
+            raise
+        return shared

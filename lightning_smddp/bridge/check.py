@@ -16,8 +16,8 @@ from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import CHECK_SEED
 from lightning_smddp.pipeline.partition.reference import seeding
 from lightning_smddp.pipeline.partition.verify import Finding, VerificationError, compare, gradient_norms, require_equal
-from lightning_smddp.pipeline.runtime.departures import LeftCourseError
 from lightning_smddp.pipeline.runtime.draws import without_own_dropout
+from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.staged_step import TracedPath
 from lightning_smddp.wire.broadcast import UnsendableError, broadcast_json, broadcast_structure
 from lightning_smddp.wire.gather import gather_json
@@ -42,10 +42,11 @@ def _run_pipelined(
     """One micro-batch through the pipeline; what of its result is on this rank. Collective over the pipeline.
 
     Raises:
-        LeftCourseError: on every rank: with the random numbers of now the step takes a path that was not traced.
+        ReplayError: on every rank: with the random numbers of now the step takes a path that was not traced.
     """
     try:
-        outputs = partitioned.runtime.run(paths, step, [microbatch], True, observe)
+        run = partitioned.runtime.run(paths, step, [microbatch], True, observe)
+        outputs = partitioned.runtime.require_success(run)
         partitioned.stash.tied.sum()
         measured = _Measured(norms=_own_norms(partitioned))
     finally:
@@ -109,7 +110,7 @@ def check_at_start(partitioned: PartitionedModule, step: LightningStep, microbat
         _compare_with_reference(partitioned, step, index, microbatches[index])
     except VerificationError as error:
         failure = error
-    except LeftCourseError as error:
+    except ReplayError as error:
         failure = VerificationError(str(error), partitioned.findings)
     # Pipelines are compared apart, but all ranks stop together: else those of the others would wait for this one.
     text = None

@@ -23,7 +23,7 @@ from lightning_smddp.pipeline.partition.loss_weights import (
 )
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import own_error
-from lightning_smddp.pipeline.runtime.departures import LeftCourseError
+from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.wire.broadcast import broadcast_json
 from lightning_smddp.wire.pytree import tensors
 
@@ -52,7 +52,7 @@ def find_loss_weight(
     losses: list[float] | str
     try:
         losses = _losses(partitioned, step.forward_only(), whole, microbatches)
-    except LeftCourseError as error:
+    except ReplayError as error:
         losses = str(error)
     except Exception as error:  # on every rank of the pipeline: the step is not made for eval mode, or whole batches
         if not isinstance(error, SplitError):
@@ -82,7 +82,7 @@ def _losses(
             seed_torch(_SEEDS[number % 2])
             try:
                 paths = partitioned.paths(step, parts)
-                outputs = partitioned.runtime.run(paths, step, parts, False)
+                outputs = partitioned.runtime.require_success(partitioned.runtime.run(paths, step, parts, False))
             finally:
                 step.forget()
         losses += [float(loss_of(output, step.hook, detached=True)) for output in outputs]

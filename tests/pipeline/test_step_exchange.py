@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.step_exchange import Failure, StepExchange
 from lightning_smddp.wire.broadcast import Channel
@@ -85,22 +86,26 @@ def counting(function: Any, calls: list[int]) -> Any:
 
 
 def test_a_step_like_the_one_before_is_one_collective() -> None:
-    assert run_ranks(collectives, 2)[1:] == [1, 1]
+    assert [counts[1:] for counts in run_ranks(collectives, 2)] == [[1, 1]] * 2
 
 
 def failures() -> list[str]:
     """Stage 1 fails at micro-batch 2, and stage 2 thereupon; then batches differ; then results cannot be sent."""
     meeting, is_last = exchange()
     rank = dist.get_rank()
-    here = {1: [Failure(2, 1, "no rows", IndexError("no rows"))], 2: [Failure(2, 2, "NaN", ValueError("NaN"))]}
+    here = {
+        1: [Failure(2, 1, "no rows", IndexError("no rows"), diverged=False)],
+        2: [Failure(2, 2, "another path", ReplayError("another path"), diverged=True)],
+    }
     cases: list[dict[str, Any]] = [
         {"failures": here.get(rank, [])},
+        {"failures": here.get(rank, []) if rank == 2 else []},
         {"batch": 7 + (rank == 1)},
         {"results": threading.Lock() if is_last else None},
     ]
     texts = []
     for case in cases:
-        with pytest.raises((ReplayError, IndexError, TypeError)) as raised:
+        with pytest.raises((ReplayError, RankFailedError, IndexError, ValueError, TypeError)) as raised:
             meeting.run(**{"results": 1, **case})
         texts.append(repr(raised.value))
     assert meeting.run(3 if is_last else None) == 3  # a failed step leaves nothing behind
@@ -109,9 +114,9 @@ def failures() -> list[str]:
 
 def test_all_ranks_raise_the_cause() -> None:
     first, second, third = run_ranks(failures, 3)
-    assert first[0] == "ReplayError('no rows')"
+    assert first[0] == third[0] == "RankFailedError('Rank 1 failed in stage 1: no rows')"
     assert second[0] == "IndexError('no rows')"
-    assert third[0] == first[0]
     for texts in (first, second, third):
-        assert "have different batches" in texts[1]
-        assert "cannot" in texts[2]
+        assert texts[1] == "ReplayError('another path')"
+        assert "have different batches" in texts[2]
+        assert "cannot" in texts[3]

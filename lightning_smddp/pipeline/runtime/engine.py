@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.mesh import Groups
 from lightning_smddp.pipeline.partition.cuts import StageCuts
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.runtime.departures import require_no_departure
 from lightning_smddp.pipeline.runtime.remote import Boundary
 from lightning_smddp.pipeline.runtime.replay import Observer, Replay, patched_units
 from lightning_smddp.pipeline.runtime.schedules import Schedule, for_microbatches
@@ -28,9 +27,23 @@ from lightning_smddp.pipeline.runtime.spans import SpanRecorder
 from lightning_smddp.pipeline.runtime.stage import ReplayedStage, Stage, StageBody
 from lightning_smddp.pipeline.runtime.stage_graph import probe_plan
 from lightning_smddp.pipeline.runtime.staged_step import RunningStep, StagedStep, Step, TracedPath
+from lightning_smddp.pipeline.runtime.step_exchange import Failure, StepExchange
+from lightning_smddp.wire.broadcast import Channel
 from lightning_smddp.wording import counted
 
 _KEPT_SCHEDULES = 16  # torch's objects, one per number of micro-batches and mode; they hold orders only, no tensors
+
+
+class StepRun(NamedTuple):
+    """What a step on a batch has come to, on this rank.
+
+    Attributes:
+        outputs: what it returned for each micro-batch, on the rank where it ends; else empty.
+        failures: on the stages of this rank.
+    """
+
+    outputs: list[Any]
+    failures: list[Failure]
 
 
 class PipelineRuntime:
@@ -77,6 +90,11 @@ class PipelineRuntime:
             self._stages,
             recorder,
         )
+        self._votes = self.exchange()
+
+    def exchange(self) -> StepExchange:
+        """For one kind of step."""
+        return StepExchange(Channel(self.groups.pipeline, self.device), self.groups.host, self.last_rank)
 
     @property
     def ends_here(self) -> bool:
@@ -99,7 +117,7 @@ class PipelineRuntime:
         microbatches: Sequence[MicroBatch],
         train: bool,
         observe: Observer | None = None,
-    ) -> list[Any]:
+    ) -> StepRun:
         """Run one step: forward, and in training backward, of all micro-batches. Collective over the pipeline.
 
         Args:
@@ -110,11 +128,8 @@ class PipelineRuntime:
             observe: called around each node that is done here.
 
         Returns:
-            What the step returned for each micro-batch, on the rank where it ends; else an empty list.
-
-        Raises:
-            LeftCourseError: on every rank: on some stage the step did not do what it was traced to do. Gradients, and
-                buffers that the step changes, are of no use then.
+            What the step returned, and what has failed on this rank. Where something has on any rank, gradients and
+            buffers that the step changes are of no use: all ranks have to hear of it, by a ``StepExchange``.
         """
         count = len(microbatches)
         boundaries = []  # by micro-batch, then by stage
@@ -132,16 +147,19 @@ class PipelineRuntime:
                     self.engine.train(count, boundaries)
                 else:
                     self.engine.evaluate(count, boundaries)
-            # Behind the schedule, never within: a rank that raised in the middle would leave others waiting for its
-            # messages.
-            group, device = self.groups.host
-            require_no_departure(running.failures, group, device)
         finally:
             for body in self._stages.values():
                 body.running = None
-        if not self.ends_here:
-            return []
-        return running.results
+        return StepRun(running.results if self.ends_here else [], running.failures)
+
+    def require_success(self, run: StepRun) -> list[Any]:
+        """The outputs of ``run``. Collective over the pipeline.
+
+        Raises:
+            Exception: on every rank: see :meth:`StepExchange.run`.
+        """
+        self._votes.run(None, failures=run.failures)
+        return run.outputs
 
 
 class PipelineEngine:

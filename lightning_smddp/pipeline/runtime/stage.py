@@ -16,6 +16,7 @@ A forward keeps, for the micro-batch's backward, two ends of its piece of the au
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,13 +29,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_smddp.communication.device_watch import mark
 from lightning_smddp.pipeline.capture.graph import SplitError
-from lightning_smddp.pipeline.runtime.departures import has_no_meaning, without_meaning
 from lightning_smddp.pipeline.runtime.messages import layout_of
 from lightning_smddp.pipeline.runtime.remote import Boundary, ReplayError, TensorSpec
 from lightning_smddp.pipeline.runtime.replay import Observers, Replay
 from lightning_smddp.pipeline.runtime.spans import SpanRecorder, action
 from lightning_smddp.pipeline.runtime.split_backward import Roots, SplitBackward, backward
 from lightning_smddp.pipeline.runtime.staged_step import RunningStep
+from lightning_smddp.pipeline.runtime.step_exchange import Failure
 from lightning_smddp.wire.pytree import map_leaves
 from lightning_smddp.wording import counted
 
@@ -76,23 +77,24 @@ class ReplayedStage:
     def __call__(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """See :class:`StageBody`.
 
-        A step that leaves its path does not stop the schedule: other stages wait for messages. See ``departures.py``.
+        A step that fails does not stop the schedule, as other stages wait for messages: they get NaN from here on, and
+        all ranks hear of the failure behind the schedule. See ``step_exchange.py``.
         """
         running = self.running
         assert running is not None
         staged, shapes = running.paths[microbatch]
         replay = staged.replays[self.stage]
-        try:
-            return self._replay(running, replay, microbatch, received)
-        except Exception as error:
-            is_ours = isinstance(error, (ReplayError, SplitError))
-            if not is_ours and not has_no_meaning(received):  # the user's own, and with numbers that have a meaning
-                raise
-            running.failures.setdefault(microbatch, str(error))
+        if not running.failures:
+            try:
+                return self._replay(running, replay, microbatch, received)
+            except Exception as error:
+                diverged = isinstance(error, (ReplayError, SplitError))
+                text = str(error) if diverged else repr(error)
+                running.failures.append(Failure(microbatch, self.stage, text, error, diverged))
         if replay.stage.is_last:
             return ()
         boundary = staged.boundary(self.stage, shapes, running.train)
-        return without_meaning(boundary, self.device)
+        return tuple(_without_values(spec, self.device) for spec in boundary)
 
     def _replay(
         self,
@@ -394,6 +396,14 @@ class Stage:
 
 def _with_gradient(boundary: Boundary) -> tuple[TensorSpec, ...]:
     return tuple(spec for spec in boundary if spec.requires_grad)
+
+
+def _without_values(spec: TensorSpec, device: torch.device) -> Tensor:
+    """NaN, so that nobody takes it for a result; zeros of types without, which are indices that exist."""
+    tensor = spec.empty(device)
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.fill_(math.nan)
+    return tensor.zero_()
 
 
 def _detached(leaf: Any) -> Any:

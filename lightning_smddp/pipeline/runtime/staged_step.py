@@ -15,6 +15,7 @@ from lightning_smddp.pipeline.partition.cuts import StageCuts
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.remote import Boundary, Shapes, TensorSpec, count_told
 from lightning_smddp.pipeline.runtime.replay import Observer, Replay
+from lightning_smddp.pipeline.runtime.step_exchange import Failure
 
 
 class Step(Protocol):
@@ -94,7 +95,7 @@ class RunningStep:
         train: whether there is a backward.
         observe: called around each node that is done here.
         results: where the step ends here, what it returned for each micro-batch.
-        failures: by micro-batch, how a stage here found the step on another path than expected.
+        failures: on stages here. Behind the first one nothing is computed here any more.
     """
 
     paths: Sequence[TracedPath]
@@ -103,4 +104,4 @@ class RunningStep:
     train: bool
     observe: Observer | None
     results: list[Any]
-    failures: dict[int, str] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)

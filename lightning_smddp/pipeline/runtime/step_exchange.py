@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.pipeline.runtime.messages import MessageLayout, layout_of
 from lightning_smddp.pipeline.runtime.remote import ReplayError, TensorSpec
 from lightning_smddp.wire.broadcast import Channel
@@ -40,17 +41,21 @@ DIFFERENT_BATCHES = (
 
 
 class Failure(NamedTuple):
-    """What went wrong on a stage."""
+    """What went wrong on a stage.
+
+    Attributes:
+        microbatch: its number.
+        stage: which one.
+        text: what, as other ranks are told.
+        error: what was raised, on the rank where it was.
+        diverged: whether the step did something else than a dry run had shown; else the user's code raised.
+    """
 
     microbatch: int
     stage: int
     text: str
-    error: Exception | None = None  # on the rank where it was raised
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Of two failures the one with the smaller place is the cause, the other one may be its consequence."""
-        return self.microbatch, self.stage
+    error: Exception | None
+    diverged: bool
 
 
 class _Slot:
@@ -85,6 +90,7 @@ class _Parts:
         self.skeleton = map_leaves(self._slot, value)
         self.host = [torch.tensor(self._numbers, dtype=torch.int64), *self._host]
         self.structure = (self.skeleton, _specs(self.host), _specs(self.device))
+        self.pickled = b""
 
     def _slot(self, leaf: Any) -> Any:
         """The slot for a tensor or number; anything else is part of the structure."""
@@ -129,23 +135,25 @@ class StepExchange:
             failures: on this rank.
 
         Raises:
-            Exception: on every rank, when one has ``failures``: its own there, a :class:`ReplayError` elsewhere.
-            ReplayError: on every rank, when their batches differ.
+            ReplayError: on every rank: the step did something else on a stage than a dry run had shown.
+            ValueError: on every rank: the ranks have different batches.
+            Exception: on every rank: one of the user's code, as it came, on the rank where it was raised; elsewhere a
+                :class:`RankFailedError`.
         """
         if self._pipeline.group.size() == 1:
             if failures:
-                _raise_first([failures], 0, failures)
+                _raise_cause([failures], self._host)
             return results
         parts = None
         is_new = False
         if self._pipeline.group.rank() == self._last_rank and not failures:
             parts = _Parts(results)
             try:
-                pickled = pickle.dumps(parts.structure)
-                is_new = pickled != self._pickled
-                self._pickled = pickled
+                parts.pickled = pickle.dumps(parts.structure)
+                is_new = parts.pickled != self._pickled
             except Exception as error:  # whatever pickle raises of objects that it cannot take apart
-                failures = [Failure(0, self._last_rank, f"What the step shows cannot be sent: {error!r}", error)]
+                text = f"What the step shows cannot be sent to other ranks: {error!r}"
+                failures = [Failure(0, self._last_rank, text, error, diverged=False)]
         head = torch.tensor([bool(failures), batch, is_new])
         words = self._words(head, None if is_new else parts)
         heads = [word[:_HEAD].view(torch.int64).tolist() for word in words]
@@ -171,20 +179,25 @@ class StepExchange:
 
     def _require_no_failure(self, heads: list[list[int]], failures: Sequence[Failure]) -> None:
         """Raise on all ranks where something is wrong on one. Collective then."""
-        if any(failed for failed, _, _ in heads):
-            gathered: list[Any] = [None] * self._host.size()
-            told = [failure._replace(error=None) for failure in failures]
-            dist.all_gather_object(gathered, told, group=self._host)
-        batches = [batch for _, batch, _ in heads]
-        if any(batch != batches[0] for batch in batches):
-            raise ReplayError(DIFFERENT_BATCHES)
-        if any(failed for failed, _, _ in heads):
-            _raise_first(gathered, self._host.rank(), failures)
+        has_failed = any(failed for failed, _, _ in heads)
+        gathered: list[list[Failure]] = []
+        if has_failed:
+            told: list[Any] = [None] * self._host.size()
+            without_errors = [failure._replace(error=None) for failure in failures]
+            dist.all_gather_object(told, without_errors, group=self._host)
+            gathered = told
+        if any(batch != heads[0][1] for _, batch, _ in heads):
+            raise ValueError(DIFFERENT_BATCHES)
+        if has_failed:
+            gathered[self._host.rank()] = list(failures)
+            _raise_cause(gathered, self._host)
 
     def _share_structure(self, parts: _Parts | None) -> None:
         """Collective."""
-        sent = [parts.structure if parts is not None else None]
+        sent: list[Any] = [parts.structure if parts is not None else None]
         dist.broadcast_object_list(sent, group=self._host, group_src=self._last_rank)
+        if parts is not None:
+            self._pickled = parts.pickled
         skeleton, host, device = sent[0]
         self._structure = _Structure(skeleton, layout_of(host, together=True), layout_of(device))
 
@@ -226,18 +239,15 @@ def _specs(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(tuple(tensor.shape), tensor.dtype, False) for tensor in tensors)
 
 
-def _raise_first(gathered: Sequence[Sequence[Failure]], rank: int, own: Sequence[Failure]) -> None:
-    """Raise the failure that is the cause of all: a stage computes with what earlier ones have sent.
-
-    Args:
-        gathered: of all ranks.
-        rank: this one.
-        own: failures on it.
-    """
-    found = [(failure.place, of_rank) for of_rank, failures in enumerate(gathered) for failure in failures]
-    place, of_rank = min(found)
-    failures = own if of_rank == rank else gathered[of_rank]
-    first = next(failure for failure in failures if failure.place == place)
+def _raise_cause(gathered: Sequence[Sequence[Failure]], group: dist.ProcessGroup) -> None:
+    """Raise what has caused all failures of all ranks: a stage computes with what earlier ones have sent."""
+    found = []
+    for rank, failures in enumerate(gathered):
+        found += [(failure.microbatch, failure.stage, rank, failure) for failure in failures]
+    _, _, rank, first = min(found, key=lambda entry: entry[:3])
+    if first.diverged:
+        raise ReplayError(first.text) from first.error
     if first.error is not None:
         raise first.error
-    raise ReplayError(first.text)
+    rank = dist.get_global_rank(group, rank)
+    raise RankFailedError(rank, f"Rank {rank} failed in stage {first.stage}: {first.text}")
