@@ -12,7 +12,7 @@ forward pass, stage by stage; where the step follows none of them, it is traced 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, TypeAlias
@@ -20,12 +20,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, signature
-from lightning_smddp.pipeline.partition.same_batch import same_everywhere
 from lightning_smddp.pipeline.runtime.draws import generator_states
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
+from lightning_smddp.pipeline.runtime.path_numbers import PathNumbers
 from lightning_smddp.pipeline.runtime.remote import OTHER_COURSE, ReplayError, Shapes
 from lightning_smddp.pipeline.runtime.replay import Observers, Replay, patched_units
 from lightning_smddp.pipeline.runtime.staged_step import StagedStep, Step, TracedPath
@@ -34,7 +35,6 @@ from lightning_smddp.wire.gather import gather_json
 
 _KEPT = 256  # kinds of micro-batches that are remembered,
 _KEPT_OF_A_KIND = 16  # and paths of each
-_OFTEN, _SELDOM = 4, 20  # a path that is left more often, and in more than one of so many batches, is none
 
 History: TypeAlias = tuple[str, ...] | None
 """What Python code reads of the batch on a path; None for code that cannot be probed."""
@@ -141,18 +141,22 @@ class TraceCache:
     _paths: dict[str, list[tuple[History, TracedPath]]] = field(default_factory=dict)  # by kind of micro-batch
     _now: dict[str, TracedPath] = field(default_factory=dict)  # in this batch, where all micro-batches take the same
     _is_unprobed: bool = False  # the path that was kept last cannot be probed
-    _found: int = 0  # batches whose paths were looked for,
-    _left: int = 0  # and how often one of them was not what the step did
     _draws_anew: bool = False  # the last probe drew torch's random numbers where the graph knows of none
     _reason: str = ""  # why no known path was the one of a micro-batch
+    _trained: str = ""  # for each parameter whether it needs a gradient
     _parameters: list[nn.Parameter] = field(init=False)
+    _known: dict[int, TracedPath] = field(default_factory=dict)  # all in `_paths`, by numbers that all ranks know
+    _next_number: int = 0
+    _numbers: PathNumbers = field(init=False)
 
     def __post_init__(self) -> None:
         """Collect the parameters once: it takes longer than to look at them."""
         self._parameters = list(self.runtime.root.parameters())
+        self._numbers = PathNumbers(self.runtime.groups.host)
 
     def remember(self, staged: StagedStep, step: Step, microbatch: MicroBatch, index: int = 0) -> TracedPath:
         """``staged`` was traced with a micro-batch like this."""
+        self._look_at_parameters()
         path = TracedPath(staged, Shapes.of(staged.graph))
         return self._keep(path, step, microbatch, index)
 
@@ -160,74 +164,47 @@ class TraceCache:
         """The path that ``step`` takes on each micro-batch of a batch. Collective over the pipeline.
 
         Raises:
-            RuntimeError: on every rank, if it takes another path on one alone.
             SplitError: on every rank, if it takes another path each time.
         """
         self._now.clear()
-        self._found += 1
+        self._look_at_parameters()
         paths: list[TracedPath] = []
         while len(paths) < len(microbatches):
-            # All ranks look up what they know, up to the first that they do not; they vote that they have found the
-            # same; only then do they do together what takes all of them.
-            found = self._find_known(step, microbatches, len(paths))
-            self._require_same_paths(found)
-            paths += found
+            paths += self._find_known(step, microbatches, len(paths))
             index = len(paths)
             if index < len(microbatches):
                 new_path = self._discover(step, microbatches[index], index)
                 paths.append(new_path)
         return paths
 
-    def learn(
-        self,
-        step: Step,
-        microbatches: Sequence[MicroBatch],
-        paths: Sequence[TracedPath],
-        failures: Mapping[int, str],
-    ) -> None:
-        """Find the path of a micro-batch that left the one that was found for it, behind its last module. Collective.
-
-        Args:
-            step: the user's.
-            microbatches: of the batch.
-            paths: that were found for them.
-            failures: by micro-batch, how it left its path.
-
-        Raises:
-            SplitError: on every rank: there is none that stages can follow, or it changes too often.
-        """
-        index = min(failures)
-        failure = failures[index]
-        microbatch = microbatches[index]
-        self._left += 1
-        if self._left > _OFTEN and self._left * _SELDOM > self._found:
-            raise SplitError(failure)
-        # Another known path may be the one, the latest first. Else the step is traced again, which has to show
-        # something new: a path that is known already was left, or did not fit.
-        path_left = paths[index].staged
-        for staged in reversed(self.steps):
-            if staged is path_left:
-                continue
-            if self._infer(staged, step, microbatch, index) is not None:
-                return
-        staged = self.retrace(step, microbatch, index)
-        digest = staged.graph.digest()
-        if any(known.graph.digest() == digest for known in self.steps):
-            raise SplitError(failure)
-        self.steps.append(staged)
-        self.remember(staged, step, microbatch, index)
-
     # ---- paths that are known ----
 
     def _find_known(self, step: Step, microbatches: Sequence[MicroBatch], begin: int) -> list[TracedPath]:
-        """Those of the micro-batches from ``begin`` on, up to the first whose path is not known."""
-        found: list[TracedPath] = []
+        """Those of the micro-batches from ``begin`` on, up to the first whose path the first rank does not know."""
+        if self.runtime.groups.pipeline_rank > 0:
+            shared = self._numbers.receive()
+            if shared is None:
+                self._look_up_all(step, microbatches, begin)  # raises what was raised there
+                raise RankFailedError(0, "The step failed on the first rank of the pipeline, and not on this one.")
+        else:
+            try:
+                shared = self._look_up_all(step, microbatches, begin)
+            except Exception:
+                self._numbers.send(None)
+                raise
+            self._numbers.send(shared)
+        return [self._known[number] for number in shared]
+
+    def _look_up_all(self, step: Step, microbatches: Sequence[MicroBatch], begin: int) -> list[int]:
+        """The numbers of the paths of the micro-batches from ``begin`` on, up to the first that is not known here."""
+        number_of = {id(path): number for number, path in self._known.items()}
+        numbers: list[int] = []
         for index in range(begin, len(microbatches)):
             path = self._look_up(step, microbatches[index], index)
             if path is None:
                 break
-            found.append(path)
-        return found
+            numbers.append(number_of[id(path)])
+        return numbers
 
     def _look_up(self, step: Step, microbatch: MicroBatch, index: int) -> TracedPath | None:
         # Cheap questions first, as this is asked before every step: the kind is a string of shapes, and only paths on
@@ -247,42 +224,6 @@ class TraceCache:
                 self._reason = f"It comes to {new}."
         return None
 
-    def _require_same_paths(self, found: Sequence[TracedPath]) -> None:
-        """Raise ``RuntimeError`` on every rank if one goes another way: others would wait for it. Collective."""
-        group, device = self.runtime.groups.host
-        if group.size() == 1:
-            return
-        # Paths go by their numbers in `steps`, which are the same on all ranks, as these trace together.
-        number_of = {id(staged): number for number, staged in enumerate(self.steps)}
-        numbers = [number_of[id(path.staged)] for path in found]
-        if same_everywhere(numbers, group, device):
-            return
-        gathered = gather_json([numbers, self._reason], group, device)
-        rank, reason = self._difference(gathered)
-        raise RuntimeError(
-            f"The step takes another course on rank {rank} of the pipeline than on others: {reason} What a step does "
-            "may depend on the batch, on random numbers, on the epoch and the step's number, but not on the rank, the "
-            "process or the time."
-        )
-
-    def _difference(self, gathered: Sequence[tuple[list[int], str]]) -> tuple[int, str]:
-        """A rank that takes another path than rank 0, or rank 0 itself, and why.
-
-        Args:
-            gathered: of each rank the paths of its micro-batches, up to the first whose path it does not know, and why
-                it does not know that one.
-        """
-        first, first_reason = gathered[0]
-        for rank, (numbers, reason) in enumerate(gathered):
-            if len(numbers) > len(first):
-                return 0, first_reason
-            if len(numbers) < len(first):
-                return rank, reason
-            for here, there in zip(numbers, first, strict=True):
-                if here != there:
-                    return rank, self.steps[here].graph.difference_from(self.steps[there].graph)
-        raise AssertionError("the ranks have found the same paths")
-
     def _take(self, kind: str, path: TracedPath) -> TracedPath:
         """Other micro-batches of this batch take the same, if nothing that differs between them decides."""
         if not self._varies():
@@ -294,8 +235,10 @@ class TraceCache:
 
     def _kind(self, microbatch: MicroBatch) -> str:
         """What shapes follow from: those of the micro-batch, and which parameters are trained."""
-        trained = "".join("01"[parameter.requires_grad] for parameter in self._parameters)
-        return f"{signature(microbatch)}|{trained}"
+        return f"{signature(microbatch)}|{self._trained}"
+
+    def _look_at_parameters(self) -> None:
+        self._trained = "".join("01"[parameter.requires_grad] for parameter in self._parameters)
 
     # ---- new paths ----
 
@@ -331,12 +274,19 @@ class TraceCache:
         self._is_unprobed = history is None
         while len(self._paths) >= _KEPT and kind not in self._paths:
             oldest = next(iter(self._paths))
-            del self._paths[oldest]
+            self._forget(self._paths.pop(oldest))
         # The path that was found last is asked for first.
         known = self._paths.setdefault(kind, [])
+        self._forget(known[_KEPT_OF_A_KIND - 1 :])
         del known[_KEPT_OF_A_KIND - 1 :]
         known.insert(0, (history, path))
+        self._known[self._next_number] = path
+        self._next_number += 1
         return self._take(kind, path)
+
+    def _forget(self, entries: Sequence[tuple[History, TracedPath]]) -> None:
+        forgotten = {id(path) for _, path in entries}
+        self._known = {number: path for number, path in self._known.items() if id(path) not in forgotten}
 
     def _require_probed(self, history: History) -> None:
         """Raise ``SplitError`` on every rank if the path that was just found cannot be found again. Collective."""
