@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.mesh import Groups
-from lightning_smddp.pipeline.state.full_state import load_full_state_dict
+from lightning_smddp.pipeline.state.state_dict import load_full_state_dict
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 
 if TYPE_CHECKING:

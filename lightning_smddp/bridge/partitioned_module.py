@@ -22,9 +22,6 @@ from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import Modules, SplitError, StepGraph
 from lightning_smddp.pipeline.capture.python_random import PythonRandom, SharedRandom, from_json, to_json
-from lightning_smddp.pipeline.gradients.across_stages import clip_by_norm, share_overflow
-from lightning_smddp.pipeline.gradients.gradient_stash import GradientStash
-from lightning_smddp.pipeline.gradients.replicas import ReplicaGradients
 from lightning_smddp.pipeline.partition.cuts import Resources, StageCuts, follow, is_within
 from lightning_smddp.pipeline.partition.hardware import fits_on_hosts
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
@@ -34,16 +31,18 @@ from lightning_smddp.pipeline.runtime.draws import separate_draws
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.runtime.staged_step import StagedStep, TracedPath
 from lightning_smddp.pipeline.runtime.trace_cache import TraceCache
-from lightning_smddp.pipeline.state.full_state import full_state_dict, gather_full, partial_state_dict
-from lightning_smddp.pipeline.state.optimizer_state import OptimizerPartition
-from lightning_smddp.pipeline.state.shared_buffers import SharedBuffers
+from lightning_smddp.pipeline.state.buffers import SharedBuffers
+from lightning_smddp.pipeline.state.grad_reduce import clip_by_norm, share_overflow
+from lightning_smddp.pipeline.state.optimizer import OptimizerPartition
+from lightning_smddp.pipeline.state.replicas import ReplicaGradients
+from lightning_smddp.pipeline.state.stash import GradientStash
+from lightning_smddp.pipeline.state.state_dict import full_state_dict, gather_full, partial_state_dict
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.pipeline.view.shown_state import real_state, shown_state
 from lightning_smddp.sharding.optimizer_states import whole_states
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.wire.broadcast import Channel, broadcast_json
-from lightning_smddp.wire.stream import CPU
-from lightning_smddp.wire.values import gathered_values
+from lightning_smddp.wire.stream import CPU, gathered_objects
 
 
 @dataclass
@@ -85,9 +84,7 @@ class PartitionedModule(ModuleState):
     @property
     def replicas(self) -> ReplicaGradients | None:
         """Averages gradients over replicas; None if there is one alone, or no training."""
-        replicas = self.stash.replicas
-        assert replicas is None or isinstance(replicas, ReplicaGradients)
-        return replicas
+        return self.stash.replicas
 
     @property
     def tolerance(self) -> float:
@@ -335,8 +332,7 @@ class PartitionedModule(ModuleState):
             return {}
         # Parameters of several stages are with each of them, and are averaged together: any rank's values will do.
         whole: dict[str, dict[str, Tensor]] = {}
-        what = "What compression remembers"
-        for of_rank in gathered_values(local, what, self.setup.groups.pipeline, False, self.setup.device):
+        for of_rank in gathered_objects(local, self.setup.groups.pipeline, False, self.setup.device):
             for kind, values in of_rank.items():
                 whole.setdefault(kind, {}).update(values)
         return whole

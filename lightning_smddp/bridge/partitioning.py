@@ -21,9 +21,6 @@ from lightning_smddp.bridge.partitioned_module import PartitionedModule, share_r
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.pipeline.capture.graph import SplitError
-from lightning_smddp.pipeline.gradients.across_stages import TiedGradients, create_tied_groups
-from lightning_smddp.pipeline.gradients.gradient_stash import GradientStash
-from lightning_smddp.pipeline.gradients.replicas import ReplicaGradients
 from lightning_smddp.pipeline.mesh import held_parameters
 from lightning_smddp.pipeline.partition.cuts import Resources
 from lightning_smddp.pipeline.partition.hardware import links_between
@@ -32,10 +29,14 @@ from lightning_smddp.pipeline.partition.plan import PartitionPlan, Trial, divide
 from lightning_smddp.pipeline.partition.resources import in_flight, resources_for
 from lightning_smddp.pipeline.partition.verify import VerificationError
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
-from lightning_smddp.pipeline.state.full_state import gather_full, release, set_contents
-from lightning_smddp.pipeline.state.materialize import materialize
-from lightning_smddp.pipeline.state.optimizer_state import OptimizerPartition
-from lightning_smddp.pipeline.state.shared_buffers import SharedBuffers
+from lightning_smddp.pipeline.state.absent import release, set_contents
+from lightning_smddp.pipeline.state.buffers import SharedBuffers
+from lightning_smddp.pipeline.state.deferred_init import materialize
+from lightning_smddp.pipeline.state.grad_reduce import TiedGradients, create_tied_groups
+from lightning_smddp.pipeline.state.optimizer import OptimizerPartition
+from lightning_smddp.pipeline.state.replicas import ReplicaGradients
+from lightning_smddp.pipeline.state.stash import GradientStash
+from lightning_smddp.pipeline.state.state_dict import gather_full
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.wire.broadcast import Channel, broadcast_json

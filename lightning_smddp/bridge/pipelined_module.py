@@ -9,12 +9,12 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_smddp.bridge.batches import Batches
 from lightning_smddp.bridge.capture import StepCapture
-from lightning_smddp.bridge.deferred_backward import scale_of
 from lightning_smddp.bridge.loss_weights import find_loss_weight
 from lightning_smddp.bridge.metrics import PipelineMetrics
 from lightning_smddp.bridge.micro_batches import MicroBatcher
@@ -30,7 +30,6 @@ from lightning_smddp.bridge.partitioning import Partitioning
 from lightning_smddp.bridge.step import LightningStep, Scale
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError
-from lightning_smddp.pipeline.gradients.across_stages import give_back_clipping, take_over_clipping
 from lightning_smddp.pipeline.partition.hardware import fits_on_devices
 from lightning_smddp.pipeline.partition.loss_weights import LossWeight
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
@@ -38,6 +37,7 @@ from lightning_smddp.pipeline.partition.plan import own_error
 from lightning_smddp.pipeline.partition.same_batch import BatchAgreement
 from lightning_smddp.pipeline.partition.verify import VerificationError
 from lightning_smddp.pipeline.runtime.host_values import HostValues
+from lightning_smddp.pipeline.state.grad_reduce import give_back_clipping, take_over_clipping
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 
@@ -254,11 +254,14 @@ class PipelinedModule:
         partitioned.deliver(factor, shares_overflow=self._scaler() is not None and not accumulates)
 
     def scale(self) -> Scale:
-        """What a gradient scaler multiplies losses by."""
+        """What a gradient scaler multiplies losses by; on a device it stays there, as reading it waits."""
         scaler = self._scaler()
         if scaler is None:
             return 1.0
-        return scale_of(scaler, self.setup.device)
+        if self.setup.device.type == "cpu":
+            return float(scaler.get_scale())
+        scale: Tensor = scaler.scale(torch.ones((), device=self.setup.device))
+        return scale
 
     def _scaler(self) -> Any:
         scaler = getattr(self._precision_plugin, "scaler", None)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_smddp.sharding.flat_layout import in_memory_order
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, ShardedPiece, all_parameters
 from lightning_smddp.wire.pytree import copied
-from lightning_smddp.wire.values import gathered_values
+from lightning_smddp.wire.stream import gathered_objects
 
 
 def whole_states(
@@ -29,9 +29,6 @@ def whole_states(
         shards: of the optimizer.
         group: the ranks that have a share each.
         device: where ``group``'s backend has its messages.
-
-    Raises:
-        ValueError: on every rank: a state has something else than tensors and what JSON carries.
     """
     optimizer = shards.optimizer
     parameters = all_parameters(optimizer)
@@ -46,9 +43,8 @@ def whole_states(
             if state:
                 local[number, part.low, part.high] = state
 
-    what = f"{type(optimizer).__name__}'s state"
     whole: dict[int, dict[str, Any]] = {}
-    for of_rank in gathered_values(local, what, group, False, device):
+    for of_rank in gathered_objects(local, group, False, device):
         for (number, low, high), state in of_rank.items():
             if shards.splits:
                 _add(whole.setdefault(number, {}), state, parameters[number], low, high)

@@ -19,7 +19,7 @@ from lightning_smddp.communication.compression import Compression
 from lightning_smddp.communication.nonfinite import agreed, bad_gradients
 from lightning_smddp.communication.sharded_collectives import ShardedCollectives
 from lightning_smddp.pipeline.partition.hardware import fits_on_hosts
-from lightning_smddp.pipeline.state.materialize import materialize
+from lightning_smddp.pipeline.state.deferred_init import materialize
 from lightning_smddp.sharding.fully_sharded import FullySharded, ShardingPlan
 from lightning_smddp.sharding.units import Wrap, find_units
 from lightning_smddp.sharding.whole_states import whole

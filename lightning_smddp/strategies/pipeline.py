@@ -4,8 +4,8 @@ The first batch is traced and cut by ``bridge/partitioning.py``. A micro-batch's
 :meth:`PipelineParallel.training_step`, ``bridge/pipelined_module.py`` (what the module is now), ``bridge/batches.py``
 (one batch), ``pipeline/runtime/engine.py`` (one run of its micro-batches, by torch's schedule), ``stage.py`` (one
 stage's forward, backward and messages), ``replay.py`` (the stage's part of the step), ``bridge/step.py`` (calls the
-user's ``training_step``). Backward is part of this: ``pipeline/gradients/gradient_stash.py`` takes its gradients away,
-and puts them into ``.grad`` when Lightning calls ``backward``, which ``bridge/deferred_backward.py`` notices.
+user's ``training_step``). Backward is part of this: ``pipeline/state/stash.py`` takes its gradients away,
+and puts them into ``.grad`` when Lightning calls ``backward``, as the returned loss is connected to it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing_extensions import Unpack, override
 
 from lightning_smddp._compat.torch_steps import default_group
 from lightning_smddp._compat.trainer import finetuning_by_identity, keeps_user_samplers
-from lightning_smddp.bridge.deferred_backward import arrives_as_expected, connected, factor_of
 from lightning_smddp.bridge.module_states import RunSetup, require_whole
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.pipelined_module import PipelinedModule
@@ -38,8 +37,9 @@ from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.verify import Finding
 from lightning_smddp.pipeline.runtime.draws import join_draws
 from lightning_smddp.pipeline.runtime.schedules import parse
-from lightning_smddp.pipeline.state.full_state import broadcast_initial, load_full_state_dict
-from lightning_smddp.pipeline.state.materialize import parameters_on_meta
+from lightning_smddp.pipeline.state.deferred_init import parameters_on_meta
+from lightning_smddp.pipeline.state.stash import connected, factor_of
+from lightning_smddp.pipeline.state.state_dict import broadcast_initial, load_full_state_dict
 from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 from lightning_smddp.strategies.base import COMPRESSION_KEY
@@ -54,7 +54,7 @@ from lightning_smddp.strategies.checks import (
     zeroes_as_usual,
 )
 from lightning_smddp.strategies.hook_view import HookView
-from lightning_smddp.strategies.nonfinite import by_asking, changes_batch, loss_watchers
+from lightning_smddp.strategies.nonfinite import by_asking, changes_batch, is_changed_hook, loss_watchers
 from lightning_smddp.strategies.options import (
     GROUPS,
     CommunicationOptions,
@@ -338,7 +338,7 @@ class PipelineParallel(PipelineRanks):
 
         def deliver(arrived: Tensor) -> None:
             factor = 1.0
-            if not (arrived.is_cuda and arrives_as_expected(trainer)):  # reading it would make the host wait
+            if not (arrived.is_cuda and _arrives_as_expected(trainer)):  # reading it would make the host wait
                 factor = factor_of(arrived, expected)
             pipelined.deliver(factor, accumulates)
 
@@ -548,3 +548,15 @@ class PipelineParallel(PipelineRanks):
     def _trainer(self) -> Trainer:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
+
+
+def _arrives_as_expected(trainer: Any) -> bool:
+    """Whether nobody but Lightning has the loss in its hands between the step and its backward pass."""
+    plugin = trainer.precision_plugin
+    owners = [trainer.lightning_module, *trainer.callbacks]
+    hooks = [(owners[0], "backward"), (plugin, "pre_backward"), (plugin, "backward")]
+    hooks += [(owner, "on_before_backward") for owner in owners]
+    if any(is_changed_hook(owner, hook) for owner, hook in hooks):
+        return False
+    scaler = getattr(plugin, "scaler", None)
+    return scaler is None or type(scaler) in (torch.amp.GradScaler, torch.cuda.amp.GradScaler)

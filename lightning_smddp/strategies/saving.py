@@ -3,7 +3,7 @@
 The way of ``trainer.save_checkpoint(path)``:
 
 1. Lightning collects the checkpoint on every rank; a pipeline gathers its parts on the first rank
-   (``pipeline/state/full_state.py``, ``optimizer_state.py``), or with ``sharded`` gives each rank its own. The state of
+   (``pipeline/state/state_dict.py``, ``optimizer.py``), or with ``sharded`` gives each rank its own. The state of
    optimizers whose work ranks share is put together by ``sharding/optimizer_states.py``.
 2. ``TrainerStrategy.save_checkpoint`` adds what an exact resume and compression need, and calls :meth:`Saving.save`.
 3. A plain file is written by the first rank: Lightning's ``save_checkpoint``, ``SafeFiles`` (``checkpoint_io.py``; in a

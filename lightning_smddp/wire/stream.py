@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp.wire.encode import dtype_of, name_of_dtype
-from lightning_smddp.wire.gather import gather_json
+from lightning_smddp.wire.objects import gather
+from lightning_smddp.wire.pytree import map_leaves
 
 CHUNK_BYTES = 64 * 2**20  # of a message
 
@@ -261,13 +262,9 @@ def gathered_shares(
 ) -> Iterator[dict[str, Tensor]]:
     """What :func:`gather_tensors` gives, of one rank after the other. Collective: to be gone through to its end."""
     rank = group.rank()
-    own_entries = []
-    for name, tensor in local.items():
-        own_entries.append([name, Spec.of(tensor).to_json()])
-    announced = gather_json(own_entries, group, device)
-    for source, entries in enumerate(announced):
-        names = [name for name, _ in entries]
-        specs = [Spec.from_json(entry) for _, entry in entries]
+    announced = gather({name: Spec.of(tensor) for name, tensor in local.items()}, group)
+    for source, named_specs in enumerate(announced):
+        specs = list(named_specs.values())
         tensors: list[Tensor] = []
         if source == rank:
             tensors = [tensor.detach() for tensor in local.values()]
@@ -280,7 +277,34 @@ def gathered_shares(
         elif source != rank == 0:
             tensors = _receive_tensors(specs, group, source, device)
         if to_all or rank == 0:
-            yield dict(zip(names, to_host(tensors), strict=True))
+            yield dict(zip(named_specs, to_host(tensors), strict=True))
+
+
+class _Hole(int):
+    """Stands for the tensor of this number in a structure without tensors."""
+
+
+def gathered_objects(local: Any, group: dist.ProcessGroup, to_all: bool, device: torch.device) -> Iterator[Any]:
+    """Every rank's ``local``, one rank's after the other. Collective: to be gone through to its end.
+
+    Tensors in it are sent as :func:`gathered_shares` does, and are on the CPU; the rest is pickled.
+    """
+    found: dict[str, Tensor] = {}
+
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        found[str(len(found))] = leaf
+        return _Hole(len(found) - 1)
+
+    outlines = gather(map_leaves(take, local), group)
+    shares = gathered_shares(found, group, to_all, device)
+    for outline, share in zip(outlines, shares, strict=False):  # a rank may get no shares
+        yield map_leaves(partial(_filled, share), outline)
+
+
+def _filled(share: Mapping[str, Tensor], leaf: Any) -> Any:
+    return share[str(int(leaf))] if isinstance(leaf, _Hole) else leaf
 
 
 def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import base64
-import json
 import os
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,8 +16,7 @@ from torch import Tensor
 
 from lightning_smddp.wire.broadcast import broadcast_json
 from lightning_smddp.wire.encode import Path, UnknownTypeError, decode, encode, is_dense, name_of_type
-from lightning_smddp.wire.gather import gather_json
-from lightning_smddp.wire.stream import CPU, Spec, broadcast_tensors, gathered_shares
+from lightning_smddp.wire.stream import CPU, Spec, broadcast_tensors
 
 ALLOW_PICKLE = "LIGHTNING_SMDDP_ALLOW_PICKLE"
 
@@ -79,50 +76,6 @@ def broadcast_value(
     if is_source:
         return value
     return decode(plain, tensors)
-
-
-def gathered_values(
-    local: Any,
-    what: str,
-    group: dist.ProcessGroup,
-    to_all: bool,
-    device: torch.device,
-) -> Iterator[Any]:
-    """Every rank's ``local``, one rank's after the other, with tensors on the CPU.
-
-    Collective: to be gone through to its end. Values are those of :func:`broadcast_value`, never pickled.
-
-    Args:
-        local: of this rank.
-        what: it is, for the error.
-        group: the ranks.
-        to_all: False leaves all ranks but the first with nothing.
-        device: where ``group``'s backend has its messages.
-
-    Raises:
-        ValueError: on every rank: a rank's value has something that cannot be sent.
-    """
-    tensors: dict[Path, Tensor] = {}
-    plain: Any = None
-    problem: str | None = None
-    try:
-        plain = encode(local, tensors)
-    except UnknownTypeError as error:
-        problem = (
-            f"{what} cannot be gathered: {error}. Between ranks travel tensors, numbers, texts, None, and lists, "
-            "tuples and dicts of these."
-        )
-    outlines = gather_json([plain, problem], group, device)
-    for _, ranks_problem in outlines:
-        if ranks_problem is not None:
-            raise ValueError(ranks_problem)
-    named = {json.dumps(path): tensor for path, tensor in tensors.items()}  # names are texts there
-    shares = gathered_shares(named, group, to_all, device)
-    for (outline, _), share in zip(outlines, shares, strict=False):  # a rank may get no shares
-        ranks_tensors: dict[Path, Tensor] = {}
-        for name, tensor in share.items():
-            ranks_tensors[tuple(json.loads(name))] = tensor
-        yield decode(outline, ranks_tensors)
 
 
 def _describe(value: Any, tensors: dict[Path, Tensor]) -> list[Any]:

@@ -16,7 +16,7 @@ from lightning_smddp.pipeline.partition.live_sets import live_sets
 from lightning_smddp.pipeline.runtime.remote import Shapes
 from lightning_smddp.pipeline.runtime.replay import Observers, Replay, patched_units
 from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
-from lightning_smddp.pipeline.state.full_state import set_contents
+from lightning_smddp.pipeline.state.absent import set_contents
 
 CPU = torch.device("cpu")
 # torch.manual_seed notes the whole stack for each kind of device that may come: a millisecond, at each cut.

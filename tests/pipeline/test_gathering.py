@@ -41,7 +41,7 @@ def gather(kind: str) -> tuple[dict[str, Tensor], Counter[str], str]:
         setattr(stream, name, _noted(name, getattr(stream, name), messages))
     with counted() as counts:
         found = gather_tensors(mine, group, False, device)
-        copies = Counter({key: times for key, times in counts.items() if "gather.py" not in key[1]})
+        copies = Counter({key: times for key, times in counts.items() if "objects.py" not in key[1]})
     return found, messages, table(copies)
 
 
@@ -92,7 +92,8 @@ def snapshot_on_device() -> tuple[Any, str]:
 @pytest.mark.simulated_cuda
 def test_a_snapshot_of_a_device(tmp_path: Any) -> None:
     ((data, waits),) = run_ranks(snapshot_on_device, 1, backend="nccl")
-    assert "copy" not in waits, waits
+    of_tensors = [line for line in waits.splitlines() if "wire/objects.py" not in line]
+    assert "copy" not in "".join(of_tensors), waits
     (tmp_path / "a.ckpt").write_bytes(data)
     state = torch.load(tmp_path / "a.ckpt")["state_dict"]
     assert torch.equal(state["weight"], torch.arange(9000.0).view(90, 100))

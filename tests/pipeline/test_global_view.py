@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_smddp.pipeline.mesh import Ownership
-from lightning_smddp.pipeline.state.full_state import gather_full, release
+from lightning_smddp.pipeline.state.absent import release
+from lightning_smddp.pipeline.state.state_dict import gather_full
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.pipeline.view.tensor import GlobalViewError
 from tests.ranks import run_ranks

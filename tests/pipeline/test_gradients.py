@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp.communication.norms import norm_over_ranks
-from lightning_smddp.pipeline.gradients.across_stages import (
+from lightning_smddp.pipeline.mesh import Ownership, held_parameters
+from lightning_smddp.pipeline.state.absent import release
+from lightning_smddp.pipeline.state.grad_reduce import (
     TiedGradients,
     clip_by_norm,
     create_tied_groups,
     share_overflow,
 )
-from lightning_smddp.pipeline.mesh import Ownership, held_parameters
-from lightning_smddp.pipeline.state.full_state import release
-from lightning_smddp.pipeline.state.optimizer_state import OptimizerPartition
+from lightning_smddp.pipeline.state.optimizer import OptimizerPartition
 from tests.communication.errors import message_of
 from tests.pipeline.models import OWNERSHIP, seeded, tied, train_step
 from tests.ranks import run_in_threads, run_ranks

@@ -14,15 +14,15 @@ from torch import nn
 
 from lightning_smddp.bridge.logged_values import reduce_values
 from lightning_smddp.communication.nonfinite import bad_gradients
-from lightning_smddp.pipeline.gradients.across_stages import (
+from lightning_smddp.pipeline.mesh import Ownership
+from lightning_smddp.pipeline.partition.loss_weights import LossWeight
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch
+from lightning_smddp.pipeline.state.grad_reduce import (
     TiedGradients,
     clip_by_norm,
     create_tied_groups,
     share_overflow,
 )
-from lightning_smddp.pipeline.mesh import Ownership
-from lightning_smddp.pipeline.partition.loss_weights import LossWeight
-from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.wire.broadcast import HeaderCache, broadcast_structure
 from tests.ranks import run_ranks
 from tests.simulated_cuda.synchronisations import counted, table

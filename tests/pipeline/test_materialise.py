@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.state.materialize import materialize, parameters_on_meta
+from lightning_smddp.pipeline.state.deferred_init import materialize, parameters_on_meta
 from tests.pipeline.models import OWNERSHIP, Tied, assert_same
 
 CPU = torch.device("cpu")

@@ -4,16 +4,14 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, SGD, Adafactor, Adam, AdamW, Optimizer, RMSprop
 
-from lightning_smddp.pipeline.state.full_state import release
-from lightning_smddp.pipeline.state.optimizer_state import OptimizerPartition
-from tests.communication.errors import message_of
+from lightning_smddp.pipeline.state.absent import release
+from lightning_smddp.pipeline.state.optimizer import OptimizerPartition
 from tests.pipeline.models import OWNERSHIP, Tied, assert_same, tied, train_step
 from tests.ranks import run_in_threads
 
@@ -178,14 +176,12 @@ def test_a_tensor_that_is_no_parameter_is_refused() -> None:
 
 
 class Peculiar(SGD):
-    """Keeps nested state, and once something that no message carries."""
-
-    odd: Any = None
+    """Keeps nested state."""
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                self.state[p] = {"nested": [{"t": p.detach() * 2}, (1, None)], "text": "a", "odd": self.odd}
+                self.state[p] = {"nested": [{"t": p.detach() * 2}, (1, None)], "text": "a"}
 
 
 def test_nested_state() -> None:
@@ -196,16 +192,3 @@ def nested(group: dist.ProcessGroup) -> None:
     rank = Rank(group, lambda model: Peculiar(model.parameters(), lr=0.1))
     rank.step(0)
     rank.compare()
-
-
-def test_state_that_cannot_travel_is_named_on_every_rank() -> None:
-    for message in run_in_threads(odd_state, 2):
-        assert "Peculiar's state cannot be gathered: norm.weight.odd is a numpy.ndarray." in message
-
-
-def odd_state(group: dist.ProcessGroup) -> str:
-    rank = Rank(group, lambda model: Peculiar(model.parameters(), lr=0.1))
-    rank.step(0)
-    if group.rank() == 1:
-        rank.optimizer.state[rank.model.norm.weight]["odd"] = np.zeros(2)
-    return message_of(ValueError, lambda: rank.partition.full_state_dict(group))

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_smddp.communication.compression import Compression
 from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.pipeline.gradients.replicas import ReplicaGradients, assign_buckets
+from lightning_smddp.pipeline.state.replicas import ReplicaGradients, assign_buckets
 from tests.communication.errors import message_of
 from tests.ranks import run_ranks
 

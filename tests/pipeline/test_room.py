@@ -12,7 +12,8 @@ from torch import nn
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.partition import hardware
 from lightning_smddp.pipeline.partition.hardware import available_host_bytes, fits_on_devices, fits_on_hosts
-from lightning_smddp.pipeline.state.full_state import gather_full, release
+from lightning_smddp.pipeline.state.absent import release
+from lightning_smddp.pipeline.state.state_dict import gather_full
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -20,8 +20,7 @@ from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict
 from lightning_smddp.sharding.optimizer_trial import why_not_one_by_one
 from lightning_smddp.wire.pytree import copied
-from lightning_smddp.wire.stream import CPU
-from lightning_smddp.wire.values import gathered_values
+from lightning_smddp.wire.stream import CPU, gathered_objects
 
 
 def require_divisible(optimizer: Optimizer) -> None:
@@ -49,6 +48,8 @@ class _Group:
 
 class OptimizerPartition:
     """Reduces ``optimizer`` to the parameters of one rank, and saves and loads the state of the whole.
+
+    Between ranks states go by parameter name; in what is saved parameters have torch's numbers.
 
     Args:
         optimizer: of the complete model; its ``param_groups`` keep their number, order and options, and lose other
@@ -97,9 +98,8 @@ class OptimizerPartition:
                 "Groups may be added during training, not removed."
             )
         for group in groups[len(self._groups) :]:
-            self._check(group["params"])
-            whole = _Group(list(group["params"]), group.get("param_names"))
-            self._groups.append(whole)
+            self._require_named(group["params"])
+            self._groups.append(_Group(list(group["params"]), group.get("param_names")))
         self._filter()
 
     @contextmanager
@@ -127,7 +127,7 @@ class OptimizerPartition:
         """A parameter of one element, 0, that is stepped along and never saved.
 
         ``GradScaler.step`` needs a gradient in every optimizer, which a rank without used parameters does not have;
-        see ``across_stages.share_overflow``.
+        see ``grad_reduce.share_overflow``.
         """
         if self.placeholder is None:
             self.placeholder = nn.Parameter(torch.zeros(1, 1, device=device))
@@ -148,37 +148,24 @@ class OptimizerPartition:
             to_all: False leaves all ranks but the first with an empty dict.
             device: where ``group``'s backend has its messages.
             states: of this rank's parameters; None: those that the optimizer has.
-
-        Raises:
-            ValueError: on every rank, if a state has something else than tensors and what JSON carries.
         """
-        if states is None:
-            states = self.optimizer.state
-        found = self._gather_states(states, group, to_all, device)
+        local = {self._name_of(parameter): state for parameter, state in self._owned(states).items()}
+        found: dict[str, Any] = {}
+        for of_rank in gathered_objects(local, group, to_all, device):
+            found |= of_rank
         if not to_all and group.rank() != 0:
             return {}
         everything = {}
         for parameter in self._all():
-            name = self._name_of(parameter)
-            if name in found:
-                everything[parameter] = found[name]
-        with self._whole(), self._with_states(everything):
+            if self._name_of(parameter) in found:
+                everything[parameter] = found[self._name_of(parameter)]
+        with self._whole(everything):
             return self.optimizer.state_dict()
 
     def partial_state_dict(self, states: Mapping[Any, Any] | None = None) -> dict[str, Any]:
         """What this rank gives to :meth:`full_state_dict`: its own parameters' state, with the whole's numbers."""
-        if states is None:
-            states = self.optimizer.state
-        with self._whole(), self._with_states(states):
-            state = self.optimizer.state_dict()
-        # Each rank numbers the parameters of all, so that the parts of several ranks fit together.
-        # `Optimizer.state_dict` numbers parameters over all groups; a key that is no number belongs to none of them.
-        parameters = self._all()
-        mine = {}
-        for number, value in state["state"].items():
-            if not isinstance(number, int) or self._is_owned(parameters[number]):
-                mine[number] = value
-        return {**state, "state": mine}
+        with self._whole(self._owned(states)):
+            return self.optimizer.state_dict()
 
     def load_full_state_dict(self, state: Mapping[str, Any], shards: OptimizerShards | None = None) -> None:
         """Load what :meth:`full_state_dict`, or the optimizer of a whole model, saved: this rank's part of it, copied.
@@ -190,41 +177,30 @@ class OptimizerPartition:
         Raises:
             ValueError: the groups differ, as ``Optimizer.load_state_dict`` says.
         """
-        groups = state["param_groups"]
-        numbers: list[Any] = []
-        for group in groups:
-            numbers += group["params"]
         # A saved state knows parameters by number, over all groups. What is of other ranks' is not even copied.
-        parameters = self._all()
+        groups = state["param_groups"]
+        numbers = list(chain.from_iterable(group["params"] for group in groups))
         others = set()
-        if len(numbers) == len(parameters):  # else the optimizer says what is wrong
-            for number, parameter in zip(numbers, parameters, strict=True):
-                if not self._is_mine(parameter):
-                    others.add(number)
-        kept = {}
-        for number, value in state["state"].items():
-            if number not in others:
-                kept[number] = copied(value)
+        for number, parameter in zip(numbers, self._all(), strict=False):  # else the optimizer says what is wrong
+            if not self._is_mine(parameter):
+                others.add(number)
+        kept = {number: copied(value) for number, value in state["state"].items() if number not in others}
         loaded = {**state, "state": kept}
-        sizes = [len(group["params"]) for group in groups]
-        if shards is None or sizes != [len(whole.parameters) for whole in self._groups]:
-            with self._whole():
+        fits = [len(group["params"]) for group in groups] == [len(whole.parameters) for whole in self._groups]
+        if shards is None or not fits:
+            self._fill()
+            try:
                 self.optimizer.load_state_dict(loaded)
+            finally:
+                self._filter()
             return
         # Shards of an optimizer know no parameters but this rank's: they get these numbers alone.
         own_groups = []
         for group in groups:
             own = [number for number in group["params"] if number not in others]
             own_groups.append({**group, "params": own})
-        loaded["param_groups"] = own_groups
-        load_whole_state_dict(shards, loaded)
+        load_whole_state_dict(shards, {**loaded, "param_groups": own_groups})
         self._filter()  # also the names that were loaded for the whole
-
-    def give_back(self, state: Mapping[str, Any]) -> None:
-        """Let the optimizer be the whole model's again, with ``state``, a :meth:`full_state_dict`."""
-        self.placeholder = None
-        self._fill()
-        self.optimizer.load_state_dict(dict(state))
 
     def _all(self) -> list[nn.Parameter]:
         return list(chain.from_iterable(whole.parameters for whole in self._groups))
@@ -236,11 +212,17 @@ class OptimizerPartition:
         """Whether this rank steps it: all holders of a tied parameter do."""
         return self.ownership.is_mine(self._name_of(parameter), self.rank)
 
-    def _is_owned(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank speaks for its state: one of its holders does."""
-        return self.ownership.owner(self._name_of(parameter)) == self.rank
+    def _owned(self, states: Mapping[Any, Any] | None) -> dict[nn.Parameter, Any]:
+        """The states that this rank speaks for: of a tied parameter's holders one does."""
+        if states is None:
+            states = self.optimizer.state
+        owned = {}
+        for parameter in self._all():
+            if parameter in states and self.ownership.owner(self._name_of(parameter)) == self.rank:
+                owned[parameter] = states[parameter]
+        return owned
 
-    def _check(self, parameters: list[nn.Parameter]) -> None:
+    def _require_named(self, parameters: list[nn.Parameter]) -> None:
         for index, parameter in enumerate(parameters):
             if id(parameter) not in self._names:
                 raise ValueError(
@@ -255,41 +237,20 @@ class OptimizerPartition:
         #     on rank 0              [a b] []             a group may become empty, but stays with its options
         #     on rank 1              [c] [d e]
         for group, whole in self._with_groups():
-            kept: list[nn.Parameter] = []
-            kept_labels: list[str] = []
-            for position, parameter in enumerate(whole.parameters):
-                if self._is_mine(parameter):
-                    kept.append(parameter)
-                    if whole.labels is not None:
-                        kept_labels.append(whole.labels[position])
-                else:
-                    # States are found by the parameter object: of those of other ranks none may stay, or they would be
-                    # saved twice.
-                    self.optimizer.state.pop(parameter, None)
-            group["params"] = kept
+            mine = [self._is_mine(parameter) for parameter in whole.parameters]
+            group["params"] = list(compress(whole.parameters, mine))
             if whole.labels is not None:
-                group["param_names"] = kept_labels
+                group["param_names"] = list(compress(whole.labels, mine))
+        for parameter in self._all():
+            # States are found by the parameter object: of those of other ranks none may stay, or they would be saved
+            # twice.
+            if not self._is_mine(parameter):
+                self.optimizer.state.pop(parameter, None)
         if self.placeholder is not None:
             group = self.optimizer.param_groups[0]
             group["params"].append(self.placeholder)
             if "param_names" in group:
                 group["param_names"].append("placeholder")
-
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Within it the groups have the parameters of all ranks."""
-        # A state dict fails on the state of a parameter that is in no group: the placeholder's goes for that time.
-        placeholder = self.placeholder
-        placeholder_state: Any = None
-        if placeholder is not None:
-            placeholder_state = self.optimizer.state.pop(placeholder, None)
-        self._fill()
-        try:
-            yield
-        finally:
-            self._filter()
-            if placeholder is not None and placeholder_state is not None:
-                self.optimizer.state[placeholder] = placeholder_state
 
     def _fill(self) -> None:
         """Put the parameters of all ranks into the groups, without the placeholder."""
@@ -305,8 +266,8 @@ class OptimizerPartition:
         return zip(groups, self._groups, strict=True)
 
     @contextmanager
-    def _with_states(self, states: Mapping[Any, Any]) -> Iterator[None]:
-        """Within it the optimizer has these states, beside what belongs to no parameter."""
+    def _whole(self, states: Mapping[nn.Parameter, Any]) -> Iterator[None]:
+        """Within it the optimizer has all ranks' parameters, and these states beside what belongs to no parameter."""
         real = self.optimizer.state
         # `Optimizer.state_dict` reads its attribute `state`: for that moment it is another dict, which no step sees.
         shown: defaultdict[Any, Any] = defaultdict(dict)
@@ -315,25 +276,9 @@ class OptimizerPartition:
                 shown[key] = value
         shown.update(states)
         self.optimizer.state = shown
+        self._fill()
         try:
             yield
         finally:
             self.optimizer.state = real
-
-    def _gather_states(
-        self,
-        states: Mapping[Any, Any],
-        group: dist.ProcessGroup,
-        to_all: bool,
-        device: torch.device,
-    ) -> dict[str, Any]:
-        """For each parameter its state, from its owner."""
-        local: dict[str, Any] = {}
-        for parameter in self._all():
-            if self._is_owned(parameter) and parameter in states:
-                local[self._name_of(parameter)] = states[parameter]
-        what = f"{type(self.optimizer).__name__}'s state"
-        found: dict[str, Any] = {}
-        for of_rank in gathered_values(local, what, group, to_all, device):
-            found |= of_rank
-        return found
+            self._filter()

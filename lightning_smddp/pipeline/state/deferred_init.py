@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_smddp._compat.torch import initializer, swap_contents
-from lightning_smddp.pipeline.state.full_state import set_contents
+from lightning_smddp.pipeline.state.absent import set_contents
 
 
 @contextmanager
@@ -59,23 +59,20 @@ def materialize(module: nn.Module, names: Collection[str], device: torch.device,
     Raises:
         ValueError: a module has no initialiser, or it leaves something without values.
     """
-    wanted: set[int] = set()  # ids of parameters without values so far
-    for name, parameter in module.named_parameters():
-        if name in names and parameter.is_meta:
-            wanted.add(id(parameter))
+    without_values = [parameter for name, parameter in module.named_parameters() if name in names and parameter.is_meta]
+    wanted = set(map(id, without_values))
     values: list[tuple[nn.Parameter, Tensor]] = []
     with _all_on_meta(module):  # an initialiser sees no values but those that it sets
         for name, child in module.named_modules():
-            parameters = dict(child.named_parameters(recurse=False))
-            local = [key for key, parameter in parameters.items() if id(parameter) in wanted]
+            local = [key for key, parameter in child.named_parameters(recurse=False) if id(parameter) in wanted]
             buffers = [key for key, buffer in child.named_buffers(recurse=False) if buffer.is_meta]
             if not local and not buffers:
                 continue
-            initialisation = _Initialisation(module, name, parameters, local, buffers)
-            values += initialisation.run(device, seed)
+            found = _Initialisation(module, name, local, buffers).run(device, seed)
+            values += found
             # A tied parameter has its values now, from the first module that names it, as in a model that was built
             # whole.
-            wanted.difference_update(id(parameters[key]) for key in local)
+            wanted.difference_update(id(parameter) for parameter, _ in found)
     for parameter, value in values:
         set_contents(parameter, value)
 
@@ -84,12 +81,12 @@ def materialize(module: nn.Module, names: Collection[str], device: torch.device,
 def _all_on_meta(module: nn.Module) -> Iterator[None]:
     """Within it no parameter has values; then those that had some have them again."""
     hidden: list[tuple[nn.Parameter, Tensor]] = []
+    for parameter in module.parameters():
+        if not parameter.is_meta:
+            contents = torch.empty_like(parameter, device="meta", requires_grad=parameter.requires_grad)
+            swap_contents(parameter, contents)
+            hidden.append((parameter, contents))
     try:
-        for parameter in module.parameters():
-            if not parameter.is_meta:
-                contents = torch.empty_like(parameter, device="meta", requires_grad=parameter.requires_grad)
-                swap_contents(parameter, contents)
-                hidden.append((parameter, contents))
         yield
     finally:
         for parameter, contents in hidden:
@@ -105,23 +102,15 @@ class _Initialisation:
     Args:
         root: the model.
         name: of the module in it.
-        parameters: the module's own, by their names in it.
-        local: names of those among them that this rank holds.
+        local: names of the module's own parameters that this rank holds.
         buffers: names of its buffers on the meta device.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        name: str,
-        parameters: dict[str, nn.Parameter],
-        local: list[str],
-        buffers: list[str],
-    ) -> None:
+    def __init__(self, root: nn.Module, name: str, local: list[str], buffers: list[str]) -> None:
         self.root = root
         self.name = name
         self.module = root.get_submodule(name)
-        self.parameters = parameters
+        self.parameters = dict(self.module.named_parameters(recurse=False))
         self.local = local
         self.buffers = buffers
 
@@ -145,7 +134,7 @@ class _Initialisation:
                     torch.manual_seed(_seed(seed, self.name, caller))
                     initialise()
             self._take_replaced()
-            self._check()
+            self._require_values()
         finally:
             for key, parameter in self.parameters.items():
                 swap_contents(parameter, contents[key])
@@ -162,8 +151,7 @@ class _Initialisation:
         for path in _outwards(self.name):
             init_weights = _init_weights_around(self.root, path)
             if init_weights is not None:
-                module = self.root.get_submodule(path)
-                found.append((path, partial(init_weights, module)))
+                found.append((path, partial(init_weights, self.root.get_submodule(path))))
         if not found:
             empty = ", ".join([*self.local, *self.buffers])
             raise ValueError(
@@ -180,10 +168,9 @@ class _Initialisation:
                 set_contents(parameter, new)
                 setattr(self.module, key, parameter)
 
-    def _check(self) -> None:
-        """Raise ``ValueError`` if something is without values still."""
-        empty = [key for key in self.local if _bare(self.parameters[key])]
-        empty += [key for key in self.buffers if _bare(getattr(self.module, key))]
+    def _require_values(self) -> None:
+        """Raise ``ValueError`` if a number is still the NaN that it was."""
+        empty = [key for key in [*self.local, *self.buffers] if bool(getattr(self.module, key).isnan().any())]
         if empty:
             raise ValueError(
                 f"The initialisation of {self._title()} leaves {', '.join(empty)} without values. Set them in its "
@@ -225,26 +212,8 @@ def _init_weights_around(root: nn.Module, name: str) -> Callable[[nn.Module], ob
 
 
 def _blank(tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory for ``tensor``, filled with what no initialiser leaves behind."""
-    blank = torch.empty_like(tensor, device=device, requires_grad=tensor.requires_grad)
-    with torch.no_grad():
-        return blank.fill_(_marker(tensor.dtype))
-
-
-def _bare(tensor: Tensor) -> bool:
-    """Whether ``tensor`` was not set: an element of it, or for integers all of them."""
-    # A random initialiser of integers may draw the largest one, but not everywhere.
-    if tensor.numel() == 0 or tensor.dtype == torch.bool:  # bool has no value to spare
-        return False
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return bool(tensor.isnan().any())
-    return bool((tensor == _marker(tensor.dtype)).all())
-
-
-def _marker(dtype: torch.dtype) -> float | int:
-    """NaN, or the largest integer, which no initialiser leaves behind; bool has no such value."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    if dtype == torch.bool:
-        return 0
-    return torch.iinfo(dtype).max
+    """Memory for ``tensor``, filled with NaN, which no initialiser leaves behind; integers are 0, as they have none."""
+    blank = torch.zeros_like(tensor, device=device, requires_grad=tensor.requires_grad)
+    if blank.is_floating_point() or blank.is_complex():
+        blank.detach().fill_(torch.nan)
+    return blank

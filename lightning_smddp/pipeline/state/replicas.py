@@ -7,13 +7,12 @@ cannot do it: with schedules that split backward in two it averages too early, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket
+from torch.utils.hooks import RemovableHandle
 
 from lightning_smddp._compat.torch import write_count
 from lightning_smddp.communication.autotune import DEFAULT_BUCKET_MB, Plan, choose_plan, given_plan
@@ -31,23 +31,6 @@ from lightning_smddp.communication.hook import GradientSynchronizer
 from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.stats import recorder_for
-
-
-@dataclass
-class _Slot:
-    """One parameter's part of a bucket.
-
-    Attributes:
-        parameter: whose gradient it has.
-        view: of the flat memory, in the parameter's own strides.
-        kept: whether it began with what ``.grad`` held.
-        written: the count of writes to ``view`` then: it tells whether a backward pass has come to it since.
-    """
-
-    parameter: nn.Parameter
-    view: Tensor
-    kept: bool = False
-    written: int = 0
 
 
 class GradientBucket:
@@ -67,13 +50,13 @@ class GradientBucket:
         self._parameters = parameters
         self._last = last
         sizes = [parameter.numel() for parameter in parameters]
-        self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         # flat:  gradient of p0 | gradient of p1 | ...
-        # `.data` gives each view a count of writes of its own: those of one tensor share one.
-        self._slots: list[_Slot] = []
+        self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        self._views: list[Tensor] = []
         for parameter, part in zip(parameters, self._flat.split(sizes), strict=True):
             view = part.as_strided(parameter.shape, _strides(parameter))
-            self._slots.append(_Slot(parameter, view.data))
+            self._views.append(view.data)  # with a count of writes of its own: views of one tensor share one
+        self._written = [0] * len(parameters)  # counts of writes at `begin`; -1: it began with what `.grad` held
 
     def index(self) -> int:
         """Its position in the order of launches."""
@@ -93,48 +76,35 @@ class GradientBucket:
 
     def begin(self, keep: bool) -> None:
         """Let gradients flow in: added to what ``.grad`` holds, or to zero."""
-        keeps_some = False
-        for slot in self._slots:
-            slot.kept = keep and slot.parameter.grad is not None
-            keeps_some |= slot.kept
-        if keeps_some:
+        kept = [keep and parameter.grad is not None for parameter in self._parameters]
+        if any(kept):
             self.collect()
+            for view, is_kept in zip(self._views, kept, strict=True):
+                if not is_kept:
+                    view.zero_()
         else:
             self._flat.zero_()  # one kernel instead of one for each parameter
-        for slot in self._slots:
-            if keeps_some and not slot.kept:
-                slot.view.zero_()
-            slot.parameter.grad = slot.view
-            slot.written = write_count(slot.view)
+        self._written = []
+        for parameter, view, is_kept in zip(self._parameters, self._views, kept, strict=True):
+            parameter.grad = view
+            self._written.append(-1 if is_kept else write_count(view))
 
     def collect(self) -> None:
         """Take in gradients that someone put elsewhere, as ``backward(create_graph=True)`` does."""
-        for slot in self._slots:
-            gradient = slot.parameter.grad
-            if gradient is not None and not _same_memory(gradient, slot.view):
-                slot.view.copy_(gradient)
-                slot.parameter.grad = slot.view
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            gradient = parameter.grad
+            if gradient is not None and not _same_memory(gradient, view):
+                view.copy_(gradient)
+                parameter.grad = view
 
     def used(self) -> list[bool]:
         """Which parameters have a gradient, be it zero."""
-        return [slot.kept or write_count(slot.view) != slot.written for slot in self._slots]
+        return [write_count(view) != count for view, count in zip(self._views, self._written, strict=True)]
 
-    def hand_out(self, used: Iterable[bool]) -> None:
+    def hand_out(self, used: Sequence[bool]) -> None:
         """Set ``.grad``: the view, or None for parameters without a gradient."""
-        for slot, is_used in zip(self._slots, used, strict=True):
-            if is_used:
-                slot.parameter.grad = slot.view
-            else:
-                slot.parameter.grad = None
-
-
-@dataclass
-class _Filling:
-    """A bucket to be."""
-
-    members: list[nn.Parameter] = field(default_factory=list)
-    size: int = 0  # bytes
-    end: int = 0  # of the last member its position in the order of backward
+        for parameter, view, is_used in zip(self._parameters, self._views, used, strict=True):
+            parameter.grad = view if is_used else None
 
 
 def assign_buckets(parameters: list[nn.Parameter], cap_bytes: int) -> list[GradientBucket]:
@@ -142,26 +112,21 @@ def assign_buckets(parameters: list[nn.Parameter], cap_bytes: int) -> list[Gradi
 
     That is taken to be the reverse of the module's.
     """
-    filled: list[_Filling] = []
-    filling: dict[torch.dtype, _Filling] = {}  # the open bucket of each dtype
+    filled: list[list[nn.Parameter]] = []
+    filling: dict[torch.dtype, list[nn.Parameter]] = {}  # the open bucket of each dtype
+    ends: dict[int, int] = {}  # for each parameter its position in the order of backward
     for position, parameter in enumerate(reversed(parameters)):
-        size = parameter.numel() * parameter.dtype.itemsize
-        bucket = filling.get(parameter.dtype)
-        if bucket is None or bucket.size + size > cap_bytes:
-            bucket = _Filling()
-            filled.append(bucket)
-            filling[parameter.dtype] = bucket
-        bucket.members.append(parameter)
-        bucket.size += size
-        bucket.end = position
+        ends[id(parameter)] = position
+        members = filling.get(parameter.dtype)
+        if members is None or sum(member.nbytes for member in members) + parameter.nbytes > cap_bytes:
+            members = filling[parameter.dtype] = []
+            filled.append(members)
+        members.append(parameter)
     # A bucket can start when its last gradient is there, so buckets are numbered by their last members. Launches
     # follow the numbers on all replicas: collectives in another order on another rank would never match.
-    filled.sort(key=lambda bucket: bucket.end)
-    buckets = []
-    for number, bucket in enumerate(filled):
-        is_last = number == len(filled) - 1
-        buckets.append(GradientBucket(number, bucket.members, is_last))
-    return buckets
+    filled.sort(key=lambda members: ends[id(members[-1])])
+    last = len(filled) - 1
+    return [GradientBucket(number, members, number == last) for number, members in enumerate(filled)]
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:
@@ -215,17 +180,8 @@ class ReplicaGradients:
         self._compression = compression
         self._device = device
         self.recorder = recorder_for(device)
-        size = 0
-        for parameter in self._trained().values():
-            size += parameter.numel() * parameter.dtype.itemsize
-        self.communicator = Communicator(
-            group,
-            device,
-            timeout,
-            self.recorder.on_wait,
-            size,
-            apart=True,
-        )
+        size = sum(parameter.nbytes for parameter in self._trained().values())
+        self.communicator = Communicator(group, device, timeout, self.recorder.on_wait, size, apart=True)
         check_same_model(_Held(self._parameters), group, device, self.communicator.topology)
         if compression is not None:
             for name, parameter in self._trained().items():
@@ -234,7 +190,7 @@ class ReplicaGradients:
         self.buckets: list[GradientBucket] = []
         self._synchronizer: GradientSynchronizer | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_smddp_replicas")
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
         self._pending: list[futures.Future[Any]] = []
         self.watching = False  # for NaN and inf, before averaging
         self.marking = True  # see `NonFiniteWatch.marks`
@@ -263,18 +219,13 @@ class ReplicaGradients:
             self._remaining = dict.fromkeys(trained, backwards)
         else:
             self._remaining = {name: backwards[name] for name in trained}
+        for hook in self._hooks:
+            # Behind hooks that users have registered since: what these make of a gradient is averaged.
+            hooks = hook.hooks_dict_ref()
+            if hooks is not None and len(hooks) > 1:
+                hooks[hook.id] = hooks.pop(hook.id)
         for bucket in self.buckets:
             bucket.begin(keep)
-
-    @contextmanager
-    def idle(self) -> Iterator[None]:
-        """Around backward passes that do not belong to a batch: what they make is not counted."""
-        remaining = self._remaining
-        self._remaining = {}
-        try:
-            yield
-        finally:
-            self._remaining = remaining
 
     def stash(self) -> None:
         """Take ``.grad`` away until :meth:`finish`, so that nobody zeroes or reads what may be under way."""
@@ -288,7 +239,7 @@ class ReplicaGradients:
         A replica without a gradient for a parameter counts as zero; if none has one, ``.grad`` is None. Collective
         over the replicas with ``average``.
         """
-        used = []
+        used: list[bool] = []
         for bucket in self.buckets:
             bucket.collect()
             used += bucket.used()
@@ -299,11 +250,9 @@ class ReplicaGradients:
             self._wait()
             used = self._used_by_any(used)
         self._remaining = {}
-        begin = 0
+        flags = iter(used)
         for bucket in self.buckets:
-            end = begin + len(bucket.parameters())
-            bucket.hand_out(used[begin:end])
-            begin = end
+            bucket.hand_out(list(islice(flags, len(bucket.parameters()))))
 
     def take_nonfinite(self) -> dict[str, str] | None:
         """What was not finite in this rank's own gradients, by parameter; None if no replica's, nor their mean, was.
@@ -336,11 +285,8 @@ class ReplicaGradients:
         trained = self._trained()
         local: dict[str, dict[str, Tensor]] = {}
         for part, values in state.items():
-            local[part] = {}
-            for key, value in values.items():
-                name = key.partition("[")[0]  # PowerSGD's keys are a name and a part of the parameter: "name[0:100]"
-                if name in trained:
-                    local[part][key] = value
+            # PowerSGD's keys are a name and a part of the parameter: "name[0:100]".
+            local[part] = {key: value for key, value in values.items() if key.partition("[")[0] in trained}
         self._synchronizer.load_state_dict(local)
 
     def close(self) -> None:
@@ -357,10 +303,10 @@ class ReplicaGradients:
         return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
 
     def _choose_plan(self, algorithm: str, bucket_cap_mb: float | None, cache: Path | None) -> Plan:
+        if algorithm == "auto" and not self._trained():
+            algorithm = "native"
         if algorithm != "auto":
             return given_plan(algorithm, bucket_cap_mb)
-        if not self._trained():
-            return given_plan("native", bucket_cap_mb)
         return choose_plan(self.communicator, _Held(self._parameters), self._compression, bucket_cap_mb, cache)
 
     def _build(self) -> None:
@@ -369,24 +315,17 @@ class ReplicaGradients:
         if not trained:
             # Perhaps some are later. The groups of the algorithms are made now, where all ranks come: within a step
             # they do not wait for each other.
-            names = [name for _, name in self.plan.table]
-            for name in dict.fromkeys(names):
+            for name in dict.fromkeys(name for _, name in self.plan.table):
                 self.communicator.algorithm(name, self._compression).close()
             return
+        held = _Held(trained)
         self._synchronizer = GradientSynchronizer(
-            self.communicator,
-            _Held(trained),
-            self.plan.table,
-            self._compression,
-            self.recorder,
+            self.communicator, held, self.plan.table, self._compression, self.recorder
         )
         cap_mb = self.plan.bucket_cap_mb or DEFAULT_BUCKET_MB
-        cap_bytes = int(cap_mb * 2**20)
-        self.buckets = assign_buckets(list(trained.values()), cap_bytes)
-        self._names = {}
-        self._hooks = []
+        self.buckets = assign_buckets(list(trained.values()), int(cap_mb * 2**20))
+        self._names = {id(parameter): name for name, parameter in trained.items()}
         for name, parameter in trained.items():
-            self._names[id(parameter)] = name
             hook = partial(self._accumulated, name)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
@@ -401,14 +340,11 @@ class ReplicaGradients:
 
     def _rebuild(self) -> None:
         """Parameters were frozen or thawed, on all replicas alike."""
-        # What compression remembers goes by parameter, so that it fits other buckets.
-        state: dict[str, dict[str, Tensor]] = {}
-        if self._compression is not None:
-            state = self.state_dict()
+        state = {} if self._compression is None else self.state_dict()
         self._unbuild()
         self._build()
         if state:
-            self.load_state_dict(state)
+            self.load_state_dict(state)  # by parameter, so that it fits other buckets
 
     def _accumulated(self, name: str, parameter: Tensor) -> None:
         """A backward pass has added to the gradient."""
@@ -427,10 +363,8 @@ class ReplicaGradients:
             )
 
     def _is_launched(self, parameter: Tensor) -> bool:
-        for bucket in self.buckets[: self._launched]:
-            if any(parameter is member for member in bucket.parameters()):
-                return True
-        return False
+        launched = chain.from_iterable(bucket.parameters() for bucket in self.buckets[: self._launched])
+        return any(parameter is member for member in launched)
 
     def _launch_full(self, everything: bool = False) -> None:
         """Start the next buckets in order, as far as they are full."""

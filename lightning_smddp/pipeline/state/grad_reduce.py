@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from itertools import chain
 from math import inf
 from typing import Any, TypeAlias
 
@@ -46,22 +47,20 @@ def create_tied_groups(
     assert dist.group.WORLD is not None
     name = new_name(dist.group.WORLD, device)
     rank = dist.get_rank()
+    (pipeline,) = [pipeline for pipeline in pipelines if rank in pipeline]
     local: dict[Ranks, dist.ProcessGroup] = {}
-    for replica, pipeline in enumerate(pipelines):
-        if rank not in pipeline:
-            continue
+    for ranks in shared:
         # Only the members of a group create it, all of them in the order of `shared`.
-        for ranks in shared:
-            members = [pipeline[pipeline_rank] for pipeline_rank in ranks]
-            if rank in members:
-                local[ranks] = create_group(members, f"{name}-tied-{replica}-{ranks}", timeout, device)
+        members = [pipeline[pipeline_rank] for pipeline_rank in ranks]
+        if rank in members:
+            local[ranks] = create_group(members, f"{name}-tied-{members}", timeout, device)
     return local
 
 
 class TiedGradients:
     """Sums gradients over the ranks of a pipeline that hold the same parameter.
 
-    Their values are the same at first (see ``full_state.broadcast_initial``) and stay so: the sum is bit by bit the
+    Their values are the same at first (see ``state_dict.broadcast_initial``) and stay so: the sum is bit by bit the
     same on all holders.
 
     Args:
@@ -111,9 +110,7 @@ def _sum(group: dist.ProcessGroup, parameters: list[nn.Parameter]) -> None:
     sizes = [parameter.numel() for parameter in parameters]
     *sums, holders = flat.split([*sizes, len(parameters)])
     # Reading the counts waits for the device. Where this rank has all gradients, each has a holder anyway.
-    counts = [1.0] * len(parameters)
-    if not all(has_one):
-        counts = holders.tolist()
+    counts = [1.0] * len(parameters) if all(has_one) else holders.tolist()
     for parameter, total, count in zip(parameters, sums, counts, strict=True):
         if count == 0:
             continue
@@ -163,10 +160,8 @@ def clip_by_norm(
     # A tied parameter has the same summed gradient on several ranks, so its owner alone counts it; all of its holders
     # scale it by the same factor.
     rank = group.rank()
-    counted: list[Tensor] = []
-    for name, parameter in parameters.items():
-        if parameter.grad is not None and ownership.owner(name) == rank:
-            counted.append(parameter.grad)
+    owned = [parameter for name, parameter in parameters.items() if ownership.owner(name) == rank]
+    counted = [parameter.grad for parameter in owned if parameter.grad is not None]
     total = norm_over_ranks(counted, group, norm_type, device, error_if_nonfinite)
     clip_grads_with_norm_(parameters.values(), max_norm, total)
     return total
@@ -174,9 +169,8 @@ def clip_by_norm(
 
 def clip_by_value(optimizer: Optimizer, clip_val: float) -> None:
     """``torch.nn.utils.clip_grad_value_`` of this stage's gradients; torch's raises where there are none."""
-    trained: list[nn.Parameter] = []
-    for group in optimizer.param_groups:
-        trained += [parameter for parameter in group["params"] if parameter.grad is not None]
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
     if trained:
         clip_grad_value_(trained, clip_val)
 

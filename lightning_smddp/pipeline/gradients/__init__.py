@@ -1,1 +1,0 @@
-"""What is done with a stage's gradients before the optimizer steps."""

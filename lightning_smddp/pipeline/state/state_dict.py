@@ -1,0 +1,168 @@
+"""Weights and buffers of a whole model from its parts, and back: at the start and end of training, for checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_smddp._compat.torch import swap_contents
+from lightning_smddp.pipeline.mesh import Ownership, named_tensors
+from lightning_smddp.pipeline.state.absent import may_be_absent, set_contents
+from lightning_smddp.wire.objects import gather
+from lightning_smddp.wire.stream import CPU, Spec, broadcast_tensors, gather_tensors, gathered_shares
+
+
+def broadcast_initial(module: nn.Module, group: dist.ProcessGroup, source: int = 0, device: torch.device = CPU) -> None:
+    """Every rank starts from rank ``source``'s parameters and buffers. Collective, before a model is divided.
+
+    Tensors on the meta device have no values and are left alone.
+
+    Args:
+        module: the complete model.
+        group: all ranks, of every pipeline.
+        source: rank in ``group``.
+        device: where ``group``'s backend has its messages.
+
+    Raises:
+        ValueError: on every rank, if the ranks' models differ.
+    """
+    named = named_tensors(module)
+    local = {name: (list(tensor.shape), tensor.dtype, tensor.is_meta) for name, tensor in named.items()}
+    everyones = gather(local, group)
+    expected = everyones[source]
+    for rank, found in enumerate(everyones):
+        if list(found.items()) != list(expected.items()):
+            names = [name for name in {**found, **expected} if found.get(name) != expected.get(name)]
+            what = "the order of their tensors"
+            if names:
+                what = f"{names[0]!r}: {expected.get(names[0])} and {found.get(names[0])}"
+            raise ValueError(
+                f"The models of rank {source} and rank {rank} differ, first in {what} (shape, dtype, on the meta "
+                "device). Build the same model on every rank: nothing in it may depend on the rank."
+            )
+    tensors = [tensor.detach() for tensor in named.values() if not tensor.is_meta]
+    broadcast_tensors([Spec.of(tensor) for tensor in tensors], tensors, group, source, device)
+
+
+def full_state_dict(
+    module: nn.Module, ownership: Ownership, group: dist.ProcessGroup, to_all: bool, device: torch.device = CPU
+) -> dict[str, Any]:
+    """What ``module.state_dict()`` would be if the model were whole, with tensors on the CPU. Collective.
+
+    Parameters come from their owners, buffers that training changes too; the rest (extra state, state of hooks) is
+    this rank's. As with ``state_dict()``, tied names share memory, and values are not copies of what this rank
+    holds on the CPU.
+
+    Args:
+        module: divided by :func:`release`.
+        ownership: who holds what.
+        group: the ranks of this pipeline.
+        to_all: False leaves all ranks but the first with an empty dict.
+        device: where ``group``'s backend has its messages.
+    """
+    received = gather_tensors(_owned(module, ownership, group.rank()), group, to_all, device)
+    if not to_all and group.rank() != 0:
+        return {}
+    with _lent(module, received):
+        state: dict[str, Any] = module.state_dict()
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            state[key] = value.cpu()  # what was received is there: tied names still share memory
+    return state
+
+
+def partial_state_dict(module: nn.Module, ownership: Ownership, rank: int) -> dict[str, Any]:
+    """What ``rank`` gives to :func:`full_state_dict`: nothing is copied, moved or sent.
+
+    What no rank owns (buffers that training leaves alone, what hooks add) is in the part of every rank that has it.
+    """
+    # `keep_vars` gives the module's own tensor objects: they tell that a tied name is another one's, and whose it is.
+    owned = {*ownership.parameters, *ownership.buffers}
+    others = set()
+    for name, tensor in named_tensors(module).items():
+        if name in owned and ownership.owner(name) != rank:
+            others.add(id(tensor))
+    part = {}
+    for key, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            if rank == 0:
+                part[key] = value
+        elif not value.is_meta and id(value) not in others:
+            part[key] = value.detach()
+    return part
+
+
+def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
+    """``module.load_state_dict(state, strict)`` on a divided module: what this rank holds is copied.
+
+    Missing and unexpected keys and wrong shapes are found for everything, as in the whole module. Not collective.
+    """
+    with warnings.catch_warnings(), may_be_absent():
+        # Copying into a parameter on the meta device does nothing, of which torch warns: these are of other ranks.
+        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*", category=UserWarning)
+        return module.load_state_dict(state, strict=strict)
+
+
+def gather_full(
+    module: nn.Module,
+    ownership: Ownership,
+    group: dist.ProcessGroup,
+    device: torch.device = CPU,
+    to: torch.device | None = None,
+) -> None:
+    """Undo :func:`release`: every rank holds every parameter again, as the same objects. Collective.
+
+    Args:
+        module: divided by :func:`release`.
+        ownership: who holds what.
+        group: the ranks of this pipeline.
+        device: where ``group``'s backend has its messages.
+        to: where parameters of other ranks go, by one rank's share after the other; ``device`` if None.
+    """
+    rank = group.rank()
+    named = named_tensors(module)
+    for share in gathered_shares(_owned(module, ownership, rank), group, True, device):
+        for name, value in share.items():
+            tensor = named[name]
+            if tensor.is_meta:
+                set_contents(tensor, value.to(to or device))
+            elif ownership.buffers.get(name, rank) != rank:
+                # Every rank has the buffer, but its owner alone has what training has made of it.
+                set_contents(tensor, value.to(tensor.device))
+
+
+def _owned(module: nn.Module, ownership: Ownership, rank: int) -> dict[str, Tensor]:
+    """The tensors that ``rank`` owns."""
+    ownership.check(module)
+    names = {*ownership.parameters, *ownership.buffers}
+    found = {}
+    for name, tensor in named_tensors(module).items():
+        if name in names and ownership.owner(name) == rank:
+            found[name] = tensor
+    return found
+
+
+@contextmanager
+def _lent(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within it ``module``'s tensors of these names hold ``values``, where they are not theirs already."""
+    named = named_tensors(module)
+    changed = []
+    try:
+        for name, value in values.items():
+            tensor = named[name]
+            if tensor.is_meta or tensor.data_ptr() != value.data_ptr():
+                # Swapped, not copied: `state_dict` then returns the received tensors themselves, and a second swap
+                # gives them back.
+                other = value.detach().requires_grad_(tensor.requires_grad)
+                swap_contents(tensor, other)
+                changed.append((tensor, other))
+        yield
+    finally:
+        for tensor, other in changed:
+            swap_contents(tensor, other)
