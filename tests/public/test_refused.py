@@ -39,7 +39,7 @@ class Scripted(Learner):
 
 def refused(make: Any, message: str, **pipeline: Any) -> Case:
     """``message`` is a pattern of one line."""
-    return Case(make, {**WHOLE, "fallback": "error", **pipeline}, refused=message)
+    return Case(make, {**WHOLE, **pipeline}, refused=message)
 
 
 PRUNED = refused(Pruned, r"SplitError: ModelPruning replaces parameters of the module.* Leave it out")

@@ -205,7 +205,7 @@ def warned(model: type[Chain]) -> list[str]:
 
 def refused(model: str) -> str:
     try:
-        pipelined(globals()[model], fallback="error")
+        pipelined(globals()[model])
     except VerificationError as error:
         return f"VerificationError: {error}"
     return "nothing"
@@ -332,7 +332,7 @@ FIT = verification._fit
 
 def fit_on_rank(directory: str, *arguments: Any, **options: Any) -> None:
     """What the first rank prints goes to a file."""
-    strategy = PipelineStrategy(**grouped(num_microbatches=4, fallback="error"))
+    strategy = PipelineStrategy(**grouped(num_microbatches=4))
     path = Path(directory, f"printed{os.environ['RANK']}")
     with path.open("w") as file, redirect_stdout(file):
         FIT(*arguments, **options, strategy=strategy)

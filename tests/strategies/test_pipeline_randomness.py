@@ -133,7 +133,7 @@ class Seeded(Net):
 
 
 def seeded_in_the_step(bench: Bench, kind: str) -> Any:
-    return bench.fit(Seeded(kind), {"fallback": "error"}, max_epochs=1)
+    return bench.fit(Seeded(kind), {}, max_epochs=1)
 
 
 class Shuffled(Net):
@@ -165,7 +165,7 @@ class Masked(Net):
 
 
 def masked(bench: Bench) -> Any:
-    return bench.fit(Masked(layers=5), {**ONE, "fallback": "error"}, max_epochs=1)
+    return bench.fit(Masked(layers=5), {**ONE}, max_epochs=1)
 
 
 def layer_drop_with_dropout(bench: Bench) -> Any:
@@ -173,7 +173,7 @@ def layer_drop_with_dropout(bench: Bench) -> Any:
     torch.manual_seed(3 + int(os.environ.get("RANK", "0")))
     model = LayerDrop()
     model.dropout.p = 0.1
-    return bench.fit(model, {"num_microbatches": 4, "fallback": "error"}, max_epochs=1)
+    return bench.fit(model, {"num_microbatches": 4}, max_epochs=1)
 
 
 class Dropped(nn.Module):
@@ -223,7 +223,7 @@ class Diffusion(Net):
 
 def with_a_generator_of_torch(bench: Bench) -> Any:
     model = Diffusion()
-    return bench.fit(model, {**ONE, "fallback": "error"}, max_epochs=1), model.drawn
+    return bench.fit(model, {**ONE}, max_epochs=1), model.drawn
 
 
 FILES_OWN = np.random.default_rng(7)
@@ -257,7 +257,7 @@ class Elsewhere(Net):
 
 def generators_elsewhere(bench: Bench) -> Any:
     model = Elsewhere()
-    found = bench.fit(model, {**ONE, "fallback": "error"}, max_epochs=2)
+    found = bench.fit(model, {**ONE}, max_epochs=2)
     return found, float(FILES_OWN.normal()), model.helper.inner["numbers"][0].random()
 
 
@@ -287,7 +287,7 @@ class Drawing(Net):
 
 def whole_modules_draw(bench: Bench) -> Any:
     model = seeded(Drawing())
-    return bench.fit(model, {**ONE, "fallback": "error"}, max_epochs=1), model.drawn  # type: ignore[attr-defined]
+    return bench.fit(model, {**ONE}, max_epochs=1), model.drawn  # type: ignore[attr-defined]
 
 
 class Masking(nn.Module):
@@ -329,7 +329,7 @@ class DroppedTwice(Net):
 def dropout_on_two_stages(bench: Bench) -> Any:
     torch.manual_seed(3)
     model = DroppedTwice()
-    return bench.fit(model, {**ONE, "split": ["net.3"], "fallback": "error"}, max_epochs=1), model.same
+    return bench.fit(model, {**ONE, "split": ["net.3"]}, max_epochs=1), model.same
 
 
 class DrawingInHooks(Evaluated):
