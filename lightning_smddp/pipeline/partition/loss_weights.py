@@ -25,7 +25,7 @@ EXACT, MIXED = 1e-4, 1e-2  # relative errors that rounding may explain, in fp32 
 _SAME = 3e-7  # relative errors that differ by less are equal
 
 Kind: TypeAlias = Literal["rows", "labels", "shifted_labels", "sum", "entry", "function"]
-Option: TypeAlias = "str | Callable[[Any], Any]"
+Option: TypeAlias = str | Callable[[Any], Any]
 """``"auto"``, ``"rows"``, ``"labels"``, ``"shifted_labels"``, ``"sum"``, the name of a batch entry, or a function."""
 
 
