@@ -17,9 +17,12 @@ def shared() -> list[list[int] | None]:
     assert group is not None
     numbers = PathNumbers(Channel(group, torch.device("cpu")))
     if group.rank() > 0:
-        return [numbers.receive() for _ in WORDS]
+        found = [numbers.receive() for _ in WORDS]
+        dist.barrier()  # the first rank stays until its messages have arrived
+        return found
     for word in WORDS:
         numbers.send(word)
+    dist.barrier()
     return WORDS
 
 

@@ -89,7 +89,7 @@ class ReplayedStage:
                 return self._replay(running, replay, microbatch, received)
             except Exception as error:
                 diverged = isinstance(error, (ReplayError, SplitError))
-                text = str(error) if diverged else repr(error)
+                text = str(error) if diverged else f"{type(error).__name__}: {error}"
                 running.failures.append(Failure(microbatch, self.stage, text, error, diverged))
         if replay.stage.is_last:
             return ()
