@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+USE_INSTEAD = "Use strategy='smddp' (strategy='smddp_fsdp' where the model does not fit on one device)."
+"""Behind why a pipeline cannot train a module."""
+
 
 def counted(number: int, noun: str) -> str:
     """``1 unit``, ``2 units``: ``number`` of what ``noun`` is one of."""

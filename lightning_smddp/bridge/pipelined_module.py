@@ -31,15 +31,16 @@ from lightning_smddp.bridge.step import LightningStep, Scale
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.partition.hardware import fits_on_devices
-from lightning_smddp.pipeline.partition.loss_weights import LossWeight
+from lightning_smddp.pipeline.partition.loss_weights import COUNTED_BY_ROWS, LossWeight, has_ignored
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import own_error
 from lightning_smddp.pipeline.partition.same_batch import BatchAgreement
-from lightning_smddp.pipeline.partition.verify import VerificationError
 from lightning_smddp.pipeline.runtime.host_values import HostValues
 from lightning_smddp.pipeline.state.grad_reduce import give_back_clipping, take_over_clipping
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
+from lightning_smddp.wire.pytree import tensors
+from lightning_smddp.wording import USE_INSTEAD
 
 Show: TypeAlias = Callable[[str, PartitionedModule, Sequence[MicroBatch], LossWeight], None]
 
@@ -183,10 +184,13 @@ class PipelinedModule:
         microbatches = self.batcher.split(batch, step)
         try:
             partitioned = Partitioning(before, step, microbatches, self.known_plan).run()
-        except (SplitError, VerificationError) as error:
+        except SplitError as error:
             if not step.trains:
                 raise
-            raise own_error(error) from None
+            cause = own_error(error)
+            if isinstance(cause, SplitError):
+                cause = SplitError(f"{cause} {USE_INSTEAD}")
+            raise cause from None
         self.state = partitioned
         if partitioned.replicas is not None:
             partitioned.replicas.watching = self.watching
@@ -202,7 +206,11 @@ class PipelinedModule:
         microbatches: Sequence[MicroBatch],
     ) -> None:
         """With ``loss_weight="auto"``: as in the run that is resumed, else by the trial. Collective over all ranks."""
-        if self.setup.options.loss_weight != "auto" or self.batcher.chosen is not None or not step.trains:
+        if self.setup.options.loss_weight != "auto" or self.batcher.chosen is not None:
+            return
+        if not step.trains:
+            if step.hook != "predict_step" and any(has_ignored(tensor) for tensor in tensors(batch)):
+                partitioned.notes.append(("note", COUNTED_BY_ROWS))
             return
         kept = partitioned.plan.decision.get("loss_weight")
         if kept is not None:

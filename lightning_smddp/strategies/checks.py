@@ -28,6 +28,7 @@ from lightning_smddp.strategies.nonfinite import is_changed_hook
 from lightning_smddp.strategies.options import OptionGroups, ReliabilityOptions, refuse_moved
 from lightning_smddp.strategies.tables import without_warning
 from lightning_smddp.wire.pytree import leaves
+from lightning_smddp.wording import USE_INSTEAD
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -263,9 +264,6 @@ def refuse_training(module: Any, callbacks: Iterable[Any], optimizers: Sequence[
     reason = refusal_of_training(module, callbacks, optimizers)
     if reason is not None:
         raise ValueError(f"{reason} {USE_INSTEAD}")
-
-
-USE_INSTEAD = "Use strategy='smddp' (strategy='smddp_fsdp' where the model does not fit on one device)."
 
 
 def require_pipelinable(module: LightningModule, callbacks: Iterable[Any], is_fit: bool) -> None:

@@ -219,6 +219,8 @@ class PipelineParallel(PipelineRanks):
             self._session.limit(self._timeout),
         )
         self._pipelined = PipelinedModule(setup, self._show_partition)
+        if self._ended is not None and self._ended.module is self.lightning_module:
+            self._pipelined.batcher.chosen = self._ended.batcher.chosen
         if self._restored is not None:
             self._pipelined.load_state_dict(self._restored, strict=False)
             self._restored = None

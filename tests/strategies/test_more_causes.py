@@ -1,4 +1,4 @@
-"""Modules that other people write and that once were not one process's: experts, sharpness, scripted parts."""
+"""Modules that other people write: experts and sharpness, which are refused, and scripted parts."""
 
 from __future__ import annotations
 
@@ -40,10 +40,6 @@ class Mixture(Net):
             self.net[3], self.net[5] = Expert(), Expert()
 
 
-def experts(bench: Bench) -> Any:
-    return bench.fit(Mixture(), {"num_microbatches": 4})
-
-
 class Sharpness(torch.optim.SGD):
     """Steps uphill by all gradients' norm, asks for gradients there, and steps downhill from where it was."""
 
@@ -77,6 +73,10 @@ def refusal(bench: Bench, model: Any) -> str:
 
 def sharpness(bench: Bench) -> str:
     return refusal(bench, Sharp())
+
+
+def experts(bench: Bench) -> str:
+    return refusal(bench, Mixture())
 
 
 def _smooth(x: Tensor, slope: float) -> Tensor:
@@ -119,8 +119,8 @@ def scripted_inside(bench: Bench) -> Any:
     return bench.fit(ScriptedInside(), {"num_microbatches": 4})
 
 
-CASES: list[Case] = [experts, scripted_inside]
-TWO = Matrix([*CASES, sharpness, scripted])
+CASES: list[Case] = [scripted_inside]
+TWO = Matrix([*CASES, sharpness, scripted, experts])
 
 
 @pytest.mark.slow
@@ -143,4 +143,12 @@ def test_an_optimizer_that_needs_all_gradients_is_refused() -> None:
 def test_scripted_code_between_modules_is_refused_with_its_place() -> None:
     for text in TWO.results(scripted):
         assert "test_more_causes.py:" in text
+        assert "strategy='smddp'" in text
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_sizes_that_depend_on_values_are_refused() -> None:
+    for text in TWO.results(experts):
+        assert "net.5 makes a tensor whose size depends on values" in text
         assert "strategy='smddp'" in text
