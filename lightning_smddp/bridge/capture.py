@@ -33,9 +33,9 @@ from lightning_smddp.bridge.metrics import AnyMetric, MetricRecorder, PipelineMe
 from lightning_smddp.bridge.step_attributes import AttributeWatch, AttrPath, Changes, detached
 from lightning_smddp.bridge.step_records import Marks, Record
 from lightning_smddp.bridge.step_results import StepResults
-from lightning_smddp.pipeline.partition.microbatches import combine
+from lightning_smddp.pipeline.partition.outputs import merge_outputs
 from lightning_smddp.pipeline.runtime.remote import RemoteTensor
-from lightning_smddp.wire.pytree import Path, leaves, tensors
+from lightning_smddp.wire.pytree import leaves, tensors
 
 
 class StepCapture:
@@ -64,7 +64,6 @@ class StepCapture:
         self._events = EventCombiner(self.rules)
         self._signature = inspect.signature(base.log)
         self.examples: dict[Any, Any] = {}  # containers of what a step returns, by step
-        self.joins: dict[Any, Mapping[Path, int | None]] = {}  # by step: see `combine`
         self._log_options = frozenset(self._signature.parameters) - {"self", "name", "value"}
         self.changing_steps: set[Any] = set()  # by their keys: those that change their batch in place
         self.keeping_attributes: set[str] = set()  # that steps leave tensors in, which no later step sees
@@ -166,11 +165,10 @@ class StepCapture:
             outputs = plain(list(outputs))
         sizes = [record.size for record in records]
         weights = [record.weight for record in records]
-        joins = self.joins.get(key)
         assert len(outputs) == len(records), f"{len(outputs)} outputs of {len(records)} micro-batches"
         with self._without_pipeline(), torch.no_grad():
             if len(records) > 1:  # raises before anything is changed
-                combine([detached(output) for output in outputs], sizes, joins)
+                merge_outputs([detached(output) for output in outputs], sizes, weights)
             # From here on metrics are updated: each call is made once, with the rows of all micro-batches.
             events = self._events.combine(records, self._find_metrics())
             marks = Marks(events.returned)
@@ -181,7 +179,7 @@ class StepCapture:
             attributes = {where[0]: value for where, value in values.items()}
             # What the step returned: tensors of rows are put together, losses are weighted means.
             marked = [marks.put_on(output, record) for output, record in zip(outputs, records, strict=True)]
-            combined = combine(marked, sizes, joins)
+            combined = merge_outputs(marked, sizes, weights)
             output = marks.take_off(_with_losses(combined, marked, weights))
         self._kept = {}
         self._metrics = None

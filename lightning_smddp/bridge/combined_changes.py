@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_smddp.bridge.logged_values import is_loss, reduce_losses
 from lightning_smddp.bridge.step_attributes import AttrPath, Changes
-from lightning_smddp.pipeline.partition.microbatches import combine
+from lightning_smddp.pipeline.partition.outputs import merge_outputs
 from lightning_smddp.wire.pytree import tensors
 
 
@@ -92,7 +92,7 @@ def _combine_assigned(where: AttrPath, found: _Found, is_written: bool) -> Any:
     """What an attribute is set to for the batch, by the first rule that applies.
 
     Numbers that are moved have moved for each micro-batch; losses are weighted as the loss is; tensors that are written
-    in place; and else whatever ``combine`` has a rule for.
+    in place; and else whatever ``merge_outputs`` has a rule for.
     """
     before, after = found.before, found.values
     if all(type(value) in (int, float) for value in [before, *after]):
@@ -126,7 +126,7 @@ def _combine_tails(tails: list[list[Any]], sizes: list[int], per_row: bool) -> l
     if len(tails) == 1 or per_row or not _are_as_long(tails):
         return everything
     try:
-        return [combine(list(at_once), sizes) for at_once in zip(*tails, strict=True)]
+        return [merge_outputs(list(at_once), sizes, sizes) for at_once in zip(*tails, strict=True)]
     except ValueError:  # no value stands for all micro-batches', so the list gets each of them
         return everything
 
@@ -171,6 +171,6 @@ def _combine_values(values: list[Any], sizes: list[int]) -> Any:
     if not has_tensors and all(value == values[0] for value in values):
         return values[0]
     try:
-        return combine(values, sizes)
+        return merge_outputs(values, sizes, sizes)
     except ValueError:
         return values[-1]

@@ -29,7 +29,7 @@ from lightning_smddp._compat.torch import (
     without_torch_functions,
 )
 from lightning_smddp.pipeline.capture.patches import set_within
-from lightning_smddp.pipeline.partition.microbatches import UncombinableError, combine
+from lightning_smddp.pipeline.partition.outputs import UncombinableError, merge_outputs
 from lightning_smddp.wire.broadcast import broadcast_structure
 from lightning_smddp.wire.pytree import map_leaves, tensors
 
@@ -272,7 +272,7 @@ def _merge(values: list[Any], sizes: list[int], rule: str | None) -> Any:
     is_count = all(type(value) is int for value in values) and values == sizes
     if is_count or (rule == "sum" and isinstance(first, (Tensor, float))):
         return sum(values)
-    return combine(values, sizes)
+    return merge_outputs(values, sizes, sizes)
 
 
 _ATTRIBUTES = ("compute", "dist_sync_fn", "distributed_available_fn")

@@ -11,9 +11,8 @@ from typing import Any
 from lightning_smddp.bridge.module_states import RunSetup, warn_on_first_rank
 from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.pipeline.partition.loss_weights import LossWeight, given_weight
-from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, rows_of
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch, Splitter, UnclearBatchError, has_time_first
 from lightning_smddp.pipeline.partition.resources import looks_at_other_rows
-from lightning_smddp.pipeline.partition.rows import Splitter, evidence, has_time_first
 from lightning_smddp.pipeline.runtime.host_values import HostValues
 from lightning_smddp.planner.schedules import auto_num_microbatches
 from lightning_smddp.wire.pytree import leaves
@@ -82,53 +81,12 @@ class MicroBatcher:
             return [self.splitter.whole(batch)]
         sizes = loader_sizes(getattr(self.setup.module, "trainer", None), step.hook, step.arguments)
         try:
-            parts = self._cut_rows(batch, sizes)
+            rows = self.splitter.rows(batch, sizes)
+            count = self.options.num_microbatches or auto_count(self.setup, rows)
+            return self.splitter.cut(batch, count, rows)
         except UnclearBatchError as error:
             self._say_once(str(error).partition(";")[0])
             return [self.splitter.whole(batch)]
-        if len(parts) == 1 or self.splitter.split_batch is not None:
-            return parts
-        problem = self._doubt(batch, parts, sizes)
-        if problem is None:
-            return parts
-        self._say_once(problem)
-        return [self.splitter.whole(batch)]
-
-    def _doubt(self, batch: Any, parts: Sequence[MicroBatch], sizes: tuple[int, ...]) -> str | None:
-        """Why the first dimension may not be that of the rows; None if it is."""
-        rows = sum(part.size for part in parts)
-        told = self.splitter.batch_size_fn is not None
-        time_first = has_time_first(self.setup.module)
-        if told or not (sizes or time_first):
-            sizes = (rows,)
-        found = evidence(batch, rows, sizes, told)
-        if found == "rows" or (found == "square" and not time_first):
-            return None
-        return f"its loader does not show that the first dimension ({rows}) is that of the rows"
-
-    def _cut_rows(self, batch: Any, sizes: tuple[int, ...]) -> list[MicroBatch]:
-        rows = self.splitter.rows(batch)
-        try:
-            return self.splitter.cut(batch, self._count(batch, rows, sizes), rows)
-        except UnclearBatchError:
-            # Where the batch leaves it open, its loader may not: the first of its sizes by which it can be cut in two.
-            fitting = [size for size in sizes if size > 1 and rows is None and _fits(self.splitter, batch, size)]
-            if not fitting:
-                raise
-            return self.splitter.cut(batch, self._count(batch, fitting[0], sizes), fitting[0])
-
-    def _count(self, batch: Any, rows: int | None, sizes: tuple[int, ...]) -> int:
-        if self.options.num_microbatches is not None:
-            return self.options.num_microbatches
-        if rows is None:
-            rows = rows_of(batch)
-        # Where a `split_batch` alone knows the rows, a likely number stands for them.
-        if self.splitter.split_batch is not None and sizes:
-            rows = max(rows, sizes[0])
-        count = auto_count(self.setup, rows)
-        if count == 1 and self.splitter.split_batch is None:
-            self.splitter.cut(batch, 2, rows)  # raises if nobody knows its rows
-        return count
 
     def _say_once(self, why: str) -> None:
         reason, _, _ = why.partition("(")  # the numbers in parentheses differ from batch to batch
@@ -140,7 +98,7 @@ class MicroBatcher:
 def splitter_for(module: Any, options: Any) -> Splitter:
     """Cuts batches of ``module`` by the user's functions where there are some."""
     hook = options.split_batch or getattr(module, "split_batch", None)
-    return Splitter(options.batch_size_fn, hook if callable(hook) else None)
+    return Splitter(options.batch_size_fn, hook if callable(hook) else None, has_time_first(module))
 
 
 def auto_count(setup: RunSetup, rows: int) -> int:
@@ -159,13 +117,6 @@ def count_for(schedule: Any, ranks: int, num_stages: int, rows: int, module: Any
     if any(allowed(count) for count in range(1, rows + 1)):
         return auto_num_microbatches(rows, ranks, allowed)
     return max(1, rows // least)
-
-
-def _fits(splitter: Splitter, batch: Any, rows: int) -> bool:
-    try:
-        return len(splitter.cut(batch, 2, rows)) == 2
-    except UnclearBatchError:
-        return False
 
 
 _LOADERS = {

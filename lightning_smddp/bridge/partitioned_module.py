@@ -22,10 +22,13 @@ from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import Modules, SplitError, StepGraph
 from lightning_smddp.pipeline.capture.python_random import PythonRandom, SharedRandom, from_json, to_json
-from lightning_smddp.pipeline.partition.cuts import Resources, StageCuts, follow, is_within
+from lightning_smddp.pipeline.partition.assignment import follow
+from lightning_smddp.pipeline.partition.cuts import StageCuts
 from lightning_smddp.pipeline.partition.hardware import fits_on_hosts
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import PartitionPlan, build_on_all, own_error, record, require_same
+from lightning_smddp.pipeline.partition.resources import Resources
+from lightning_smddp.pipeline.partition.split import is_within
 from lightning_smddp.pipeline.partition.verify import EXACT, MIXED, Finding
 from lightning_smddp.pipeline.runtime.draws import separate_draws
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime

@@ -22,11 +22,10 @@ from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.mesh import held_parameters
-from lightning_smddp.pipeline.partition.cuts import Resources
 from lightning_smddp.pipeline.partition.hardware import links_between
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import PartitionPlan, Trial, divide
-from lightning_smddp.pipeline.partition.resources import in_flight, resources_for
+from lightning_smddp.pipeline.partition.resources import Resources, in_flight, resources_for
 from lightning_smddp.pipeline.partition.verify import VerificationError
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.state.absent import release, set_contents

@@ -20,12 +20,13 @@ from lightning_smddp.pipeline.capture.graph import Modules, SplitError, build_gr
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
 from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.capture.tracer import trace
-from lightning_smddp.pipeline.partition.cuts import StageCuts, choose_units, homes_of, is_within, partition
+from lightning_smddp.pipeline.partition.assignment import homes_of
+from lightning_smddp.pipeline.partition.costs import time_nodes
+from lightning_smddp.pipeline.partition.cuts import StageCuts
 from lightning_smddp.pipeline.partition.hardware import LOOPBACK
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, rows_of
-from lightning_smddp.pipeline.partition.plan import CHECK_SEED, REFERENCE_RUNS
-from lightning_smddp.pipeline.partition.reference import fastest, run_reference
 from lightning_smddp.pipeline.partition.resources import in_flight, resources_for
+from lightning_smddp.pipeline.partition.split import choose_units, is_within, partition
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.schedules import orders, parse
 from lightning_smddp.planner.schedules import parse_action, simulated_bound
@@ -136,7 +137,7 @@ class _Pipeline:
     def _cut(self) -> list[MicroBatch]:
         rows = rows_of(self.first.batch)
         count = count_for(self.options.schedule, self.ranks, self.num_stages, rows, self.module)
-        return self.splitter.cut(self.first.batch, count)
+        return self.splitter.cut(self.first.batch, count, rows)
 
     def _rows(self) -> int:
         return sum(microbatch.size for microbatch in self.microbatches)
@@ -151,17 +152,15 @@ class _Pipeline:
             in_flight(self.options.schedule, self.rank_of_stage, len(self.microbatches)),
             links=(LOOPBACK,) * (self.num_stages - 1),
         )
-        # As in a run: the step is traced, units are chosen, and its nodes are timed in a few runs of the whole.
+        # As in a run: the step is traced, units are chosen, and its nodes are timed in a run of the whole.
         run = self.step.alone(self.microbatches[0])
         traced = self._traced(run)
         modules = Modules(traced, self.module)
         units = choose_units(traced, modules, resources, None, checkpointing).units
         self.graph = build_graph(traced, modules, is_within(units))
-        runs = []
         with preserve_state(self.module, _CPU):
-            for _ in range(REFERENCE_RUNS):
-                runs.append(run_reference(self.graph, run, self._loss, self.module, _CPU, CHECK_SEED))
-        found = partition(self.graph, resources, fastest(runs), None, checkpointing)
+            times = time_nodes(self.graph, run, self._loss, self.module, _CPU)
+        found = partition(self.graph, resources, times, None, checkpointing)
         self.cuts = StageCuts.at(self.graph, found.cuts)
         plans = self.cuts.plans(len(self.graph.nodes))
         refuse_changes(self.graph.once_a_batch)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lightning_smddp.pipeline.partition.cuts import Resources, problem_of
+from lightning_smddp.pipeline.partition.costs import problem_of
 from lightning_smddp.pipeline.partition.loss_weights import LossWeight
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import PartitionPlan
-from lightning_smddp.pipeline.partition.resources import best_share, looks_at_other_rows
+from lightning_smddp.pipeline.partition.resources import Resources, best_share, looks_at_other_rows
 from lightning_smddp.planner.advice import Setting, advice
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.tables import print_table
@@ -137,7 +137,7 @@ def _setting(
     microbatches: Sequence[MicroBatch],
 ) -> Setting:
     ranks = max(resources.rank_of_stage) + 1
-    problem = problem_of(plan.graph, resources, plan.reference, options.activation_checkpointing)
+    problem = problem_of(plan.graph, resources, plan.times, options.activation_checkpointing)
     return Setting(
         nodes=problem.nodes,
         stage_seconds=plan.stage_seconds,

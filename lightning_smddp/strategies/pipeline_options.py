@@ -9,7 +9,7 @@ from typing import Any, Literal
 from lightning_smddp.pipeline.mesh import PipelineMesh
 from lightning_smddp.pipeline.partition.loss_weights import Option as LossWeightOption
 from lightning_smddp.pipeline.partition.loss_weights import require_loss_weight
-from lightning_smddp.pipeline.partition.rows import SplitBatch
+from lightning_smddp.pipeline.partition.microbatches import SplitBatch
 from lightning_smddp.pipeline.runtime.schedules import Schedule, check
 from lightning_smddp.strategies.options import FromDDP, GradientOptions, is_positive, require_bools
 from lightning_smddp.wording import counted

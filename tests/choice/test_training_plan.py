@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import lightning_smddp
-from lightning_smddp.choice import pipelines
 from lightning_smddp.choice.cli_config import from_config
 from lightning_smddp.choice.estimates import (
     Estimate,
@@ -31,7 +30,7 @@ from lightning_smddp.choice.optimizer_profile import profile_optimizers
 from lightning_smddp.choice.step_profile import StepProfile, profile_step
 from lightning_smddp.choice.training_plan import TrainingPlan
 from lightning_smddp.cli import main
-from tests.choice.modules import ByHand, Empty, Reading, Small, Wide, WithLBFGS, WithoutData
+from tests.choice.modules import ByHand, Empty, Reading, Small, WithLBFGS, WithoutData
 
 MODULES = "tests.choice.modules"
 
@@ -149,17 +148,6 @@ def test_what_ranks_copy_in_a_step() -> None:
     assert exchange.deepspeed(2) > exchange.data_parallel()
     assert ExchangeTimes(SIZES, 1, seconds_per_byte=1.0).fully_sharded(reshard=True) == 0
     assert 1e-12 < pass_seconds() < 1e-7
-
-
-def test_a_pipeline_of_whole_batches_holds_the_output_that_it_has_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's schedule has it until there is the next one. At the start a part of the rows is enough for times."""
-    monkeypatch.setattr(pipelines, "_CASES", pipelines._CASES[:1])
-    monkeypatch.setattr(pipelines._Pipeline, "_try", lambda self: pipelines._Trials(whole=True, memory=0))
-    found = lightning_smddp.plan(Wide(width=64, rows=4096), 2, 4.0)
-    memory = found.estimates[-1].memory
-    assert memory is not None
-    assert memory.gradients > 0  # in training
-    assert memory.communication == 4 * 4096 * 64
 
 
 # ---- the choice ----

@@ -1,4 +1,4 @@
-"""A batch of any structure comes apart into its rows, and what a step returns for them comes together again."""
+"""A batch of any structure comes apart into its rows, by the rules or as the user says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.partition.microbatches import MicroBatch, combine, signature, split
+from lightning_smddp.pipeline.partition.microbatches import (
+    MicroBatch,
+    Splitter,
+    UnclearBatchError,
+    has_time_first,
+    signature,
+    split,
+)
+from lightning_smddp.pipeline.partition.outputs import merge_outputs
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -80,13 +88,15 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
-def test_round_trip(batch: Any) -> None:
+@pytest.mark.parametrize("name", BATCHES)
+def test_round_trip(name: str) -> None:
+    batch = BATCHES[name]
     parts = split(batch, 2)
     assert sizes(parts) == [3, 2]
     assert sum(part.weight for part in parts) == pytest.approx(1)
     assert not same(parts[0].value, batch)
-    assert same(combine([part.value for part in parts], sizes(parts)), batch)
+    if name != "detection":  # a step returns rows in lists, no tuples
+        assert same(merge_outputs([part.value for part in parts], sizes(parts), sizes(parts)), batch)
 
 
 def test_what_has_no_rows_is_given_whole() -> None:
@@ -112,12 +122,20 @@ def test_tensors_are_views() -> None:
     assert all(part.value.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for part in split(x, 2))
 
 
-def test_a_list_that_can_be_read_both_ways_is_not_cut() -> None:
-    # Two tensors of two rows: two fields of two rows, or two samples.
-    assert sizes(split([rows(2, 5), rows(2, 1)], 2)) == [2]
-    assert sizes(split({"views": [rows(2, 5), rows(2, 5)], "y": rows(2)}, 2)) == [2]
-    assert sizes(split((tuple(IMAGES[:3]), tuple(TARGETS[:3])), 3)) == [3]
-    # Unlike tensors are fields.
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [rows(2, 5), rows(2, 1)],  # two fields of two rows, or two samples
+        {"views": [rows(2, 5), rows(2, 5)], "y": rows(2)},
+        [rows(4), rows(4), rows(4), rows(4)],
+    ],
+)
+def test_a_list_that_can_be_read_both_ways_is_not_cut(batch: Any) -> None:
+    with pytest.raises(UnclearBatchError, match=r"may have an entry for each row, or be \d fields"):
+        split(batch, 2)
+
+
+def test_unlike_tensors_are_fields() -> None:
     assert sizes(split([rows(2, 5), torch.arange(2)], 2)) == [1, 1]
 
 
@@ -132,12 +150,12 @@ def test_the_number_of_rows_can_be_given() -> None:
         split({0: rows(4, 2), 1: rows(6, 2)}, 2)
     with pytest.raises(ValueError, match=r"may have \d or \d rows: batch\['views'\] has 2 entries"):
         split({"views": [rows(8, 2), rows(8, 2)]}, 2)
-    parts = split({0: rows(4, 2), 1: rows(6, 2)}, 2, batch_size=6)
+    parts = split({0: rows(4, 2), 1: rows(6, 2)}, 2, 6)
     assert [part.value[1].shape[0] for part in parts] == [3, 3]
-    assert sizes(split(IMAGES, 2, batch_size=5)) == [3, 2]
-    assert sizes(split([rows(2, 5), rows(2, 5)], 2, batch_size=2)) == [1, 1]
-    with pytest.raises(ValueError, match=r"batch_size=7, but no tensor or list .* batch has shape \[5, 2\]"):
-        split(rows(5, 2), 2, batch_size=7)
+    assert sizes(split(IMAGES, 2, 5)) == [3, 2]
+    assert sizes(split([rows(2, 5), rows(2, 5)], 2, 2, is_told=True)) == [1, 1]
+    with pytest.raises(ValueError, match=r"7 rows were told, but nothing .* batch has shape \[5, 2\]"):
+        split(rows(5, 2), 2, 7, is_told=True)
     with pytest.raises(ValueError, match="num_microbatches=0"):
         split(rows(5), 0)
 
@@ -148,14 +166,14 @@ def test_the_number_of_rows_can_be_given() -> None:
         (Graphs(), r"test_microbatches\.Graphs"),
         (rows(5, 2).to_sparse(), "Tensor"),
         (nn.ParameterList([rows(5)]), "ParameterList"),
+        (nn.utils.rnn.pack_sequence([rows(3), rows(2), rows(1), rows(1), rows(1)]), "PackedSequence"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_name(opaque: Any, name: str) -> None:
     with pytest.raises(ValueError, match=rf"batch\['graph'\] is a \S*{name}, which .*split_batch.*num_microbatches=1"):
         split({"graph": opaque, "y": rows(5)}, 2)
-    assert sizes(split({"graph": opaque, "y": rows(5)}, 1)) == [5]
-    # As one entry per row it is no problem, but five tensors of five rows are not cut.
-    assert sizes(split({"graph": [opaque] * 5, "y": rows(5)}, 2)) == ([5] if isinstance(opaque, Tensor) else [3, 2])
+    if not isinstance(opaque, Tensor):  # as one entry per row it is no problem
+        assert sizes(split({"graph": [opaque] * 5, "y": rows(5)}, 2)) == [3, 2]
 
 
 def test_signature_tells_structure_and_shapes_only() -> None:
@@ -170,72 +188,85 @@ def test_signature_tells_structure_and_shapes_only() -> None:
     assert signature(Sample(rows(2), True)) == "Sample(image=float32[2], name=bool)"
 
 
-def test_combined_results_of_a_step() -> None:
-    outputs = [
-        {"loss": torch.tensor(1.0), "acc": 0.5, "count": torch.tensor(4), "hit": torch.tensor(True), "n": 3, "lr": 0.1},
-        {"loss": torch.tensor(3.0), "acc": 1.0, "count": torch.tensor(2), "hit": torch.tensor(True), "n": 1, "lr": 0.1},
-    ]
-    combined = combine(outputs, [3, 1])
-    assert combined["loss"] == 1.5
-    assert combined["acc"] == 0.625
-    assert combined["lr"] == pytest.approx(0.1)
-    assert (combined["count"], combined["hit"], combined["n"]) == (6, 2, 4)
-    assert combined["loss"].dtype == torch.float32
-    assert combine([None, None], [3, 1]) is None
-    assert combine(["a", "a"], [3, 1]) == "a"
-    assert combine([7, 7], [3, 1]) == 7
-    assert combine([(torch.tensor(1.0), "x")] * 2, [2, 2]) == (torch.tensor(1.0), "x")
-    assert combine([Pair(1.0, None)] * 2, [2, 2]) == Pair(1.0, None)
-    half = [torch.tensor(1.0, dtype=torch.bfloat16)] * 2
-    assert combine(half, [1, 2]).dtype == torch.bfloat16
+class Sized:
+    """Tensors that are cut together by slices."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, part: Any) -> Sized:
+        return Sized(self.x[part])
 
 
-def test_combined_rows() -> None:
-    assert combine([rows(6, 2), rows(2, 2)], [3, 1]).shape == (8, 2)  # two rows of output for each row
-    assert combine([["a", "b"], ["c"]], [2, 1]) == ["a", "b", "c"]
-    assert combine([["a", "b"], ["c", "d"]], [2, 2]) == ["a", "b", "c", "d"]
-    assert combine([("a", "b"), ("c",)], [2, 1]) == ("a", "b", "c")
-    fields = [[rows(2, 3), torch.arange(2)]] * 2
-    assert [field.shape for field in combine(fields, [2, 2])] == [(4, 3), (4,)]
-    constant = torch.tensor([1.0, 2.0, 5.0])
-    assert combine([constant, constant.clone()], [2, 2]).equal(constant)
-    assert combine([{}, {}], [2, 2]) == {}
-    assert combine([[], []], [2, 2]) == []
-    assert combine([np.ones((2, 3)), np.ones((1, 3))], [2, 1]).shape == (3, 3)
-    only = object()
-    assert combine([only], [2]) is only
+def test_objects_are_cut_by_slices() -> None:
+    first, second = (part.value for part in split({"y": rows(5), "sized": Sized(rows(5)), "range": range(5)}, 2))
+    assert first["sized"].x.equal(rows(5)[:3])
+    assert second["range"] == range(3, 5)
+    assert sizes(split(Sized(rows(5)), 2)) == [3, 2]
 
 
-def test_gradients_flow_through_the_combined_loss() -> None:
-    losses = [torch.tensor(1.0, requires_grad=True), torch.tensor(2.0, requires_grad=True)]
-    combine([{"loss": loss} for loss in losses], [3, 1])["loss"].backward()
-    assert [loss.grad for loss in losses] == [0.75, 0.25]
+X = rows(5, 6)
+
+
+def by_columns(batch: Tensor, count: int) -> list[Any]:
+    return [(part, part.shape[1]) for part in batch.tensor_split(count, 1)]
+
+
+def test_what_the_user_says() -> None:
+    parts = Splitter(split_batch=by_columns).cut(X, 4, 6)
+    assert sizes(parts) == [2, 2, 1, 1]
+    assert [part.weight for part in parts] == [2 / 6, 2 / 6, 1 / 6, 1 / 6]
+    assert sizes(Splitter(split_batch=lambda x, n: x.split(2)).cut(X, 3, 5)) == [2, 2, 1]
+    counted = Splitter(batch_size_fn=len)
+    assert sizes(counted.cut(X, 2, counted.rows(X))) == [3, 2]
 
 
 @pytest.mark.parametrize(
-    ("outputs", "text"),
+    ("splitter", "text"),
     [
-        ([{"a": [1.0, "x"]}, {"a": [1.0, "y"]}], r"batch\['a'\]\[1\] is \['x', 'y'\] .* no rule"),
-        ([{"a": 1}, {"b": 1}], r"batch has members \[\['a'\], \['b'\]\]"),
-        ([{"a": 1}, {"a": "1"}], r"batch\['a'\] has types \['int', 'str'\]"),
-        ([rows(3, 2), rows(2, 2)], r"shapes \[\[3, 2\], \[2, 2\]\] for micro-batches of \[5, 4\] rows"),
-        ([rows(5, 2), rows(4, 3)], r"shapes \[\[5, 2\], \[4, 3\]\]"),
-        ([rows(5), torch.tensor(1.0)], r"is \['float32\[5\]', 'float32\[\]'\]"),
-        ([True, False], r"batch is \[True, False\]"),
+        (Splitter(split_batch=lambda x, n: []), "returned no batches for num_microbatches=2"),
+        (Splitter(split_batch=lambda x, n: [(x, 3), (x, 0)]), r"batches of \[3, 0\] rows"),
+        (Splitter(split_batch=lambda x, n: x.chunk(n, 1)), r"seem to have \[5, 5\] rows, of 5 in all.*Return pairs"),
+        (Splitter(batch_size_fn=lambda x: 2.5), r"batch_size_fn returned 2\.5"),
     ],
 )
-def test_what_has_no_rule_is_refused_with_its_place(outputs: list[Any], text: str) -> None:
+def test_what_the_user_says_wrongly(splitter: Splitter, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        combine(outputs, [5, 4])
+        splitter.cut(X, 2, splitter.rows(X))
 
 
-def test_a_value_that_is_the_same_for_all_rows_is_no_count_of_them() -> None:
-    outputs = [{"length": 4, "count": 4, "size": torch.tensor(4)}] * 2
-    joins = {("length",): None, ("size",): None}
-    assert combine(outputs, [4, 4], joins) == {"length": 4, "count": 8, "size": 4}
-    assert combine([{"length": 4}, {"length": 3}], [4, 4], joins) == {"length": 7}
+@pytest.mark.parametrize(
+    ("batch", "loader_sizes", "time_first", "found"),
+    [
+        ([X, torch.zeros(5)], (5,), False, 5),
+        ([X, torch.zeros(5)], (8, 5), False, 5),
+        ([X, torch.zeros(5)], (), False, 5),
+        ([X, torch.zeros(5)], (), True, None),
+        ([X, torch.zeros(6)], (6,), False, None),  # (time, rows)
+        ([X, X], (6,), False, None),
+        ([X, torch.zeros(5)], (6,), False, 5),  # the last batch of a stream
+        ({"x": X, "time_first": torch.zeros(7, 5)}, (5,), False, None),
+        ({"x": X, "class_weights": torch.zeros(10)}, (5,), False, 5),
+        ({"x": X, "class_weights": torch.zeros(10)}, (10,), False, 10),
+        ([torch.zeros(5, 5, 2), torch.zeros(5)], (5,), False, 5),
+        ([torch.zeros(5, 5, 2), torch.zeros(5)], (5,), True, None),
+        ([{"x": X[:n]} for n in range(1, 6)], (5,), False, 5),
+    ],
+)
+def test_rows_that_shapes_and_loaders_show(
+    batch: Any, loader_sizes: tuple[int, ...], time_first: bool, found: int | None
+) -> None:
+    splitter = Splitter(time_first=time_first)
+    if found is None:
+        with pytest.raises(UnclearBatchError, match="may be that of time"):
+            splitter.rows(batch, loader_sizes)
+    else:
+        assert splitter.rows(batch, loader_sizes) == found
 
 
-def test_an_output_for_each_microbatch_is_asked_for() -> None:
-    with pytest.raises(ValueError, match="2 outputs for 3 micro-batches"):
-        combine([1, 2], [1, 1, 1])
+def test_modules_that_take_time_first() -> None:
+    assert has_time_first(nn.Sequential(nn.Linear(2, 2), nn.GRU(2, 2)))
+    assert not has_time_first(nn.Sequential(nn.Linear(2, 2), nn.GRU(2, 2, batch_first=True)))

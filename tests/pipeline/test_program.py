@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_smddp.pipeline.capture.graph import Modules, SplitError, StepGraph, build_graph
 from lightning_smddp.pipeline.capture.tracer import trace
+from lightning_smddp.pipeline.partition.costs import time_nodes
 from lightning_smddp.pipeline.partition.live_sets import live_sets
-from lightning_smddp.pipeline.partition.reference import run_reference
 from tests.pipeline.example_modules import D, Layer, Net
 from tests.pipeline.stage_emulation import CPU
 
@@ -251,9 +251,9 @@ def test_times_are_without_those_in_which_others_have_the_processor() -> None:
 
     record = trace(step, root, CPU)
     found = build_graph(record, Modules(record, root), lambda name: name != "net")
-    reference = run_reference(found, step, lambda result: result, root, CPU, 0)
+    times = time_nodes(found, step, lambda result: result, root, CPU)
     seconds = [node.seconds for node in found.nodes]
-    assert 0 < max(seconds + reference.forward_seconds + reference.backward_seconds) < 0.09
+    assert 0 < max(seconds + times.forward + times.backward) < 0.09
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
@@ -298,3 +298,25 @@ def test_sizes_that_depend_on_the_batch_are_made_where_all_stages_see_it() -> No
     assert names(found) == ["net.a", "net.selecting.linear", "__getitem__", "net.b", "mean"]
     assert found.reads_of_batch
     assert not any(item.varies for item in found.nodes)
+
+
+def test_a_run_times_units_forward_and_backward() -> None:
+    """A unit that is called twice has half of its time in each node; what comes behind the last unit is the last's."""
+    slow = nn.Sequential(*(nn.Linear(D, D) for _ in range(200)))
+    root = nn.ModuleDict({"net": Net(lambda s, x: s.slow(s.a(s.slow(x))).relu().mean(), slow=slow)})
+
+    def step() -> Tensor:
+        loss: Tensor = root["net"](torch.ones(4, D))
+        return loss
+
+    record = trace(step, root, CPU)
+    found = build_graph(record, Modules(record, root), lambda name: name != "net")
+    times = time_nodes(found, step, lambda result: result, root, CPU)
+    assert names(found) == ["net.slow", "net.a", "net.slow", "relu", "mean"]
+    assert times.forward[0] == times.forward[2] > 5 * times.forward[1] > 0
+    assert times.backward[0] == times.backward[2] > 5 * times.backward[1] > 0
+    assert times.backward[3] == 0 < times.backward[4]
+    assert all(parameter.grad is None for parameter in root.parameters())
+    assert not slow._forward_hooks
+    evaluated = time_nodes(found, step, lambda result: None, root, CPU)
+    assert sum(evaluated.backward) == 0 < sum(evaluated.forward)

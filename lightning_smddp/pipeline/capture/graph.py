@@ -7,6 +7,7 @@ contiguous range of nodes.
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -253,8 +254,13 @@ class StepGraph:
         _, here, there = first_difference(names, other_names)
         return f"It comes to {here} where {there} is expected."
 
-    def digest(self) -> list[str]:
-        """A line for each node, the same on every rank that traced the same step."""
+    def digest(self) -> str:
+        """The same on every rank that traced the same step."""
+        text = "\n".join(self.lines())
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def lines(self) -> list[str]:
+        """A line for each node."""
         lines = []
         for node in self.nodes:
             inputs = ",".join(map(str, node.inputs))

@@ -83,15 +83,6 @@ def _reduced(value: Any) -> Parts | None:
     return parts
 
 
-def hides_something(value: Any) -> bool:
-    """Whether an object that is no container holds tensors, or does not tell what it holds."""
-    if is_plain(value) or isinstance(value, (Tensor, np.ndarray)):
-        return False
-    # What does not tell may hold anything.
-    shared, silent = _look_into(value)
-    return bool(silent) or any(isinstance(part, Tensor) for part in shared)
-
-
 def _look_into(value: Any) -> tuple[list[Any], list[Any]]:
     """All tensors and arrays that an object consists of, and all parts that do not tell what they consist of."""
     parts, silent = _everything(value)
@@ -116,17 +107,6 @@ def _everything(value: Any) -> tuple[list[Any], list[Any]]:
             continue
         waiting += [child for _, child in parts]
     return list(seen.values()), silent
-
-
-def names_within(value: Any) -> set[str]:
-    """Names of attributes and keys in an object, at any depth."""
-    found: set[str] = set()
-    everything, _ = _everything(value)
-    for part in everything:
-        for key, _ in parts_of(part) or []:
-            if isinstance(key, str):
-                found.add(key)
-    return found
 
 
 def describe(value: Any) -> str:

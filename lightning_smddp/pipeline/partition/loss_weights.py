@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_smddp.pipeline.partition.batch_structure import place_text
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
+from lightning_smddp.pipeline.partition.outputs import place_text
 from lightning_smddp.pipeline.runtime.host_values import HostOf
 from lightning_smddp.wire.pytree import Path, items
 

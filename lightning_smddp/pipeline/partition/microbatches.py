@@ -1,171 +1,205 @@
-"""Cuts a batch of any structure into micro-batches, and puts together what a step returned for each of them.
+"""A batch of any structure in micro-batches: by the user's functions, else along the dimension of its rows.
 
-What belongs to the rows of a batch of N rows, in :func:`split`:
+What belongs to the rows of a batch of N rows:
 
 * a tensor or array whose first dimension is N;
-* an object of N rows that can be cut by a method of its own (:mod:`~lightning_smddp.pipeline.partition.row_ways`);
-* a list or tuple of N entries is one entry per row: strings, numbers, objects, tensors of any sizes, dicts. It is a
-  collection of fields instead, each treated by itself, when its entries are unlike each other and some have N rows,
-  as in ``[images, labels]``. Where both readings fit (a list of N alike tensors of N rows), the batch is not cut: one
-  micro-batch is always right.
+* a list or tuple of N entries, one per row: strings, numbers, tensors of any sizes, dicts. It is a collection of fields
+  instead, each treated by itself, when some of the tensors in it have N rows and its entries are unlike each other, as
+  in ``[images, labels]``;
+* an object of length N whose slices are of its type and have the length that was asked for.
 
 Mappings, dataclasses and named tuples are always fields. Everything else is given whole to every micro-batch.
 
-N is the most common first dimension of the tensors (number of rows of the objects) outside inner lists and tuples.
-Without such tensors it is the number that most inner lists and tuples agree on, by their lengths or by the first
-dimension of all that they hold. A batch that is itself a list of alike dicts, tuples or dataclasses has one row per
-entry, unless all that these hold are tensors of one first dimension (then each of them is a batch of that size).
+N is the most common first dimension of the tensors outside of inner lists and tuples, or one that the loader's batches
+have. Without such tensors it is the length that most lists agree on. A batch that is itself a list of alike dicts,
+tuples or dataclasses has one row per entry. Where this leaves two readings, the batch is not cut: one micro-batch is
+always right.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
-from typing import Any, Literal, Protocol, TypeAlias
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
-from lightning_smddp.communication.host_numbers import from_numbers
-from lightning_smddp.pipeline.capture.objects import describe, hides_something, is_plain
-from lightning_smddp.pipeline.partition.batch_structure import (
-    ARRAYS,
-    are_alike,
-    arrays_in,
-    is_sequence,
-    length_of,
-    place_text,
-    sizes_text,
-)
-from lightning_smddp.pipeline.partition.row_ways import Rows, UnclearBatchError, Ways, is_cuttable, take_rows
+from lightning_smddp.pipeline.capture.objects import describe, is_plain
+from lightning_smddp.pipeline.partition.outputs import place_text
 from lightning_smddp.pipeline.runtime.host_values import Answers
-from lightning_smddp.wire.pytree import Members, Path, leaves, members_of, with_members
-from lightning_smddp.wording import counted
+from lightning_smddp.wire.pytree import Path, leaves, members_of, with_members
 
-Joins: TypeAlias = Mapping[Path, int | None]
-"""How what is at some paths is put together, see :func:`combine`."""
-
-
-class Cuts(Protocol):
-    """What has cut a batch, and can cut its micro-batches further: a ``Splitter``."""
-
-    def again(self, microbatch: MicroBatch, count: int) -> list[MicroBatch]:
-        """Cut a micro-batch further."""
-        ...
+SplitBatch: TypeAlias = Callable[[Any, int], Sequence[Any]]
+_ARRAYS = (Tensor, np.ndarray)
+_SHOWN = 8  # members of each container in messages
 
 
-class UncombinableError(ValueError):
-    """There is no rule that makes one value of those of micro-batches."""
+class UnclearBatchError(ValueError):
+    """A batch cannot be cut: its rows are not clear, or something in it has no rows that are known here."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class MicroBatch:
     """A part of a batch.
 
     Attributes:
-        value: As the batch, with fewer rows; its tensors are views of the batch's.
-        size: Its number of rows.
-        weight: Its share of the batch's rows: a mean over the batch is the sum of weighted means.
-        paths: Where in the batch its rows are, as found in the whole batch: a part could be read in more ways.
-        cuts: What cut it, and can cut it further, if it was not :func:`split`.
-        answers: What Python code has read of it; a changed copy has none.
+        value: as the batch, with fewer rows; its tensors are views of the batch's.
+        size: its number of rows.
+        weight: its share of the batch's rows: a mean over the batch is the sum of weighted means.
+        answers: what Python code has read of it; a changed copy has none.
     """
 
     value: Any
     size: int
     weight: float
-    paths: frozenset[Path] = dataclasses.field(default=frozenset(), compare=False, repr=False)
-    cuts: Cuts | None = dataclasses.field(default=None, compare=False, repr=False)
-    answers: Answers = dataclasses.field(init=False, default_factory=Answers, compare=False, repr=False)
-
-    def split(self, count: int) -> list[MicroBatch]:
-        """Cut it as its batch was cut: into ``count`` parts, or fewer; weights are shares of this micro-batch."""
-        if self.cuts is not None:
-            return self.cuts.again(self, count)
-        return _parts(self.value, self.size, count, self.paths, Ways())
-
-    def with_rows_in(self, order: list[int]) -> MicroBatch:
-        """The same rows in another order."""
-        value = _take(self.value, order, self.paths, Ways())
-        return dataclasses.replace(self, value=value)
+    answers: Answers = field(init=False, default_factory=Answers, compare=False, repr=False)
 
 
-def split(batch: Any, num_microbatches: int, batch_size: int | None = None) -> list[MicroBatch]:
-    """Cut ``batch`` into micro-batches whose sizes differ by at most one, the bigger ones first.
+@dataclass(frozen=True)
+class Splitter:
+    """Cuts batches.
 
-    Args:
-        batch: Any nesting of mappings, sequences and dataclasses.
-        num_microbatches: How many; fewer come back when the batch has fewer rows, or may not be cut.
-        batch_size: The number of rows, for batches that do not show it.
-
-    Raises:
-        UnclearBatchError: when the number of rows is not clear, or an object cannot be cut; with the paths and the
-            cure.
+    Attributes:
+        batch_size_fn: the user's number of rows of a batch.
+        split_batch: the user's way to cut, from a batch and a number: a list of about so many batches, or of pairs of a
+            batch and its number of rows.
+        time_first: whether some module takes sequences with time first, so that a tensor's first dimension may be time.
     """
-    if num_microbatches < 1:
-        raise ValueError(f"num_microbatches={num_microbatches} must be at least 1")
-    if num_microbatches == 1:
-        # Nothing is cut, so what cannot be cut is not refused, and a doubtful number of rows will do.
-        rows = batch_size
-        if rows is None:
-            rows = rows_of(batch)
-        return [MicroBatch(batch, max(1, rows), 1.0)]
-    ways = Ways()
-    if batch_size is None:
-        count = _rows(batch, ways, strict=True)
-    elif _has_rows(batch, batch_size, ways):
-        count = batch_size
-    else:
-        sizes = sizes_text(batch)
-        raise UnclearBatchError(f"batch_size={batch_size}, but no tensor or list has so many rows: {sizes}")
-    cutter = _Cutter(count, batch_size is not None, ways)
-    cutter.refuse_opaque(batch)
-    number = min(num_microbatches, count)
-    if number <= 1 or not cutter.is_clear(batch):
-        return [MicroBatch(batch, max(1, count), 1.0)]
-    paths = frozenset(cutter.paths(batch))
-    return _parts(batch, count, number, paths, ways)
+
+    batch_size_fn: Callable[[Any], int] | None = None
+    split_batch: SplitBatch | None = None
+    time_first: bool = False
+
+    def rows(self, batch: Any, loader_sizes: Collection[int] = ()) -> int:
+        """The number of rows of a batch of a loader whose batches have ``loader_sizes`` rows; empty if it does not say.
+
+        Raises:
+            UnclearBatchError: nobody says it, and it is not clear.
+            ValueError: what ``batch_size_fn`` returns is no number of rows.
+        """
+        if self.split_batch is not None:
+            return max([self.whole(batch).size, *loader_sizes])
+        if self.batch_size_fn is not None:
+            rows = self._told(self.batch_size_fn, batch)
+            loader_sizes = [rows]
+        else:
+            rows = _find_rows(batch, loader_sizes)
+        arrays = list(_outer_arrays(batch))
+        if any(self._may_have_time_first(array, arrays, rows, loader_sizes) for array in arrays):
+            raise UnclearBatchError(f"the first dimension ({rows}) may be that of time: {sizes_text(batch)}")
+        return rows
+
+    def cut(self, batch: Any, count: int, rows: int) -> list[MicroBatch]:
+        """Cut ``batch`` of ``rows`` into ``count`` micro-batches, or fewer; bigger ones by one row come first.
+
+        Raises:
+            UnclearBatchError: something in it cannot be cut, or can be read in two ways.
+            ValueError: what ``split_batch`` returns is wrong.
+        """
+        if self.split_batch is not None and count == 1:
+            return [self.whole(batch)]
+        if self.split_batch is not None:
+            return self._by_hook(self.split_batch, batch, count, rows)
+        return split(batch, count, rows, is_told=self.batch_size_fn is not None)
+
+    def whole(self, batch: Any) -> MicroBatch:
+        """All of a batch as one micro-batch."""
+        rows = rows_of(batch)
+        if self.batch_size_fn is not None:
+            rows = self._told(self.batch_size_fn, batch)
+        return MicroBatch(batch, max(1, rows), 1.0)
+
+    def _may_have_time_first(self, array: Any, arrays: list[Any], rows: int, loader_sizes: Collection[int]) -> bool:
+        if array.ndim < 2:
+            return False
+        first, second = array.shape[:2]
+        if self.time_first and (first == second == rows or not loader_sizes):
+            return True
+        # A last batch may have another size than the loader says; what has rows alone shows which dimension these are.
+        is_unlikely = bool(loader_sizes) and rows not in loader_sizes and second in loader_sizes
+        return (second == rows != first) or (is_unlikely and all(other.ndim > 1 for other in arrays))
+
+    @staticmethod
+    def _told(batch_size_fn: Callable[[Any], int], batch: Any) -> int:
+        size = batch_size_fn(batch)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise ValueError(f"batch_size_fn returned {size!r} for a batch. It has to return its number of rows.")
+        return size
+
+    def _by_hook(self, hook: SplitBatch, batch: Any, count: int, rows: int) -> list[MicroBatch]:
+        parts = list(hook(batch, count))
+        if not parts:
+            raise ValueError(f"split_batch returned no batches for num_microbatches={count}. Return one at least.")
+        if all(map(_is_pair, parts)):
+            values, sizes = map(list, zip(*parts, strict=True))
+        else:
+            values, sizes = parts, [self.whole(part).size for part in parts]
+            expected = self.whole(batch).size
+            if sum(sizes) != expected:
+                raise ValueError(
+                    f"split_batch returned batches that seem to have {sizes} rows, of {expected} in all: their weights "
+                    "in the loss are not clear. Return pairs of a batch and its number of rows instead of batches."
+                )
+        if min(sizes) < 1:
+            raise ValueError(f"split_batch returned batches of {sizes} rows. Each has to have one at least.")
+        total = sum(sizes)
+        return [MicroBatch(value, size, size / total) for value, size in zip(values, sizes, strict=True)]
 
 
-def _parts(
-    value: Any,
-    rows: int,
-    number: int,
-    paths: frozenset[Path],
-    ways: Ways,
-) -> list[MicroBatch]:
-    """``value`` in ``number`` parts, or one for each row if there are fewer."""
-    number = min(number, rows)
-    if number <= 1 or not paths:
-        return [MicroBatch(value, rows, 1.0, paths)]
-    # The first ``bigger`` parts have one row more than the others: 8 rows in 3 parts are 3, 3 and 2.
-    smaller_size, bigger = divmod(rows, number)
-    parts = []
-    start = 0
-    for index in range(number):
-        size = smaller_size
-        if index < bigger:
-            size += 1
-        part = _take(value, slice(start, start + size), paths, ways)
-        parts.append(MicroBatch(part, size, size / rows, paths))
-        start += size
-    return parts
+def _is_pair(part: Any) -> bool:
+    """Whether it is a batch with its number of rows, and no batch: a pair of tensors has no int."""
+    return type(part) is tuple and len(part) == 2 and type(part[1]) is int
+
+
+def has_time_first(root: nn.Module) -> bool:
+    """Whether some module takes sequences with time first, by the attribute that torch's modules have for it."""
+    return any(getattr(module, "batch_first", None) is False for module in root.modules())
 
 
 def rows_of(batch: Any) -> int:
     """The number of rows that a batch seems to have."""
-    rows = _rows(batch, Ways(), strict=False)
+    votes = _votes(batch)
+    if not votes:
+        return 1
+    (rows, _), *_ = votes.most_common(1)
     return max(1, rows)
 
 
-def outer_sizes(batch: Any) -> list[tuple[int, ...]]:
-    """The first two dimensions of tensors, and the rows of objects, that are in no list of samples."""
-    is_list_of_samples = is_sequence(batch) and _is_list_of_samples(batch)
-    sizes = _outer_sizes(batch, Ways(), outermost=not is_list_of_samples)
-    return list(sizes)
+def split(batch: Any, count: int, rows: int | None = None, is_told: bool = False) -> list[MicroBatch]:
+    """Cut ``batch`` of ``rows`` into ``count`` micro-batches, or one for each row if there are fewer.
+
+    Args:
+        batch: any nesting of mappings, sequences and dataclasses.
+        count: how many.
+        rows: of the batch; None: as many as it seems to have.
+        is_told: the user has said ``rows``, so a list of that length has one entry for each row.
+
+    Raises:
+        UnclearBatchError: something in it cannot be cut, or can be read in two ways; with its path and the cure.
+    """
+    if count < 1:
+        raise ValueError(f"num_microbatches={count} must be at least 1")
+    if rows is None:
+        rows = _find_rows(batch, ())
+    paths = frozenset(_row_paths(batch, rows, is_told))
+    number = min(count, rows)
+    if is_told and not paths:
+        raise UnclearBatchError(f"{rows} rows were told, but nothing in the batch has as many: {sizes_text(batch)}")
+    if number <= 1 or not paths:
+        return [MicroBatch(batch, max(1, rows), 1.0)]
+    smaller, bigger = divmod(rows, number)  # 8 rows in 3 parts are 3, 3 and 2
+    parts = []
+    start = 0
+    for index in range(number):
+        size = smaller + (index < bigger)
+        part = _take(batch, slice(start, start + size), paths)
+        parts.append(MicroBatch(part, size, size / rows))
+        start += size
+    return parts
 
 
 def signature(microbatch: Any) -> str:
@@ -194,406 +228,182 @@ def signature(microbatch: Any) -> str:
 # ---- how many rows ---------------------------------------------------------------------------------------------------
 
 
-def _rows(batch: Any, ways: Ways, strict: bool) -> int:
-    """The number of rows; 1 for a batch without any tensor or list.
-
-    With ``strict`` it is an error if another number is as common.
-    """
-    if is_sequence(batch) and _is_list_of_samples(batch):
-        return len(batch)
-    # Each tensor and object outside of inner lists has a vote. Only where there is none, inner lists have: these may
-    # hold samples, and then the sizes of what is in them say nothing.
-    votes: Counter[int] = Counter()
-    for sizes in _outer_sizes(batch, ways, outermost=True):
-        votes[sizes[0]] += 1
-    if not votes:
-        for sequence in _outer_sequences(batch):
-            votes.update(_possible_rows(sequence))
+def _find_rows(batch: Any, loader_sizes: Collection[int]) -> int:
+    """The most common number of rows; of equally common ones that of the loader."""
+    votes = _votes(batch)
     if not votes:
         return 1
-    (rows, most), *others = votes.most_common(2)
-    if strict and others:
-        other, second = others[0]
-        if most == second:
-            raise UnclearBatchError(
-                f"the batch may have {rows} or {other} rows: {sizes_text(batch)}; "
-                "say which with PartitionOptions(batch_size_fn=...), a function of the batch"
-            )
-    return rows
+    most = max(votes.values())
+    likely = [rows for rows, count in votes.items() if count == most]
+    of_loader = [rows for rows in loader_sizes if rows in votes]
+    if len(likely) > 1 and not of_loader:
+        raise UnclearBatchError(
+            f"the batch may have {likely[0]} or {likely[1]} rows: {sizes_text(batch)}; "
+            "say which with PartitionOptions(batch_size_fn=...), a function of the batch"
+        )
+    return likely[0] if len(likely) == 1 else of_loader[0]
 
 
-def _outer_sizes(value: Any, ways: Ways, outermost: bool = False) -> Iterator[tuple[int, ...]]:
-    """First dimensions of what is in no list or tuple, except an outermost one that holds fields."""
-    if isinstance(value, ARRAYS):
-        if value.ndim:
-            yield _first_sizes(value)
-        return
-    way = ways.of(value)
-    if way is not None:
-        if way.is_sure:
-            yield (way.rows,)
-        return
-    if is_sequence(value) and not outermost:
-        return
-    for _, child in members_of(value) or []:
-        yield from _outer_sizes(child, ways)
+def _votes(batch: Any) -> Counter[int]:
+    """How often each number of rows is found."""
+    if _is_sequence(batch) and _is_list_of_samples(batch):
+        return Counter([len(batch)])
+    votes = Counter(_length(array) for array in _outer_arrays(batch))
+    return votes or Counter(_lengths(batch))
 
 
-def _first_sizes(value: Any) -> tuple[int, ...]:
-    """The first two dimensions; the first of a nested tensor, whose second one is another in each row."""
-    if isinstance(value, Tensor) and value.is_nested:
-        return (length_of(value),)
-    first_two = value.shape[:2]
-    return tuple(map(int, first_two))
-
-
-def _outer_sequences(value: Any, outermost: bool = True) -> Iterator[Sequence[Any]]:
-    """Lists and tuples that are in no other, except in an outermost one that holds them as fields."""
-    if is_sequence(value):
-        holds_fields = outermost and any(members_of(entry) for entry in value)
-        if not holds_fields:
+def _outer_arrays(value: Any, outermost: bool = True) -> Iterator[Any]:
+    """Tensors and arrays that are in no list or tuple, but an outermost one that holds fields."""
+    if isinstance(value, _ARRAYS):
+        if _can_be_cut(value) and value.ndim:
             yield value
+    elif (outermost or not _is_sequence(value)) and not isinstance(value, PackedSequence):
+        if outermost and _is_sequence(value) and _is_list_of_samples(value):
             return
+        for _, child in members_of(value) or []:
+            yield from _outer_arrays(child, outermost=False)
+
+
+def _lengths(value: Any, outermost: bool = True) -> Iterator[int]:
+    """What lists and objects that are in no other list may have as rows: their entries, or the rows of their fields."""
+    is_list = _is_sequence(value)
+    if is_list and not (outermost and any(members_of(entry) for entry in value)):
+        found = {_length(array) for array in _arrays_in(value)}
+        if len(found) != 1:
+            found = {len(value)}
+        elif _are_alike(value):
+            found.add(len(value))
+        yield from found
+        return
+    length = None if is_list else _sliced_length(value)
+    if length is not None:
+        yield length
     for _, child in members_of(value) or []:
-        yield from _outer_sequences(child, outermost=False)
-
-
-def _possible_rows(sequence: Sequence[Any]) -> set[int]:
-    """The number of rows if ``sequence`` has one entry per row, and if it holds fields."""
-    sizes = {length_of(array) for array in arrays_in(sequence)}
-    if len(sizes) != 1:
-        return {len(sequence)}
-    if not are_alike(sequence):
-        return sizes
-    return {len(sequence)} | sizes
+        yield from _lengths(child, outermost=False)
 
 
 def _is_list_of_samples(value: Sequence[Any]) -> bool:
     """Whether a whole batch is a list of samples as the dataset returned them: alike, and not fields of one size."""
-    if len(value) < 2 or not are_alike(value):
-        return False
-    if any(members_of(entry) is None for entry in value):
+    if len(value) < 2 or not _are_alike(value) or any(members_of(entry) is None for entry in value):
         return False
     # Alike containers that hold nothing but tensors of one length may as well be a few batches of that many rows.
-    arrays = arrays_in(value)
-    lengths = {length_of(array) for array in arrays}
-    holds_arrays_alone = len(arrays) == len(leaves(value))
-    return not (holds_arrays_alone and len(lengths) == 1)
-
-
-def _has_rows(batch: Any, count: int, ways: Ways) -> bool:
-    if isinstance(batch, ARRAYS):
-        return batch.ndim > 0 and length_of(batch) == count
-    way = ways.of(batch)
-    if way is not None and way.rows == count:
-        return True
-    if is_sequence(batch) and len(batch) == count:
-        return True
-    children = members_of(batch) or []
-    return any(_has_rows(child, count, ways) for _, child in children)
+    arrays = _arrays_in(value)
+    return len({_length(array) for array in arrays}) != 1 or len(arrays) != len(leaves(value))
 
 
 # ---- cutting ---------------------------------------------------------------------------------------------------------
 
 
-class _Cutter:
-    """Applies the rules of this module for a known number of rows.
-
-    ``rows_known``: the caller has said the number, so a list of that length has one entry for each row.
-    """
-
-    def __init__(self, count: int, rows_known: bool, ways: Ways) -> None:
-        self.count = count
-        self.rows_known = rows_known
-        self.ways = ways
-
-    def is_clear(self, value: Any, outermost: bool = True) -> bool:
-        """Whether every list in ``value`` can be read in one way only."""
-        if is_sequence(value):
-            reading = self._reading(value, outermost)
-            if reading == "rows":
-                return True
-            if reading == "both":
-                return False
-        children = members_of(value) or []
-        return all(self.is_clear(child, outermost=False) for _, child in children)
-
-    def paths(self, value: Any, path: Path = ()) -> Iterator[Path]:
-        """Paths of the values within a batch whose first dimension is the rows of the batch."""
-        if isinstance(value, ARRAYS):
-            if value.ndim and length_of(value) == self.count:
-                yield path
-            return
-        if is_sequence(value) and self._reading(value, outermost=not path) == "rows":
+def _row_paths(value: Any, rows: int, is_told: bool, path: Path = ()) -> Iterator[Path]:
+    """Where in a batch its rows are. Raises ``UnclearBatchError`` for what can be read in two ways, or not at all."""
+    if isinstance(value, _ARRAYS) and _can_be_cut(value):
+        if value.ndim and _length(value) == rows:
+            yield path
+        return
+    if _is_sequence(value) and len(value) == rows:
+        # As many entries as rows. If some of the tensors in them have as many rows, too, as in a list of 4 tensors of
+        # shape (4, 3), the entries may be fields all the same.
+        arrays = _arrays_in(value)
+        fitting = [array for array in arrays if _length(array) == rows]
+        if not fitting or _are_alike(value):
+            if len(fitting) == len(arrays) > 0 and not is_told and rows > 1:
+                where = place_text(path)
+                raise UnclearBatchError(f"{where} may have an entry for each row, or be {rows} fields")
             yield path
             return
-        way = self.ways.of(value)
-        if way is not None:
-            if way.rows == self.count:
-                yield path
-            return
-        for key, child in members_of(value) or []:
-            yield from self.paths(child, (*path, key))
-
-    def refuse_opaque(self, value: Any, path: Path = ()) -> None:
-        """Refuse what may hold rows in a way that is not known here. What is within a row does not matter."""
-        if is_sequence(value) and self._reading(value, outermost=not path) != "fields":
-            return
-        way = self.ways.of(value)
-        if way is not None and way.rows == self.count:
-            return
-        children = members_of(value)
-        if children is not None:
-            for key, child in children:
-                self.refuse_opaque(child, (*path, key))
-            return
-        if _is_opaque(value):
-            kind = type(value)
-            raise UnclearBatchError(
-                f"{place_text(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be cut into "
-                "micro-batches; give the module a method `split_batch(batch, num_microbatches)` that returns a list of "
-                "batches, or use num_microbatches=1"
-            )
-
-    def _reading(self, sequence: Sequence[Any], outermost: bool) -> Literal["rows", "fields", "both"]:
-        """What the entries of a list or tuple are: one for each row, or fields, or either."""
-        if len(sequence) != self.count:
-            return "fields"
-        # There are as many entries as rows. If some of the tensors in them have as many rows, too, as in a list of 4
-        # tensors of shape (4, 3), the entries may be fields all the same.
-        arrays = arrays_in(sequence)
-        fitting = [array for array in arrays if length_of(array) == self.count]
-        if not fitting:
-            return "rows"
-        if not are_alike(sequence):
-            return "fields"
-        if self.rows_known:
-            return "rows"
-        if outermost or len(fitting) == len(arrays):
-            return "both"
-        return "rows"
-
-
-def _take(value: Any, rows: Rows, paths: frozenset[Path], ways: Ways, path: Path = ()) -> Any:
-    """Some rows of what is at ``paths``, and all of the rest. ``ways`` are those known for objects of the batch."""
-    if path in paths:
-        if isinstance(value, ARRAYS) or is_sequence(value):
-            return take_rows(value, rows)
-        way = ways.of(value)
-        assert way is not None
-        return way.take(rows)
     children = members_of(value)
-    if children is None:
-        return value
+    if _sliced_length(value) == rows:
+        yield path
+    elif children is not None and not isinstance(value, PackedSequence):
+        for key, child in children:
+            yield from _row_paths(child, rows, is_told, (*path, key))
+    elif _is_opaque(value):
+        kind = type(value)
+        raise UnclearBatchError(
+            f"{place_text(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be cut into "
+            "micro-batches; give the module a method `split_batch(batch, num_microbatches)` that returns a list of "
+            "batches, or use num_microbatches=1"
+        )
+
+
+def _take(value: Any, rows: slice, paths: frozenset[Path], path: Path = ()) -> Any:
+    """Some rows of what is at ``paths``; all of the rest, the very object for all micro-batches."""
+    if path in paths:
+        return value[rows]
+    children = members_of(value)
     depth = len(path)
-    leads_to_rows = any(inner[:depth] == path for inner in paths)
-    if not leads_to_rows:
-        return value  # the very object, for all micro-batches
-    taken: Members = []
-    for key, child in children:
-        part = _take(child, rows, paths, ways, (*path, key))
-        taken.append((key, part))
-    return with_members(value, taken)
+    if children is None or not any(inner[:depth] == path for inner in paths):
+        return value
+    return with_members(value, [(key, _take(child, rows, paths, (*path, key))) for key, child in children])
+
+
+def _can_be_cut(array: Any) -> bool:
+    return not isinstance(array, Tensor) or (array.layout is torch.strided and not array.is_nested)
+
+
+def _sliced_length(value: Any) -> int | None:
+    """The length of an object whose slices are of its type, and of the length that was asked for; None for others."""
+    if isinstance(value, (*_ARRAYS, list, tuple, str, bytes)) or type(value) is dict:
+        return None
+    if not (hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")):
+        return None
+    fewer = len(value) - 1
+    try:
+        part = value[:fewer]
+    except Exception:  # whatever its method raises: it has no rows to slice
+        return None
+    return fewer + 1 if fewer >= 0 and type(part) is type(value) and len(part) == fewer else None
 
 
 def _is_opaque(value: Any) -> bool:
-    """Whether there may be rows in ``value`` that nobody knows how to take."""
-    if isinstance(value, ARRAYS):
-        return not is_cuttable(value)
+    """Whether there may be rows in ``value``, which is no container, that nobody knows how to take."""
     if is_plain(value):
         return False
-    kind = type(value)
-    if hasattr(kind, "__len__") and hasattr(kind, "__getitem__"):
+    if isinstance(value, Tensor) or (hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")):
         return True
-    return hides_something(value)
+    held = leaves(list(getattr(value, "__dict__", {}).values()))
+    return any(isinstance(leaf, _ARRAYS) for leaf in held)
 
 
-# ---- combining -------------------------------------------------------------------------------------------------------
+# ---- structure -------------------------------------------------------------------------------------------------------
 
 
-def combine(outputs: Sequence[Any], sizes: Sequence[int], joins: Joins | None = None) -> Any:
-    """What one process would have returned for the whole batch, from what a step returned for each micro-batch.
-
-    ``joins`` says for some paths along which dimension their tensors are concatenated, or with None that a value which
-    is equal in all micro-batches is the batch's, too: a length of rows, not a count of them. For all others:
-
-    ========================================= =========================================================
-    tensors of ``k * size`` rows, one k       concatenated
-    0-d floating-point tensors, floats        mean, weighted by size
-    0-d integer and bool tensors              sum (they count)
-    ints that differ, or are the sizes > 1    sum
-    lists of ``size`` entries                 concatenated (tuples only where their lengths differ)
-    mappings, dataclasses, other sequences    member by member
-    anything else that is equal everywhere    that value
-    ========================================= =========================================================
-
-    Raises:
-        UncombinableError: naming the path, when there is no rule.
-    """
-    if len(outputs) != len(sizes) or not outputs:
-        given = counted(len(outputs), "output")
-        wanted = counted(len(sizes), "micro-batch")
-        raise ValueError(f"{given} for {wanted}; give one for each, and at least one")
-    if len(outputs) == 1:
-        return outputs[0]
-    return _combine(list(outputs), list(sizes), (), joins or {})
+def _is_sequence(value: Any) -> bool:
+    """Whether ``value`` is a list or tuple whose positions have no names."""
+    return isinstance(value, (list, tuple)) and not isinstance(value, torch.Size) and not hasattr(value, "_fields")
 
 
-def _combine(values: list[Any], sizes: list[int], path: Path, joins: Joins) -> Any:
-    first = values[0]
-    is_the_batchs = path in joins and joins[path] is None
-    if is_the_batchs and _are_equal(values):
-        return first
-    if _are_all(values, Tensor):
-        return _combine_tensors(values, sizes, path, joins.get(path))
-    if _are_all(values, np.ndarray):
-        tensors = [torch.from_numpy(value) for value in values]
-        combined = _combine_tensors(tensors, sizes, path, joins.get(path))
-        return combined.numpy()
-    if _are_all(values, (float, np.floating)):
-        total: Any = 0
-        for value, size in zip(values, sizes, strict=True):
-            total += value * size
-        return total / sum(sizes)
-    if any(type(value) is not type(first) for value in values):
-        names = [type(value).__name__ for value in values]
-        raise UncombinableError(f"{place_text(path)} has types {names} in the micro-batches")
-    # Rows before members: a list of as many entries as rows is not combined entry by entry.
-    if is_sequence(first) and _one_entry_per_row(values, sizes):
-        return type(first)(chain.from_iterable(values))
-    children = members_of(first)
-    if children is not None:
-        return _combine_members(values, sizes, children, path, joins)
-    return _combine_plain(values, sizes, path)
+def _arrays_in(value: Any) -> list[Any]:
+    return [leaf for leaf in leaves(value) if isinstance(leaf, _ARRAYS) and (not _can_be_cut(leaf) or leaf.ndim)]
 
 
-def _combine_plain(values: list[Any], sizes: list[int], path: Path) -> Any:
-    first = values[0]
-    # An int that is the number of rows of each micro-batch counts, also where all micro-batches are as large. 1 for
-    # micro-batches of one row may be a setting as well.
-    counts_rows = type(first) is int and values == sizes and max(sizes) > 1
-    if counts_rows:
-        return sum(values)
-    if _are_equal(values):
-        return first
-    if type(first) is int:
-        return sum(values)
-    raise UncombinableError(
-        f"{place_text(path)} is {values} in the micro-batches: no rule makes one {type(first).__name__} of it"
-    )
+def _length(array: Any) -> int:
+    return int(array.size(0)) if isinstance(array, Tensor) else len(array)
 
 
-def _are_all(values: list[Any], kind: type | tuple[type, ...]) -> bool:
-    return all(isinstance(value, kind) for value in values)
+def _are_alike(sequence: Sequence[Any]) -> bool:
+    """Whether all entries could be samples of one dataset: the same structure, dtypes and numbers of dimensions."""
+    return len({_kind(entry) for entry in sequence}) <= 1
 
 
-def _combine_tensors(
-    values: list[Tensor],
-    sizes: list[int],
-    path: Path,
-    join: int | None,
-) -> Tensor:
-    first = values[0]
-    for value in values:
-        if value.dim() != first.dim() or value.dtype != first.dtype:
-            signatures = [signature(value) for value in values]
-            raise UncombinableError(f"{place_text(path)} is {signatures} in the micro-batches")
-    if first.dim() == 0:
-        return _combine_scalars(torch.stack(values), sizes)
-    if join is not None and join < first.dim() and _differ_only_along(join, values):
-        return torch.cat(values, join)
-    if _have_rows(values, sizes) and _differ_only_along(0, values):
-        return torch.cat(values)
-    if _are_equal(values):
-        return first
-    shapes = [list(value.shape) for value in values]
-    raise UncombinableError(
-        f"{place_text(path)} has shapes {shapes} for micro-batches of {sizes} rows: "
-        f"its first dimension is no multiple of the rows, or other dimensions differ"
-    )
+def _kind(value: Any) -> Any:
+    """What a sample and those beside it have in common; can be hashed. Sizes are left out, samples differ in them."""
+    if isinstance(value, _ARRAYS):
+        return type(value), value.dtype, value.ndim
+    children = members_of(value)
+    if children is None or isinstance(value, list):  # lists within samples are of any length
+        return type(value)
+    return type(value), tuple((key, _kind(child)) for key, child in children)
 
 
-def _combine_scalars(stacked: Tensor, sizes: list[int]) -> Tensor:
-    """The sum of what counts (integers, flags), else the mean weighted by ``sizes``, computed on the device."""
-    if not (stacked.is_floating_point() or stacked.is_complex()):
-        return stacked.sum()
-    shares = from_numbers(sizes, torch.float64, stacked.device) / sum(sizes)
-    weighted = stacked * shares.to(stacked.dtype)
-    return weighted.sum()
-
-
-def _have_rows(values: list[Tensor], sizes: list[int]) -> bool:
-    """Whether each has as many entries for each row of its micro-batch: ``k * size``, with one k for all."""
-    entries_a_row = set()
-    for value, size in zip(values, sizes, strict=True):
-        entries, rest = divmod(value.shape[0], size)
-        if rest != 0:
-            return False
-        entries_a_row.add(entries)
-    return len(entries_a_row) == 1
-
-
-def _differ_only_along(dimension: int, values: list[Tensor]) -> bool:
-    """Whether all other dimensions are equal, so that they can be concatenated along this one."""
-    others = set()
-    for value in values:
-        sizes = list(value.shape)
-        del sizes[dimension]
-        others.add(tuple(sizes))
-    return len(others) == 1
-
-
-def _combine_members(
-    values: list[Any],
-    sizes: list[int],
-    children: Members,
-    path: Path,
-    joins: Joins,
-) -> Any:
-    members = [dict(members_of(value) or []) for value in values]
-    first = members[0]
-    if any(member.keys() != first.keys() for member in members):
-        keys = [list(member) for member in members]
-        raise UncombinableError(f"{place_text(path)} has members {keys} in the micro-batches")
-    combined: Members = []
-    for key, _ in children:
-        of_key = [member[key] for member in members]
-        value = _combine(of_key, sizes, (*path, key), joins)
-        combined.append((key, value))
-    return with_members(values[0], combined)
-
-
-def _one_entry_per_row(values: list[Sequence[Any]], sizes: list[int]) -> bool:
-    """Whether lists of the micro-batches have entries for rows, and are not fields that happen to be as many."""
-    lengths = [len(value) for value in values]
-    if lengths != sizes:
-        return False
-    if len(set(sizes)) > 1:
-        return True  # a number of fields would be the same in all micro-batches
-    first = values[0]
-    if not isinstance(first, list):
-        return False
-    if are_alike(first):
-        return True
-    # Unlike entries are fields if the tensors in them have the rows.
-    return not all(map(_all_have_rows, values, sizes))
-
-
-def _all_have_rows(value: Sequence[Any], size: int) -> bool:
-    arrays = arrays_in(value)
-    if not arrays:
-        return False
-    return all(length_of(array) % size == 0 for array in arrays)
-
-
-def _are_equal(values: list[Any]) -> bool:
-    return all(_equal(value, values[0]) for value in values)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        return torch.equal(one, other)
-    same = one == other
-    return isinstance(same, bool) and same  # an array of results is no answer
+def sizes_text(value: Any, path: Path = ()) -> str:
+    """Where the batch's tensors and lists are, and how many rows each could have."""
+    where = place_text(path)
+    if isinstance(value, _ARRAYS):
+        return f"{where} has shape {list(value.shape)}" if _can_be_cut(value) else ""
+    texts = [f"{where} has {len(value)} entries"] if _is_sequence(value) else []
+    for key, child in (members_of(value) or [])[:_SHOWN]:
+        text = sizes_text(child, (*path, key))
+        if text:
+            texts.append(text)
+    return ", ".join(texts)

@@ -59,7 +59,7 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequenc
         return with_members(first, merged)
     if tensors(outputs):
         kinds = [type(output).__name__ for output in outputs]
-        raise UncombinableError(f"{place_in(path, 'output')} differs in its structure between micro-batches: {kinds}")
+        raise UncombinableError(f"{place_text(path, 'output')} differs in its structure between micro-batches: {kinds}")
     return outputs[-1]
 
 
@@ -85,11 +85,11 @@ def _merge_tensors(outputs: Sequence[Tensor], sizes: Sequence[int], weights: Seq
     if all(torch.equal(output, first) for output in outputs):
         return first
     raise UncombinableError(
-        f"{place_in(path, 'output')} has shapes {shapes} for micro-batches of {list(sizes)} rows: its first dimension "
-        "is no multiple of the rows, or other dimensions differ"
+        f"{place_text(path, 'output')} has shapes {shapes} for micro-batches of {list(sizes)} rows: its first "
+        "dimension is no multiple of the rows, or other dimensions differ"
     )
 
 
-def place_in(path: tuple[Any, ...], what: str) -> str:
+def place_text(path: tuple[Any, ...], what: str = "batch") -> str:
     """A place in a structure, as Python code has it: ``batch['x'][0]``."""
     return what + "".join(f"[{key!r}]" for key in path)

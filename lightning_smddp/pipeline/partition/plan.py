@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,17 +23,13 @@ from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, pre
 from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.capture.tracer import Fetch, Step, trace
 from lightning_smddp.pipeline.mesh import Ownership
-from lightning_smddp.pipeline.partition.cuts import (
-    Resources,
-    StageCuts,
-    choose_units,
-    homes_of,
-    is_within,
-    neighbour_stage,
-    partition,
-)
+from lightning_smddp.pipeline.partition.assignment import homes_of, ownership_of
+from lightning_smddp.pipeline.partition.costs import LossIn, NodeTimes, time_nodes
+from lightning_smddp.pipeline.partition.cuts import StageCuts
 from lightning_smddp.pipeline.partition.hardware import explained_shortage
-from lightning_smddp.pipeline.partition.reference import LossIn, Reference, fastest, run_plain, run_reference
+from lightning_smddp.pipeline.partition.reference import Reference, run_plain, run_reference
+from lightning_smddp.pipeline.partition.resources import Resources
+from lightning_smddp.pipeline.partition.split import choose_units, is_within, partition
 from lightning_smddp.pipeline.runtime.departures import StepFailedError, Together
 from lightning_smddp.pipeline.runtime.draws import without_own_dropout
 from lightning_smddp.pipeline.runtime.remote import ReplayError
@@ -43,7 +38,6 @@ from lightning_smddp.wire.broadcast import broadcast_json
 from lightning_smddp.wire.gather import all_agree, gather_json
 
 CHECK_SEED = 20240229  # of the reference and of what is compared with it; any number that all ranks know
-REFERENCE_RUNS = 3  # of one micro-batch, for its times
 
 
 def own_error(error: Exception) -> BaseException:
@@ -61,6 +55,7 @@ class PartitionPlan:
         graph, stage_cuts: the step that it was divided by.
         ownership: which pipeline ranks hold which parameters.
         homes: for each parameter the stages that use it.
+        times: of the graph's nodes.
         reference: the first rank's run of the whole step, or None if that was not possible.
         stage_seconds, stage_memory: predicted, forward and backward of a micro-batch; bytes.
         decision: what the first rank decided, by times that it measured, in JSON.
@@ -70,6 +65,7 @@ class PartitionPlan:
     stage_cuts: StageCuts
     ownership: Ownership
     homes: Mapping[str, tuple[int, ...]]
+    times: NodeTimes
     reference: Reference | None
     stage_seconds: tuple[float, ...]
     stage_memory: tuple[int, ...]
@@ -166,12 +162,12 @@ def divide(
     """
     traced = record(trial.traced, root, device, group, trial.fetch)
     modules = Modules(traced, root)
-    if split is not None:
+    if split is not None or (known is not None and len(known["stage_seconds"]) != resources.num_stages):
         known = None
-    if known is not None and len(known["stage_seconds"]) != resources.num_stages:
-        known = None
-    graph = _known_graph(known, traced, modules, root, group, device)
-    # The step may be another one than that which an earlier decision was made for: then it is decided anew.
+    graph = _graph_of(known, traced, modules, root) if known is not None else None
+    # The step may be another one than that which an earlier decision was made for: then it is decided anew, by all.
+    if not all_agree(graph is not None, group, device):
+        graph = None
     if graph is None:
         known = None
 
@@ -183,15 +179,14 @@ def divide(
     require_same(graph, group, device)
 
     def decide() -> dict[str, Any]:
-        reference = _measure(graph, trial, root, device)
+        times, reference = _measure(graph, trial, root, device)
         if known is not None:
             decision = dict(known)
         else:
-            found = partition(graph, resources, reference, split, checkpointing)
+            found = partition(graph, resources, times, split, checkpointing)
             decision = _decision(graph, found)
-        decision["reference"] = None
-        if reference is not None:
-            decision["reference"] = asdict(reference)
+        decision["times"] = asdict(times)
+        decision["reference"] = asdict(reference) if reference is not None else None
         return decision
 
     # Measured times differ between ranks, and with them the best cuts. So one rank decides, and all work out from its
@@ -205,12 +200,25 @@ def _measure(
     trial: Trial,
     root: nn.Module,
     device: torch.device,
-) -> Reference | None:
-    """A run of the whole step on this rank; None where it has not the whole model."""
+) -> tuple[NodeTimes, Reference | None]:
+    """Runs of the whole step on this rank; the trace's times alone where it has not the whole model."""
     if trial.fetch is not None:
-        return None
-    with explained_shortage(is_whole=True), without_own_dropout(root, device):
-        return _refer(graph, trial, root, device)
+        return NodeTimes.of_trace(graph), None
+    with explained_shortage(is_whole=True):
+        with _nothing_changed(graph, root, device):
+            times = time_nodes(graph, trial.traced, trial.loss_of, root, device)
+        with without_own_dropout(root, device):
+            return times, _refer(graph, trial, root, device)
+
+
+@contextmanager
+def _nothing_changed(graph: StepGraph, root: nn.Module, device: torch.device) -> Iterator[None]:
+    """Behind a run of the step all is as before. Parameters are copied only where it was seen to change something."""
+    with ExitStack() as stack:
+        stack.enter_context(preserve_state(root, device))
+        if graph.once_a_batch:
+            stack.enter_context(kept_parameters(root))
+        yield
 
 
 def _plan_of(
@@ -219,25 +227,19 @@ def _plan_of(
     root: nn.Module,
     resources: Resources,
 ) -> PartitionPlan:
-    """What follows from a decision, the same on every rank; its ``reference`` is taken out of it."""
+    """What follows from a decision, the same on every rank; measurements are taken out of it."""
+    times = NodeTimes(**decision.pop("times"))
     measured = decision.pop("reference")
-    reference = None
-    if measured is not None:
-        reference = Reference(**measured)
+    reference = Reference(**measured) if measured is not None else None
     stage_cuts = StageCuts.at(graph, decision["splitting"]["cuts"])
-    homes = homes_of(graph, stage_cuts, list(dict(root.named_parameters())))
-    ownership = ownership_of(
-        graph,
-        stage_cuts,
-        homes,
-        resources,
-        list(dict(root.named_buffers())),
-    )
+    homes = homes_of(graph, stage_cuts, [name for name, _ in root.named_parameters()])
+    buffers = [name for name, _ in root.named_buffers()]
     return PartitionPlan(
         graph=graph,
         stage_cuts=stage_cuts,
-        ownership=ownership,
+        ownership=ownership_of(graph, stage_cuts, homes, resources, buffers),
         homes=homes,
+        times=times,
         reference=reference,
         stage_seconds=tuple(decision["stage_seconds"]),
         stage_memory=tuple(decision["stage_memory"]),
@@ -251,75 +253,44 @@ def _decision(graph: StepGraph, found: Partition) -> dict[str, Any]:
         "splitting": StageCuts.at(graph, found.cuts).to_json(),
         "stage_seconds": found.stage_seconds,
         "stage_memory": found.stage_memory,
-        "digest": _digest(graph.digest()),
+        "digest": graph.digest(),
     }
 
 
 def _refer(graph: StepGraph, trial: Trial, root: nn.Module, device: torch.device) -> Reference:
-    """The whole step on one micro-batch, a few times: the fastest run; and once as it is, without replay."""
-    # Parameters are copied, to be put back, only where the step was seen to change something that lasts.
-    kept: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext
-    if graph.once_a_batch:
-        kept = kept_parameters
+    """The whole step on one micro-batch: by replay, and once as it is."""
 
     def refer(step: Step, own_numbers: bool) -> Reference:
-        with preserve_state(root, device), kept(root):
-            return run_reference(
-                graph,
-                step,
-                trial.loss_of,
-                root,
-                device,
-                CHECK_SEED,
-                own_numbers,
-            )
+        with _nothing_changed(graph, root, device):
+            return run_reference(graph, step, trial.loss_of, root, device, CHECK_SEED, own_numbers)
 
-    # Three runs by replay: with random numbers of each node's own, with those of a plain step, and once more for the
-    # times. Then the step as the user wrote it, which is compared with the second.
+    # Two runs by replay: with random numbers of each node's own, and with those of a plain step. Then the step as the
+    # user wrote it, which is compared with the second.
     step = trial.referred
     of_trace = False
     try:
-        runs = [refer(step, own_numbers=True)]
+        reference = refer(step, own_numbers=True)
     except ReplayError:  # it takes another path
         step = trial.traced
         of_trace = True
-        runs = [refer(step, own_numbers=True)]
-    can_run_plain = True
+        reference = refer(step, own_numbers=True)
     try:
-        runs.append(refer(step, own_numbers=False))
-    except ReplayError:
+        again = refer(step, own_numbers=False)
+        with _nothing_changed(graph, root, device):
+            plain_loss, plain_norms = run_plain(step, trial.loss_of, root, CHECK_SEED)
+    except ReplayError:  # with other random numbers it takes another path: a plain run shows nothing
         if not graph.shares_draws:
             raise
-        can_run_plain = False  # with other random numbers it takes another path: a plain run shows nothing
-        runs.append(runs[0])
-    while len(runs) < REFERENCE_RUNS:
-        runs.append(refer(step, own_numbers=True))
-    reference = replace(fastest(runs), of_trace=of_trace)
-    if can_run_plain:
-        with preserve_state(root, device), kept(root):
-            loss, norms = run_plain(step, trial.loss_of, root, device, CHECK_SEED)
-    else:
-        loss, norms = reference.again_loss, reference.again_norms
-    reference.plain_loss = loss
-    reference.plain_norms = norms
-    return reference
-
-
-def _known_graph(
-    known: Mapping[str, Any] | None,
-    traced: Trace,
-    modules: Modules,
-    root: nn.Module,
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> StepGraph | None:
-    """:func:`_graph_of` if it is one on all ranks, which go the same way from there. Collective."""
-    graph = None
-    if known is not None:
-        graph = _graph_of(known, traced, modules, root)
-    if all_agree(graph is not None, group, device):
-        return graph
-    return None
+        again = reference
+        plain_loss, plain_norms = reference.loss, reference.norms
+    return replace(
+        reference,
+        of_trace=of_trace,
+        again_loss=again.loss,
+        again_norms=again.norms,
+        plain_loss=plain_loss,
+        plain_norms=plain_norms,
+    )
 
 
 def _graph_of(
@@ -331,64 +302,13 @@ def _graph_of(
     """The step's graph with the units of an earlier decision, if it is the one that was decided on."""
     # Units whose modules are gone make no graph; equal ones may make another graph, as the code may have changed.
     units = known["splitting"]["units"]
-    names = dict(root.named_modules())
-    if any(unit not in names for unit in units):
+    if not dict(root.named_modules()).keys() >= set(units):
         return None
     try:
         graph = build_graph(traced, modules, is_within(units))
     except SplitError:
         return None
-    if _digest(graph.digest()) != known["digest"]:
-        return None
-    return graph
-
-
-def _digest(lines: Sequence[str]) -> str:
-    text = "\n".join(lines)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def ownership_of(
-    graph: StepGraph,
-    stage_cuts: StageCuts,
-    homes: Mapping[str, Sequence[int]],
-    resources: Resources,
-    all_buffers: Sequence[str] = (),
-) -> Ownership:
-    """Ranks instead of stages.
-
-    A buffer that the step changes belongs to the rank of the node that does. Others may be changed by a later step (a
-    BatchNorm that is unfrozen): they belong to where they are read, else to where parameters near them are.
-    """
-    ranks = resources.rank_of_stage
-    buffers: dict[str, int] = {}
-    units: dict[str, int] = {}  # and their stages
-    for stage, node in stage_cuts.nodes_by_stage(graph):
-        if node.module is not None:
-            units[node.module] = stage
-        for name in node.buffers:
-            other = buffers.setdefault(name, ranks[stage])
-            if other != ranks[stage]:
-                raise SplitError(
-                    f"Buffer {name!r} is changed on ranks {other} and {ranks[stage]} of the pipeline: the "
-                    "module that changes it is called in several stages. Cut elsewhere by `split=`."
-                )
-    for name in all_buffers:
-        if name not in buffers:
-            stage = _stage_of_buffer(name, units, homes)
-            buffers[name] = ranks[stage]
-    parameters = {}
-    for name, stages in homes.items():
-        holders = [ranks[stage] for stage in stages]
-        parameters[name] = tuple(dict.fromkeys(holders))  # several stages may be on one rank
-    return Ownership(parameters, buffers, max(ranks) + 1)
-
-
-def _stage_of_buffer(name: str, units: Mapping[str, int], homes: Mapping[str, Sequence[int]]) -> int:
-    for unit, stage in units.items():
-        if name.startswith(f"{unit}."):
-            return stage
-    return neighbour_stage(name, homes)
+    return graph if graph.digest() == known["digest"] else None
 
 
 def require_same(graph: StepGraph, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -397,21 +317,17 @@ def require_same(graph: StepGraph, group: dist.ProcessGroup, device: torch.devic
     The same where it writes foreign tensors on one. From then on all ranks agree on whether it draws random numbers
     in Python.
     """
-    lines = graph.digest()
-    mine = [_digest(lines), graph.draws, graph.foreign_writes]
-    gathered = gather_json(mine, group, device)
+    gathered = gather_json([graph.digest(), graph.draws, graph.foreign_writes], group, device)
     graph.draws = any(draws for _, draws, _ in gathered)
     for _, _, locations in gathered:
         refuse_foreign_writes(locations)
     # A short digest first. Only where one differs do all ranks, which know that alike, send their lines for a message.
-    digests = [digest for digest, _, _ in gathered]
-    expected = digests[0]
-    differing = [rank for rank, digest in enumerate(digests) if digest != expected]
+    differing = [rank for rank, (digest, _, _) in enumerate(gathered) if digest != gathered[0][0]]
     if not differing:
         return
     other = differing[0]
-    lines_by_rank = gather_json(lines, group, device)
-    position, first, second = first_difference(lines_by_rank[0], lines_by_rank[other])
+    lines = gather_json(graph.lines(), group, device)
+    position, first, second = first_difference(lines[0], lines[other])
     raise SplitError(
         f"The step takes another course on rank {other} than on rank 0: its item {position} is {second}, on rank 0 it "
         f"is {first}. Control flow may depend neither on the rank nor on random numbers."

@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_smddp.pipeline.partition.cuts import Resources
 from lightning_smddp.pipeline.runtime.schedules import Schedule, orders
 from lightning_smddp.planner.problem import Link
 from lightning_smddp.planner.schedules import parse_action, simulated_bound
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What there is to place stages on.
+
+    Attributes:
+        rank_of_stage: rank in the pipeline of each stage.
+        in_flight: micro-batches whose activations each stage keeps at once.
+        parameter_bytes: of each parameter, with its gradient and optimizer state.
+        memory_limit: bytes of a rank, or None.
+        links: between the ranks of each stage and the next.
+    """
+
+    rank_of_stage: tuple[int, ...]
+    in_flight: tuple[int, ...]
+    parameter_bytes: Mapping[str, int]
+    memory_limit: float | None = None
+    links: tuple[Link, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of all ranks together; a rank may have several."""
+        return len(self.rank_of_stage)
 
 
 def resources_for(

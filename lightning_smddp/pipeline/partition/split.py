@@ -1,0 +1,206 @@
+"""Which modules are placed whole, and where the step is cut: decided once, by one rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from lightning_smddp.pipeline.capture.graph import IsSmall, Modules, SplitError, StepGraph, build_graph
+from lightning_smddp.pipeline.capture.records import Trace
+from lightning_smddp.pipeline.partition.costs import NodeTimes, problem_of
+from lightning_smddp.pipeline.partition.resources import Resources
+from lightning_smddp.planner.partition import Partition, best_partition, given_partition
+from lightning_smddp.planner.problem import PartitionError
+
+_BALANCED = 1.03  # a slowest stage this close to the mean is not worth opening more modules,
+_NEGLIGIBLE = 5  # nor is one that is slower by as many messages' latencies: times vary as much
+_ROUNDS = 24  # modules opened at most in search of a better balance
+_PATIENCE = 4  # of them without any success,
+_GAIN = 0.98  # which is a slowest stage of less than this share of the best one's time
+_NAMED = 5  # modules that an error message explains
+
+
+def choose_units(
+    trace: Trace,
+    modules: Modules,
+    resources: Resources,
+    split: Sequence[str] | None,
+    checkpointing: bool,
+) -> StepGraph:
+    """Open modules, outermost first, until the stages balance; returns the graph with the units that remain.
+
+    Raises:
+        SplitError: there is no way to make so many stages; the message says why.
+    """
+    if split is not None:
+        return _units_for(trace, modules, split)
+    # A greedy search: each round cuts the step with the units that there are, and opens the one that stands in the way.
+    # One module more may be no gain, and two may be, as where both halves of a model are one module each: so it goes on
+    # for some rounds without success, and the best graph of all is what counts.
+    opened = _first_opened(modules, resources.num_stages)
+    best: StepGraph | None = None
+    best_seconds = math.inf
+    failures = 0
+    error: PartitionError | None = None
+    for _ in range(_ROUNDS):
+        graph = build_graph(trace, modules, _is_closed(opened))
+        refuse_readers(graph)
+        found: Partition | None = None
+        slowest = math.inf
+        try:
+            found = best_partition(problem_of(graph, resources, NodeTimes.of_trace(graph), checkpointing))
+            slowest = max(found.stage_seconds)
+        except PartitionError as failure:  # too few units, say
+            error = failure
+        if slowest < _GAIN * best_seconds:
+            best = graph
+            best_seconds = slowest
+            failures = 0
+        else:
+            failures += 1
+        if best is not None and failures > _PATIENCE:
+            break
+        if found is not None and _is_balanced(found, resources):
+            break
+        candidate = _to_open(graph, found, modules)
+        if candidate is None:
+            break
+        opened = opened | {candidate}
+    if best is None:
+        raise _explained(error, modules, graph)
+    return best
+
+
+def _is_balanced(partition: Partition, resources: Resources) -> bool:
+    # A pipeline is as fast as its slowest stage, and no partition makes that faster than the mean.
+    mean = sum(partition.stage_seconds) / resources.num_stages
+    latency = max((link.latency_s for link in resources.links), default=0.0)
+    limit = max(_BALANCED * mean, mean + _NEGLIGIBLE * latency)
+    return max(partition.stage_seconds) <= limit
+
+
+def _is_closed(opened: frozenset[str]) -> IsSmall:
+    return lambda name: name not in opened
+
+
+def _first_opened(modules: Modules, num_stages: int) -> frozenset[str]:
+    """Modules that take more than half a stage's share of the time."""
+    total = 0.0
+    for call in modules.trace.calls:
+        if call.parent is None:
+            total += modules.seconds(call.module)
+    share = total / (2 * num_stages)
+    slow = [name for name in modules.calls if modules.seconds(name) > share]
+    return frozenset(name for name in slow if _can_open(name, modules))
+
+
+def _can_open(name: str, modules: Modules) -> bool:
+    if name in modules.must_be_whole:
+        return False
+    return any(inner.startswith(f"{name}.") for inner in modules.calls)
+
+
+def _to_open(graph: StepGraph, partition: Partition | None, modules: Modules) -> str | None:
+    """The unit that stands in the way of a better balance: the longest of the slowest stage, or of all."""
+    # Without a partition there are too few units, or a rank has no room: then the longest of all is opened.
+    groups = [graph.nodes]
+    if partition is not None:
+        seconds = partition.stage_seconds
+        slowest = seconds.index(max(seconds))
+        begin, end = partition.bounds[slowest]
+        groups = [graph.nodes[begin:end], graph.nodes]
+    for nodes in groups:
+        units = []
+        for node in nodes:
+            if node.module is not None and _can_open(node.module, modules):
+                units.append(node)
+        if units:
+            longest = max(units, key=lambda node: node.seconds)
+            return longest.module
+    return None
+
+
+def _units_for(trace: Trace, modules: Modules, split: Sequence[str]) -> StepGraph:
+    """Open no more than what has to be opened for stages to begin at the named modules."""
+
+    def is_small(name: str) -> bool:
+        return not any(wanted.startswith(f"{name}.") for wanted in split)
+
+    graph = build_graph(trace, modules, is_small)
+    refuse_readers(graph)
+    return graph
+
+
+def partition(
+    graph: StepGraph,
+    resources: Resources,
+    times: NodeTimes,
+    split: Sequence[str] | None,
+    checkpointing: bool,
+) -> Partition:
+    """Cut ``graph`` into stages, at the named units or where it is best.
+
+    Raises:
+        SplitError: no partition is possible; the message says why.
+    """
+    problem = problem_of(graph, resources, times, checkpointing)
+    try:
+        if split is None:
+            return best_partition(problem)
+        return given_partition(problem, split)
+    except PartitionError as error:
+        raise SplitError(f"{error}.{what_forbids(graph)}") from error
+
+
+def refuse_readers(graph: StepGraph) -> None:
+    """What comes behind such a place may be another course on each batch, and only one stage would know it."""
+    _, reader = graph.last_cut()
+    if reader is None or reader.index >= _last_unit(graph):
+        return
+    if reader.varies:
+        raise SplitError(
+            f"{reader.name} makes a tensor whose size depends on values that a module made, and the step calls "
+            "modules behind it, on stages that count on sizes. Pad it, do it behind the last module, or put it and "
+            "what follows into one module."
+        )
+    raise SplitError(
+        f"The step reads the value of a tensor that a module made, at {reader.location} ({reader.name}), and calls "
+        "modules behind it: what they do may depend on it, and only one stage knows it. Move this code behind the "
+        "last module, or into a module, or use strategy='smddp'."
+    )
+
+
+def _last_unit(graph: StepGraph) -> int:
+    last = -1
+    for node in graph.nodes:
+        if node.module is not None:
+            last = node.index
+    return last
+
+
+def what_forbids(graph: StepGraph) -> str:
+    """Where the step cannot be cut, and why: the first such place."""
+    last_unit = _last_unit(graph)
+    allowed = set(graph.cuts())
+    for cut in range(1, last_unit + 1):
+        if cut not in allowed:
+            name = graph.nodes[cut].name
+            reason = graph.obstacle_to(cut)
+            return f" No stage may begin with {name}: {reason}."
+    return ""
+
+
+def _explained(error: PartitionError | None, modules: Modules, graph: StepGraph) -> SplitError:
+    reasons = [f"{name!r} is opened, as {why}" for name, why in modules.obstacles.items()]
+    reasons += [f"{name!r} is placed whole, as {why}" for name, why in modules.must_be_whole.items()]
+    hint = ""
+    if reasons:
+        listed = "; ".join(reasons[:_NAMED])
+        hint = f" Of the modules, {listed}."
+    return SplitError(f"{error}.{what_forbids(graph)}{hint}")
+
+
+def is_within(units: Collection[str]) -> IsSmall:
+    """The predicate for :func:`build_graph` that makes just ``units`` units."""
+    names = frozenset(units)
+    return names.__contains__
