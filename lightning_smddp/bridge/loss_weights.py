@@ -75,18 +75,18 @@ def _losses(
 ) -> list[float]:
     """Of the whole batch, twice, and of each micro-batch, on the rank where the step ends; else nothing."""
     module, device = partitioned.setup.module, partitioned.setup.device
-    losses = []
+    outputs: list[Any] = []
     for number, parts in enumerate(([whole], [whole], microbatches)):
         with preserve_state(module, device), torch.no_grad():
             module.eval()
             seed_torch(_SEEDS[number % 2])
             try:
                 paths = partitioned.paths(step, parts)
-                outputs = partitioned.runtime.require_success(partitioned.runtime.run(paths, step, parts, False))
+                outputs += partitioned.runtime.require_success(partitioned.runtime.run(paths, step, parts, False))
             finally:
                 step.forget()
-        losses += [float(loss_of(output, step.hook, detached=True)) for output in outputs]
-    return losses
+    # Only now: what this rank alone may raise would leave the others in the next run.
+    return [float(loss_of(output, step.hook, detached=True)) for output in outputs]
 
 
 def _decide(
