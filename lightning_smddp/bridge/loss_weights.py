@@ -9,7 +9,6 @@ import torch
 
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.step import LightningStep, loss_of
-from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.own_seeds import seed_torch
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.partition.loss_weights import (
@@ -23,7 +22,6 @@ from lightning_smddp.pipeline.partition.loss_weights import (
 )
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import own_error
-from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.wire.broadcast import broadcast_json
 from lightning_smddp.wire.pytree import tensors
 
@@ -52,11 +50,7 @@ def find_loss_weight(
     losses: list[float] | str
     try:
         losses = _losses(partitioned, step.forward_only(), whole, microbatches)
-    except ReplayError as error:
-        losses = str(error)
-    except Exception as error:  # on every rank of the pipeline: the step is not made for eval mode, or whole batches
-        if not isinstance(error, SplitError):
-            raise
+    except Exception as error:  # on every rank: the step is not made for eval mode, or whole batches are too large
         losses = repr(own_error(error))
     found: Any = None
     if setup.ends_here and setup.groups.replica == 0:
@@ -96,12 +90,10 @@ def _decide(
     microbatches: Sequence[MicroBatch],
 ) -> tuple[LossWeight, str | None]:
     if isinstance(losses, str):
+        more = ""
         if any(has_ignored(tensor) for tensor in tensors(whole.value)):
-            return LossWeight(), (
-                f"there are labels of {IGNORED}, which do not count in most losses, but the step fails in eval mode, "
-                f"in which the weights of micro-batches are found ({losses}). Give loss_weight="
-            )
-        return LossWeight(), None
+            more = f" There are labels of {IGNORED}, which do not count in most losses: give loss_weight=."
+        return LossWeight(), f"micro-batches count by rows, as the step fails in eval mode on a batch: {losses}.{more}"
     first, again, *rest = losses
     tolerance = EXACT if partitioned.plan.is_exact else MIXED
     return best_fit(candidates(whole.value), (first, again), rest, microbatches, tolerance)
