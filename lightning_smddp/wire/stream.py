@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_smddp.wire.encode import dtype_of, name_of_dtype
-from lightning_smddp.wire.objects import gather
+from lightning_smddp.wire.encode import dtype_of, is_dense, name_of_dtype
+from lightning_smddp.wire.objects import broadcast, gather
 from lightning_smddp.wire.pytree import map_leaves
 
 CHUNK_BYTES = 64 * 2**20  # of a message
@@ -289,22 +289,46 @@ def gathered_objects(local: Any, group: dist.ProcessGroup, to_all: bool, device:
 
     Tensors in it are sent as :func:`gathered_shares` does, and are on the CPU; the rest is pickled.
     """
-    found: dict[str, Tensor] = {}
+    outline, found = _taken_apart(local)
+    outlines = gather(outline, group)
+    shares = gathered_shares({str(number): tensor for number, tensor in enumerate(found)}, group, to_all, device)
+    for of_rank, share in zip(outlines, shares, strict=False):  # a rank may get no shares
+        yield _put_together(of_rank, list(share.values()))
+
+
+def broadcast_object(value: Any, group: dist.ProcessGroup, source: int, device: torch.device) -> Any:
+    """The ``value`` of the rank ``source`` of ``group``, on every rank. Collective.
+
+    Tensors in it are streamed, and arrive on ``device``, or on the CPU where they were there; the rest is pickled.
+
+    Raises:
+        UnsendableError: on every rank.
+    """
+    outline, tensors = _taken_apart(value)
+    announced = broadcast((outline, [(Spec.of(tensor), tensor.is_cpu) for tensor in tensors]), group, source)
+    if group.rank() != source:
+        outline, specs = announced
+        tensors = []
+        for spec, is_cpu in specs:
+            tensors.append(torch.empty(spec.shape, dtype=spec.dtype, device=CPU if is_cpu else device))
+    broadcast_tensors([Spec.of(tensor) for tensor in tensors], tensors, group, source, device)
+    return value if group.rank() == source else _put_together(outline, tensors)
+
+
+def _taken_apart(value: Any) -> tuple[Any, list[Tensor]]:
+    found: list[Tensor] = []
 
     def take(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
+        if not isinstance(leaf, Tensor) or not is_dense(leaf):
             return leaf
-        found[str(len(found))] = leaf
+        found.append(leaf.detach())
         return _Hole(len(found) - 1)
 
-    outlines = gather(map_leaves(take, local), group)
-    shares = gathered_shares(found, group, to_all, device)
-    for outline, share in zip(outlines, shares, strict=False):  # a rank may get no shares
-        yield map_leaves(partial(_filled, share), outline)
+    return map_leaves(take, value), found
 
 
-def _filled(share: Mapping[str, Tensor], leaf: Any) -> Any:
-    return share[str(int(leaf))] if isinstance(leaf, _Hole) else leaf
+def _put_together(outline: Any, tensors: Sequence[Tensor]) -> Any:
+    return map_leaves(lambda leaf: tensors[leaf] if isinstance(leaf, _Hole) else leaf, outline)
 
 
 def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
