@@ -30,10 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _add_verify(commands: Any) -> None:
     verify = commands.add_parser(
         "verify",
-        help="compare a pipelined LightningModule with one process",
-        description="Train a LightningModule for two batches in a pipeline of CPU processes and in one process, and "
-        "compare outputs, logged values, weights and buffers step by step, and for one micro-batch the gradient norm "
-        "of each unit. The module needs a `train_dataloader`, or give --datamodule.",
+        help="compare a pipelined LightningModule with one process that accumulates gradients",
+        description="Train a LightningModule for four batches, with its hooks and callbacks, in a pipeline of CPU "
+        "processes and in one process that accumulates gradients over the same micro-batches, and compare outputs, "
+        "logged values, attributes, weights and buffers step by step, and for the first micro-batches the gradient "
+        "norm of each unit. The module needs a `train_dataloader`, or give --datamodule.",
     )
     verify.add_argument("module", help="module:Class of the LightningModule")
     verify.add_argument("--kwargs", type=json.loads, default={}, help="arguments of the class, as a JSON object")
@@ -43,6 +44,7 @@ def _add_verify(commands: Any) -> None:
     verify.add_argument("--schedule", default="1f1b", help="name of the schedule (default: 1f1b)")
     verify.add_argument("--stages-per-rank", type=_number_or_auto, default="auto", help="a number (default: auto)")
     verify.add_argument("--num-microbatches", type=_number_or_auto, default="auto", help="a number (default: auto)")
+    verify.add_argument("--callback", action="append", default=[], help="module:Class of a callback (several)")
     verify.set_defaults(run=_verify)
 
 
@@ -162,6 +164,7 @@ def _verify(options: argparse.Namespace) -> int:
         module,
         data,
         ranks=options.stages * options.replicas,
+        callbacks=[_load(name)() for name in options.callback],
         pipeline_parallel_size=options.stages,
         schedule=options.schedule,
         stages_per_rank=options.stages_per_rank,

@@ -193,6 +193,7 @@ class Batches:
         A step that generates text calls its modules as often as the text is long: there are no stages of it.
         """
         whole = self.batcher.splitter.whole(batch)
+        self.batcher.count = 1
         microbatch = MicroBatch(whole.value, whole.size, 1.0)
         with partitioned.inside_view():
             try:

@@ -34,6 +34,7 @@ class MicroBatcher:
 
     Attributes:
         chosen: the weights that the trial of ``loss_weight="auto"`` has found; None before it.
+        count: in how many micro-batches the last batch ran.
     """
 
     def __init__(self, setup: RunSetup, values: HostValues) -> None:
@@ -41,6 +42,7 @@ class MicroBatcher:
         self.options = setup.options
         self.splitter = splitter_for(setup.module, self.options.partition)
         self.chosen: LossWeight | None = None
+        self.count = 1
         self._values = values
         self._whole: set[Any] = set()  # keys of steps whose batches are one micro-batch each
         self._said: set[str] = set()
@@ -48,6 +50,7 @@ class MicroBatcher:
     def split(self, batch: Any, step: LightningStep) -> list[MicroBatch]:
         """The micro-batches of a batch for ``step``, weighted. All ranks of the pipeline have the same batch."""
         parts = self._cut(batch, step)
+        self.count = len(parts)
         if len(parts) == 1:
             return parts
         return self.loss_weight(batch, step).apply(parts, self._values.of)

@@ -526,6 +526,17 @@ class PipelineParallel(PipelineRanks):
         return self._pipelined.partitioned.findings
 
     @property
+    def last_microbatches(self) -> int:
+        """In how many micro-batches the last batch ran, of training or evaluation."""
+        return self._last_pipelined().batcher.count
+
+    @property
+    def chosen_loss_weight(self) -> str:
+        """What ``loss_weight="auto"`` has found to be right; ``"rows"`` before the first batch."""
+        chosen = self._last_pipelined().batcher.chosen
+        return chosen.kind if chosen is not None else "rows"
+
+    @property
     def parameters_by_rank(self) -> list[int]:
         """How many parameters each rank of a pipeline holds; empty before the module is partitioned. Not collective."""
         if self._pipelined is None or self._pipelined.partitioned is None:

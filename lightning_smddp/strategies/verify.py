@@ -1,4 +1,4 @@
-"""``lightning-smddp verify``: some batches of a user's module, in a pipeline and in one process."""
+"""``lightning-smddp verify``: some batches of a user's module, in a pipeline and in one process that accumulates."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_smddp.pipeline.partition.verify import Finding, VerificationError
-from lightning_smddp.strategies.lightning import PipelineStrategy
+from lightning_smddp.strategies.lightning import AccumulationStrategy, PipelineStrategy
+from lightning_smddp.strategies.pipeline import PipelineParallel
 from lightning_smddp.strategies.pipeline_options import PartitionOptions
 from lightning_smddp.strategies.tables import print_table
 from lightning_smddp.wire.pytree import items
-from lightning_smddp.wording import counted
 
 # Relative differences that rounding explains: of values, and of what a step changed in a tensor.
 _VALUES = 1e-4
 _UPDATES = 5e-3
 
-STEPS = 2  # of training, and of validation
+STEPS = 4  # of training, and of validation
+_LIGHTNINGS = frozenset(vars(LightningModule()))  # attributes that every module has
 _LOADERS = ("train_dataloader", "val_dataloader")
 _MOST_ROWS = 12  # of a kind, in the table
 _QUIET: dict[str, Any] = {
     "accelerator": "cpu",
-    "max_steps": STEPS,
-    "limit_val_batches": STEPS,
     "num_sanity_val_steps": 0,
     "logger": False,
     "enable_checkpointing": False,
@@ -81,7 +80,7 @@ def _in_words(expected: float, actual: float, difference: float) -> str:
 
 
 def compare_runs(alone: Mapping[str, Any], piped: Mapping[str, Any]) -> list[Difference]:
-    """Losses and outputs of each training step, what it logged, how far it moved weights and buffers; validation."""
+    """Of each step what it returned, logged and set in the module; how far it moved weights and buffers."""
     found = []
     steps, piped_steps = alone["training"], piped["training"]
     if len(steps) != len(piped_steps):
@@ -91,16 +90,20 @@ def compare_runs(alone: Mapping[str, Any], piped: Mapping[str, Any]) -> list[Dif
     # does not count in the next one's row again. Both runs begin with the same weights.
     before = piped_before = alone["initial"]
     for number, (step, piped_step) in enumerate(zip(steps, piped_steps, strict=False), start=1):
-        found += _values(f"step {number}, output", step["outputs"], piped_step["outputs"])
-        found += _values(f"step {number}, logged", step["logged"], piped_step["logged"])
+        found += _shown_in(f"step {number}", step, piped_step)
         after, piped_after = step["state"], piped_step["state"]
         found += _moved(f"step {number}, update", (before, after), (piped_before, piped_after))
         before, piped_before = after, piped_after
     validations = zip(alone["validation"], piped["validation"], strict=False)
-    for number, (outputs, piped_outputs) in enumerate(validations, start=1):
-        found += _values(f"validation step {number}, output", outputs, piped_outputs)
-    found += _values("after validation, logged", alone["logged"], piped["logged"])
-    return found
+    for number, (step, piped_step) in enumerate(validations, start=1):
+        found += _shown_in(f"validation step {number}", step, piped_step)
+    return found + _shown_in("at the end", alone["end"], piped["end"])
+
+
+def _shown_in(where: str, alone: Mapping[str, Any], piped: Mapping[str, Any]) -> list[Difference]:
+    found = _values(f"{where}, output", alone["outputs"], piped["outputs"])
+    found += _values(f"{where}, logged", alone["logged"], piped["logged"])
+    return found + _values(f"{where}, attribute", alone["attributes"], piped["attributes"])
 
 
 def _values(where: str, alone: Mapping[str, Tensor], piped: Mapping[str, Tensor]) -> list[Difference]:
@@ -169,32 +172,23 @@ class _Recorder(Callback):
         self.seen: dict[str, Any] = {
             "training": [],
             "validation": [],
-            "logged": {},
+            "counts": [],  # of micro-batches, in the order of all batches
+            "loss_weight": "rows",
             "findings": [],
         }
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        initial = {}
-        for name, value in pl_module.state_dict().items():
-            initial[name] = value.detach().clone()
-        self.seen["initial"] = initial
+        self.seen["initial"] = _plain(pl_module.state_dict())
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         # Collective, so every rank calls it. The first one, which writes the file, gets all.
-        copies = {}
-        for name, value in trainer.strategy.lightning_module_state_dict().items():
-            if isinstance(value, torch.Tensor):
-                copies[name] = value.detach().clone()
-        step = {
-            "outputs": _plain(outputs),
-            "state": copies,
-            "logged": _plain(dict(trainer.callback_metrics)),
-        }
-        self.seen["training"].append(step)
-        findings = getattr(trainer.strategy, "findings", [])  # of the check of the first batch; none in one process
-        self.seen["findings"] = [asdict(finding) for finding in findings]
+        state = trainer.strategy.lightning_module_state_dict()
+        self.seen["training"].append({**self._shown(trainer, pl_module, outputs), "state": _plain(state)})
+        if isinstance(trainer.strategy, PipelineParallel):
+            self.seen["findings"] = [asdict(finding) for finding in trainer.strategy.findings]
+            self.seen["loss_weight"] = trainer.strategy.chosen_loss_weight
 
     def on_validation_batch_end(
         self,
@@ -205,11 +199,21 @@ class _Recorder(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self.seen["validation"].append(_plain(outputs))
+        self.seen["validation"].append(self._shown(trainer, pl_module, outputs))
+
+    def _shown(self, trainer: Trainer, pl_module: LightningModule, outputs: Any) -> dict[str, Any]:
+        if isinstance(trainer.strategy, PipelineParallel):
+            self.seen["counts"].append(trainer.strategy.last_microbatches)
+        attributes = {name: value for name, value in vars(pl_module).items() if name not in _LIGHTNINGS}
+        return {
+            "outputs": _plain(outputs),
+            "logged": _plain(dict(trainer.callback_metrics)),
+            "attributes": _plain(attributes),
+        }
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            self.seen["logged"] = _plain(dict(trainer.callback_metrics))
+            self.seen["end"] = self._shown(trainer, pl_module, None)
             torch.save(self.seen, self.path)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -222,11 +226,13 @@ def verify(
     data: LightningDataModule | None,
     ranks: int,
     stages_per_rank: int | Literal["auto"] = "auto",
+    callbacks: Sequence[Callback] = (),
     **options: Any,
 ) -> int:
     """Train some batches under ``PipelineStrategy(**options)`` on ``ranks`` CPU processes, and print the comparison.
 
-    Replicas get the same batches. Dropout is turned off, as its random numbers are others in a pipeline.
+    It is compared with one process that accumulates gradients over the same micro-batches. Replicas get the same
+    batches.
 
     Returns:
         0 if the pipeline computes what the module computes, 1 if not.
@@ -237,63 +243,54 @@ def verify(
     if data is None and not is_overridden("train_dataloader", module):
         print(f"{type(module).__name__} has no train_dataloader: give --datamodule module:Class.")
         return 1
-    _without_dropout(module)
-    # Three runs on the same batches, which are those that the user's loaders give in the first one: in one process, in
-    # one process with another seed, and in the pipeline. What differs between the first two is random in the step
-    # itself, and tells nothing of the pipeline.
-    with tempfile.TemporaryDirectory(prefix="smddp_verify_") as directory:
-        folder = Path(directory)
-        alone, loaders = _alone(module, data, folder / "alone", {}, seed=0)
-        again, _ = _alone(module, data, folder / "again", loaders, seed=1)
-        partition = PartitionOptions(stages_per_rank=stages_per_rank)
-        strategy = PipelineStrategy(start_method="spawn", partition=partition, **options)
-        recorder = _Recorder(folder / "pipeline")
-        _give(module if data is None else data, loaders)
+    # All runs are on the same batches, which are those that the user's loaders give in one process.
+    for name, loader in _first_batches(module, data).items():
+        setattr(module if data is None else data, name, functools.partial(_given, loader))
+    partition = PartitionOptions(stages_per_rank=stages_per_rank)
+    pipeline = PipelineStrategy(start_method="spawn", partition=partition, **options)
+    with tempfile.TemporaryDirectory(prefix="smddp_verify_") as folder:
         try:
-            _fit(module, data, recorder, devices=ranks, strategy=strategy)
+            _fit(module, data, Path(folder, "pipeline"), callbacks, devices=ranks, strategy=pipeline)
         except Exception as error:  # of a child, as text
             print(f"\n{error}")
             return 1
-        piped = torch.load(recorder.path, weights_only=True)
+        piped: dict[str, Any] = torch.load(Path(folder, "pipeline"), weights_only=True)
+        # As many micro-batches as the pipeline made of each batch, with the weights that it found.
+        counts = iter(piped["counts"])
+        weight = options.get("loss_weight", "auto")
+        accumulation = AccumulationStrategy(
+            num_microbatches=lambda rows: next(counts),
+            loss_weight=piped["loss_weight"] if weight == "auto" else weight,
+        )
+        _fit(module, data, Path(folder, "alone"), callbacks, devices=1, strategy=accumulation)
+        alone: dict[str, Any] = torch.load(Path(folder, "alone"), weights_only=True)
     show([Finding(**finding) for finding in piped["findings"]])
-    return _judge(alone, again, piped)
+    return _judge(alone, piped)
 
 
-def _judge(alone: Mapping[str, Any], again: Mapping[str, Any], piped: Mapping[str, Any]) -> int:
+def _judge(alone: Mapping[str, Any], piped: Mapping[str, Any]) -> int:
     """Print how the pipeline's steps differ from one process's, and say the same in the last line."""
-    between_seeds = compare_runs(alone, again)
-    by_chance = {difference.name for difference in between_seeds if difference.matters}
     differences = compare_runs(alone, piped)
-    certain = [difference for difference in differences if difference.name not in by_chance]
-    wrong = [difference for difference in certain if difference.matters]
-    if certain:
-        print_table("verify: whole batches, step after step", _rows(certain, wrong))
+    wrong = [difference for difference in differences if difference.matters]
+    print_table("verify: step after step", _rows(differences, wrong))
     if wrong:
         first = wrong[0]
         print(f"The pipeline differs from one process, first in {first.name}: {first.text()}.")
         return 1
-    if by_chance:
-        print(
-            "The loss and gradients of one micro-batch are those of one process. Whole batches could not be compared "
-            f"in {counted(len(by_chance), 'respect')} (such as {min(by_chance)}), which differ from run to run in "
-            "one process "
-            "too: the step draws random numbers."
-        )
-        return 0
     trained = len(piped["training"])
     validated = len(piped["validation"])
     print(
-        f"The pipeline computes what the module computes in one process: {trained} training and {validated} validation "
-        "steps are the same."
+        "The pipeline computes what one process computes that accumulates gradients over the same micro-batches: "
+        f"{trained} training and {validated} validation steps are the same."
     )
     return 0
 
 
-def _rows(certain: Sequence[Difference], wrong: Sequence[Difference]) -> list[tuple[str, str]]:
+def _rows(differences: Sequence[Difference], wrong: Sequence[Difference]) -> list[tuple[str, str]]:
     """One page: what differs, then values, and of the tensors that a step updated the one that is furthest off."""
     values = []
     worst: dict[str, Difference] = {}  # by group
-    for difference in certain:
+    for difference in differences:
         if difference in wrong:
             continue
         if not difference.group:
@@ -316,36 +313,39 @@ def _rows(certain: Sequence[Difference], wrong: Sequence[Difference]) -> list[tu
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-def _alone(
-    module: LightningModule, data: LightningDataModule | None, path: Path, loaders: dict[str, Any], seed: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A run of copies in this process; and the batches that it saw, by the hook that gave them."""
-    module, data = copy.deepcopy((module, data))  # in one call: what they share stays shared
-    loaders = dict(loaders)
-    source = module if data is None else data
-    if loaders:
-        _give(source, loaders)
-    else:
-        for name in _LOADERS:
-            if is_overridden(name, source):
-                hook = getattr(source, name)
-                setattr(source, name, functools.partial(_keep, hook, loaders, name))
-    torch.manual_seed(seed)
-    _fit(module, data, _Recorder(path), devices=1, strategy="auto")
-    return torch.load(path, weights_only=True), loaders
-
-
 def _fit(
-    module: LightningModule, data: LightningDataModule | None, recorder: _Recorder, devices: int, strategy: Any
+    module: LightningModule,
+    data: LightningDataModule | None,
+    path: Path,
+    callbacks: Sequence[Callback],
+    devices: int,
+    strategy: Any,
 ) -> None:
-    trainer = Trainer(devices=devices, strategy=strategy, callbacks=[recorder], **_QUIET)
+    """Train a copy for some steps; what was seen of it is at ``path``."""
+    module, data, callbacks = copy.deepcopy((module, data, list(callbacks)))  # what they share stays shared
+    torch.manual_seed(0)
+    options = {**_QUIET, "max_steps": STEPS, "limit_val_batches": STEPS}
+    trainer = Trainer(devices=devices, strategy=strategy, callbacks=[*callbacks, _Recorder(path)], **options)
     trainer.fit(module, datamodule=data)
 
 
-def _keep(hook: Any, loaders: dict[str, Any], name: str) -> Any:
+def _first_batches(module: LightningModule, data: LightningDataModule | None) -> dict[str, Any]:
+    """Loaders of the first batches of the user's loaders, by the hook that gives these: Lightning calls it in a run."""
+    module, data = copy.deepcopy((module, data))
+    source = module if data is None else data
+    found: dict[str, Any] = {}
+    for name in _LOADERS:
+        if is_overridden(name, source):
+            setattr(source, name, functools.partial(_keep, getattr(source, name), found, name))
+    trainer = Trainer(devices=1, max_epochs=1, limit_train_batches=1, limit_val_batches=1, **_QUIET)
+    trainer.fit(module, datamodule=data)
+    return found
+
+
+def _keep(hook: Any, found: dict[str, Any], name: str) -> Any:
     """What ``hook`` gives, cut to some batches and kept."""
-    loaders[name] = _cut(hook())
-    return loaders[name]
+    found[name] = _cut(hook())
+    return found[name]
 
 
 class _Batches:
@@ -376,23 +376,8 @@ def _cut(loader: Any) -> Any:
     return _Batches(batches, batch_size)
 
 
-def _give(source: LightningModule | LightningDataModule, loaders: Mapping[str, Any]) -> None:
-    for name, batches in loaders.items():
-        setattr(source, name, functools.partial(_given, batches))
-
-
 def _given(batches: Any) -> Any:
     return batches
-
-
-def _without_dropout(module: nn.Module) -> None:
-    """Set every probability to 0: ``p`` of dropout modules, and numbers that others call ``dropout`` or the like."""
-    for child in module.modules():
-        is_dropout = "dropout" in type(child).__name__.lower()
-        for name, value in list(vars(child).items()):
-            is_probability = "drop" in name.lower() or (is_dropout and name == "p")
-            if is_probability and isinstance(value, float):
-                setattr(child, name, 0.0)
 
 
 def _plain(structure: Any) -> dict[str, Any]:

@@ -1,0 +1,172 @@
+"""``lightning-smddp verify``: a user's module in a pipeline and in one process that accumulates, step after step."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_smddp import PipelineStrategy
+from lightning_smddp.cli import main
+from lightning_smddp.strategies import verify as verification
+from tests.programs import run_program
+from tests.ranks import run_trainer_ranks
+from tests.strategies.grouped import grouped
+from tests.strategies.test_pipeline_check import VOCABULARY, WIDTH, Chain, Contrastive, Escaping, Padded
+
+ALSO_NAMED = (Contrastive, Escaping, Padded)  # on the command line, in this file
+
+Verify = Callable[..., tuple[int, list[str]]]
+
+
+class Verified(Chain):
+    """With batches in random order, validation, a metric, an attribute, hooks, and a layer for each of four stages."""
+
+    count = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(VOCABULARY, average="micro")
+        self.rows = 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        self.accuracy(logits, batch[1])
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.rows += len(batch[0])
+        return F.cross_entropy(logits, batch[1])
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        out = self(batch[0])
+        self.log("val_loss", F.cross_entropy(out, batch[1]))
+        return out
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad *= 0.5
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(super().train_dataloader().dataset, batch_size=5, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return super().train_dataloader()
+
+
+class Normalised(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = nn.BatchNorm1d(WIDTH)
+
+
+class Decay(Callback):
+    """Changes all weights behind each batch."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter *= 0.9
+
+
+class CountsInHook(Chain):
+    """Does what it has to do elsewhere in a pipeline: something is different by the rank."""
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.factor = 2.0 if torch.distributed.is_initialized() else 1.0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.factor
+
+
+FIT = verification._fit
+
+
+def fit_on_rank(directory: str, *arguments: Any, **options: Any) -> None:
+    """What the first rank prints goes to a file."""
+    strategy = PipelineStrategy(**grouped(num_microbatches=3))
+    path = Path(directory, f"printed{os.environ['RANK']}")
+    with path.open("w") as file, redirect_stdout(file):
+        FIT(*arguments, **options, strategy=strategy)
+
+
+@pytest.fixture
+def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verify:
+    """Runs the command by its name for a module, here and on ranks of the tests: returns its code and lines."""
+
+    def fit(*arguments: Any, devices: int, strategy: Any) -> None:
+        if devices == 1:
+            FIT(*arguments, devices=devices, strategy=strategy)
+        else:
+            run_trainer_ranks(functools.partial(fit_on_rank, devices=devices), devices, str(tmp_path), *arguments)
+
+    def run(name: str, *options: str) -> tuple[int, list[str]]:
+        code = main(["verify", f"tests.strategies.test_verify:{name}", *options])
+        return code, [*(tmp_path / "printed0").read_text().splitlines(), *capsys.readouterr().out.splitlines()]
+
+    monkeypatch.setattr(verification, "_fit", fit)
+    return run
+
+
+@pytest.mark.slow
+def test_the_command_says_what_is_the_same(tmp_path: Path) -> None:
+    """The command, which starts ranks of its own."""
+    module = "tests.strategies.test_verify:Verified"
+    callback = ["--callback", "tests.strategies.test_verify:Decay"]
+    options = ["--schedule", "interleaved_1f1b", "--num-microbatches", "4"]
+    result = run_program(["-m", "lightning_smddp", "verify", module, *callback, *options], tmp_path, spawned=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    last = result.stdout.splitlines()[-1]
+    assert "The pipeline computes what one process computes that accumulates gradients" in last
+    assert "4 training and 3 validation steps are the same" in last
+    for shown in ("layers.0", "head", "step 1, output 'loss'", "logged 'accuracy_step'", "attribute 'rows'"):
+        assert shown in result.stdout, result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param("Contrastive", marks=pytest.mark.exhaustive), "Normalised", "Padded"], ids=str
+)
+def test_what_looks_across_rows_and_what_counts_by_labels_is_the_same(name: str, verify: Verify) -> None:
+    code, lines = verify(name)
+    assert code == 0, lines
+    assert "steps are the same" in lines[-1]
+
+
+@pytest.mark.slow
+def test_what_differs_is_named_first(verify: Verify) -> None:
+    code, lines = verify("CountsInHook")
+    assert code == 1
+    assert "The pipeline differs from one process, first in step 1, output 'loss'" in lines[-1]
+    assert any("DIFFERS" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_an_escape_fails_with_each_unit(verify: Verify) -> None:
+    code, lines = verify("Escaping")
+    assert code == 1
+    assert any("layers.0" in line for line in lines)
+    assert "does not compute what the step computes" in "\n".join(lines)
+
+
+def test_what_is_wrong_with_a_name_is_said() -> None:
+    with pytest.raises(SystemExit, match="has to be module:Class"):
+        main(["verify", "tests.strategies"])
+    with pytest.raises(SystemExit, match="has no 'Absent'"):
+        main(["verify", "tests.strategies.test_verify:Absent"])
+    with pytest.raises(SystemExit, match="There is no module 'tests.nowhere'"):
+        main(["verify", "tests.nowhere:Net"])
+
+
+def test_data_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "lightning.pytorch:LightningModule"]) == 1
+    assert "LightningModule has no train_dataloader: give --datamodule" in capsys.readouterr().out
