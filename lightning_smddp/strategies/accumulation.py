@@ -24,7 +24,7 @@ from lightning_smddp.seeding import Generators, mix, run_seed, seeded_modules, s
 from lightning_smddp.wire.pytree import items, members_of, tensors, with_members
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import SingleDeviceStrategy as _Base
 else:
     _Base = object
@@ -87,12 +87,18 @@ class AccumulateMicroBatches(_Base):
         self.num_microbatches = num_microbatches
         self.loss_weight = loss_weight
         self.split_batch = split_batch
-        self._run_seed = run_seed()
+        self._run_seed: int | None = None  # until the first batch of a run
 
     @property
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        """Set up a run."""
+        super().setup(trainer)
+        self._run_seed = None
 
     # ---- the steps ----
 
@@ -140,6 +146,8 @@ class AccumulateMicroBatches(_Base):
         sizes = [size for _, size in parts]
         weights = self._weights(batch, [part for part, _ in parts], sizes)
         runs = [_Run(size, weight) for size, weight in zip(sizes, weights, strict=True)]
+        if self._run_seed is None:
+            self._run_seed = run_seed() % 2**31
         indices = [index for index in rest if isinstance(index, int)]
         seed = step_seed(self._run_seed, step.__name__, self._module.current_epoch, *indices)
         with self._drawing() as generators:
