@@ -1,180 +1,286 @@
-"""Never silently wrong: before training the pipeline's loss and gradients are compared with a plain step's.
+"""Never silently wrong: before training the pipeline is compared with a plain loop over the same micro-batches.
 
-That ran on one rank, while it had the whole module.
+The loop runs on the first rank while that has the whole module: the user's step on two micro-batches, one after the
+other, with attributes and buffers as the first has left them, and a backward pass for each. Nothing of ours is in
+between. The pipeline then runs the same two, through its schedule, the stash and the sums of tied weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_smddp.bridge.metrics import patched
+from lightning_smddp.bridge.module_states import RunSetup
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.step import LightningStep, loss_of
-from lightning_smddp.pipeline.capture.preserve_state import preserve_state
+from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
+from lightning_smddp.pipeline.partition.hardware import explained_shortage
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.partition.plan import CHECK_SEED
-from lightning_smddp.pipeline.partition.reference import seeding
-from lightning_smddp.pipeline.partition.verify import Finding, VerificationError, compare, gradient_norms, require_equal
+from lightning_smddp.pipeline.partition.plan import first_decides
+from lightning_smddp.pipeline.partition.verify import Finding, VerificationError, compare, norm_of, require_equal
 from lightning_smddp.pipeline.runtime.draws import without_own_dropout
 from lightning_smddp.pipeline.runtime.remote import ReplayError
-from lightning_smddp.pipeline.runtime.staged_step import TracedPath
+from lightning_smddp.seeding import Generators
 from lightning_smddp.wire.broadcast import UnsendableError, broadcast_json, broadcast_structure
 from lightning_smddp.wire.gather import gather_json
+from lightning_smddp.wire.pytree import copied, leaves
+from lightning_smddp.wording import USE_INSTEAD
+
+_SEEDS = (20240229, 20250131)
+_WEIGHTS = (2 / 3, 1 / 3)  # unequal, so that wrong ones show
+_CHANCE = 1e-6  # relative difference of two losses that rounding explains
+_CPU = torch.device("cpu")
 
 
-@dataclass
-class _Measured:
-    """A loss, where it is known, and the norms of gradients by parameter; ``failed`` says why there are none."""
+@dataclass(frozen=True)
+class Baseline:
+    """What the loop gave.
 
-    loss: float | None = None
-    norms: Mapping[str, float] | None = None
-    failed: str | None = None
+    Attributes:
+        loss: the weighted sum of the micro-batches' losses.
+        norms: of the gradients, by parameter.
+        carried: attributes that the first micro-batch has left something in, which the next one may have read.
+        evaluates: whether modules were in evaluation mode, as the step's loss is random in training mode.
+    """
+
+    loss: float
+    norms: Mapping[str, float]
+    carried: Sequence[str]
+    evaluates: bool
 
 
-def _run_pipelined(
-    partitioned: PartitionedModule,
-    step: LightningStep,
-    microbatch: MicroBatch,
-    paths: Sequence[TracedPath],
-    observe: Any = None,
-) -> _Measured:
-    """One micro-batch through the pipeline; what of its result is on this rank. Collective over the pipeline.
+def checked(microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """The first and the last one, with weights that differ; what counts nothing stays so."""
+    if len(microbatches) == 1:
+        return [replace(microbatches[0], weight=1.0)]
+    chosen = (microbatches[0], microbatches[-1])
+    return [replace(part, weight=part.weight and weight) for part, weight in zip(chosen, _WEIGHTS, strict=True)]
+
+
+# ---- the loop --------------------------------------------------------------------------------------------------------
+
+
+def run_baseline(step: LightningStep, microbatches: Sequence[MicroBatch], setup: RunSetup) -> Baseline | None:
+    """The loop's numbers, on all ranks; None where they are random in both modes. Collective over all ranks.
 
     Raises:
-        ReplayError: on every rank: with the random numbers of now the step takes a path that was not traced.
+        StepFailedError: on every rank: the step fails.
     """
+    parts = checked(microbatches)
+
+    def decide() -> Any:
+        found = _baseline(step, parts, setup)
+        return asdict(found) if found is not None else None
+
+    found = first_decides(decide, setup.world, setup.device)
+    return Baseline(**found) if found is not None else None
+
+
+def _baseline(step: LightningStep, parts: Sequence[MicroBatch], setup: RunSetup) -> Baseline | None:
+    found = _loop(step, parts, setup, _SEEDS[0], evaluates=False)
+    again = _loop(step, parts, setup, _SEEDS[1], evaluates=False, gradients=False)
+    if _alike(found.loss, again.loss):
+        return found
+    # Stages draw other random numbers than one process: the step is compared without.
     try:
-        run = partitioned.runtime.run(paths, step, [microbatch], True, observe)
-        outputs = partitioned.runtime.require_success(run)
-        partitioned.stash.tied.sum()
-        measured = _Measured(norms=_own_norms(partitioned))
-    finally:
-        step.forget()
-    if outputs:
-        measured.loss = float(loss_of(outputs[0], step.hook, detached=True))
-    return measured
+        found = _loop(step, parts, setup, _SEEDS[0], evaluates=True)
+        again = _loop(step, parts, setup, _SEEDS[1], evaluates=True, gradients=False)
+    except Exception:  # of user code that is not made for evaluation mode
+        return None
+    return found if _alike(found.loss, again.loss) else None
 
 
-def _own_norms(partitioned: PartitionedModule) -> dict[str, float]:
-    """Norms of the gradients that this rank speaks for: of several ranks with a tied parameter one does."""
-    ownership, rank = partitioned.plan.ownership, partitioned.setup.groups.pipeline_rank
-    norms = gradient_norms(partitioned.stash.parameters.items())
-    return {name: norm for name, norm in norms.items() if ownership.owner(name) == rank}
+def _loop(
+    step: LightningStep,
+    parts: Sequence[MicroBatch],
+    setup: RunSetup,
+    seed: int,
+    evaluates: bool,
+    gradients: bool = True,
+) -> Baseline:
+    module, total = setup.module, 0.0
+    made: dict[str, Tensor] = {}  # gradients, on the host: the whole model's may be too much for one device
+    before = _attributes(module)
+    with ExitStack() as stack:
+        stack.enter_context(explained_shortage(is_whole=True))
+        stack.enter_context(preserve_state(module, setup.device))
+        stack.enter_context(kept_parameters(module))
+        stack.enter_context(without_own_dropout(module, setup.device))
+        stack.enter_context(patched([(module, "log", _ignored)]))
+        stack.enter_context(torch.set_grad_enabled(gradients))
+        stack.enter_context(_taken_gradients(module, made))
+        if evaluates:
+            module.eval()
+        Generators(module, setup.device).seed(seed)
+        for part in parts:
+            with step.precision():
+                result = getattr(module, step.hook)(copied(part.value), *step.arguments)
+            if part.weight and result is not None:
+                loss = loss_of(result, step.hook, detached=not gradients) * part.weight
+                total += float(loss.detach())
+                if gradients:
+                    loss.backward()
+        carried = [name for name, value in _attributes(module).items() if not _same(before.get(name), value)]
+    norms = {name: norm_of(gradient) for name, gradient in made.items()}
+    return Baseline(total, norms, carried, evaluates)
 
 
-def _gathered(partitioned: PartitionedModule, local: _Measured) -> _Measured:
-    """What all ranks of the pipeline have measured together. Collective over the pipeline."""
-    setup = partitioned.setup
-    everything = _Measured(norms={})
-    norms: dict[str, float] = {}
-    for loss, some, failed in gather_json([local.loss, local.norms, local.failed], setup.groups.pipeline, setup.device):
-        norms.update(some or {})
-        if everything.loss is None:
-            everything.loss = loss
-        if everything.failed is None:
-            everything.failed = failed
-    return replace(everything, norms=norms)
+@contextmanager
+def _taken_gradients(module: nn.Module, made: dict[str, Tensor]) -> Iterator[None]:
+    """Sum them up in ``made`` as they come."""
+
+    def take(name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = parameter.grad.detach().to(_CPU)
+        made[name] = made[name] + gradient if name in made else gradient.clone()
+        parameter.grad = None
+
+    with ExitStack() as handles:
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                handle = parameter.register_post_accumulate_grad_hook(lambda p, name=name: take(name, p))
+                handles.callback(handle.remove)
+        yield
 
 
-def _compared(partitioned: PartitionedModule, expected: _Measured, actual: _Measured) -> list[Finding]:
-    plan = partitioned.plan
-    assert expected.loss is not None
-    assert actual.loss is not None
-    return compare(
-        plan.graph.nodes,
-        plan.stage_of_node,
-        expected.loss,
-        actual.loss,
-        expected.norms or {},
-        actual.norms or {},
-    )
+def _attributes(module: nn.Module) -> dict[str, list[Any]]:
+    """By name what a step may leave for the next one: tensors and numbers in attributes of modules, but metrics."""
+    found = {}
+    for path, part in module.named_modules():
+        if isinstance(part, Metric):
+            continue
+        for name, value in vars(part).items():
+            if not name.startswith("_") and isinstance(value, (Tensor, int, float, list, tuple, dict)):
+                found[f"self.{path}.{name}" if path else f"self.{name}"] = leaves(value)
+    return found
 
 
-def check_at_start(partitioned: PartitionedModule, step: LightningStep, microbatches: Sequence[MicroBatch]) -> None:
-    """Compare with the reference run that the partition was planned with. Collective over all ranks.
+def _same(before: list[Any] | None, now: list[Any]) -> bool:
+    if before is None or len(before) != len(now):
+        return False
+    pairs = zip(before, now, strict=True)
+    return all(one is other or (type(one) in (int, float) and one == other) for one, other in pairs)
 
-    Fills ``partitioned.findings``.
+
+def _alike(one: float, other: float) -> bool:
+    return abs(one - other) <= _CHANCE * max(abs(one), abs(other)) or (one != one and other != other)
+
+
+def _ignored(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+# ---- the pipeline ----------------------------------------------------------------------------------------------------
+
+
+def check_at_start(
+    partitioned: PartitionedModule,
+    step: LightningStep,
+    microbatches: Sequence[MicroBatch],
+    baseline: Baseline,
+) -> None:
+    """Compare with the loop. Collective over all ranks. Fills ``partitioned.findings``.
 
     Raises:
         VerificationError: on every rank, also of pipelines in which the numbers are the same.
     """
-    reference, setup = partitioned.plan.reference, partitioned.setup
-    if reference is None:
-        return
-    index = 0  # of the micro-batch that the reference ran on
-    if reference.of_trace:
-        index = len(microbatches) - 1
+    setup = partitioned.setup
     failure: VerificationError | None = None
     try:
-        _compare_with_reference(partitioned, step, index, microbatches[index])
+        partitioned.findings = _findings(partitioned, step, checked(microbatches), baseline)
+        _require_equal(partitioned, baseline)
     except VerificationError as error:
         failure = error
     except ReplayError as error:
         failure = VerificationError(str(error), partitioned.findings)
     # Pipelines are compared apart, but all ranks stop together: else those of the others would wait for this one.
-    text = None
-    if failure is not None:
-        text = str(failure)
-    found = [text for text in gather_json(text, setup.world, setup.device) if text is not None]
+    texts = gather_json(None if failure is None else str(failure), setup.world, setup.device)
+    found = [text for text in texts if text is not None]
     if found:
         raise failure or VerificationError(found[0], partitioned.findings)
 
 
-def _compare_with_reference(
-    partitioned: PartitionedModule,
-    step: LightningStep,
-    index: int,
-    microbatch: MicroBatch,
-) -> None:
-    """Raise ``VerificationError`` on every rank of the pipeline if something is not the same.
-
-    The pipeline and a plain step draw other random numbers. So a replay of the whole step on one rank is between them,
-    which drew those of the plain step once, and those of the pipeline once.
-    """
-    reference, setup = partitioned.plan.reference, partitioned.setup
-    assert reference is not None
-    plain = _Measured(reference.plain_loss, reference.plain_norms)
-    replayed = _Measured(reference.again_loss, reference.again_norms)
-    partitioned.findings = _compared(partitioned, plain, replayed)
-    require_equal(partitioned.findings, partitioned.tolerance)
-
-    expected = _Measured(reference.loss, reference.norms)
+def _require_equal(partitioned: PartitionedModule, baseline: Baseline) -> None:
     try:
-        shared = _of_first_rank(partitioned, microbatch)
-    except UnsendableError:  # on every rank: only the first pipeline has the micro-batch that made the reference
-        found = []
-        if setup.groups.replica == 0:
-            found = _compare_one(partitioned, step, index, microbatch, expected)
-        sent = broadcast_json([asdict(finding) for finding in found], setup.world, setup.device)
-        partitioned.findings = [Finding(**finding) for finding in sent]
-    else:
-        partitioned.findings = _compare_one(partitioned, step, index, shared, expected)
-    require_equal(partitioned.findings, partitioned.tolerance)
+        require_equal(partitioned.findings, partitioned.tolerance)
+    except VerificationError as error:
+        if not baseline.carried:
+            raise
+        text = (
+            f"{error} The step also leaves something in {', '.join(baseline.carried[:4])}. If the next micro-batch "
+            "reads it, that is it: in a pipeline the first stage begins that one before the last stage has ended this. "
+            f"{USE_INSTEAD}"
+        )
+        raise VerificationError(text, error.findings) from None
 
 
-def _compare_one(
+def _findings(
     partitioned: PartitionedModule,
     step: LightningStep,
-    index: int,
-    microbatch: MicroBatch,
-    expected: _Measured,
+    parts: Sequence[MicroBatch],
+    baseline: Baseline,
 ) -> list[Finding]:
+    """Of all pipelines, which run the micro-batches of the first rank; of the first one where they cannot be sent."""
     setup = partitioned.setup
+    if setup.num_replicas > 1:
+        pairs = [(part.size, part.weight, part.value) for part in parts]
+        like = [(0, 0.0, part.value) for part in parts]
+        try:
+            sent = broadcast_structure(pairs, setup.world, 0, setup.device, like=like)
+        except UnsendableError:  # on every rank
+            found = []
+            if setup.groups.replica == 0:
+                found = [asdict(finding) for finding in _compared(partitioned, step, parts, baseline)]
+            found = broadcast_json(found, setup.world, setup.device)
+            return [Finding(**finding) for finding in found]
+        parts = [MicroBatch(value, size, weight) for size, weight, value in sent]
+    return _compared(partitioned, step, parts, baseline)
+
+
+def _compared(
+    partitioned: PartitionedModule,
+    step: LightningStep,
+    parts: Sequence[MicroBatch],
+    baseline: Baseline,
+) -> list[Finding]:
+    setup, stash, runtime = partitioned.setup, partitioned.stash, partitioned.runtime
     trial = step.unscaled()
-    trial.offset = index
+    local: list[Any] = [None, {}]  # the loss, and norms of the gradients that this rank speaks for
     with preserve_state(setup.module, setup.device), without_own_dropout(setup.module, setup.device):
-        alone = replace(microbatch, weight=1.0)
-        paths = partitioned.paths_of(trial, [alone])
-        local = _run_pipelined(partitioned, trial, alone, paths, seeding(CHECK_SEED))
-    return _compared(partitioned, expected, _gathered(partitioned, local))
-
-
-def _of_first_rank(partitioned: PartitionedModule, microbatch: MicroBatch) -> MicroBatch:
-    """The micro-batch of the very first rank, which made the reference. Collective over all ranks."""
-    setup = partitioned.setup
-    if setup.num_replicas == 1:
-        return microbatch
-    pair, pattern = (microbatch.size, microbatch.value), (0, microbatch.value)
-    size, value = broadcast_structure(pair, setup.world, 0, setup.device, like=pattern)
-    return MicroBatch(value, size, 1.0)
+        if baseline.evaluates:
+            setup.module.eval()
+            trial.key = (*trial.key, "compared in evaluation mode")
+        try:
+            paths = partitioned.paths_of(trial, parts)
+            # Replicas are not averaged: compression would be a difference.
+            stash.begin(continues=False, may_drop=True, accumulates=True, num_microbatches=len(parts))
+            outputs = runtime.require_success(runtime.run(paths, trial, parts, True))
+        finally:
+            trial.forget()
+        stash.stash()
+        stash.restore(1.0)
+        stash.tied.sum()
+        ownership, rank = partitioned.plan.ownership, setup.groups.pipeline_rank
+        for name, parameter in stash.parameters.items():
+            if parameter.grad is not None and ownership.owner(name) == rank:
+                local[1][name] = norm_of(parameter.grad)
+    if outputs:
+        local[0] = 0.0
+        for part, output in zip(parts, outputs, strict=True):
+            if part.weight and output is not None:
+                local[0] += part.weight * float(loss_of(output, trial.hook, detached=True))
+    norms: dict[str, float] = {}
+    losses = []
+    for loss, some in gather_json(local, setup.groups.pipeline, setup.device):
+        norms.update(some)
+        losses.append(loss)
+    (actual,) = [loss for loss in losses if loss is not None]
+    plan = partitioned.plan
+    return compare(plan.graph.nodes, plan.stage_of_node, baseline.loss, actual, baseline.norms, norms)

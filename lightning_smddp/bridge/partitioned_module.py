@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_smddp.bridge.capture import StepCapture
-from lightning_smddp.bridge.carried_state import refuse_changes
 from lightning_smddp.bridge.metrics import patched
 from lightning_smddp.bridge.module_states import BY_MEMORY, ModuleState, RunSetup, leave_in_parts, warn_on_first_rank
 from lightning_smddp.bridge.step import LightningStep
@@ -381,6 +380,16 @@ class PartitionedModule(ModuleState):
         if self.replicas is not None:
             self.replicas.close()
             self.stash.replicas = None
+
+
+def refuse_changes(changes: Sequence[str]) -> None:
+    """Raise ``SplitError`` if the step writes parameters, which a pipeline's stages hold apart."""
+    parameters = [change for change in changes if change.startswith("parameter")]
+    if parameters:
+        raise SplitError(
+            f"The step changes {parameters[0]}, which in a pipeline happens once for each micro-batch, while others "
+            "are on their way. Do it in a hook (`on_train_batch_end`)."
+        )
 
 
 def share_random(module: nn.Module, device: torch.device | None, channel: Channel) -> SharedRandom:

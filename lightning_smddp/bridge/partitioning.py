@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.bridge.carried_state import require_no_state
-from lightning_smddp.bridge.check import check_at_start
+from lightning_smddp.bridge.check import Baseline, check_at_start, run_baseline
 from lightning_smddp.bridge.module_states import RunSetup, Unpartitioned
-from lightning_smddp.bridge.partitioned_module import PartitionedModule, share_random
+from lightning_smddp.bridge.partitioned_module import PartitionedModule, refuse_changes, share_random
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.pipeline.capture.graph import SplitError
@@ -95,8 +94,11 @@ class Partitioning:
 
     def _partitioned(self, plan: PartitionPlan, resources: Resources) -> PartitionedModule:
         setup, step = self.setup, self.step
+        baseline = None
         if step.trains:
-            require_no_state(step, self.microbatches, plan.graph.once_a_batch, setup.device)
+            refuse_changes(plan.graph.once_a_batch)
+            if setup.options.partition.check and setup.is_whole():
+                baseline = run_baseline(step, self.microbatches, setup)
         # Up to here every rank has the whole module, and nothing of it has changed.
         self._keep_own_parameters(plan)
         stash = self._stash(plan)
@@ -111,11 +113,11 @@ class Partitioning:
             view=view,
             buffers=SharedBuffers(view, plan.ownership, setup.rank_of_stage),
         )
-        self._require_right(partitioned)
+        self._require_right(partitioned, baseline)
         self._partition_optimizers(partitioned)
         return partitioned
 
-    def _require_right(self, partitioned: PartitionedModule) -> None:
+    def _require_right(self, partitioned: PartitionedModule, baseline: Baseline | None) -> None:
         """Take the traced path as the step's first, and check its numbers.
 
         Raises:
@@ -127,8 +129,8 @@ class Partitioning:
                 partitioned.remember_first(step, self.microbatches)
             except SplitError as error:  # on every rank of a pipeline
                 raise VerificationError(str(error), []) from None
-            if step.trains and setup.options.partition.check:
-                check_at_start(partitioned, step, self.microbatches)
+            if baseline is not None:
+                check_at_start(partitioned, step, self.microbatches, baseline)
         except VerificationError:
             partitioned.close()
             gather_full(setup.module, partitioned.plan.ownership, setup.groups.pipeline, setup.device)
@@ -139,7 +141,6 @@ class Partitioning:
     def _plan(self, resources: Resources) -> PartitionPlan:
         """Stages for the step: traced on every rank, decided by the first. Nothing of the module changes."""
         setup, step = self.setup, self.step
-        first = self.microbatches[0]
         last = self.microbatches[-1]
         last_index = len(self.microbatches) - 1
 
@@ -152,7 +153,7 @@ class Partitioning:
         fetch = None
         if not setup.is_whole():
             fetch = self._first_values
-        trial = Trial(step.alone(last, last_index), step.alone(first), find_loss, fetch)
+        trial = Trial(step.alone(last, last_index), find_loss, fetch)
         with step.random.at(last_index), torch.set_grad_enabled(step.trains):
             return divide(
                 trial,

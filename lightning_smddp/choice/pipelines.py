@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smddp.bridge.capture import StepCapture
-from lightning_smddp.bridge.carried_state import refuse_changes
 from lightning_smddp.bridge.micro_batches import count_for, splitter_for
+from lightning_smddp.bridge.partitioned_module import refuse_changes
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.choice.estimates import Estimate, Memory, Sizes, fullest
 from lightning_smddp.choice.first_batch import FirstBatch

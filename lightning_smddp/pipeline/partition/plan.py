@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -27,17 +27,13 @@ from lightning_smddp.pipeline.partition.assignment import homes_of, ownership_of
 from lightning_smddp.pipeline.partition.costs import LossIn, NodeTimes, time_nodes
 from lightning_smddp.pipeline.partition.cuts import StageCuts
 from lightning_smddp.pipeline.partition.hardware import explained_shortage
-from lightning_smddp.pipeline.partition.reference import Reference, run_plain, run_reference
 from lightning_smddp.pipeline.partition.resources import Resources
 from lightning_smddp.pipeline.partition.split import choose_units, is_within, partition
 from lightning_smddp.pipeline.runtime.departures import StepFailedError, Together
-from lightning_smddp.pipeline.runtime.draws import without_own_dropout
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.planner.partition import Partition
 from lightning_smddp.wire.broadcast import broadcast_json
 from lightning_smddp.wire.gather import all_agree, gather_json
-
-CHECK_SEED = 20240229  # of the reference and of what is compared with it; any number that all ranks know
 
 
 def own_error(error: Exception) -> BaseException:
@@ -56,7 +52,6 @@ class PartitionPlan:
         ownership: which pipeline ranks hold which parameters.
         homes: for each parameter the stages that use it.
         times: of the graph's nodes.
-        reference: the first rank's run of the whole step, or None if that was not possible.
         stage_seconds, stage_memory: predicted, forward and backward of a micro-batch; bytes.
         decision: what the first rank decided, by times that it measured, in JSON.
     """
@@ -66,7 +61,6 @@ class PartitionPlan:
     ownership: Ownership
     homes: Mapping[str, tuple[int, ...]]
     times: NodeTimes
-    reference: Reference | None
     stage_seconds: tuple[float, ...]
     stage_memory: tuple[int, ...]
     decision: Mapping[str, Any]
@@ -84,20 +78,15 @@ class PartitionPlan:
 
 @dataclass(frozen=True)
 class Trial:
-    """A step to run for nothing: on one micro-batch for the trace, on another for the reference.
-
-    They should differ, so that what is left over from one is not right for the other. Where the other one takes another
-    course, the traced one is the reference, too.
+    """A step to run for nothing, on one micro-batch.
 
     Attributes:
-        traced: runs the step for the trace.
-        referred: runs it for the reference.
+        traced: runs it.
         loss_of: the loss in what the step returned; None if there is none.
-        fetch: gives the first values of a parameter that has no memory yet; then there is no reference. None: all have.
+        fetch: gives the first values of a parameter that has no memory yet. None: all have.
     """
 
     traced: Step
-    referred: Step
     loss_of: LossIn
     fetch: Fetch | None = None
 
@@ -179,14 +168,13 @@ def divide(
     require_same(graph, group, device)
 
     def decide() -> dict[str, Any]:
-        times, reference = _measure(graph, trial, root, device)
+        times = _measure(graph, trial, root, device)
         if known is not None:
             decision = dict(known)
         else:
             found = partition(graph, resources, times, split, checkpointing)
             decision = _decision(graph, found)
         decision["times"] = asdict(times)
-        decision["reference"] = asdict(reference) if reference is not None else None
         return decision
 
     # Measured times differ between ranks, and with them the best cuts. So one rank decides, and all work out from its
@@ -200,15 +188,12 @@ def _measure(
     trial: Trial,
     root: nn.Module,
     device: torch.device,
-) -> tuple[NodeTimes, Reference | None]:
-    """Runs of the whole step on this rank; the trace's times alone where it has not the whole model."""
+) -> NodeTimes:
+    """By a run of the whole step on this rank; the trace's times where it has not the whole model."""
     if trial.fetch is not None:
-        return NodeTimes.of_trace(graph), None
-    with explained_shortage(is_whole=True):
-        with _nothing_changed(graph, root, device):
-            times = time_nodes(graph, trial.traced, trial.loss_of, root, device)
-        with without_own_dropout(root, device):
-            return times, _refer(graph, trial, root, device)
+        return NodeTimes.of_trace(graph)
+    with explained_shortage(is_whole=True), _nothing_changed(graph, root, device):
+        return time_nodes(graph, trial.traced, trial.loss_of, root, device)
 
 
 @contextmanager
@@ -229,8 +214,6 @@ def _plan_of(
 ) -> PartitionPlan:
     """What follows from a decision, the same on every rank; measurements are taken out of it."""
     times = NodeTimes(**decision.pop("times"))
-    measured = decision.pop("reference")
-    reference = Reference(**measured) if measured is not None else None
     stage_cuts = StageCuts.at(graph, decision["splitting"]["cuts"])
     homes = homes_of(graph, stage_cuts, [name for name, _ in root.named_parameters()])
     buffers = [name for name, _ in root.named_buffers()]
@@ -240,7 +223,6 @@ def _plan_of(
         ownership=ownership_of(graph, stage_cuts, homes, resources, buffers),
         homes=homes,
         times=times,
-        reference=reference,
         stage_seconds=tuple(decision["stage_seconds"]),
         stage_memory=tuple(decision["stage_memory"]),
         decision=decision,
@@ -255,42 +237,6 @@ def _decision(graph: StepGraph, found: Partition) -> dict[str, Any]:
         "stage_memory": found.stage_memory,
         "digest": graph.digest(),
     }
-
-
-def _refer(graph: StepGraph, trial: Trial, root: nn.Module, device: torch.device) -> Reference:
-    """The whole step on one micro-batch: by replay, and once as it is."""
-
-    def refer(step: Step, own_numbers: bool) -> Reference:
-        with _nothing_changed(graph, root, device):
-            return run_reference(graph, step, trial.loss_of, root, device, CHECK_SEED, own_numbers)
-
-    # Two runs by replay: with random numbers of each node's own, and with those of a plain step. Then the step as the
-    # user wrote it, which is compared with the second.
-    step = trial.referred
-    of_trace = False
-    try:
-        reference = refer(step, own_numbers=True)
-    except ReplayError:  # it takes another path
-        step = trial.traced
-        of_trace = True
-        reference = refer(step, own_numbers=True)
-    try:
-        again = refer(step, own_numbers=False)
-        with _nothing_changed(graph, root, device):
-            plain_loss, plain_norms = run_plain(step, trial.loss_of, root, CHECK_SEED)
-    except ReplayError:  # with other random numbers it takes another path: a plain run shows nothing
-        if not graph.shares_draws:
-            raise
-        again = reference
-        plain_loss, plain_norms = reference.loss, reference.norms
-    return replace(
-        reference,
-        of_trace=of_trace,
-        again_loss=again.loss,
-        again_norms=again.norms,
-        plain_loss=plain_loss,
-        plain_norms=plain_norms,
-    )
 
 
 def _graph_of(
