@@ -1,0 +1,147 @@
+"""The comparison before training: two micro-batches in the pipeline against a plain loop over them on one rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_smddp.bridge.step import LightningStep
+from lightning_smddp.pipeline.partition.verify import VerificationError
+from tests.strategies.pipeline_learners import Bench, Cases, Gpt, Net
+
+
+class Hidden(Net):
+    """The end of a step leaves what the next one begins with."""
+
+    hidden: Tensor | None = None
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = batch[0] if self.hidden is None else batch[0] + self.hidden.mean()
+        out = self.net(x)
+        self.hidden = out.detach()
+        return F.cross_entropy(out, batch[1])
+
+
+class Remembering(nn.Linear):
+    """Leaves a Python number behind: nothing that sees tensors can notice it."""
+
+    size = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.size = float(y.detach().abs().mean())
+        return y
+
+
+class Escaping(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            self.net[2] = Remembering(16, 16)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss(batch) * self.net[2].size
+
+
+class Dropping(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = nn.Sequential(nn.Tanh(), nn.Dropout(0.3))
+
+
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = nn.BatchNorm1d(16)
+
+
+class Counting(Net):
+    """Keeps what no step reads."""
+
+    calls = 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.calls += 1
+        self.last = loss.detach()
+        return loss
+
+
+class Wrong(Net):
+    """Of a pipeline whose second micro-batch counts too much."""
+
+    def on_fit_start(self) -> None:
+        original = LightningStep.loss
+
+        def loss(step: LightningStep, microbatch: Any, result: Any) -> Any:
+            found = original(step, microbatch, result)
+            return found if microbatch.weight > 0.5 or found is None else 1.1 * found
+
+        LightningStep.loss = loss  # type: ignore[method-assign]
+        self.put_back = functools.partial(setattr, LightningStep, "loss", original)
+
+    def on_exception(self, *args: Any) -> None:
+        self.put_back()
+
+
+def checked(make: Callable[[], Any], options: dict[str, Any]) -> Any:
+    """What the check found: its comparisons, or its error."""
+    model = make()
+    trainer = Bench({"num_microbatches": 4, **options}).trainer(max_epochs=1, limit_train_batches=1)
+    findings: list[Any] = []
+    model.on_train_batch_end = lambda *args: findings.extend(trainer.strategy.findings)
+    try:
+        trainer.fit(model)
+    except VerificationError as error:
+        getattr(model, "put_back", lambda: None)()
+        return str(error)
+    return [(finding.name, finding.expected, finding.actual) for finding in findings]
+
+
+RIGHT: list[tuple[Any, dict[str, Any]]] = [(Net, {}), (Dropping, {}), (Normed, {}), (Counting, {}), (Gpt, {})]
+WRONG: list[tuple[Any, dict[str, Any]]] = [(Hidden, {}), (Escaping, {}), (Wrong, {})]
+ON_TWO = Cases(checked, [*RIGHT, *WRONG])
+REPLICAS: list[tuple[Any, dict[str, Any]]] = [(Net, {"pipeline_parallel_size": 2, "compression": "int8"})]
+ON_FOUR = Cases(checked, REPLICAS, 4)
+DIFFERS = "The pipeline does not compute what the step computes on one rank"
+
+
+@pytest.mark.parametrize("case", RIGHT, ids=lambda case: case[0].__name__)
+def test_what_is_right_trains(case: Any) -> None:
+    for findings in ON_TWO.results(case):
+        names = [name for name, _, _ in findings]
+        assert names[0] == "loss"
+        assert len(names) > 4
+        for _, expected, actual in findings:
+            assert actual == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_replicas_are_compared_without_compression() -> None:
+    for findings in ON_FOUR.results(REPLICAS[0]):
+        for _, expected, actual in findings:
+            assert actual == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_state_from_one_micro_batch_to_the_next_is_named() -> None:
+    for text in ON_TWO.results(WRONG[0]):
+        assert DIFFERS in text
+        assert "leaves something in self.hidden" in text
+        assert "strategy='smddp'" in text
+
+
+def test_an_escape_that_cannot_be_seen_is_caught_on_every_rank() -> None:
+    for text in ON_TWO.results(WRONG[1]):
+        assert DIFFERS in text
+
+
+def test_wrong_weights_of_micro_batches_are_caught() -> None:
+    for text in ON_TWO.results(WRONG[2]):
+        assert DIFFERS in text
