@@ -39,8 +39,7 @@ from lightning_smddp.pipeline.state.optimizer import OptimizerPartition
 from lightning_smddp.pipeline.state.replicas import ReplicaGradients
 from lightning_smddp.pipeline.state.stash import GradientStash
 from lightning_smddp.pipeline.state.state_dict import full_state_dict, gather_full, partial_state_dict
-from lightning_smddp.pipeline.view.global_view import GlobalView
-from lightning_smddp.pipeline.view.shown_state import real_state, shown_state
+from lightning_smddp.pipeline.view.view import GlobalView
 from lightning_smddp.sharding.optimizer_states import whole_states
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.wire.broadcast import Channel, broadcast_json
@@ -220,31 +219,28 @@ class PartitionedModule(ModuleState):
     # ---- hooks ----
 
     @contextmanager
-    def inside_view(self) -> Iterator[Callable[..., Any]]:
-        """Around a hook: parameters, their gradients, buffers and optimizers are those of all ranks. Collective.
+    def inside_view(self, waits: bool = True) -> Iterator[Callable[..., Any]]:
+        """Around a hook: parameters, their gradients, buffers and parameter groups are those of all ranks.
 
         Gives what to call with the hook's result and arguments: it returns the result, and leaves no tensor of another
-        rank in it, nor in a checkpoint among the arguments.
+        rank in it, nor in a checkpoint among the arguments. For ``waits`` see :meth:`GlobalView.entered`.
         """
         view, module = self.view, self.setup.module
         with ExitStack() as stack:
             if not view.is_entered:
                 for partition in self.optimizers:
                     stack.enter_context(partition.shown_whole())
-                    stack.enter_context(shown_state(partition.optimizer, view))
             stack.enter_context(patched([(module, "log", view.plain_log(module.log))]))
-            stack.enter_context(view.entered())
+            stack.enter_context(view.entered(waits))
             yield view.plain_result
 
     @contextmanager
     def outside_view(self) -> Iterator[None]:
-        """Around our own code that a hook calls: it is about this rank's part. Nothing where no hook runs."""
-        if not self.view.is_entered:
-            yield
-            return
-        with self.view.left(), ExitStack() as stack:
-            for partition in self.optimizers:
-                stack.enter_context(real_state(partition.optimizer))
+        """Around our own collective code: it is about this rank's part, also where a hook calls it."""
+        with ExitStack() as stack:
+            partitions = self.optimizers if self.view.is_entered else []
+            stack.enter_context(self.view.left())
+            for partition in partitions:
                 stack.enter_context(partition.shown_own())
             yield
 

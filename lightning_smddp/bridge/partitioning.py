@@ -35,7 +35,7 @@ from lightning_smddp.pipeline.state.optimizer import OptimizerPartition
 from lightning_smddp.pipeline.state.replicas import ReplicaGradients
 from lightning_smddp.pipeline.state.stash import GradientStash
 from lightning_smddp.pipeline.state.state_dict import gather_full
-from lightning_smddp.pipeline.view.global_view import GlobalView
+from lightning_smddp.pipeline.view.view import GlobalView
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.wire.broadcast import Channel, broadcast_json
 from lightning_smddp.wire.gather import gather_json

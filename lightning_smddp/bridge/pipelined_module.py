@@ -37,7 +37,7 @@ from lightning_smddp.pipeline.partition.plan import own_error
 from lightning_smddp.pipeline.partition.same_batch import BatchAgreement
 from lightning_smddp.pipeline.runtime.host_values import HostValues
 from lightning_smddp.pipeline.state.grad_reduce import give_back_clipping, take_over_clipping
-from lightning_smddp.pipeline.view.global_view import GlobalView
+from lightning_smddp.pipeline.view.view import GlobalView
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 from lightning_smddp.wire.pytree import tensors
 from lightning_smddp.wording import USE_INSTEAD

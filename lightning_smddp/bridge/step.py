@@ -18,7 +18,7 @@ from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.casts import look_for_casts
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.replay import active_run
-from lightning_smddp.pipeline.view.tensor import OutsideViewError
+from lightning_smddp.pipeline.view.global_tensor import OutsideViewError
 from lightning_smddp.wire.pytree import copied, map_leaves, tensors
 
 if TYPE_CHECKING:

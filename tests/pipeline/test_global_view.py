@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.state.absent import release
 from lightning_smddp.pipeline.state.state_dict import gather_full
-from lightning_smddp.pipeline.view.global_view import GlobalView
-from lightning_smddp.pipeline.view.tensor import GlobalViewError
+from lightning_smddp.pipeline.view.global_tensor import GlobalViewError
+from lightning_smddp.pipeline.view.view import GlobalView
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -380,8 +380,8 @@ def on_first_rank(net: Net, rank: int) -> Any:
     if rank != 0:
         return None
     half = {name: (value.detach().cpu() / 2).clone() for name, value in net.state_dict().items()}
-    gradients = [p.grad.norm().item() for p in net.student.parameters()]
-    return {name: value.numpy().sum().item() for name, value in half.items()}, gradients
+    gradients = [p.grad.cpu().norm().item() for p in net.student.parameters()]
+    return {name: value.numpy().sum().item() for name, value in half.items()}, gradients, net.tied[1:3].tolist()
 
 
 def writes_on_first_rank(net: Net, rank: int) -> Any:
@@ -392,20 +392,35 @@ def writes_on_first_rank(net: Net, rank: int) -> Any:
 def gradients_that_others_changed(net: Net, rank: int) -> Any:
     """The first rank looks when the last one has gone on."""
     if rank == 0:
-        net.student[4].weight.grad.norm().item()
+        net.student[4].weight.grad.tolist()
     else:
         net.student[4].weight.grad.mul_(2)
 
 
-def other_parameters(net: Net, rank: int) -> Any:
-    """Each rank looks at others, then all at the same."""
-    found = []
+def computed_on_first_rank(net: Net, rank: int) -> Any:
+    """The other rank has not computed it."""
+    if rank == 0:
+        net.student[4].weight.norm().item()
+
+
+def other_amounts(net: Net, rank: int) -> Any:
+    net.student[4].weight.data.mul_(0.5 + rank)
+
+
+def read_by_last_rank(net: Net, rank: int) -> Any:
+    if rank == 1:
+        net.student[0].weight.tolist()
+
+
+def first_rank_and_all(net: Net, rank: int) -> Any:
+    """The first rank looks alone, then all at the same."""
+    found: list[Any] = []
     for _ in range(2):
-        weight = (net.student[2] if rank == 0 else net.student[4]).weight
-        found.append(weight.sum().item())
+        if rank == 0:
+            found.append(net.student[4].weight.tolist())
         found.append(net.student[0].weight.std().item())
         if rank == 0:
-            found.append(sum(p.grad.norm().item() for p in net.student.parameters()))
+            found.append(sum(p.grad.cpu().norm().item() for p in net.student.parameters()))
         found.append(bool(net.student[4].weight.grad is None))
     return found
 
@@ -451,17 +466,22 @@ def test_values_for_one_rank_alone() -> None:
     assert second == [None]
 
 
-def test_values_for_ranks_that_look_at_others() -> None:
-    for rank, found in enumerate(run_ranks(differing, 2, [other_parameters])):
-        assert_equal(found, [other_parameters(Net(), rank)])
+def test_values_for_one_rank_and_then_for_all() -> None:
+    for rank, found in enumerate(run_ranks(differing, 2, [first_rank_and_all])):
+        assert_equal(found, [first_rank_and_all(Net(), rank)])
 
 
 def test_what_ranks_do_differently_is_an_error_on_all() -> None:
-    hooks = [writes_on_first_rank, gradients_that_others_changed, new_parameter, other_shape, shape_in_place]
+    hooks = [
+        writes_on_first_rank, other_amounts, gradients_that_others_changed, computed_on_first_rank,
+        new_parameter, other_shape, shape_in_place,
+    ]  # fmt: skip
     texts = [
-        "changed different parameters in a hook or callback: on rank 0 the last change so far is that of "
-        "'student.4.weight' at ",
-        "Rank 0 of the pipeline alone needs grad:student.4.weight at ",
+        "changed different parameters in a hook or callback, or the same ones differently: on rank 0 the last change "
+        "so far is that of 'student.4.weight' at ",
+        "or the same ones differently: on rank 0 the last change so far is that of 'student.4.weight' at ",
+        "Rank 0 of the pipeline alone needs 'grad:student.4.weight' at ",
+        "Rank 0 of the pipeline alone needs a tensor of shape () at ",
         "Parameter 'weight' of a Linear is replaced by another one at ",
         "`.data` of 'student.2.weight' is set at ",
         "changes the shape of 'student.4.weight', a tensor of shape (4, 8) in place",
@@ -528,3 +548,77 @@ def test_behind_a_hook_that_draws_other_ranks_go_on_from_where_they_were() -> No
     (_, after, there), (own, _, elsewhere) = run_ranks(drawn_behind_a_hook, 2)
     assert there == after
     assert elsewhere == own
+
+
+def collectives_of_hooks() -> list[dict[str, int]]:
+    """Messages of hooks that use nothing of the module, of one that changes it, and of ranks that go on."""
+    group = dist.group.WORLD
+    assert group is not None
+    net = Net()
+    ownership = placed(net)
+    release(net, ownership, group.rank())
+    view = GlobalView(net, ownership, group, CPU)
+    counts: list[dict[str, int]] = []
+
+    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[-1][name] = counts[-1].get(name, 0) + 1
+            return original(*args, **kwargs)
+
+        return call
+
+    def hook(code: Callable[[], Any]) -> None:
+        counts.append({})
+        with view.entered(waits=False):
+            code()
+
+    def going_on() -> None:
+        counts.append({})
+        view.settle()
+
+    names = [name for name in vars(dist) if name.startswith(("all_", "broadcast", "send", "recv", "reduce"))]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(dist, name, counted(name, getattr(dist, name)))
+        hook(lambda: torch.ones(2).sum().item())
+        hook(lambda: [p.shape for p in net.parameters()])
+        going_on()
+        going_on()
+        hook(lambda: ema_by_data(net))
+        going_on()
+        hook(lambda: net.student[4].weight.tolist() if group.rank() == 0 else None)
+        hook(lambda: [p.detach().square() for p in net.parameters()])
+        going_on()
+    return counts
+
+
+def test_messages_of_hooks() -> None:
+    """Hooks that read and write nothing cost one small message together, and only where training goes on."""
+    first, second = run_ranks(collectives_of_hooks, 2)
+    assert first[:6] == second[:6] == [{}, {}, {"broadcast": 1}, {}, {"broadcast": 1, "all_gather": 1}, {}]
+    reading, _, going_on = first[6:]
+    assert sum(reading.values()) > 2  # of the first rank alone, which the other serves where it goes on
+    assert going_on == {"broadcast": 1}
+    assert second[6:8] == [{}, {}]
+    assert second[8] == {name: reading.get(name, 0) + going_on.get(name, 0) for name in {*reading, *going_on}}
+
+
+def read_elsewhere() -> str:
+    net = Net()
+    group = dist.group.WORLD
+    assert group is not None
+    ownership, rank = placed(net), group.rank()
+    release(net, ownership, rank)
+    view = GlobalView(net, ownership, group, CPU)
+    try:
+        with view.entered():
+            read_by_last_rank(net, rank)
+    except GlobalViewError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_other_than_the_first_cannot_read_alone() -> None:
+    first, second = run_ranks(read_elsewhere, 2)
+    assert first == ""
+    assert "Rank 1 of the pipeline alone needs the values of 'student.0.weight'" in second

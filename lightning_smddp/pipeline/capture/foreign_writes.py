@@ -17,7 +17,7 @@ from lightning_smddp._compat.torch import storage_key
 from lightning_smddp._compat.torch_steps import storage_again
 from lightning_smddp.pipeline.capture.user_code import user_location
 from lightning_smddp.pipeline.runtime.remote import RemoteTensor
-from lightning_smddp.pipeline.view.tensor import GlobalTensor
+from lightning_smddp.pipeline.view.global_tensor import GlobalTensor
 
 
 @dataclass(frozen=True)

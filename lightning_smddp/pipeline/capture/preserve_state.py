@@ -16,7 +16,7 @@ from lightning_smddp._compat.torch_steps import makes_its_results, registered_bu
 from lightning_smddp.pipeline.capture.foreign_writes import ForeignWrites
 from lightning_smddp.pipeline.capture.python_random import PythonRandom, generator_devices
 from lightning_smddp.pipeline.runtime.remote import RemoteTensor
-from lightning_smddp.pipeline.view.tensor import GlobalTensor
+from lightning_smddp.pipeline.view.global_tensor import GlobalTensor
 from lightning_smddp.wire.pytree import tensors
 
 # Attributes of every module that are not put back as such: parameters and buffers are, each by itself.

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.partition.cuts import StageCuts
-from lightning_smddp.pipeline.view.global_view import GlobalView
+from lightning_smddp.pipeline.view.view import GlobalView
 from lightning_smddp.wire.stream import Spec, broadcast_tensors
 
 

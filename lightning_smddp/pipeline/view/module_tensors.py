@@ -1,0 +1,229 @@
+"""The tensors that a divided module consists of, as all ranks see them: parameters, their gradients, buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_smddp.pipeline.mesh import Ownership
+from lightning_smddp.pipeline.view.global_tensor import GlobalStorage, GlobalTensor
+from lightning_smddp.pipeline.view.rendezvous import Ask
+from lightning_smddp.wire.stream import Spec, broadcast_tensors
+
+if TYPE_CHECKING:
+    from lightning_smddp.pipeline.view.view import GlobalView
+
+GRADIENT = "grad:"  # before the name of a parameter: its gradient
+
+
+@dataclass
+class ModuleTensor:
+    """A parameter or buffer of the module.
+
+    Attributes:
+        name: its first one.
+        tensor: what the module holds under that name: the values, or a tensor on the meta device.
+        owner: the rank whose values count.
+        ranks: all that have its values.
+        global_tensor: what user code gets in its place; None before that has asked for it.
+        key: what the global tensor's was when all ranks had the same values last.
+    """
+
+    name: str
+    tensor: Tensor
+    owner: int
+    ranks: tuple[int, ...]
+    global_tensor: GlobalTensor | None = None
+    key: int = 0
+
+
+class ModuleTensors:
+    """All of a module's, by object and by name.
+
+    Args:
+        view: of the module.
+        ownership: who holds what.
+    """
+
+    def __init__(self, view: GlobalView, ownership: Ownership) -> None:
+        self.view = view
+        self.by_name: dict[str, ModuleTensor] = {}
+        self.by_id: dict[int, ModuleTensor] = {}
+        self.buffers = frozenset(ownership.buffers)
+        for name, parameter in view.module.named_parameters():
+            self._add(name, parameter, ownership.parameters[name])
+        # A buffer that training does not change is the same on all ranks, and not here: it stays a plain tensor.
+        for name, buffer in view.module.named_buffers():
+            if name in ownership.buffers:
+                self._add(name, buffer, (ownership.buffers[name],))
+
+    def _add(self, name: str, tensor: Tensor, ranks: tuple[int, ...]) -> None:
+        self.by_id[id(tensor)] = self.by_name[name] = ModuleTensor(name, tensor, ranks[0], ranks)
+
+    def find(self, tensor: object) -> ModuleTensor | None:
+        """The one that ``tensor`` is; None for any other object."""
+        found = self.by_id.get(id(tensor))
+        if found is None or found.tensor is not tensor:  # an id is used again when its object is gone
+            return None
+        return found
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Of a parameter, buffer or gradient."""
+        return self.by_name[name.removeprefix(GRADIENT)].tensor.dtype
+
+    def as_global(self, found: ModuleTensor) -> GlobalTensor:
+        """Its global tensor, up to date: the module's own may have got other memory since."""
+        self.view.is_used = True
+        tensor = found.tensor
+        is_here = found.owner == self.view.rank
+        shown = found.global_tensor
+        if shown is None or shown.shape != tensor.shape or shown.dtype != tensor.dtype:
+            meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            with torch.inference_mode(False):  # it stays when a validation is over
+                local = tensor.detach() if is_here else None
+                shown = GlobalTensor(self.view, found.owner, meta, local, GlobalStorage.named(found.name))
+                shown.requires_grad_(tensor.requires_grad)
+            found.global_tensor = shown
+            found.key = shown.global_storage.key
+        elif is_here:
+            assert shown.local is not None
+            if shown.local.data_ptr() != tensor.data_ptr():
+                shown.local = tensor.detach()
+        return shown
+
+    def in_order(self) -> list[ModuleTensor]:
+        """Those that user code has asked for, in an order that is the same on all ranks, as collectives need it."""
+        return [found for _, found in sorted(self.by_name.items()) if found.global_tensor is not None]
+
+    def share_changes(self) -> None:
+        """Ranks that hold what has changed get the owner's values. Collective if there is anything."""
+        for found in self.in_order():
+            assert found.global_tensor is not None
+            key = found.global_tensor.global_storage.key
+            if key != found.key and len(found.ranks) > 1:
+                self.send(found, found.tensor.detach())
+            found.key = key
+
+    def send(self, found: ModuleTensor, values: Tensor | None) -> None:
+        """Write the owner's ``values`` into those of all ranks that hold ``found``. Collective."""
+        spec = Spec.of(found.tensor)
+        mine = [values] if values is not None and self.view.rank in found.ranks else None
+        broadcast_tensors([spec], mine, self.view.group, found.owner, self.view.device)
+
+
+class ViewGradients:
+    """Gradients as the view shows them: those of the global tensors, from the first look at one to the hook's end.
+
+    Attributes:
+        loaded: whether the global tensors have them.
+    """
+
+    def __init__(self, view: GlobalView) -> None:
+        self.view = view
+        self.loaded = False
+        self._keys: dict[str, tuple[GlobalStorage, int]] = {}  # of the gradients that were there
+
+    def get(self, parameter: ModuleTensor) -> Tensor | None:
+        """Its ``.grad``. The first look at any is collective: who has one is not known elsewhere."""
+        self._load()
+        return self.view.tensors.as_global(parameter).grad
+
+    def set(self, parameter: ModuleTensor, value: Tensor | None) -> None:
+        """What ``parameter.grad = value`` does: a ``value`` of elsewhere is brought to the rank of ``parameter``.
+
+        Collective as :meth:`get`, and where a global tensor of another rank is fetched.
+        """
+        self._load()
+        # A global tensor's gradient has to be where that is: autograd and the optimizer's step work there.
+        if value is not None:
+            value = self._moved(parameter, value)
+        self.view.tensors.as_global(parameter).grad = value
+        key = value.global_storage.key if isinstance(value, GlobalTensor) else 0
+        self.view.rendezvous.note_write(GRADIENT + parameter.name, key)
+
+    def _moved(self, parameter: ModuleTensor, value: Tensor) -> GlobalTensor:
+        """``value`` on the owner of ``parameter``."""
+        storage = GlobalStorage(0)
+        if isinstance(value, GlobalTensor):
+            if value.owner == parameter.owner:
+                return value
+            storage.key = value.global_storage.key
+            value = self.view.fetch([value])[0]
+        local = value.detach().clone() if parameter.owner == self.view.rank else None
+        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return GlobalTensor(self.view, parameter.owner, meta, local, storage)
+
+    def _load(self) -> None:
+        """Give the global tensors the gradients that parameters have on their owners. Collective the first time."""
+        if self.loaded:
+            return
+        self.view.rendezvous.meet(Ask.GRADIENTS, "gradients")
+        # A gradient may have other strides than its parameter; all else of it follows from the parameter.
+        for name, strides in self.announce().items():
+            found = self.view.tensors.by_name[name]
+            if not found.tensor.requires_grad:
+                continue
+            meta = torch.empty_strided(found.tensor.shape, strides, dtype=found.tensor.dtype, device="meta")
+            storage = GlobalStorage.named(GRADIENT + name)
+            gradient = GlobalTensor(self.view, found.owner, meta, self.here(found), storage)
+            self.view.tensors.as_global(found).grad = gradient
+            self._keys[name] = storage, storage.key
+        self.loaded = True
+
+    def here(self, parameter: ModuleTensor) -> Tensor | None:
+        """The gradient that a parameter has on its owner; None on other ranks."""
+        if parameter.owner != self.view.rank or parameter.tensor.grad is None:
+            return None
+        return parameter.tensor.grad.detach()
+
+    def announce(self) -> dict[str, tuple[int, ...]]:
+        """Names of the parameters that have a gradient, and its strides. Collective."""
+        local = {}
+        for name, found in self.view.tensors.by_name.items():
+            gradient = self.here(found)
+            if gradient is not None:
+                local[name] = tuple(gradient.stride())
+        strides_of: dict[str, tuple[int, ...]] = {}
+        for part in self.view.rendezvous.gather(local):
+            strides_of.update(part)
+        return strides_of
+
+    def write_back(self) -> None:
+        """Parameters get the gradients that their global tensors have now. Collective if some have to be sent."""
+        for found in self.view.tensors.in_order():
+            assert found.global_tensor is not None
+            gradient = found.global_tensor.grad
+            if gradient is None and not self.loaded:  # nobody has looked, so None says nothing
+                continue
+            if gradient is not None:  # a backward pass may have made it on another rank
+                gradient = self._moved(found, gradient)
+            if self.view.rank in found.ranks:
+                self._write(found, gradient)
+            # All ranks that hold a tied parameter have its gradient; the view has changed it on the owner alone.
+            if gradient is None or len(found.ranks) == 1:
+                continue
+            storage = gradient.global_storage
+            if self._keys.get(found.name) != (storage, storage.key):
+                self.view.tensors.send(found, found.tensor.grad)
+
+    def _write(self, found: ModuleTensor, gradient: GlobalTensor | None) -> None:
+        """Where ``found`` is: ``.grad`` becomes ``gradient``, or room for what the owner will send of it."""
+        tensor = found.tensor
+        if gradient is None:
+            tensor.grad = None
+        elif gradient.local is None:
+            if tensor.grad is None:
+                tensor.grad = torch.zeros_like(tensor)
+        elif tensor.grad is None or tensor.grad.data_ptr() != gradient.local.data_ptr():
+            tensor.grad = gradient.local.detach()
+
+    def forget(self) -> None:
+        """Other code may change gradients from here on."""
+        self.loaded = False
+        self._keys.clear()
+        for found in self.view.tensors.by_name.values():
+            if found.global_tensor is not None:
+                found.global_tensor.grad = None

@@ -1,0 +1,389 @@
+"""The whole of a divided module, for code that all ranks of a pipeline run alike. See the package's docstring."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_smddp._compat.torch import swap_contents, without_torch_function
+from lightning_smddp.pipeline.capture.user_code import user_location
+from lightning_smddp.pipeline.mesh import Ownership
+from lightning_smddp.pipeline.view.global_tensor import GlobalStorage, GlobalTensor, GlobalViewError, key_of
+from lightning_smddp.pipeline.view.module_tensors import GRADIENT, ModuleTensor, ModuleTensors, ViewGradients
+from lightning_smddp.pipeline.view.operations import (
+    Operations,
+    ViewFunctions,
+    ViewOperations,
+    refuse_new_parameters,
+    values_into_buffers,
+)
+from lightning_smddp.pipeline.view.rendezvous import Ask, Rendezvous
+from lightning_smddp.wire.broadcast import Channel
+from lightning_smddp.wire.pytree import leaves, map_leaves
+from lightning_smddp.wire.stream import Spec, broadcast_tensors
+
+
+class GlobalView:
+    """Lets hooks work on a divided module as if it were whole.
+
+    Args:
+        module: divided among the ranks of ``group``.
+        ownership: who holds what.
+        group: the pipeline.
+        device: of this rank.
+        host: the same ranks as ``group``, for messages without values; None is ``group`` itself.
+
+    Attributes:
+        rank: of this process in ``group``.
+        changed_buffers: names of those whose values their owners alone have.
+        is_used: whether the hook has done anything with the module's tensors, or others made of such.
+        pending: whether code has run within the view since ranks met: the first one may still be in it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ownership: Ownership,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        host: Channel | None = None,
+    ) -> None:
+        self.module = module
+        self.group = group
+        self.device = device
+        self.rank = group.rank()
+        self.changed_buffers: set[str] = set()
+        self.pending = False
+        self.is_used = False
+        self.tensors = ModuleTensors(self, ownership)
+        self.rendezvous = Rendezvous(self, host or Channel(group, device))
+        self.gradients = ViewGradients(self)
+        self.operations = Operations(self)
+        self._alive: weakref.WeakValueDictionary[int, GlobalTensor] = weakref.WeakValueDictionary()
+        self._made = 0  # tensors
+        self._copied: weakref.WeakSet[GlobalStorage] = weakref.WeakSet()
+        self._modes: ExitStack | None = None
+        self._functions = ViewFunctions(self)
+        self._operators = ViewOperations(self)
+        self._modules = {id(child) for child in module.modules()}
+
+    # ---- entering ----
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether user code runs within it now."""
+        return self._modes is not None
+
+    @contextmanager
+    def entered(self, waits: bool = True) -> Iterator[None]:
+        """Around a hook, on all ranks of the pipeline.
+
+        Args:
+            waits: at its end, for the first rank, which may still read; else :meth:`settle` does so later. Where
+                parameters have changed, ranks wait at the end in any case.
+
+        Raises:
+            GlobalViewError: on every rank, where the ranks did different things.
+        """
+        if self.is_entered:
+            yield
+            return
+        self._push()
+        try:
+            yield
+        except BaseException:
+            self._pop()
+            self._forget()
+            self.pending = False
+            raise
+        self._pop()
+        self._end(waits)
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Around our own code, which is about this rank's part, in hooks and outside of them. Collective if in one."""
+        if not self.is_entered:
+            self.settle()
+            yield
+            return
+        # Our own code sees the gradients that the hook has made so far, and may change what copies were taken of.
+        self._pop()
+        try:
+            self._end(waits=True)
+            yield
+        finally:
+            self._push()
+
+    def settle(self) -> None:
+        """Before a collective of training: serve the first rank, if it is still in a hook. Collective if it may be."""
+        if self.pending:
+            self.pending = False
+            self.rendezvous.end()
+
+    def _push(self) -> None:
+        self.is_used = False
+        self._modes = ExitStack()
+        # torch's hooks for registrations are called for every module there is; these two look for those of ours.
+        hooks = nn.modules.module
+        handles = [
+            hooks.register_module_parameter_registration_hook(refuse_new_parameters(self._modules)),
+            hooks.register_module_buffer_registration_hook(values_into_buffers(self, self._modules)),
+        ]
+        for handle in handles:
+            self._modes.callback(handle.remove)
+        # Functions above autograd see the module's own parameters, and put global tensors in their place; autograd's
+        # operators on these come to the dispatch mode below, which knows where values are.
+        self._modes.enter_context(cast(Any, self._operators))
+        self._modes.enter_context(cast(Any, self._functions))
+
+    def _pop(self) -> None:
+        assert self._modes is not None
+        self._modes.close()
+        self._modes = None
+
+    def _end(self, waits: bool) -> None:
+        self.pending = True
+        try:
+            if waits or self.rendezvous.has_written:
+                self.settle()
+            if self.is_used:
+                self.tensors.share_changes()
+                self.gradients.write_back()
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Copies are old as soon as other code runs."""
+        for storage in list(self._copied):
+            storage.copies.clear()
+        self._copied.clear()
+        self.rendezvous.separate_random_states()
+        if self.is_used:
+            self.gradients.forget()
+
+    # ---- tensors ----
+
+    def remember(self, tensor: GlobalTensor) -> None:
+        """It becomes a plain one when the view closes, if it is still there."""
+        self._made += 1
+        self._alive[self._made] = tensor
+
+    def find(self, tensor: object) -> ModuleTensor | None:
+        """The parameter or buffer of the module that ``tensor`` is, if it is one."""
+        return self.tensors.find(tensor)
+
+    def as_global(self, structure: Any) -> Any:
+        """``structure`` with global tensors in place of the module's parameters and buffers."""
+        if not any(self.find(leaf) for leaf in leaves(structure)):
+            return structure
+
+        def replaced(leaf: Any) -> Any:
+            found = self.find(leaf)
+            return leaf if found is None else self.tensors.as_global(found)
+
+        return map_leaves(replaced, structure)
+
+    def own_object(self, tensor: GlobalTensor) -> Tensor:
+        """The module's own tensor, if ``tensor`` is what stands for it; else ``tensor``."""
+        found = self.tensors.by_name.get(tensor.global_storage.name or "")
+        if found is not None and found.global_tensor is tensor:
+            return found.tensor
+        return tensor
+
+    def key_here(self, name: str) -> int | None:
+        """The key of a parameter, buffer or gradient as it is now; None where another rank owns it."""
+        found = self.tensors.by_name[name.removeprefix(GRADIENT)]
+        if found.owner != self.rank:
+            return None
+        tensor: Any = found.global_tensor
+        if name.startswith(GRADIENT) and self.gradients.loaded:
+            tensor = tensor.grad
+            if not isinstance(tensor, GlobalTensor) or tensor.global_storage.name != name:
+                return 0  # it was replaced
+        elif tensor is None or name.startswith(GRADIENT):
+            return key_of(name)
+        return int(tensor.global_storage.key)
+
+    def source_of(self, name: str) -> tuple[Tensor | None, Tensor, int]:
+        """Of a parameter, buffer or gradient: its values, if they are here; a tensor of its shape; its owner."""
+        found = self.tensors.by_name[name.removeprefix(GRADIENT)]
+        here: Tensor | None = None
+        if name.startswith(GRADIENT):
+            here = self.gradients.here(found)
+        elif found.owner == self.rank:
+            here = found.tensor.detach()
+        return here, found.tensor, found.owner
+
+    # ---- changes ----
+
+    def note_write(self, tensor: GlobalTensor, key: int) -> None:
+        """An operation has changed ``tensor``; ``key`` tells how."""
+        storage = tensor.global_storage
+        storage.written(key)
+        if storage.name is not None:
+            self.rendezvous.note_write(storage.name, key)
+            if storage.name in self.tensors.buffers:
+                self.changed_buffers.add(storage.name)
+
+    def set_data(self, target: Tensor, value: Tensor) -> None:
+        """What ``target.data = value`` does.
+
+        A parameter or buffer of the module takes over the values, on the ranks that hold it; any other global tensor
+        becomes what ``value`` is.
+
+        Raises:
+            GlobalViewError: ``value`` has another shape or dtype, or is no global tensor for a ``target`` that is one.
+        """
+        found = self.find(target)
+        is_alike = value.shape == target.shape and value.dtype == target.dtype
+        if not is_alike or (found is None and not isinstance(value, GlobalTensor)):
+            described = repr(found.name) if found is not None else cast(GlobalTensor, target).describe()
+            raise GlobalViewError(
+                f"`.data` of {described} is set at {user_location()} to a tensor of another kind: from shape "
+                f"{tuple(target.shape)}, {target.dtype} to {tuple(value.shape)}, {value.dtype}. In a pipeline shape "
+                "and dtype have to stay, and tensors made of parameters stay such. Use `.copy_()`."
+            )
+        if found is not None:
+            self._set_module_tensor(found, value)
+            return
+        for name in ("owner", "local", "meta", "global_storage"):
+            setattr(target, name, getattr(value, name))
+
+    def _set_module_tensor(self, found: ModuleTensor, value: Tensor) -> None:
+        """The values of a parameter or buffer become ``value``; one of another rank is fetched. Collective then."""
+        key = 0
+        local: Tensor | None
+        if not isinstance(value, GlobalTensor):
+            local = value.detach().clone()  # what other ranks have of it is not theirs to change
+        else:
+            key = value.global_storage.key
+            local = value.local
+            if value.owner != found.owner:
+                local = self.fetch([value])[0]
+        # `value` is on one rank or on all; the owner takes it, and the other holders get it from there.
+        if found.owner == self.rank:
+            assert local is not None
+            found.tensor.data = local.detach()
+        elif self.rank in found.ranks:
+            found.tensor.data = torch.empty_like(found.tensor)  # gets its values at the hook's end
+        shown = self.tensors.as_global(found)
+        self.note_write(shown, key_of(found.name, "data", key, shown.global_storage.key))
+
+    # ---- values ----
+
+    def plain(self, structure: Any) -> Any:
+        """``structure`` with plain tensors, this rank's own, in place of global ones. Collective if there are any."""
+        with without_torch_function():
+            found = [leaf for leaf in leaves(structure) if isinstance(leaf, GlobalTensor)]
+            if not found:
+                return structure
+            fetched = iter(self.fetch(found))
+
+            def value_of(leaf: Any) -> Any:
+                if not isinstance(leaf, GlobalTensor):
+                    return leaf
+                return next(fetched).detach().requires_grad_(leaf.requires_grad)
+
+            return map_leaves(value_of, structure)
+
+    def plain_log(self, log: Callable[..., None]) -> Callable[..., None]:
+        """A LightningModule's ``log`` that is given plain values."""
+
+        def logged(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            log(name, self.plain(value), *args, **kwargs)
+
+        return logged
+
+    def plain_result(self, result: Any, arguments: Sequence[Any]) -> Any:
+        """A hook's result without global tensors; nor are any left in a checkpoint among its ``arguments``."""
+        for argument in arguments:
+            if isinstance(argument, dict):
+                for key in list(argument):
+                    argument[key] = self.plain(argument[key])
+        return self.plain(result)
+
+    def fetch(self, tensors: Sequence[GlobalTensor]) -> list[Tensor]:
+        """The values of ``tensors`` on every rank, not to be written. Collective, unless all were fetched already."""
+        # What is missing is decided by copies, never by `local`: so all ranks, the owner too, decide alike and meet.
+        missing: dict[tuple[Any, ...], GlobalTensor] = {}
+        for tensor in tensors:
+            if tensor.extent not in tensor.global_storage.copies:
+                missing[id(tensor.global_storage), tensor.extent] = tensor
+        if missing:
+            self._fetch_missing(list(missing.values()))
+        values = []
+        for tensor in tensors:
+            copy = tensor.global_storage.copies[tensor.extent]
+            values.append(copy if tensor.local is None else tensor.local)
+        return values
+
+    def _fetch_missing(self, missing: Sequence[GlobalTensor]) -> None:
+        names = ", ".join(tensor.describe() for tensor in missing[:3])
+        key = key_of([(tensor.global_storage.key, tensor.extent) for tensor in missing])
+        if not self.rendezvous.meet(Ask.VALUES, f"the values of {names} at {user_location()}", key):
+            self._keep(missing, self.rendezvous.exchange(missing))
+            return
+        by_owner: dict[int, list[GlobalTensor]] = {}
+        for tensor in missing:
+            by_owner.setdefault(tensor.owner, []).append(tensor)
+        for owner, chosen in sorted(by_owner.items()):
+            values = []
+            for tensor in chosen:
+                if tensor.local is None:
+                    values.append(torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device))
+                else:
+                    values.append(tensor.local.detach().contiguous())
+            broadcast_tensors([Spec.of(value) for value in values], values, self.group, owner, self.device)
+            self._keep(chosen, values)
+
+    def _keep(self, tensors: Sequence[GlobalTensor], values: Sequence[Tensor]) -> None:
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.global_storage.copies[tensor.extent] = value
+            self._copied.add(tensor.global_storage)
+
+    def of_owner(self, value: Any, owner: int, what: str, key: int) -> Any:
+        """What ``owner`` has found out, which is no tensor, on every rank. Collective."""
+        if not self.rendezvous.meet(Ask.VALUES, what, key):
+            self.rendezvous.exchange([], f"Rank 0 of the pipeline alone asks for {what}. Do so on all ranks.")
+        return self.rendezvous.broadcast(value, owner)
+
+    # ---- the end ----
+
+    def close(self) -> None:
+        """Give all global tensors that still exist their values, as plain tensors. Collective."""
+        self.settle()
+        gc.collect()  # what is alive has to be the same on all ranks
+        own = {id(found.global_tensor) for found in self.tensors.by_name.values()}
+        kept: dict[tuple[Any, ...], list[GlobalTensor]] = {}
+        for _, tensor in sorted(self._alive.items()):
+            if id(tensor) not in own:
+                kept.setdefault((tensor.owner, tensor.global_storage.key, tensor.extent), []).append(tensor)
+        # What was made alike is in the same order on all ranks. Where one has fewer, as it alone ran other code, it is
+        # not known which are which, and using them stays an error.
+        counts = {what: len(tensors) for what, tensors in kept.items()}
+        everyones = self.rendezvous.gather(counts)
+        for what in sorted(counts.keys() & set.intersection(*map(set, everyones)), key=repr):
+            if all(theirs[what] == counts[what] for theirs in everyones):
+                for tensor in kept[what]:
+                    self._make_plain(tensor)
+        for found in self.tensors.by_name.values():
+            found.global_tensor = None
+
+    def _make_plain(self, tensor: GlobalTensor) -> None:
+        """Turn the object into an ordinary tensor or parameter with its values. Collective."""
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        if tensor.local is not None:
+            value = tensor.local.detach().contiguous()
+        broadcast_tensors([Spec.of(value)], [value], self.group, tensor.owner, self.device)
+        plain = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
+        swap_contents(tensor, value.requires_grad_(tensor.requires_grad))
+        for name in ("global_view", "owner", "local", "meta", "global_storage"):
+            vars(tensor).pop(name, None)
+        cast(Any, tensor).__class__ = plain
