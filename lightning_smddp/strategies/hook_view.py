@@ -29,6 +29,14 @@ _OUTSIDE = frozenset({
     "transfer_batch_to_device", "val_dataloader",
 })  # fmt: skip
 
+# Come with each batch. What ranks wait for at the end of others waits here until training goes on.
+_EACH_BATCH = frozenset({
+    "backward", "configure_gradient_clipping", "lr_scheduler_step", "on_after_backward", "on_before_backward",
+    "on_before_optimizer_step", "on_before_zero_grad", "on_predict_batch_end", "on_predict_batch_start",
+    "on_test_batch_end", "on_test_batch_start", "on_train_batch_end", "on_train_batch_start",
+    "on_validation_batch_end", "on_validation_batch_start", "optimizer_step",
+})  # fmt: skip
+
 # What hooks may call of the strategy: its own code, which is about this rank's part.
 _OF_THE_STRATEGY = (
     "all_gather", "backward", "barrier", "broadcast", "lightning_module_state_dict", "optimizer_state",
@@ -125,22 +133,25 @@ class HookView:
 
     def _left(self) -> AbstractContextManager[None]:
         partitioned = self._partitioned()
-        if partitioned is None:
+        if partitioned is None or self.strategy._interrupted:
             return nullcontext()
         return partitioned.outside_view()
 
     def _around(self, hook: str, owner: Any) -> AbstractContextManager[Any]:
         """What Lightning enters around the call of ``owner``'s ``hook``."""
-        if self._current() is None or hook in _OUTSIDE or not _is_users(hook, owner):
-            return nullcontext()
         # Behind an exception the other ranks are somewhere else, or gone: nobody would meet this one. Hooks are still
         # called, such as `on_save_checkpoint` where a checkpoint is due on exceptions.
-        if self.strategy._interrupted:
+        if self._current() is None or hook in _OUTSIDE or self.strategy._interrupted:
             return nullcontext()
         partitioned = self._partitioned()
+        waits = hook not in _EACH_BATCH
+        if partitioned is not None and waits:
+            partitioned.view.settle()
+        if not _is_users(hook, owner):
+            return nullcontext()
         if partitioned is None:
             return self._until_partitioned()
-        return partitioned.inside_view()
+        return partitioned.inside_view(waits)
 
     @contextmanager
     def _until_partitioned(self) -> Iterator[None]:
