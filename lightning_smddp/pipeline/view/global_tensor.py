@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import disabled_torch_function, wrapper_subclass
 from lightning_smddp.pipeline.capture.user_code import user_location
-
-if TYPE_CHECKING:
-    from lightning_smddp.pipeline.view.view import GlobalView
 
 Extent: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int, str]
 """What a tensor shows of its memory: shape, strides, offset, dtype."""
@@ -86,6 +83,18 @@ class GlobalStorage:
         self.copies.clear()
 
 
+class TensorView(Protocol):
+    """What tensors ask of the :class:`~.view.GlobalView` that made them."""
+
+    device: torch.device
+
+    @property
+    def is_entered(self) -> bool: ...  # noqa: D102
+    def remember(self, tensor: GlobalTensor) -> None: ...  # noqa: D102
+    def run(self, call: Call) -> Any: ...  # noqa: D102
+    def plain(self, structure: Any) -> Any: ...  # noqa: D102
+
+
 # What there is of one tensor:
 #     on its owner      meta (shape, strides), local (the values)
 #     on other ranks    meta, and a copy in global_storage once its values were fetched
@@ -103,7 +112,7 @@ class GlobalTensor(Tensor):
         global_storage: shared with its views.
     """
 
-    global_view: GlobalView
+    global_view: TensorView
     owner: int
     local: Tensor | None
     meta: Tensor
@@ -112,7 +121,7 @@ class GlobalTensor(Tensor):
     @staticmethod
     def __new__(
         cls,
-        view: GlobalView,
+        view: TensorView,
         owner: int,
         meta: Tensor,
         local: Tensor | None,
@@ -142,7 +151,7 @@ class GlobalTensor(Tensor):
         call = Call(function, tuple(args), dict(kwargs or {}))
         tensor = call.global_tensors()[0]
         if tensor.global_view.is_entered:
-            return tensor.global_view.operations.run(call)
+            return tensor.global_view.run(call)
         if function is torch.ops.aten.detach.default:  # autograd's own, which reads nothing
             return tensor.alias()
         raise OutsideViewError(

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from lightning_smddp.pipeline.mesh import Ownership
-from lightning_smddp.pipeline.view.global_tensor import GlobalStorage, GlobalTensor
-from lightning_smddp.pipeline.view.rendezvous import Ask
+from lightning_smddp.pipeline.view.global_tensor import GlobalStorage, GlobalTensor, TensorView
+from lightning_smddp.pipeline.view.rendezvous import Ask, Rendezvous
 from lightning_smddp.wire.stream import Spec, broadcast_tensors
 
-if TYPE_CHECKING:
-    from lightning_smddp.pipeline.view.view import GlobalView
-
 GRADIENT = "grad:"  # before the name of a parameter: its gradient
+
+
+class View(TensorView, Protocol):
+    """What its parts and operations ask of the :class:`~.view.GlobalView`."""
+
+    group: dist.ProcessGroup
+    rank: int
+    is_used: bool
+    tensors: ModuleTensors
+    gradients: ViewGradients
+    rendezvous: Rendezvous
+
+    def find(self, tensor: object) -> ModuleTensor | None: ...  # noqa: D102
+    def as_global(self, structure: Any) -> Any: ...  # noqa: D102
+    def own_object(self, tensor: GlobalTensor) -> Tensor: ...  # noqa: D102
+    def fetch(self, tensors: Sequence[GlobalTensor]) -> list[Tensor]: ...  # noqa: D102
+    def of_owner(self, value: Any, owner: int, what: str, key: int) -> Any: ...  # noqa: D102
+    def set_data(self, target: Tensor, value: Tensor) -> None: ...  # noqa: D102
+    def note_write(self, tensor: GlobalTensor, key: int) -> None: ...  # noqa: D102
 
 
 @dataclass
@@ -44,19 +62,20 @@ class ModuleTensors:
     """All of a module's, by object and by name.
 
     Args:
-        view: of the module.
+        module: divided.
         ownership: who holds what.
+        view: of the module.
     """
 
-    def __init__(self, view: GlobalView, ownership: Ownership) -> None:
+    def __init__(self, module: nn.Module, ownership: Ownership, view: View) -> None:
         self.view = view
         self.by_name: dict[str, ModuleTensor] = {}
         self.by_id: dict[int, ModuleTensor] = {}
         self.buffers = frozenset(ownership.buffers)
-        for name, parameter in view.module.named_parameters():
+        for name, parameter in module.named_parameters():
             self._add(name, parameter, ownership.parameters[name])
         # A buffer that training does not change is the same on all ranks, and not here: it stays a plain tensor.
-        for name, buffer in view.module.named_buffers():
+        for name, buffer in module.named_buffers():
             if name in ownership.buffers:
                 self._add(name, buffer, (ownership.buffers[name],))
 
@@ -69,10 +88,6 @@ class ModuleTensors:
         if found is None or found.tensor is not tensor:  # an id is used again when its object is gone
             return None
         return found
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        """Of a parameter, buffer or gradient."""
-        return self.by_name[name.removeprefix(GRADIENT)].tensor.dtype
 
     def as_global(self, found: ModuleTensor) -> GlobalTensor:
         """Its global tensor, up to date: the module's own may have got other memory since."""
@@ -121,7 +136,7 @@ class ViewGradients:
         loaded: whether the global tensors have them.
     """
 
-    def __init__(self, view: GlobalView) -> None:
+    def __init__(self, view: View) -> None:
         self.view = view
         self.loaded = False
         self._keys: dict[str, tuple[GlobalStorage, int]] = {}  # of the gradients that were there

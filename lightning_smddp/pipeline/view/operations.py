@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,7 @@ from lightning_smddp.pipeline.view.global_tensor import (
     key_of,
     map_arguments,
 )
-
-if TYPE_CHECKING:
-    from lightning_smddp.pipeline.view.view import GlobalView
+from lightning_smddp.pipeline.view.module_tensors import View
 
 # Give a tensor's memory to Python, or make something of its values that is no tensor.
 _READERS = {
@@ -52,7 +50,7 @@ _SENT_AS_VALUE = {"aten::equal", "aten::_fused_sdp_choice"}
 class ViewFunctions(TorchFunctionMode):
     """Sees the calls of user code in a hook."""
 
-    def __init__(self, view: GlobalView) -> None:
+    def __init__(self, view: View) -> None:
         super().__init__()
         self.view = view
 
@@ -127,12 +125,12 @@ class ViewFunctions(TorchFunctionMode):
 class ViewOperations(DispatchMode):
     """Sees the operators that those calls come to, also in backward passes."""
 
-    def __init__(self, view: GlobalView) -> None:
+    def __init__(self, view: View) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.view = view
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.view.operations.run(Call(function, tuple(args), dict(kwargs or {})))
+        return self.view.run(Call(function, tuple(args), dict(kwargs or {})))
 
 
 def refuse_new_parameters(modules: Set[int]) -> Callable[[nn.Module, str, Any], None]:
@@ -149,7 +147,7 @@ def refuse_new_parameters(modules: Set[int]) -> Callable[[nn.Module, str, Any], 
     return hook
 
 
-def values_into_buffers(view: GlobalView, modules: Set[int]) -> Callable[[nn.Module, str, Any], Any]:
+def values_into_buffers(view: View, modules: Set[int]) -> Callable[[nn.Module, str, Any], Any]:
     """A hook for the registration of buffers: a new value for one of ``modules`` goes into the tensor that it has."""
 
     def hook(module: nn.Module, name: str, value: Any) -> Any:
@@ -172,7 +170,7 @@ class Operations:
         view: decides what is fetched, and makes new tensors.
     """
 
-    def __init__(self, view: GlobalView) -> None:
+    def __init__(self, view: View) -> None:
         self.view = view
 
     def run(self, call: Call) -> Any:

@@ -14,8 +14,8 @@ The first rank says what it wants in one small broadcast. So where it wants noth
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,12 +24,8 @@ from torch import Tensor
 from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.pipeline.capture.user_code import user_location
 from lightning_smddp.pipeline.runtime.draws import first_ranks_states, generator_states, set_generator_states
-from lightning_smddp.pipeline.view.global_tensor import GlobalTensor, GlobalViewError, key_of
+from lightning_smddp.pipeline.view.global_tensor import GlobalViewError, key_of
 from lightning_smddp.wire.broadcast import Channel
-from lightning_smddp.wire.stream import Spec, broadcast_tensors
-
-if TYPE_CHECKING:
-    from lightning_smddp.pipeline.view.view import GlobalView
 
 
 class Ask(enum.IntEnum):
@@ -50,13 +46,16 @@ class Rendezvous:
         last_write: in words.
 
     Args:
-        view: whose tensors are asked for.
         channel: the pipeline's ranks, for messages between hosts.
+        device: of this rank.
+        serve: takes part in what the first rank alone asks for.
     """
 
-    def __init__(self, view: GlobalView, channel: Channel) -> None:
-        self.view = view
+    def __init__(self, channel: Channel, device: torch.device, serve: Callable[[Ask], None]) -> None:
         self.channel = channel
+        self.device = device
+        self.rank = channel.group.rank()
+        self._serve = serve
         self.writes = 0
         self.last_write = "none"
         self._compared = 0  # what `writes` was when ranks compared it
@@ -85,7 +84,7 @@ class Rendezvous:
             dist.broadcast(first, group=self.channel.group, group_src=0)
             if int(first[0]) == Ask.NOTHING:
                 if ask is not Ask.NOTHING:
-                    raise GlobalViewError(_alone(what, self.view.rank))
+                    raise GlobalViewError(needed_alone(what, self.rank))
                 return True
             rows = [torch.empty_like(local) for _ in range(self.channel.group.size())]
             dist.all_gather(rows, local, group=self.channel.group)
@@ -94,7 +93,7 @@ class Rendezvous:
                 return True
             if asks[0][0] == Ask.WRITES:
                 self._raise_difference()
-            if asks[self.view.rank] == asks[0]:
+            if asks[self.rank] == asks[0]:
                 return False
             self._serve(Ask(asks[0][0]))
 
@@ -130,54 +129,6 @@ class Rendezvous:
             "`if trainer.is_global_zero:`."
         )
 
-    # ---- the first rank alone ----
-
-    def exchange(self, wanted: Sequence[GlobalTensor] | None, problem: str | None = None) -> list[Tensor]:
-        """The values of ``wanted``, which the first rank alone asks for; None on the others, which serve. Collective.
-
-        Raises:
-            GlobalViewError: on every rank, if the values are none of the module's, or with this ``problem``.
-        """
-        keys: dict[str, int] = {}
-        for tensor in wanted or ():
-            storage = tensor.global_storage
-            if storage.name is None or str(self.view.tensors.dtype_of(storage.name)) != tensor.extent[-1]:
-                problem = problem or _alone(f"{tensor.describe()} at {user_location()}", 0)
-            else:
-                keys[storage.name] = storage.key
-        keys, problem, place = self.broadcast((keys, problem, user_location()), 0)
-        # The owners look whether they still have what is asked for, and all ranks hear of it before anything is sent.
-        outdated = [name for name, key in keys.items() if self.view.key_here(name) not in (None, key)]
-        if problem is None and outdated:
-            problem = _alone(f"{outdated[0]!r} at {place}, which other ranks have changed since,", 0)
-        for told in self.gather(problem):
-            if told is not None:
-                raise GlobalViewError(told)
-        received = {name: self._sent(name) for name in keys}
-        values = []
-        for tensor in wanted or ():
-            shape, strides, offset, _ = tensor.extent
-            values.append(received[str(tensor.global_storage.name)].as_strided(shape, strides, offset))
-        return values
-
-    def _sent(self, name: str) -> Tensor:
-        """A parameter, buffer or gradient on all ranks, laid out as on its owner. Collective."""
-        source, like, owner = self.view.source_of(name)
-        values = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.view.device)
-        if owner == self.view.rank and source is not None:
-            values.copy_(source)
-        broadcast_tensors([Spec.of(values)], [values], self.view.group, owner, self.view.device)
-        return values
-
-    def _serve(self, ask: Ask) -> None:
-        """Take part in what the first rank asks for alone. Collective."""
-        if ask is Ask.GRADIENTS:
-            self.view.gradients.announce()
-        elif ask is Ask.RANDOM:
-            first_ranks_states(generator_states(self.view.device), self.view.group, self.view.device)
-        else:
-            self.exchange(None)
-
     # ---- messages ----
 
     def broadcast(self, value: Any, source: int) -> Any:
@@ -199,19 +150,23 @@ class Rendezvous:
         if self._own_random is not None:
             return
         self.meet(Ask.RANDOM, "random numbers")
-        own = generator_states(self.view.device)
-        set_generator_states(first_ranks_states(own, self.view.group, self.view.device), self.view.device)
-        self._own_random = own
+        self._own_random = generator_states(self.device)
+        set_generator_states(self.send_random_state(), self.device)
+
+    def send_random_state(self) -> list[Tensor]:
+        """The first rank's states on all ranks. Collective."""
+        return first_ranks_states(generator_states(self.device), *self.channel)
 
     def separate_random_states(self) -> None:
         """On the first rank random numbers go on from here; other ranks' go on from where they were."""
         own = self._own_random
         self._own_random = None
-        if own is not None and self.view.rank != 0:
-            set_generator_states(own, self.view.device)
+        if own is not None and self.rank != 0:
+            set_generator_states(own, self.device)
 
 
-def _alone(what: str, rank: int) -> str:
+def needed_alone(what: str, rank: int) -> str:
+    """Why ``rank`` does not get ``what``."""
     return (
         f"Rank {rank} of the pipeline alone needs {what}, as the others do not run this code. Run it on all ranks, and "
         "only print or write files under `if trainer.is_global_zero:`. The first rank alone can read parameters, "

@@ -24,7 +24,7 @@ from lightning_smddp.pipeline.view.operations import (
     refuse_new_parameters,
     values_into_buffers,
 )
-from lightning_smddp.pipeline.view.rendezvous import Ask, Rendezvous
+from lightning_smddp.pipeline.view.rendezvous import Ask, Rendezvous, needed_alone
 from lightning_smddp.wire.broadcast import Channel
 from lightning_smddp.wire.pytree import leaves, map_leaves
 from lightning_smddp.wire.stream import Spec, broadcast_tensors
@@ -62,10 +62,10 @@ class GlobalView:
         self.changed_buffers: set[str] = set()
         self.pending = False
         self.is_used = False
-        self.tensors = ModuleTensors(self, ownership)
-        self.rendezvous = Rendezvous(self, host or Channel(group, device))
+        self.tensors = ModuleTensors(module, ownership, self)
+        self.rendezvous = Rendezvous(host or Channel(group, device), device, self._serve)
         self.gradients = ViewGradients(self)
-        self.operations = Operations(self)
+        self.run = Operations(self).run
         self._alive: weakref.WeakValueDictionary[int, GlobalTensor] = weakref.WeakValueDictionary()
         self._made = 0  # tensors
         self._copied: weakref.WeakSet[GlobalStorage] = weakref.WeakSet()
@@ -197,30 +197,6 @@ class GlobalView:
             return found.tensor
         return tensor
 
-    def key_here(self, name: str) -> int | None:
-        """The key of a parameter, buffer or gradient as it is now; None where another rank owns it."""
-        found = self.tensors.by_name[name.removeprefix(GRADIENT)]
-        if found.owner != self.rank:
-            return None
-        tensor: Any = found.global_tensor
-        if name.startswith(GRADIENT) and self.gradients.loaded:
-            tensor = tensor.grad
-            if not isinstance(tensor, GlobalTensor) or tensor.global_storage.name != name:
-                return 0  # it was replaced
-        elif tensor is None or name.startswith(GRADIENT):
-            return key_of(name)
-        return int(tensor.global_storage.key)
-
-    def source_of(self, name: str) -> tuple[Tensor | None, Tensor, int]:
-        """Of a parameter, buffer or gradient: its values, if they are here; a tensor of its shape; its owner."""
-        found = self.tensors.by_name[name.removeprefix(GRADIENT)]
-        here: Tensor | None = None
-        if name.startswith(GRADIENT):
-            here = self.gradients.here(found)
-        elif found.owner == self.rank:
-            here = found.tensor.detach()
-        return here, found.tensor, found.owner
-
     # ---- changes ----
 
     def note_write(self, tensor: GlobalTensor, key: int) -> None:
@@ -328,7 +304,7 @@ class GlobalView:
         names = ", ".join(tensor.describe() for tensor in missing[:3])
         key = key_of([(tensor.global_storage.key, tensor.extent) for tensor in missing])
         if not self.rendezvous.meet(Ask.VALUES, f"the values of {names} at {user_location()}", key):
-            self._keep(missing, self.rendezvous.exchange(missing))
+            self._keep(missing, self._exchange(missing))
             return
         by_owner: dict[int, list[GlobalTensor]] = {}
         for tensor in missing:
@@ -351,8 +327,77 @@ class GlobalView:
     def of_owner(self, value: Any, owner: int, what: str, key: int) -> Any:
         """What ``owner`` has found out, which is no tensor, on every rank. Collective."""
         if not self.rendezvous.meet(Ask.VALUES, what, key):
-            self.rendezvous.exchange([], f"Rank 0 of the pipeline alone asks for {what}. Do so on all ranks.")
+            self._exchange([], f"Rank 0 of the pipeline alone asks for {what}. Do so on all ranks.")
         return self.rendezvous.broadcast(value, owner)
+
+    # ---- what the first rank alone asks for ----
+
+    def _exchange(self, wanted: Sequence[GlobalTensor] | None, problem: str | None = None) -> list[Tensor]:
+        """The values of ``wanted``, which the first rank alone asks for; None on the others, which serve. Collective.
+
+        Raises:
+            GlobalViewError: on every rank, if the values are none of the module's, or with this ``problem``.
+        """
+        keys: dict[str, int] = {}
+        for tensor in wanted or ():
+            name, dtype = tensor.global_storage.name, tensor.extent[-1]
+            if name is None or str(self._named(name).tensor.dtype) != dtype:
+                problem = problem or needed_alone(f"{tensor.describe()} at {user_location()}", 0)
+            else:
+                keys[name] = tensor.global_storage.key
+        keys, problem, place = self.rendezvous.broadcast((keys, problem, user_location()), 0)
+        # The owners look whether they still have what is asked for, and all ranks hear of it before anything is sent.
+        outdated = [name for name, key in keys.items() if self._key_here(name) not in (None, key)]
+        if problem is None and outdated:
+            problem = needed_alone(f"{outdated[0]!r} at {place}, which other ranks have changed since,", 0)
+        for told in self.rendezvous.gather(problem):
+            if told is not None:
+                raise GlobalViewError(told)
+        received = {name: self._sent(name) for name in keys}
+        values = []
+        for tensor in wanted or ():
+            shape, strides, offset, _ = tensor.extent
+            values.append(received[str(tensor.global_storage.name)].as_strided(shape, strides, offset))
+        return values
+
+    def _serve(self, ask: Ask) -> None:
+        """Take part in what the first rank asks for alone. Collective."""
+        if ask is Ask.GRADIENTS:
+            self.gradients.announce()
+        elif ask is Ask.RANDOM:
+            self.rendezvous.send_random_state()
+        else:
+            self._exchange(None)
+
+    def _named(self, name: str) -> ModuleTensor:
+        """The parameter or buffer of this name, or the parameter whose gradient it is."""
+        return self.tensors.by_name[name.removeprefix(GRADIENT)]
+
+    def _key_here(self, name: str) -> int | None:
+        """The key of a parameter, buffer or gradient as it is now; None where another rank owns it."""
+        found = self._named(name)
+        if found.owner != self.rank:
+            return None
+        tensor: Any = found.global_tensor
+        if name.startswith(GRADIENT) and self.gradients.loaded:
+            tensor = tensor.grad
+            if not isinstance(tensor, GlobalTensor) or tensor.global_storage.name != name:
+                return 0  # it was replaced
+        elif tensor is None or name.startswith(GRADIENT):
+            return key_of(name)
+        return int(tensor.global_storage.key)
+
+    def _sent(self, name: str) -> Tensor:
+        """A parameter, buffer or gradient on all ranks, laid out as on its owner. Collective."""
+        found = self._named(name)
+        like = found.tensor
+        values = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
+        if found.owner == self.rank:
+            source = self.gradients.here(found) if name.startswith(GRADIENT) else like.detach()
+            if source is not None:
+                values.copy_(source)
+        broadcast_tensors([Spec.of(values)], [values], self.group, found.owner, self.device)
+        return values
 
     # ---- the end ----
 
