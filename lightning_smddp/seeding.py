@@ -134,25 +134,37 @@ def seeded_modules(root: nn.Module, generators: Generators) -> Iterator[None]:
 
     def wrap(name: str, forward: Forward) -> Forward:
         def drawing(*args: Any, **kwargs: Any) -> Any:
-            number = torch.default_generator.initial_seed()
-            with without_torch_functions():
-                before = generators.states()
-                generators.seed(number)
-                has_drawn = not _same(before[: len(generators.torch)], generators.states())
-                generators.seed(mix(number, 1))
-                fresh = generators.states()
+            call = SeededCall(generators)
             result = forward(*args, **kwargs)
-            with without_torch_functions():
-                if has_drawn or not _same(fresh, generators.states()):
-                    generators.seed(mix(number, 2))
-                else:
-                    generators.restore(before)
+            call.end()
             return result
 
         return drawing
 
     with wrapped_forwards(root, wrap, drawing_candidates(root)):
         yield
+
+
+class SeededCall:
+    """A module's call, of which nobody knows yet whether it draws. It begins when this is made."""
+
+    def __init__(self, generators: Generators) -> None:
+        self.generators = generators
+        self.number = torch.default_generator.initial_seed()
+        with without_torch_functions():
+            self.before = generators.states()
+            generators.seed(self.number)
+            self.is_behind_draws = not same(self.before[: len(generators.torch)], generators.states())
+            generators.seed(mix(self.number, 1))
+            self.fresh = generators.states()
+
+    def end(self) -> None:
+        """The call has returned."""
+        with without_torch_functions():
+            if self.is_behind_draws or not same(self.fresh, self.generators.states()):
+                self.generators.seed(mix(self.number, 2))
+            else:
+                self.generators.restore(self.before)
 
 
 def drawing_candidates(root: nn.Module) -> list[str]:
@@ -187,7 +199,7 @@ def wrapped_forwards(root: nn.Module, wrap: Callable[[str, Forward], Forward], n
                 attributes["forward"] = own
 
 
-def _same(states: list[Any], others: list[Any]) -> bool:
+def same(states: list[Any], others: list[Any]) -> bool:
     """Whether all are equal; a shorter list counts as far as it goes."""
     return all(_equal(one, other) for one, other in zip(states, others, strict=False))
 

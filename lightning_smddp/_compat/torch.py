@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,6 +30,8 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 # The operator of copies in another type, autocast's too. Remove when one has a public name.
 CAST = torch.ops.aten._to_copy.default
+# The operator that reads a tensor of one element as a number. Remove when it has a public name.
+READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 # What torch makes as a view with a mark that kernels heed, and the operator that computes it. Remove as above.
 WITHOUT_MARKS = {
     torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default,
@@ -217,6 +219,17 @@ def storage_key(tensor: Tensor) -> StorageWeakRef | None:
         return None
 
 
+def checkpoint_region() -> object | None:
+    """Which run of a function by ``torch.utils.checkpoint`` (non-reentrant) is around this code; None for none.
+
+    Private because the hooks on saved tensors have no public getter. Remove when checkpointing can be asked.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None or "_checkpoint_hook" not in getattr(hooks[0], "__qualname__", ""):
+        return None
+    return hooks[0]
+
+
 def in_checkpoint() -> bool:
     """Whether ``torch.utils.checkpoint`` (non-reentrant) is running a function's forward around this code.
 
@@ -282,13 +295,30 @@ _apply_users = 0
 _plain_apply = torch.autograd.Function.__dict__["apply"]
 
 
+_apply_handler = threading.local()  # .call: what `apply` calls in this thread instead, see `set_apply_handler`
+
+
+def set_apply_handler(call: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """In this thread, ``apply`` of an ``autograd.Function`` calls ``call(cls, apply, args)``; returns what did before.
+
+    Within :func:`visible_autograd_functions` alone. ``apply`` is torch's own there.
+    """
+    before: Callable[..., Any] | None = getattr(_apply_handler, "call", None)
+    _apply_handler.call = call
+    return before
+
+
 def _visible_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    original = _plain_apply.__get__(None, cls)  # a classmethod, bound to `cls`
+    handler = getattr(_apply_handler, "call", None)
+    if handler is not None and not kwargs:
+        if cls is CheckpointFunction:
+            return _as_not_reentrant(args)
+        return handler(cls, original, args)
     if torch._C._len_torch_function_stack() == 0:
-        original = _plain_apply.__get__(None, cls)  # a classmethod, bound to `cls`
         return original(*args, **kwargs)
-    if cls is CheckpointFunction:  # its `apply` is what `checkpoint(use_reentrant=True)` calls
-        function, preserve_rng_state, *rest = args
-        return checkpoint(function, *rest, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+    if cls is CheckpointFunction:
+        return _as_not_reentrant(args)
     # The innermost mode gets `apply` as one function, and runs it or not. Within it the stack has one mode less, so
     # that without another one the first branch comes.
     tensors = [argument for argument in args if isinstance(argument, Tensor)]
@@ -296,6 +326,12 @@ def _visible_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _visible_apply.__name__ = "apply"
+
+
+def _as_not_reentrant(args: Sequence[Any]) -> Any:
+    """``apply`` of the ``CheckpointFunction`` is what ``checkpoint(use_reentrant=True)`` calls."""
+    function, preserve_rng_state, *rest = args
+    return checkpoint(function, *rest, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
 @contextmanager
@@ -488,6 +524,25 @@ def wrapper_subclass(cls: type, like: Tensor, device: torch.device) -> Any:
         dtype=like.dtype,
         device=device,
     )
+
+
+def shaped_wrapper(
+    cls: type,
+    shape: Sequence[int],
+    stride: Sequence[int] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool,
+) -> Any:
+    """The same of a shape; contiguous without a ``stride``."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
+    )
+
+
+# Within it torch calls no class of a tensor for its functions; modes see them. Private: the public
+# ``DisableTorchFunctionSubclass`` of ``torch._C`` has no other name. Remove when it has.
+without_subclass_functions = torch._C.DisableTorchFunctionSubclass
 
 
 @dataclass(frozen=True)

@@ -77,14 +77,12 @@ class Batches:
         """
         microbatches = self.batcher.split(batch, step)
         paths = partitioned.paths(step, microbatches)
-        partitioned.separate_draws()
         begin(len(microbatches))
         run = self._run(partitioned, step, microbatches, paths)
         try:
             results = self._results(partitioned, step, run)
         except ReplayError as error:
             raise ReplayError(f"{error} {FROM_CHECKPOINT}") from error
-        partitioned.go_on(step)
         partitioned.stash.stash()
         partitioned.buffers.trained = True
         if isinstance(results, str):
@@ -131,14 +129,12 @@ class Batches:
         paths = self._find_paths(partitioned, step, microbatches)
         if paths is None:
             return self.evaluate(partitioned, step, batch)
-        partitioned.separate_draws()
         run = self._run(partitioned, step, microbatches, paths)
         try:
             results = self._results(partitioned, step, run)
         except ReplayError as error:  # on every rank
             self.keep_in_lockstep(step, error)
             return self.evaluate(partitioned, step, batch)
-        partitioned.go_on(step)
         if isinstance(results, str):
             self.batcher.keep_whole(step, f"what it returns for micro-batches cannot be put together ({results})")
             return self.evaluate(partitioned, step, batch)

@@ -34,7 +34,7 @@ from lightning_smddp.bridge.step_attributes import AttributeWatch, AttrPath, Cha
 from lightning_smddp.bridge.step_records import Marks, Record
 from lightning_smddp.bridge.step_results import StepResults
 from lightning_smddp.pipeline.partition.outputs import merge_outputs
-from lightning_smddp.pipeline.runtime.remote import RemoteTensor
+from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from lightning_smddp.wire.pytree import leaves, tensors
 
 

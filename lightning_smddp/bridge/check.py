@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,22 +21,23 @@ from lightning_smddp.bridge.metrics import patched
 from lightning_smddp.bridge.module_states import RunSetup
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.step import LightningStep, loss_of
+from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
 from lightning_smddp.pipeline.partition.hardware import explained_shortage
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import first_decides
 from lightning_smddp.pipeline.partition.verify import Finding, VerificationError, compare, norm_of, require_equal
 from lightning_smddp.pipeline.runtime.draws import without_own_dropout
-from lightning_smddp.pipeline.runtime.remote import ReplayError
-from lightning_smddp.seeding import Generators
+from lightning_smddp.pipeline.runtime.remote import ReplayError, Shapes
+from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
+from lightning_smddp.pipeline.runtime.step_run import StageProgram, Wrappers
+from lightning_smddp.seeding import seeded_modules
 from lightning_smddp.wire.broadcast import UnsendableError, broadcast_json, broadcast_structure
 from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wire.pytree import copied, leaves
 from lightning_smddp.wording import USE_INSTEAD
 
-_SEEDS = (20240229, 20250131)
 _WEIGHTS = (2 / 3, 1 / 3)  # unequal, so that wrong ones show
-_CHANCE = 1e-6  # relative difference of two losses that rounding explains
 _CPU = torch.device("cpu")
 
 
@@ -47,13 +49,11 @@ class Baseline:
         loss: the weighted sum of the micro-batches' losses.
         norms: of the gradients, by parameter.
         carried: attributes that the first micro-batch has left something in, which the next one may have read.
-        evaluates: whether modules were in evaluation mode, as the step's loss is random in training mode.
     """
 
     loss: float
     norms: Mapping[str, float]
     carried: Sequence[str]
-    evaluates: bool
 
 
 def checked(microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -67,45 +67,24 @@ def checked(microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
 # ---- the loop --------------------------------------------------------------------------------------------------------
 
 
-def run_baseline(step: LightningStep, microbatches: Sequence[MicroBatch], setup: RunSetup) -> Baseline | None:
-    """The loop's numbers, on all ranks; None where they are random in both modes. Collective over all ranks.
+def run_baseline(
+    step: LightningStep, microbatches: Sequence[MicroBatch], setup: RunSetup, graph: StepGraph
+) -> Baseline:
+    """The loop's numbers, on all ranks. Collective over all ranks.
 
     Raises:
         StepFailedError: on every rank: the step fails.
     """
     parts = checked(microbatches)
-
-    def decide() -> Any:
-        found = _baseline(step, parts, setup)
-        return asdict(found) if found is not None else None
-
-    found = first_decides(decide, setup.world, setup.device)
-    return Baseline(**found) if found is not None else None
+    found = first_decides(lambda: asdict(_loop(step, parts, setup, graph)), setup.world, setup.device)
+    return Baseline(**found)
 
 
-def _baseline(step: LightningStep, parts: Sequence[MicroBatch], setup: RunSetup) -> Baseline | None:
-    found = _loop(step, parts, setup, _SEEDS[0], evaluates=False)
-    again = _loop(step, parts, setup, _SEEDS[1], evaluates=False, gradients=False)
-    if _alike(found.loss, again.loss):
-        return found
-    # Stages draw other random numbers than one process: the step is compared without.
-    try:
-        found = _loop(step, parts, setup, _SEEDS[0], evaluates=True)
-        again = _loop(step, parts, setup, _SEEDS[1], evaluates=True, gradients=False)
-    except Exception:  # of user code that is not made for evaluation mode
-        return None
-    return found if _alike(found.loss, again.loss) else None
-
-
-def _loop(
-    step: LightningStep,
-    parts: Sequence[MicroBatch],
-    setup: RunSetup,
-    seed: int,
-    evaluates: bool,
-    gradients: bool = True,
-) -> Baseline:
+def _loop(step: LightningStep, parts: Sequence[MicroBatch], setup: RunSetup, graph: StepGraph) -> Baseline:
     module, total = setup.module, 0.0
+    wrappers = Wrappers(module, setup.device)
+    everything = StagePlan(0, 0, len(graph.nodes), frozenset(), (), ())
+    program = StageProgram(graph, everything, wrappers)
     made: dict[str, Tensor] = {}  # gradients, on the host: the whole model's may be too much for one device
     before = _attributes(module)
     with ExitStack() as stack:
@@ -114,22 +93,25 @@ def _loop(
         stack.enter_context(kept_parameters(module))
         stack.enter_context(without_own_dropout(module, setup.device))
         stack.enter_context(patched([(module, "log", _ignored)]))
-        stack.enter_context(torch.set_grad_enabled(gradients))
+        if graph.mixes_draws:  # these are seeded one by one, in one stage as in several
+            stack.enter_context(wrappers.active([graph]))
+        else:
+            stack.enter_context(seeded_modules(module, wrappers.generators))
         stack.enter_context(_taken_gradients(module, made))
-        if evaluates:
-            module.eval()
-        Generators(module, setup.device).seed(seed)
-        for part in parts:
+        for index, part in enumerate(parts):
+            call = partial(getattr(module, step.hook), copied(part.value), *step.arguments)
+            wrappers.generators.seed(step.seed_of(index))
             with step.precision():
-                result = getattr(module, step.hook)(copied(part.value), *step.arguments)
+                if graph.mixes_draws:
+                    _, result = program.run(call, (), Shapes.of(graph), seed=step.seed_of(index))
+                else:
+                    result = call()
             if part.weight and result is not None:
-                loss = loss_of(result, step.hook, detached=not gradients) * part.weight
+                loss = loss_of(result, step.hook) * part.weight
                 total += float(loss.detach())
-                if gradients:
-                    loss.backward()
+                loss.backward()
         carried = [name for name, value in _attributes(module).items() if not _same(before.get(name), value)]
-    norms = {name: norm_of(gradient) for name, gradient in made.items()}
-    return Baseline(total, norms, carried, evaluates)
+    return Baseline(total, {name: norm_of(gradient) for name, gradient in made.items()}, carried)
 
 
 @contextmanager
@@ -167,10 +149,6 @@ def _same(before: list[Any] | None, now: list[Any]) -> bool:
         return False
     pairs = zip(before, now, strict=True)
     return all(one is other or (type(one) in (int, float) and one == other) for one, other in pairs)
-
-
-def _alike(one: float, other: float) -> bool:
-    return abs(one - other) <= _CHANCE * max(abs(one), abs(other)) or (one != one and other != other)
 
 
 def _ignored(*args: Any, **kwargs: Any) -> None:
@@ -254,9 +232,6 @@ def _compared(
     trial = step.unscaled()
     local: list[Any] = [None, {}]  # the loss, and norms of the gradients that this rank speaks for
     with preserve_state(setup.module, setup.device), without_own_dropout(setup.module, setup.device):
-        if baseline.evaluates:
-            setup.module.eval()
-            trial.key = (*trial.key, "compared in evaluation mode")
         try:
             paths = partitioned.paths_of(trial, parts)
             # Replicas are not averaged: compression would be a difference.

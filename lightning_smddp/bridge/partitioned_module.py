@@ -20,7 +20,6 @@ from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import Modules, SplitError, StepGraph
-from lightning_smddp.pipeline.capture.python_random import PythonRandom, SharedRandom, from_json, to_json
 from lightning_smddp.pipeline.partition.assignment import follow
 from lightning_smddp.pipeline.partition.cuts import StageCuts
 from lightning_smddp.pipeline.partition.hardware import fits_on_hosts
@@ -29,7 +28,6 @@ from lightning_smddp.pipeline.partition.plan import PartitionPlan, build_on_all,
 from lightning_smddp.pipeline.partition.resources import Resources
 from lightning_smddp.pipeline.partition.split import is_within
 from lightning_smddp.pipeline.partition.verify import EXACT, MIXED, Finding
-from lightning_smddp.pipeline.runtime.draws import separate_draws
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.runtime.staged_step import StagedStep, TracedPath
 from lightning_smddp.pipeline.runtime.trace_cache import TraceCache
@@ -40,9 +38,9 @@ from lightning_smddp.pipeline.state.replicas import ReplicaGradients
 from lightning_smddp.pipeline.state.stash import GradientStash
 from lightning_smddp.pipeline.state.state_dict import full_state_dict, gather_full, partial_state_dict
 from lightning_smddp.pipeline.view.view import GlobalView
+from lightning_smddp.seeding import mix, step_seed
 from lightning_smddp.sharding.optimizer_states import whole_states
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
-from lightning_smddp.wire.broadcast import Channel, broadcast_json
 from lightning_smddp.wire.stream import CPU, gathered_objects
 
 
@@ -61,6 +59,7 @@ class PartitionedModule(ModuleState):
         runtime: runs this rank's stages.
         view: the whole module, for hooks.
         buffers: sends buffers that a stage has changed to the other ranks.
+        run_seed: random numbers follow from it, the same on all ranks.
         optimizers: with the parameters of this rank.
         sharded: with ``shard="optimizer"`` the same optimizers, whose work replicas share.
         findings: of the check before training.
@@ -75,12 +74,12 @@ class PartitionedModule(ModuleState):
     runtime: PipelineRuntime
     view: GlobalView
     buffers: SharedBuffers
+    run_seed: int
     optimizers: list[OptimizerPartition] = field(default_factory=list)
     sharded: ShardedOptimizers | None = None
     findings: list[Finding] = field(default_factory=list)
     notes: list[tuple[str, str]] = field(default_factory=list)
     _traces: dict[Any, TraceCache] = field(default_factory=dict)  # by key of the step
-    _may_draw_alike: bool = False  # ranks, as they have traced a step in which stages draw
 
     @property
     def replicas(self) -> ReplicaGradients | None:
@@ -108,18 +107,12 @@ class PartitionedModule(ModuleState):
             self.buffers.before_training()
         else:
             self.buffers.share()
-        # A step that was not traced yet may draw anything. Later ranks share random numbers only where a graph draws.
-        traces = self._traces.get(step.key)
-        step.random = None
-        if traces is None:
-            step.random = self._share_random()
-        elif any(staged.graph.draws for staged in traces.steps):
-            torch_too = any(staged.graph.shares_draws for staged in traces.steps)
-            step.random = self._share_random(torch_too)
+        if step.seed is None:
+            step.seed = seed_of_batch(self.setup, step, self.run_seed)
         return self.paths_of(step, microbatches)
 
     def paths_of(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> list[TracedPath]:
-        """The same with the random numbers that ``step`` has."""
+        """The same while the ranks have the same buffers."""
         traces = self._traces.get(step.key)
         if traces is None:
             staged = self._trace(step, microbatches[0])
@@ -141,11 +134,11 @@ class PartitionedModule(ModuleState):
         """
         setup, group = self.setup, self.setup.groups.pipeline
         self.buffers.share()
-        if step.random is None:
-            step.random = self._share_random()
         try:
-            with step.random.at(index), torch.set_grad_enabled(step.trains):  # so that the begin is no change
-                traced = record(step.alone(microbatch, index), setup.module, setup.device, group, self._fetch)
+            generators = self.runtime.wrappers.generators
+            with generators.preserved(), torch.set_grad_enabled(step.trains):
+                run = step.alone(microbatch, generators, index)
+                traced = record(run, setup.module, setup.device, group, self._fetch)
         except SplitError as error:
             if step.trains:
                 raise own_error(error) from None
@@ -158,7 +151,6 @@ class PartitionedModule(ModuleState):
         return self._stage(graph, follow(graph, self.plan.homes, self.runtime.num_stages))
 
     def _stage(self, graph: StepGraph, stage_cuts: StageCuts) -> StagedStep:
-        self._may_draw_alike |= _has_draws(graph)
         self.buffers.learn(graph, stage_cuts)
         return self.runtime.stage(graph, stage_cuts)
 
@@ -184,37 +176,6 @@ class PartitionedModule(ModuleState):
         owner = self.plan.ownership.owner(name)
         dist.broadcast(value, group=self.setup.groups.pipeline, group_src=owner)
         return value
-
-    # ---- random numbers ----
-
-    def _share_random(self, torch_too: bool = True) -> SharedRandom:
-        device = None
-        if torch_too:
-            device = self.setup.device
-        return share_random(self.setup.module, device, self.setup.groups.host)
-
-    def separate_draws(self) -> None:
-        """See :func:`separate_draws`; behind traces of steps in which stages draw. Collective."""
-        if self._may_draw_alike:
-            self._may_draw_alike = False
-            separate_draws(self.setup.groups.pipeline, self.setup.device)
-
-    def go_on(self, step: LightningStep) -> None:
-        """What Python draws after ``step`` follows what it drew in it. Collective."""
-        if step.random is None:
-            return
-        sources = step.random.sources
-        sent = broadcast_json(to_json(step.random.end), *self.setup.groups.host, self.setup.last_rank)
-        end = from_json(sent)
-        traces = self._traces[step.key]
-        if sources.with_torch and not any(staged.graph.shares_draws for staged in traces.steps):
-            # It was traced, with the first rank's numbers of torch. If it has drawn some, all ranks go on behind them,
-            # and stages that draw do so apart again; else each rank goes on from its own.
-            if _have_draws(traces) or step.random.has_drawn(end):
-                self._may_draw_alike |= any(_have_draws(known) for known in self._traces.values())
-            else:
-                end = sources.with_own_torch(end)
-        sources.set(end)
 
     # ---- hooks ----
 
@@ -388,20 +349,11 @@ def refuse_changes(changes: Sequence[str]) -> None:
         )
 
 
-def share_random(module: nn.Module, device: torch.device | None, channel: Channel) -> SharedRandom:
-    """The first rank's random numbers of Python, and with ``device`` of torch, for all. Collective over ``channel``."""
-    sources = PythonRandom(module, device)
-    states = broadcast_json(to_json(sources.get()), *channel)
-    return SharedRandom(sources, from_json(states))
-
-
-def _has_draws(graph: StepGraph) -> bool:
-    """Whether torch draws random numbers in it, on the stages."""
-    return any(node.random for node in graph.nodes)
-
-
-def _have_draws(traces: TraceCache) -> bool:
-    return any(_has_draws(staged.graph) for staged in traces.steps)
+def seed_of_batch(setup: RunSetup, step: LightningStep, run_seed: int) -> int:
+    """The seed of the random numbers that ``step`` draws on its batch."""
+    indices = [index for index in step.arguments if isinstance(index, int)]
+    seed = step_seed(run_seed, step.hook, step.module.current_epoch, *indices)
+    return mix(seed, setup.groups.replica) if setup.groups.replica else seed
 
 
 def _parents(name: str) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_smddp.bridge.check import Baseline, check_at_start, run_baseline
 from lightning_smddp.bridge.module_states import RunSetup, Unpartitioned
-from lightning_smddp.bridge.partitioned_module import PartitionedModule, refuse_changes, share_random
+from lightning_smddp.bridge.partitioned_module import PartitionedModule, refuse_changes, seed_of_batch
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.pipeline.capture.graph import SplitError
@@ -36,8 +36,9 @@ from lightning_smddp.pipeline.state.replicas import ReplicaGradients
 from lightning_smddp.pipeline.state.stash import GradientStash
 from lightning_smddp.pipeline.state.state_dict import gather_full
 from lightning_smddp.pipeline.view.view import GlobalView
+from lightning_smddp.seeding import Generators, run_seed
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
-from lightning_smddp.wire.broadcast import Channel, broadcast_json
+from lightning_smddp.wire.broadcast import broadcast_json
 from lightning_smddp.wire.gather import gather_json
 
 
@@ -89,7 +90,7 @@ class Partitioning:
             casts,
             num_shares,
         )
-        self._seed = broadcast_json(torch.initial_seed() % 2**31, setup.world, setup.device)
+        self._seed = broadcast_json(run_seed() % 2**31, setup.world, setup.device)
         return self._partitioned(self._plan(resources), resources)
 
     def _partitioned(self, plan: PartitionPlan, resources: Resources) -> PartitionedModule:
@@ -98,7 +99,7 @@ class Partitioning:
         if step.trains:
             refuse_changes(plan.graph.once_a_batch)
             if setup.options.partition.check and setup.is_whole():
-                baseline = run_baseline(step, self.microbatches, setup)
+                baseline = run_baseline(step, self.microbatches, setup, plan.graph)
         # Up to here every rank has the whole module, and nothing of it has changed.
         self._keep_own_parameters(plan)
         stash = self._stash(plan)
@@ -112,6 +113,7 @@ class Partitioning:
             runtime=self._runtime(stash),
             view=view,
             buffers=SharedBuffers(view, plan.ownership, setup.rank_of_stage),
+            run_seed=self._seed,
         )
         self._require_right(partitioned, baseline)
         self._partition_optimizers(partitioned)
@@ -149,12 +151,13 @@ class Partitioning:
                 return None
             return loss_of(result, step.hook)
 
-        step.random = share_random(setup.module, setup.device, Channel(setup.world, setup.device))
+        step.seed = seed_of_batch(setup, step, self._seed)
+        generators = Generators(setup.module, setup.device)
         fetch = None
         if not setup.is_whole():
             fetch = self._first_values
-        trial = Trial(step.alone(last, last_index), find_loss, fetch)
-        with step.random.at(last_index), torch.set_grad_enabled(step.trains):
+        trial = Trial(step.alone(last, generators, last_index), find_loss, fetch)
+        with generators.preserved(), torch.set_grad_enabled(step.trains):
             return divide(
                 trial,
                 setup.module,

@@ -13,12 +13,12 @@ from lightning_smddp.bridge.capture import StepCapture
 from lightning_smddp.bridge.kept_tensors import changed_attributes, tensor_attributes, times_written
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.objects import with_same_memory
-from lightning_smddp.pipeline.capture.python_random import SharedRandom
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.casts import look_for_casts
 from lightning_smddp.pipeline.runtime.remote import ReplayError
-from lightning_smddp.pipeline.runtime.replay import active_run
+from lightning_smddp.pipeline.runtime.remote_tensor import active_run
 from lightning_smddp.pipeline.view.global_tensor import OutsideViewError
+from lightning_smddp.seeding import Generators, mix
 from lightning_smddp.wire.pytree import copied, map_leaves, tensors
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class LightningStep:
         self.keeps_casts = False  # of weights, from one micro-batch to the next
         self.offset = 0  # of the micro-batches that run now among the batch's
         self.keeps: tuple[str, ...] = ()  # attributes that the last run of `alone` left tensors in
-        self.random: SharedRandom | None = None  # where it draws random numbers in Python
+        self.seed: int | None = None  # of the batch's random numbers, the same on all ranks of the pipeline
 
     def batch_name(self) -> str:
         """The batch as error messages name it: by its index and epoch where the step is told them."""
@@ -77,7 +77,7 @@ class LightningStep:
     def unscaled(self) -> LightningStep:
         """The same step with its loss as it is."""
         step = LightningStep(self.module, self.hook, self.arguments, self.precision, self.capture)
-        step.random = self.random
+        step.seed = self.seed
         return step
 
     def forward_only(self) -> LightningStep:
@@ -131,19 +131,22 @@ class LightningStep:
     ) -> AbstractContextManager[object]:
         """See :class:`~lightning_smddp.pipeline.runtime.staged_step.Step`."""
         index += self.offset
-        capture = self.capture.microbatch(index, microbatch.size, keep, microbatch.weight, self.key)
-        if self.random is None:
-            return capture
-        return self.random.around(index, keep, capture)
+        return self.capture.microbatch(index, microbatch.size, keep, microbatch.weight, self.key)
+
+    def seed_of(self, index: int) -> int:
+        """See :class:`~lightning_smddp.pipeline.runtime.staged_step.Step`."""
+        assert self.seed is not None
+        return mix(self.seed, index + self.offset)
 
     def forget(self) -> None:
         """See :class:`~lightning_smddp.pipeline.runtime.staged_step.Step`."""
         self.capture.clear()
 
-    def alone(self, microbatch: MicroBatch, index: int = 0) -> Callable[[], Any]:
+    def alone(self, microbatch: MicroBatch, generators: Generators, index: int = 0) -> Callable[[], Any]:
         """A run of micro-batch ``index`` for nothing: what it logs, and what it does to metrics, is thrown away."""
 
         def run() -> Any:
+            generators.seed(self.seed_of(index))
             copy = replace(microbatch, value=copied(microbatch.value))
             before = [times_written(tensor) for tensor in tensors(copy.value)]
             try:

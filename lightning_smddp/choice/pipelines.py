@@ -30,6 +30,7 @@ from lightning_smddp.pipeline.partition.split import choose_units, is_within, pa
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.schedules import orders, parse
 from lightning_smddp.planner.schedules import parse_action, simulated_bound
+from lightning_smddp.seeding import Generators
 from lightning_smddp.strategies.checks import refusal_of_training
 from lightning_smddp.strategies.options import CommunicationOptions, GradientOptions
 from lightning_smddp.strategies.pipeline_options import PartitionOptions, PipelineOptions
@@ -153,7 +154,8 @@ class _Pipeline:
             links=(LOOPBACK,) * (self.num_stages - 1),
         )
         # As in a run: the step is traced, units are chosen, and its nodes are timed in a run of the whole.
-        run = self.step.alone(self.microbatches[0])
+        self.step.seed = 0
+        run = self.step.alone(self.microbatches[0], Generators(self.module, _CPU))
         traced = self._traced(run)
         modules = Modules(traced, self.module)
         units = choose_units(traced, modules, resources, None, checkpointing).units

@@ -16,8 +16,8 @@ from lightning_smddp.choice.step_profile import StepProfile, dropped_gradients, 
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.runtime.remote import Shapes
-from lightning_smddp.pipeline.runtime.replay import Replay, patched_units
 from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
+from lightning_smddp.pipeline.runtime.step_run import StageProgram, Wrappers
 
 _CPU = torch.device("cpu")
 _Messages = tuple[Tensor, ...]
@@ -38,9 +38,10 @@ def profile_stages(
     """
     profiles = []
     received: _Messages = ()
+    wrappers = Wrappers(root, _CPU)
     with preserve_state(root, _CPU), dropped_gradients(root):
         for plan in plans:
-            replay = Replay(graph, plan, root, _CPU, checkpointing)
+            replay = StageProgram(graph, plan, wrappers, checkpointing)
             with recorded_memory() as record:
                 _train(replay, step, loss_of, received, record)
             seconds = shortest(functools.partial(_train, replay, step, loss_of, received, None))
@@ -61,7 +62,7 @@ def _bytes(message: _Messages) -> int:
 
 
 def _train(
-    replay: Replay,
+    replay: StageProgram,
     step: Callable[[], Any],
     loss_of: Callable[[Any], Tensor],
     received: _Messages,
@@ -81,19 +82,16 @@ def _train(
 
 
 def _forward(
-    replay: Replay, step: Callable[[], Any], loss_of: Callable[[Any], Tensor], received: _Messages
+    replay: StageProgram, step: Callable[[], Any], loss_of: Callable[[Any], Tensor], received: _Messages
 ) -> _Messages:
     """What goes to the next stage; of the last one the loss."""
     shapes = Shapes.of(replay.graph)
-    # First the values that the stage receives, as leaves of its own graph, then what the message has besides.
-    values = replay.plan.receives
-    inputs = []
-    for value, tensor in zip(values, received, strict=False):
+    inputs = []  # leaves of the stage's own graph
+    for value, tensor in zip(replay.plan.receives, received, strict=True):
         leaf = tensor.clone()
         inputs.append(leaf.requires_grad_(shapes.values[value].requires_grad))
-    inputs += received[len(values) :]
-    with patched_units(replay.root, replay.graph.units):
+    with replay.wrappers.active([replay.graph]):
         sent, result = replay.run(step, tuple(inputs), shapes)
-    if replay.stage.is_last:
+    if replay.is_last:
         return (loss_of(result),)
     return sent

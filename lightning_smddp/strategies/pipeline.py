@@ -35,7 +35,6 @@ from lightning_smddp.pipeline.partition.loss_weights import LossWeight
 from lightning_smddp.pipeline.partition.loss_weights import Option as LossWeightOption
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.verify import Finding
-from lightning_smddp.pipeline.runtime.draws import join_draws
 from lightning_smddp.pipeline.runtime.schedules import parse
 from lightning_smddp.pipeline.state.deferred_init import parameters_on_meta
 from lightning_smddp.pipeline.state.stash import connected, factor_of
@@ -282,8 +281,6 @@ class PipelineParallel(PipelineRanks):
             if all_are_here:
                 self._last_report = self._pipelined.report() or self._last_report
             self._pipelined.close(gather=all_are_here)
-            if self._groups is not None and all_are_here:
-                join_draws(self._groups.pipeline, self.root_device)
             self._ended = self._pipelined
             self._pipelined = None
         self._changes.close()

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 Path: TypeAlias = tuple[str | int, ...]
 Members: TypeAlias = list[tuple[str | int, Any]]
 
-# The usual types of leaves. A set finds them faster than checks of what is no container.
-_LEAVES = frozenset({Tensor, nn.Parameter, int, float, bool, str, type(None)})
+# The usual types of leaves; others may be added. A set finds them faster than checks of what is no container.
+LEAF_TYPES: set[type] = {Tensor, nn.Parameter, int, float, bool, str, type(None)}
 
 
 def leaves(structure: Any) -> list[Any]:
@@ -50,7 +50,7 @@ def rebuild(structure: Any, new_leaves: Sequence[Any]) -> Any:
 
 def map_leaves(function: Callable[[Any], Any], structure: Any) -> Any:
     """A copy of ``structure`` with ``function`` applied to each leaf, in order."""
-    if type(structure) in _LEAVES:
+    if type(structure) in LEAF_TYPES:
         return function(structure)
     children = members_of(structure)
     if children is None:
@@ -91,7 +91,7 @@ def with_members(container: Any, values: Members) -> Any:
 def _collect(structure: Any, found: list[Any]) -> None:
     """Called for every argument of every operation of a step: the usual types first, as checks of others are slow."""
     kind = type(structure)
-    if kind in _LEAVES:
+    if kind in LEAF_TYPES:
         found.append(structure)
     elif kind is tuple or kind is list:
         for child in structure:

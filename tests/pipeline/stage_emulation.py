@@ -1,27 +1,48 @@
-"""Stages of a step, one after the other in one process: what replay does, without any communication."""
+"""Stages of a step, one after the other in one process: what a stage's run does, without any communication."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_smddp.pipeline.capture.boundaries import boundary_values
 from lightning_smddp.pipeline.capture.graph import Modules, StepGraph, build_graph
 from lightning_smddp.pipeline.capture.tracer import trace
-from lightning_smddp.pipeline.partition.live_sets import live_sets
 from lightning_smddp.pipeline.runtime.remote import Shapes
-from lightning_smddp.pipeline.runtime.replay import Observers, Replay, patched_units
+from lightning_smddp.pipeline.runtime.stage import _Received
 from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
-from lightning_smddp.pipeline.state.absent import set_contents
+from lightning_smddp.pipeline.runtime.step_run import Observers, StageProgram, Wrappers
+from lightning_smddp.pipeline.state.absent import AbsentParameter, set_contents
+from lightning_smddp.seeding import Generators, seeded_modules
 
 CPU = torch.device("cpu")
-# torch.manual_seed notes the whole stack for each kind of device that may come: a millisecond, at each cut.
-_seed = torch.default_generator.manual_seed
+SEED = 7
 Step = Callable[[], Any]
+_wrappers: weakref.WeakKeyDictionary[nn.Module, Wrappers] = weakref.WeakKeyDictionary()
+
+
+def wrappers_of(root: nn.Module) -> Wrappers:
+    return _wrappers.setdefault(root, Wrappers(root, CPU))
+
+
+def program(graph: StepGraph, plan: StagePlan, root: nn.Module, checkpointing: bool = False) -> StageProgram:
+    return StageProgram(graph, plan, wrappers_of(root), checkpointing)
+
+
+@contextmanager
+def plainly(root: nn.Module) -> Iterator[None]:
+    """Around a plain run of a step of ``root``, which draws what stages draw."""
+    generators = Generators(root, CPU)
+    with seeded_modules(root, generators):
+        generators.seed(SEED)
+        yield
 
 
 @dataclass
@@ -29,7 +50,7 @@ class Stage:
     """A stage with the module and the step that it runs."""
 
     root: nn.Module
-    replay: Replay
+    replay: StageProgram
     step: Step
 
 
@@ -43,25 +64,23 @@ def program_of(root: nn.Module, step: Step, is_small: Callable[[str], bool]) -> 
 
 def even_cuts(graph: StepGraph, num_stages: int) -> list[int]:
     """Cuts in stages of about equally many units, where cuts are allowed."""
-    allowed = graph.cuts()
-    units = [cut for cut in allowed if graph.nodes[cut].module is not None]
-    places = units if len(units) >= num_stages - 1 else allowed
+    places = graph.cuts()
     return sorted({places[len(places) * stage // num_stages] for stage in range(1, num_stages)})
 
 
 def plans_of(graph: StepGraph, cuts: Sequence[int]) -> list[StagePlan]:
-    live, again = live_sets(graph, cuts)
+    live, again = boundary_values(graph, cuts)
     bounds, received, sent = [0, *cuts, len(graph.nodes)], [(), *live], [*live, ()]
     return [StagePlan(s, bounds[s], bounds[s + 1], again[s], received[s], sent[s]) for s in range(len(bounds) - 1)]
 
 
 def split(
     root: nn.Module, step: Step, is_small: Callable[[str], bool], cuts: Sequence[int] | int
-) -> tuple[StepGraph, list[Replay]]:
+) -> tuple[StepGraph, list[StageProgram]]:
     """Trace ``step`` and cut it before the items ``cuts``, or in ``cuts`` stages of about equally many units."""
     graph = program_of(root, step, is_small)
     cuts = even_cuts(graph, cuts) if isinstance(cuts, int) else cuts
-    return graph, [Replay(graph, plan, root, CPU) for plan in plans_of(graph, cuts)]
+    return graph, [program(graph, plan, root) for plan in plans_of(graph, cuts)]
 
 
 def run_stages(
@@ -72,19 +91,28 @@ def run_stages(
     boundaries: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
     received: tuple[Tensor, ...] = ()
     result = None
-    for stage in stages:
-        inputs = tuple(
-            t.detach().contiguous().clone().requires_grad_(shapes.values[v].requires_grad and torch.is_grad_enabled())
-            for t, v in zip(received, stage.replay.plan.receives, strict=False)
-        )
-        inputs += received[len(inputs) :]  # what Python read
-        found = None if record is None else Shapes()
-        with patched_units(stage.root, graph.units):
-            received, result = stage.replay.run(stage.step, inputs, shapes, Observers(shapes=found))
-        if found is not None and record is not None:
-            record.merge(Shapes.from_json(found.to_json()))
-            shapes = record
-        boundaries.append((inputs, received))
+    with ExitStack() as stack:
+        for wrappers in {id(stage.root): stage.replay.wrappers for stage in stages}.values():
+            stack.enter_context(wrappers.active([graph]))
+        for stage in stages:
+            requires_grad = [shapes.values[value].requires_grad for value in stage.replay.plan.receives]
+            inputs = tuple(map(_leaf, received, requires_grad))
+            given = tuple(_Received.apply(leaf) if leaf.requires_grad else leaf for leaf in inputs)
+            found = None if record is None else Shapes()
+            received, result = stage.replay.run(stage.step, given, shapes, Observers(shapes=found), SEED)
+            if found is not None and record is not None:
+                record.merge(Shapes.from_json(found.to_json()))
+                shapes = record
+            boundaries.append((inputs, received))
+        _backward(result, boundaries)
+    return result
+
+
+def _leaf(received: Tensor, requires_grad: bool) -> Tensor:
+    return received.detach().contiguous().clone().requires_grad_(requires_grad and torch.is_grad_enabled())
+
+
+def _backward(result: Any, boundaries: Sequence[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]) -> None:
     loss = loss_of(result)
     if isinstance(loss, Tensor) and loss.requires_grad:
         loss.backward()
@@ -92,10 +120,9 @@ def run_stages(
             pairs = [(s, i.grad) for s, i in zip(sent, inputs, strict=True) if s.requires_grad and i.grad is not None]
             if pairs:
                 torch.autograd.backward([s for s, _ in pairs], [g for _, g in pairs])
-    return result
 
 
-def run(root: nn.Module, graph: StepGraph, replays: list[Replay], step: Step) -> Any:
+def run(root: nn.Module, graph: StepGraph, replays: list[StageProgram], step: Step) -> Any:
     """All stages on one module."""
     return run_stages(graph, [Stage(root, replay, step) for replay in replays])
 
@@ -124,20 +151,19 @@ def assert_transparent(
     is_small: Callable[[str], bool],
     cuts: Sequence[int] | int,
     tolerance: float = 1e-6,
-) -> tuple[StepGraph, list[Replay]]:
+) -> tuple[StepGraph, list[StageProgram]]:
     """The stages of the step give the loss, gradients and buffers that the whole step gives, with the same seed."""
     reference = copy.deepcopy(root)
-    _seed(7)
-    expected = make_step(reference)()
-    loss = loss_of(expected)
-    loss.backward()
+    with plainly(reference):
+        expected = make_step(reference)()
+        loss = loss_of(expected)
+        loss.backward()
     step = make_step(root)
     buffers = _buffers(root)
     graph, replays = split(root, step, is_small, cuts)
     for _ in range(2):  # the second time as the first
         root.zero_grad()
         _put_back(root, buffers)
-        _seed(7)  # each number is drawn once, in the step's order
         actual = loss_of(run(root, graph, replays, step))
         torch.testing.assert_close(actual, loss, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(gradients(root), gradients(reference), rtol=tolerance, atol=tolerance)
@@ -153,17 +179,16 @@ def assert_every_cut(
 ) -> StepGraph:
     """At every position where a cut is allowed, two stages give what the whole step gives."""
     reference = copy.deepcopy(root)
-    _seed(7)
-    expected = loss_of(make_step(reference)())
-    expected.backward()
+    with plainly(reference):
+        expected = loss_of(make_step(reference)())
+        expected.backward()
     step, buffers = make_step(root), _buffers(root)
     graph = program_of(root, step, is_small)
     assert graph.cuts(), "nothing to cut"
     for cut in graph.cuts():
         root.zero_grad()
         _put_back(root, buffers)
-        _seed(7)
-        replays = [Replay(graph, plan, root, CPU) for plan in plans_of(graph, [cut])]
+        replays = [program(graph, plan, root) for plan in plans_of(graph, [cut])]
         try:
             actual = loss_of(run(root, graph, replays, step))
             torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
@@ -190,7 +215,8 @@ def apart(
         for name, parameter in list(part.named_parameters()):
             if name not in mine:
                 set_contents(parameter, torch.empty_like(parameter, device="meta"))
-        stages.append(Stage(part, Replay(graph, plan, part, CPU, checkpointing), make_step(part)))
+                parameter.__class__ = AbsentParameter
+        stages.append(Stage(part, program(graph, plan, part, checkpointing), make_step(part)))
     return stages
 
 
@@ -204,14 +230,13 @@ def assert_transparent_apart(
 ) -> list[Stage]:
     """As :func:`assert_transparent`, each stage with its own parameters only."""
     reference = copy.deepcopy(root)
-    _seed(7)
-    expected = loss_of(make_step(reference)())
-    expected.backward()
+    with plainly(reference):
+        expected = loss_of(make_step(reference)())
+        expected.backward()
     traced = copy.deepcopy(root)
     graph = program_of(traced, make_step(traced), is_small)
     stages = apart(root, make_step, graph, even_cuts(graph, num_stages), checkpointing)
     assert len(stages) == num_stages
-    _seed(7)
     actual = loss_of(run_stages(graph, stages))
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
     summed: dict[str, Tensor] = {}

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_smddp.pipeline.capture.boundaries import boundary_values
 from lightning_smddp.pipeline.capture.graph import Modules, SplitError, StepGraph, build_graph
 from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.partition.costs import time_nodes
-from lightning_smddp.pipeline.partition.live_sets import live_sets
 from tests.pipeline.example_modules import D, Layer, Net
 from tests.pipeline.stage_emulation import CPU
 
@@ -64,7 +64,6 @@ def test_a_unit_holds_parameters_that_it_did_not_use() -> None:
 )
 def test_python_may_read_the_batch(body: Callable[..., Tensor]) -> None:
     found = graph(body)
-    assert found.last_cut() == (len(found.nodes), None)
     assert all(place.partition(":")[0].endswith("test_program.py") for place in found.reads_of_batch)
     assert found.reads_of_batch
 
@@ -80,23 +79,22 @@ def test_python_may_read_the_batch(body: Callable[..., Tensor]) -> None:
         lambda h: int(torch.allclose(h, h)),
     ],
 )
-def test_nothing_is_cut_off_behind_what_python_reads(read: Callable[[Tensor], float]) -> None:
+def test_what_python_reads_is_sent_on_and_read_again(read: Callable[[Tensor], float]) -> None:
     net = Net(lambda s, x: s.c(s.b(h := s.a(x)) * read(h)).mean())
     x = torch.linspace(-2, 2, 4 * D).reshape(4, D).sin()
     record = trace(lambda: net(x.clone()), net, CPU)
     found = build_graph(record, Modules(record, net), lambda name: True)
-    last, reader = found.last_cut()
-    assert reader is not None
-    assert "test_program.py:" in reader.name
-    assert names(found).index("a") < last < names(found).index("c")
-    assert found.cuts() == list(range(1, last + 1))
-    with pytest.raises(SplitError, match=r"begin with c: .*reads a value into Python"):
-        live_sets(found, [names(found).index("c")])
+    (reader,) = (node.index for node in found.nodes if node.reads)
+    cut = names(found).index("c")
+    assert cut in found.cuts()
+    _, again = boundary_values(found, [cut])
+    assert reader in again[1]
 
 
 def test_a_module_that_reads_between_its_modules_stays_whole() -> None:
-    found = graph(lambda s, x: s.b(s.a(x)).mean() if s.a(x).sum() > 0 else s.b(x).mean())
-    assert found.units == ("net",)
+    root = nn.ModuleDict({"net": Net(lambda s, x: s.b(s.a(x)).mean() if s.a(x).sum() > 0 else s.b(x).mean())})
+    found = trace(lambda: root["net"](torch.ones(4, D)), root, CPU)
+    assert list(Modules(found, root).better_whole) == ["net"]
     behind = graph(lambda s, x: s.b(h := s.a(x)).mean() * h.mean().item())  # read late, but made early
     assert "net" not in behind.units
 
@@ -105,7 +103,7 @@ def test_what_python_reads_within_a_unit_is_its_own_affair() -> None:
     found = graph(
         lambda s, x: s.b(s.inner(x)).mean(), inner=Layer(lambda s, x: s.linear(x) * s.linear(x).mean().item())
     )
-    assert found.last_cut() == (len(found.nodes), None)
+    assert not any(node.reads for node in found.nodes)
 
 
 def test_escapes_open_a_module() -> None:
@@ -175,11 +173,8 @@ def test_views_stay_with_what_changes_them() -> None:
         return s.c(s.b(row) + s.d(h)).mean()
 
     found = graph(body)
-    cut = names(found).index("add_")
-    assert cut not in found.cuts()
-    assert cut + 1 in found.cuts()
-    with pytest.raises(SplitError, match="views are used later"):
-        live_sets(found, [cut])
+    assert names(found).index("c") in found.cuts()
+    assert any("views are used later" in found.reason for found in found.colocations)
 
 
 def test_a_buffer_stays_with_what_changes_it() -> None:
@@ -188,7 +183,7 @@ def test_a_buffer_stays_with_what_changes_it() -> None:
 
     found = graph(body, bn=nn.BatchNorm1d(D))
     first, second = (i for i, name in enumerate(names(found)) if name == "net.bn")
-    assert set(found.cuts()) == {1, second + 1}
+    assert set(found.cuts()) == {first}
     assert set(found.nodes[first].buffers) == {
         f"net.bn.{n}" for n in ("running_mean", "running_var", "num_batches_tracked")
     }
@@ -284,8 +279,6 @@ class Positive(nn.Module):
 def test_sizes_that_depend_on_values_and_leave_a_module() -> None:
     behind = graph(lambda s, x: s.positive(s.b(s.a(x))).mean(), positive=Positive())
     assert [item.name for item in behind.nodes if item.varies] == ["net.positive"]
-    assert behind.last_cut()[0] == 2
-    assert "a tensor whose size depends on values" in str(behind.obstacle_to(3))
     between = graph(lambda s, x: s.b(s.positive(s.a(x))).mean(), positive=Positive())
     assert between.units == ("net",)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import random
 import threading
 import weakref
@@ -17,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.capture.graph import Modules, SplitError, build_graph
-from lightning_smddp.pipeline.capture.python_random import PythonRandom, from_json, same_states, to_json
 from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.capture.tracer import trace
 from tests.pipeline.example_modules import Cube, D, Layer, Net
@@ -208,30 +206,6 @@ def test_what_a_module_drew_is_no_constant() -> None:
     layer = Layer(lambda s, x: (s.linear(x), random.random() < 2))
     _, modules = record(Net(lambda s, x: s.b(s.inner(x)[0]).mean(), inner=layer))
     assert "Python value" in modules.obstacles["net.inner"]
-
-
-def test_generators_that_modules_hold() -> None:
-    module = nn.Linear(1, 1)
-    module.held = [random.Random(1), np.random.default_rng(2), np.random.RandomState(3)]  # type: ignore[assignment]
-    module.first, module.second, module.third = module.held  # type: ignore[misc, assignment]
-    sources = PythonRandom(module)
-
-    def draw() -> list[float]:
-        held = [module.first.random(), module.second.random(), module.third.rand()]
-        return [float(number) for number in (random.random(), np.random.rand(), *held)]
-
-    with sources.put_back():
-        states = from_json(json.loads(json.dumps(to_json(sources.get()))))
-        numbers = draw()
-        assert not same_states(states, sources.get())
-        sources.set(states)
-        assert draw() == numbers
-        others = sources.derived(states, 1)
-        sources.set(others)
-        other_numbers = draw()
-        sources.set(sources.derived(states, 1))
-        assert draw() == other_numbers
-        assert not set(numbers) & set(other_numbers)
 
 
 def test_random_numbers_are_put_back() -> None:

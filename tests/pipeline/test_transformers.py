@@ -10,9 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.runtime.remote import Shapes
-from lightning_smddp.pipeline.runtime.replay import Replay
 from tests.pipeline.stage_emulation import (
-    CPU,
     Stage,
     Step,
     assert_every_cut,
@@ -21,7 +19,9 @@ from tests.pipeline.stage_emulation import (
     even_cuts,
     gradients,
     loss_of,
+    plainly,
     plans_of,
+    program,
     program_of,
     run_stages,
 )
@@ -105,50 +105,56 @@ def step_of(name: str, **more: object) -> Callable[[nn.Module], Step]:
     return lambda root: lambda: root.model(**batch, **more).loss
 
 
-def deeper_than(depth: int) -> Callable[[str], bool]:
-    return lambda name: name.count(".") >= depth
+def deeper_than(root: nn.Module, depth: int) -> Callable[[str], bool]:
+    """All at this depth, and those without modules in them."""
+    return lambda name: name.count(".") >= depth or next(root.get_submodule(name).children(), None) is None
 
 
 @pytest.mark.parametrize("depth", [99, *(pytest.param(depth, marks=pytest.mark.exhaustive) for depth in (2, 3, 4))])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_exact_at_every_depth(name: str, depth: int) -> None:
     """At depth 3 the next test looks at them, too."""
-    assert_transparent(root_of(name), step_of(name), deeper_than(depth), min(depth, 4), 2e-6)
+    root = root_of(name)
+    assert_transparent(root, step_of(name), deeper_than(root, depth), min(depth, 4), 2e-6)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_stages_need_no_parameters_but_their_own(name: str) -> None:
-    stages = assert_transparent_apart(root_of(name), step_of(name), deeper_than(3), 3, 2e-6)
+    root = root_of(name)
+    stages = assert_transparent_apart(root, step_of(name), deeper_than(root, 3), 3, 2e-6)
     assert all(any(p.is_meta for p in stage.root.parameters()) for stage in stages)
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.exhaustive)])
 def test_every_cut_between_blocks(name: str) -> None:
-    assert_every_cut(root_of(name), step_of(name), deeper_than(3), 2e-6)
+    root = root_of(name)
+    assert_every_cut(root, step_of(name), deeper_than(root, 3), 2e-6)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MODELS)
-def test_every_cut_between_operations(name: str) -> None:
-    assert_every_cut(root_of(name), step_of(name), deeper_than(99), 2e-6)
+def test_every_cut_between_the_smallest_modules(name: str) -> None:
+    root = root_of(name)
+    assert_every_cut(root, step_of(name), deeper_than(root, 99), 2e-6)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_the_models_own_checkpointing(reentrant: bool) -> None:
     root = root_of("gpt2")
     root.model.activation_checkpointing_enable({"use_reentrant": reentrant})
-    assert_transparent_apart(root, step_of("gpt2"), deeper_than(3), 3, 2e-6)
-    assert_transparent_apart(root, step_of("gpt2"), deeper_than(4), 3, 2e-6)
+    assert_transparent_apart(root, step_of("gpt2"), deeper_than(root, 3), 3, 2e-6)
+    assert_transparent_apart(root, step_of("gpt2"), deeper_than(root, 4), 3, 2e-6)
 
 
 def test_a_cache_passes_through_the_blocks() -> None:
-    assert_transparent_apart(root_of("llama"), step_of("llama", use_cache=True), deeper_than(3), 3, 2e-6)
+    root = root_of("llama")
+    assert_transparent_apart(root, step_of("llama", use_cache=True), deeper_than(root, 3), 3, 2e-6)
 
 
-@pytest.mark.parametrize("name", ["llama", "t5"])
-def test_a_cache_is_as_it_was_when_a_checkpointed_block_runs_again(name: str) -> None:
-    step = step_of(name, use_cache=True)
-    assert_transparent_apart(root_of(name), step, deeper_than(3), 3, 2e-6, checkpointing=True)
+def test_checkpointed_blocks_fill_no_cache() -> None:
+    root = root_of("t5")
+    step = step_of("t5", use_cache=True)
+    assert_transparent_apart(root, step, deeper_than(root, 3), 3, 2e-6, checkpointing=True)
 
 
 @pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.exhaustive), "t5"])
@@ -157,9 +163,9 @@ def test_shapes_of_a_new_signature(name: str, depth: int) -> None:
     """Stage after stage finds out what values of other rows and lengths look like."""
     root = root_of(name)
     batch = text()
-    graph = program_of(root, lambda: root.model(**batch).loss, deeper_than(depth))
+    graph = program_of(root, lambda: root.model(**batch).loss, deeper_than(root, depth))
     cuts = even_cuts(graph, 3)
-    replays = [Replay(graph, plan, root, CPU) for plan in plans_of(graph, cuts)]
+    replays = [program(graph, plan, root) for plan in plans_of(graph, cuts)]
     for rows, length in ((2, 16), (4, 9), (3, 20)):
         batch.update(text(rows, length))
         stages = [Stage(root, replay, lambda: root.model(**batch).loss) for replay in replays]
@@ -167,11 +173,10 @@ def test_shapes_of_a_new_signature(name: str, depth: int) -> None:
         with torch.random.fork_rng():
             run_stages(graph, stages, Shapes(), record=found)
         root.zero_grad()
-        torch.manual_seed(1)
-        root.model(**batch).loss.backward()
+        with plainly(root):
+            root.model(**batch).loss.backward()
         expected = gradients(root)
         root.zero_grad()
-        torch.manual_seed(1)
         run_stages(graph, stages, Shapes.from_json(found.to_json()))
         torch.testing.assert_close(gradients(root), expected, rtol=2e-6, atol=2e-6)
         assert all(found.values[v].shape[0] == rows for plan in plans_of(graph, cuts) for v in plan.sends[:1])
@@ -182,7 +187,7 @@ def test_dropout_draws_the_numbers_of_one_process() -> None:
     torch.manual_seed(0)
     root = Root(gpt2(0.1))
     for depth in (3, 99):
-        assert_transparent(root, step_of("gpt2"), deeper_than(depth), 3, 2e-6)
+        assert_transparent(root, step_of("gpt2"), deeper_than(root, depth), 3, 2e-6)
         root.zero_grad()
 
 
@@ -197,8 +202,8 @@ def test_evaluation_without_gradients(every: int) -> None:
             return {"loss": out.loss, "best": out.logits.argmax(-1)}
 
     expected = step()
-    graph = program_of(root, step, deeper_than(3))
+    graph = program_of(root, step, deeper_than(root, 3))
     for cuts in ([c] for c in graph.cuts()[::every]):
-        stages = [Stage(root, Replay(graph, plan, root, CPU), step) for plan in plans_of(graph, cuts)]
+        stages = [Stage(root, program(graph, plan, root), step) for plan in plans_of(graph, cuts)]
         torch.testing.assert_close(run_stages(graph, stages), expected)
     assert loss_of(expected) > 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_smddp.pipeline.capture.ops import is_inplace
-from lightning_smddp.pipeline.runtime.draws import generator_states, set_generator_states
+from lightning_smddp.pipeline.runtime.draws import generator_states
 
 Version: TypeAlias = int | Tensor
 
@@ -52,10 +52,6 @@ class Effects:
     def has_drawn(self) -> bool:
         """Whether random numbers were drawn: a generator is not where it was."""
         return not all(map(torch.equal, self._states, self._random_states()))
-
-    def put_back_draws(self) -> None:
-        """Let torch's default generators go on from where they were."""
-        set_generator_states(self._states, self._device)
 
     def _version(self, tensor: Tensor) -> Version:
         """What differs after a change in place: for buffers the contents, as ``batch_norm`` counts no version."""

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_smddp._compat.torch import storage_key
 from lightning_smddp._compat.torch_steps import storage_again
 from lightning_smddp.pipeline.capture.user_code import user_location
-from lightning_smddp.pipeline.runtime.remote import RemoteTensor
+from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from lightning_smddp.pipeline.view.global_tensor import GlobalTensor
 
 

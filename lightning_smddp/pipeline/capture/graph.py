@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 
 from lightning_smddp._compat.torch import BACKWARD_HOOK
+from lightning_smddp.pipeline.capture import boundaries
+from lightning_smddp.pipeline.capture.boundaries import SplitError as SplitError
 from lightning_smddp.pipeline.capture.ops import is_autograd_function
 from lightning_smddp.pipeline.capture.records import (
     HIDDEN,
@@ -30,15 +32,12 @@ from lightning_smddp.pipeline.capture.records import (
     changes_of_state,
 )
 from lightning_smddp.pipeline.runtime.casts import cast_type
+from lightning_smddp.seeding import drawing_candidates
 
 T = TypeVar("T")
 
 IsSmall: TypeAlias = Callable[[str], bool]
 """Whether a module of this name may be a unit, if nothing else is against it."""
-
-
-class SplitError(ValueError):
-    """The step cannot be cut into stages as it is; the message says where and what to do."""
 
 
 @dataclass
@@ -59,11 +58,12 @@ class Node:
         activation_bytes: of all values made in it.
         recomputable: whether a later stage may do it again instead of receiving its result.
         reads: whether Python code gets to see a value of its inputs.
-        tells: whether it reads numbers that Python decides nothing by: they are sent to later stages with the tensors.
         free: whether it depends on no parameter and no other node. It is one as it draws numbers or changes a buffer.
         varies: whether it makes a tensor whose size depends on values that a module made.
         checkpointed: whether the user's own code runs it in ``torch.utils.checkpoint``.
         draws_in_python: whether it is a unit whose code draws from the sources of ``PythonRandom``.
+        entry: of a unit, the value that each leaf of its arguments is; None for other leaves.
+        region: the region of ``torch.utils.checkpoint`` that it is in, by number.
     """
 
     index: int
@@ -85,14 +85,10 @@ class Node:
     reads: bool = False
     free: bool = False
     checkpointed: bool = False
-    tells: bool = False
     varies: bool = False
     draws_in_python: bool = False
-
-    @property
-    def blinds(self) -> bool:
-        """Whether only the stage that has it can follow the step from here on."""
-        return (self.reads and not self.tells) or self.varies
+    entry: tuple[int | None, ...] = ()
+    region: int | None = None
 
 
 class Colocation(NamedTuple):
@@ -114,18 +110,21 @@ class StepGraph:
         colocations: which nodes must stay together.
         reads_of_batch: where Python code reads values of the batch (``file:line``): shapes may depend on them.
         returned: the values that the step returns.
-        shares_draws: whether what torch draws between units is the same on all stages, too, as Python reads it.
         draws: whether its code draws random numbers in Python: all stages have to draw the same ones between units.
         once_a_batch: what would happen once for each micro-batch instead of once for a batch, and where.
         foreign_writes: see :class:`Trace`.
         cast_type: what weights are cast to, if their copies may be kept; see :func:`cast_type`.
         buffers_used: see :class:`Trace`.
+        drawing: modules that draw random numbers, or are called behind draws: each call is seeded.
+        mixes_draws: whether several draws between the same modules are seeded one by one, as not all stages do all.
+        calls_compiled: whether code between units is compiled.
+        next_unit: node -> the first unit there or behind.
+        unit_names: the units, as a set.
     """
 
     nodes: list[Node]
     values: list[Value]
     units: tuple[str, ...]
-    random_functions: frozenset[Any]
     forward_seconds: float
     producers: dict[int, int] = field(default_factory=dict)
     last_use: dict[int, int] = field(default_factory=dict)
@@ -134,11 +133,16 @@ class StepGraph:
     reads_of_batch: tuple[str, ...] = ()
     returned: tuple[int, ...] = ()
     draws: bool = False
-    shares_draws: bool = False
     once_a_batch: tuple[str, ...] = ()
     foreign_writes: tuple[str, ...] = ()
     cast_type: torch.dtype | None = None
     buffers_used: Mapping[str, Set[str]] = field(default_factory=dict)
+    drawing: frozenset[str] = frozenset()
+    mixes_draws: bool = False
+    calls_compiled: bool = False
+    next_unit: list[int] = field(default_factory=list)
+    unit_names: frozenset[str] = frozenset()
+    _cuts: list[int] | None = None
 
     def __post_init__(self) -> None:
         """Find who makes, uses and overwrites each value."""
@@ -161,6 +165,11 @@ class StepGraph:
         self._colocate_views()
         self._colocate_buffers()
         self._colocate_unsendable()
+        self.unit_names = frozenset(self.units)
+        self.next_unit = [len(self.nodes)] * (len(self.nodes) + 1)
+        for node in reversed(self.nodes):
+            following = self.next_unit[node.index + 1]
+            self.next_unit[node.index] = following if node.module is None else node.index
 
     def _colocate_views(self) -> None:
         """A change in place reaches all views of the memory only where they still are views of each other."""
@@ -205,47 +214,22 @@ class StepGraph:
 
     def obstacle_to(self, cut: int) -> str | None:
         """Why no stage may begin with node ``cut``; None if one may."""
-        last, reader = self.last_cut()
-        if reader is not None and cut > last:
-            does = "reads a value into Python"
-            if reader.varies:
-                does = "makes a tensor whose size depends on values"
-            return f"{reader.name} {does}, which only the stage that has it can follow"
-        for found in self.colocations:
-            if found.first < cut <= found.last:
-                return found.reason
-        return None
+        return boundaries.obstacle_to(self, cut)
 
     def cuts(self) -> list[int]:
         """The nodes that a stage may begin with."""
-        # Behind the last cut only one stage can follow the step; within a colocation no stage may begin, but at its
-        # first node one may.
-        last, _ = self.last_cut()
-        last = min(last, len(self.nodes) - 1)
-        forbidden: set[int] = set()
-        for found in self.colocations:
-            forbidden.update(range(found.first + 1, found.last + 1))
-        return [cut for cut in range(1, last + 1) if cut not in forbidden]
+        if self._cuts is None:
+            self._cuts = [cut for cut in boundaries.starts_of_stages(self) if self.obstacle_to(cut) is None]
+        return self._cuts
 
     def needed_after(self, cut: int) -> list[int]:
         """Values made before node ``cut`` and used by it or later ones."""
         used_later = [value for value, last in self.last_use.items() if last >= cut]
         return [value for value in used_later if self.producers[value] < cut]
 
-    def last_cut(self) -> tuple[int, Node | None]:
-        """The last node that a stage may begin with, and the node that forbids later ones.
-
-        Where Python decides by what it reads after a node, or sizes depend on it, only that node's stage can follow:
-        nothing may be cut off behind it.
-        """
-        for node in self.nodes:
-            if node.blinds:
-                return node.index, node
-        return len(self.nodes), None
-
-    def told(self, cut: int) -> list[Node]:
-        """Items before ``cut`` of which Python reads numbers."""
-        return [node for node in self.nodes[:cut] if node.tells]
+    def seen_before(self, cut: int) -> set[int]:
+        """The values that units before ``cut`` show."""
+        return boundaries.seen_before(self, cut)
 
     def difference_from(self, other: StepGraph) -> str:
         """The first node that is another one in ``other``, as a sentence."""
@@ -277,18 +261,6 @@ def first_difference(one: Sequence[str], other: Sequence[str]) -> tuple[int, str
     return len(one), "the end", "the end"
 
 
-def tells(event: Event) -> bool:
-    """Whether Python reads numbers there that later stages can be told."""
-    # `x.item()` for a log: later stages are sent the number. Where Python decides by it, another number may be another
-    # path.
-    if not event.reads or event.decides:
-        return False
-    for kind, leaf in event.returned.sources:
-        if kind != "constant" or not isinstance(leaf, (bool, int, float)):
-            return False
-    return True
-
-
 def build_graph(trace: Trace, modules: Modules, is_small: IsSmall) -> StepGraph:
     """Choose the units (outermost modules that may be one and are small) and list the nodes.
 
@@ -301,23 +273,24 @@ def build_graph(trace: Trace, modules: Modules, is_small: IsSmall) -> StepGraph:
     builder = _Builder(trace, modules, is_small)
     builder.visit(None)
     units = dict.fromkeys(node.module for node in builder.nodes if node.module is not None)
-    reads_draws = bool(trace.reads_draws)
     draws_in_python = trace.draws_in_python or any(call.draws_in_python for call in trace.calls)
+    drawing, mixes_draws = drawing_modules(trace, modules.root)
     return StepGraph(
         nodes=builder.nodes,
         values=trace.values,
         units=tuple(units),
-        random_functions=trace.random_functions,
         forward_seconds=trace.seconds,
         colocations=builder.backward_hooks(),
         returned=trace.returned,
         reads_of_batch=_unique(trace.reads_of_batch),
-        shares_draws=reads_draws,
-        draws=reads_draws or draws_in_python,
+        draws=draws_in_python,
         once_a_batch=changes_of_state(trace, modules),
         foreign_writes=trace.foreign_writes,
         cast_type=cast_type(trace),
         buffers_used=trace.buffers_used,
+        drawing=drawing,
+        mixes_draws=mixes_draws,
+        calls_compiled=any(event.compiled for event in trace.events if builder.is_between(event)),
     )
 
 
@@ -366,6 +339,53 @@ def _refuse_scripted(modules: Modules) -> None:
 def _unique(*sequences: Iterable[T]) -> tuple[T, ...]:
     """The members of all ``sequences``, each once, in the order of their first appearance."""
     return tuple(dict.fromkeys(chain.from_iterable(sequences)))
+
+
+def drawing_modules(trace: Trace, root: torch.nn.Module) -> tuple[frozenset[str], bool]:
+    """The modules whose calls are seeded, as in :mod:`lightning_smddp.seeding`; and whether that is not enough.
+
+    It is not where two draws follow each other without a module between, the first of which not all stages do.
+    """
+    drawing: set[str] = set()
+    mixes = False
+    calls: dict[int, list[Call]] = defaultdict(list)
+    for call in trace.calls:
+        calls[call.first].append(call)
+    draws_inside = _calls_that_draw(trace)
+    stack: list[tuple[Call, bool]] = []  # each with whether its caller has drawn since the last seed
+    is_dirty = has_bound_draw = False
+    for index in range(len(trace.events) + 1):
+        while stack and stack[-1][0].last <= index and not (stack[-1][0].first == index and calls[index]):
+            call, was_dirty = stack.pop()
+            if was_dirty or call.index in draws_inside:
+                drawing.add(call.module)
+                is_dirty = has_bound_draw = False
+        for call in calls[index]:
+            if call.last <= call.first:  # without events: it draws nothing
+                if is_dirty:
+                    drawing.add(call.module)
+                    is_dirty = has_bound_draw = False
+                continue
+            stack.append((call, is_dirty))
+            is_dirty = has_bound_draw = False
+        if index < len(trace.events) and trace.events[index].random:
+            event = trace.events[index]
+            mixes = mixes or has_bound_draw
+            is_dirty = True
+            has_bound_draw = has_bound_draw or not event.free
+    return frozenset(drawing.intersection(drawing_candidates(root))), mixes
+
+
+def _calls_that_draw(trace: Trace) -> set[int]:
+    found: set[int] = set()
+    begun = [call.index for call in trace.calls if call.draws_in_python]
+    begun += [event.call for event in trace.events if event.random and event.call is not None]
+    for index in begun:
+        call: int | None = index
+        while call is not None and call not in found:
+            found.add(call)
+            call = trace.calls[call].parent
+    return found
 
 
 class _Builder:
@@ -479,6 +499,10 @@ class _Builder:
             call.seconds,
         )
 
+    def is_between(self, event: Event) -> bool:
+        """Whether it is an operation between units."""
+        return event.index in self.node_of and self.nodes[self.node_of[event.index]].module is None
+
     def _draws_in_python(self, call: Call) -> bool:
         if call.draws_in_python:
             return True
@@ -504,6 +528,7 @@ class _Builder:
             own.update(self.made[event.index])
             used.update(dict.fromkeys(event.inputs))
         first = events[0]
+        last = events[-1]
         node = Node(
             index=len(self.nodes),
             inputs=tuple(value for value in used if value not in own),
@@ -518,18 +543,19 @@ class _Builder:
             location=first.location,
             seconds=seconds,
             activation_bytes=sum(values[value].nbytes for value in own),
+            region=first.region if first.region == last.region else None,
         )
         if call is not None:
             node.module = call.module
             node.name = call.module
             node.checkpointed = call.checkpointed
             node.draws_in_python = self._draws_in_python(call)
+            node.entry = call.entry
         else:
             node.function = first.function
             node.name = f"{first.name} at {_short(first.location)}"
             node.checkpointed = first.checkpointed
             node.reads = first.reads
-            node.tells = tells(first)
             node.free = first.free
             node.recomputable = self._is_recomputable(node)
         self.nodes.append(node)

@@ -14,9 +14,9 @@ from torch.nn.parameter import is_lazy
 from lightning_smddp._compat.torch import DispatchMode, operator_facts, storage_key
 from lightning_smddp._compat.torch_steps import makes_its_results, registered_buffers
 from lightning_smddp.pipeline.capture.foreign_writes import ForeignWrites
-from lightning_smddp.pipeline.capture.python_random import PythonRandom, generator_devices
-from lightning_smddp.pipeline.runtime.remote import RemoteTensor
+from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from lightning_smddp.pipeline.view.global_tensor import GlobalTensor
+from lightning_smddp.seeding import Generators
 from lightning_smddp.wire.pytree import tensors
 
 # Attributes of every module that are not put back as such: parameters and buffers are, each by itself.
@@ -52,7 +52,7 @@ def preserve_state(root: nn.Module, device: torch.device) -> Iterator[None]:
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with torch.random.fork_rng(devices=generator_devices(device)), PythonRandom(root).put_back():
+        with Generators(root, device).preserved():
             yield
     finally:
         for module, saved in attributes:

@@ -105,10 +105,11 @@ class Event:
     random: bool = False
     free: bool = False  # no bound input: known by its function
     reads: bool = False
-    decides: bool = False  # by what it reads
     decided_by: Deciding | None = None  # whose values the size of its result depends on
     batch_sizes: frozenset[int] = frozenset()  # sizes of free tensors that it takes which depend on the batch's values
     checkpointed: bool = False  # within the user's own torch.utils.checkpoint
+    region: int | None = None  # which one, by number
+    compiled: bool = False  # in code that torch.compile was asked to compile
     reason: str = ""  # of a hidden one
     seconds: float = 0.0
 
@@ -130,6 +131,7 @@ class Call:
     first: int
     last: int = -1
     returned: Template | None = None
+    entry: tuple[int | None, ...] = ()  # the value that each leaf of its arguments is, as it begins
     obstacle: str | None = None  # why it cannot be a unit
     draws_in_python: bool = False  # Python's or numpy's random numbers, in its own code
     reads: bool = False  # Python saw values of tensors in it
@@ -146,11 +148,9 @@ class Trace:
     """The record.
 
     Attributes:
-        random_functions: that were called without a bound input.
         changed_buffers: first names of buffers that the step changes.
         buffers_used: first name of a buffer -> names of the innermost modules whose code uses it; empty for the step's.
         returned: the values that the step returned.
-        reads_draws: where Python code read what torch drew (``file:line``).
         draws_in_python: Python's or numpy's random numbers, in the step's own code, outside of any module.
         backward_locations: where the step starts a backward pass of its own.
         collective_locations: where it calls a collective of its own.
@@ -164,11 +164,9 @@ class Trace:
     events: list[Event] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
-    random_functions: frozenset[Any] = frozenset()
     changed_buffers: frozenset[str] = frozenset()
     buffers_used: dict[str, set[str]] = field(default_factory=dict)
     returned: tuple[int, ...] = ()
-    reads_draws: tuple[str, ...] = ()
     draws_in_python: bool = False
     backward_locations: list[str] = field(default_factory=list)
     collective_locations: list[str] = field(default_factory=list)
@@ -274,6 +272,7 @@ class Modules:
             self.chains[call.index] = (*self.chains[call.parent], call.index)
         self.obstacles: dict[str, str] = {}  # module -> why it cannot be a unit
         self.must_be_whole: dict[str, str] = {}  # module -> why it cannot be opened
+        self.better_whole: dict[str, str] = {}  # module -> why it is opened only where there are too few units else
         self.varying = varying(trace, root, Deciding.MODULE)
         # In this order: the last one seals modules that have no obstacle, so all of these have to be known.
         self._find_escapes()
@@ -323,12 +322,12 @@ class Modules:
                 self.must_be_whole[name] = f"it changes parameter {event.parameters_changed[0]!r} in place"
             elif event.index >= last_begin:
                 continue  # what comes behind the last module is the last stage's alone
-            elif event.decides:
-                self._seal_around(event, "reads a tensor's value", "what it does next may depend on it")
+            elif event.reads and not event.free:
+                self._seal_around(event, self.better_whole, f"it reads a tensor's value in {event.location}")
             elif event.decided_by is Deciding.MODULE:
                 # A module that returns such a tensor is no help: whoever calls it does not know the size either.
-                why = "its size depends on values that a module made"
-                self._seal_around(event, "makes a tensor", why, leaking)
+                reason = f"it makes a tensor in {event.location}, and its size depends on values that a module made"
+                self._seal_around(event, self.must_be_whole, reason, leaking)
 
     def _returning(self, values: frozenset[int]) -> set[str]:
         """The modules that return some of ``values``, made in them."""
@@ -341,13 +340,12 @@ class Modules:
                 found.add(call.module)
         return found
 
-    def _seal_around(self, event: Event, does: str, why: str, unfit: Collection[str] = ()) -> None:
-        """The innermost module that can be placed whole, and is not ``unfit``, stays whole."""
+    def _seal_around(self, event: Event, sealed: dict[str, str], reason: str, unfit: Collection[str] = ()) -> None:
+        """The innermost module that can be placed whole, and is not ``unfit``, is ``sealed``."""
         for index in reversed(self.chains[event.call]):
             name = self.trace.calls[index].module
             if name and name not in self.obstacles and name not in unfit:
-                reason = f"it {does} in {event.location}, and {why}"
-                self.must_be_whole.setdefault(name, reason)
+                sealed.setdefault(name, reason)
                 return
 
     def _find_escapes(self) -> None:

@@ -21,9 +21,11 @@ from torch.overrides import TorchFunctionMode
 from lightning_smddp._compat.torch import (
     CAST,
     DispatchMode,
+    checkpoint_region,
     has_full_backward_hooks,
     in_checkpoint,
     without_torch_function,
+    without_torch_functions,
 )
 from lightning_smddp.pipeline.capture.clock import Clock
 from lightning_smddp.pipeline.capture.effects import Effects
@@ -38,7 +40,6 @@ from lightning_smddp.pipeline.capture.ops import (
     sets_flag,
 )
 from lightning_smddp.pipeline.capture.patches import Eager, Forward, patched_forwards
-from lightning_smddp.pipeline.capture.python_random import PythonRandom, generator_devices, same_states
 from lightning_smddp.pipeline.capture.records import (
     Call,
     Deciding,
@@ -49,7 +50,8 @@ from lightning_smddp.pipeline.capture.records import (
     sizes_that_vary,
 )
 from lightning_smddp.pipeline.capture.tracking import ALIAS, EXTENSION, Tracking, is_plain
-from lightning_smddp.pipeline.capture.user_code import decides, user_location
+from lightning_smddp.pipeline.capture.user_code import is_in_compiled_code, user_location
+from lightning_smddp.seeding import Generators, SeededCall, drawing_candidates, same
 from lightning_smddp.wire.pytree import items, leaves, map_leaves, tensors
 
 T = TypeVar("T")
@@ -77,19 +79,14 @@ def trace(step: Step, module: nn.Module, device: torch.device, fetch: Fetch | No
             ``device`` by its first name: for models that are not whole here. Nothing is kept for a backward then.
     """
     known = Trace()
-    # What a run finds out at its end (which functions draw, which buffers change) would have had to be recorded from
-    # its beginning. So the step runs again with that in mind, until a run finds nothing new.
+    generators = Generators(module, device)
+    # What reads buffers before they change has to be recorded, too: if a run finds such buffers, the step runs again.
     while True:
-        with torch.random.fork_rng(devices=generator_devices(device)), PythonRandom(module).put_back():
-            result = _Tracer(module, device, known, fetch).run(step)
-        knew_functions = result.random_functions <= known.random_functions
-        knew_reads = result.reads_draws == known.reads_draws
-        knew_buffers = result.changed_buffers <= known.changed_buffers
-        if knew_functions and knew_reads and knew_buffers:
+        with generators.preserved():
+            result = _Tracer(module, device, known, fetch, generators).run(step)
+        if result.changed_buffers <= known.changed_buffers:
             return result
-        known.reads_draws = result.reads_draws  # then what torch draws is free: every stage draws it
-        known.random_functions |= result.random_functions  # their calls that drew nothing have to be recorded too
-        known.changed_buffers |= result.changed_buffers  # and what reads the buffers before they change
+        known.changed_buffers |= result.changed_buffers
 
 
 class _Tracer(TorchFunctionMode, Tracking):
@@ -99,6 +96,7 @@ class _Tracer(TorchFunctionMode, Tracking):
         device: torch.device,
         known: Trace,
         fetch: Fetch | None,
+        generators: Generators,
     ) -> None:
         TorchFunctionMode.__init__(self)
         Tracking.__init__(self, module, known)
@@ -111,9 +109,10 @@ class _Tracer(TorchFunctionMode, Tracking):
         self.lent: dict[int, str] = {}  # by `fetch`, for one operation
         self.clock = Clock(device)
         self.overhead = 0.0  # seconds
-        self.drawn: set[int] = set()  # values that depend on nothing but what torch drew, and on the batch
-        self.python_random = PythonRandom(module)
-        self.python_states = self.python_random.get()
+        self.regions: list[object] = []  # of `torch.utils.checkpoint`, kept so that no two have one identity
+        self.generators = generators
+        self.seeded_names = set(drawing_candidates(module))
+        self.python_states = generators.states()[len(generators.torch) :]
 
     def run(self, step: Step) -> Trace:
         start = self.clock.now()
@@ -143,6 +142,10 @@ class _Tracer(TorchFunctionMode, Tracking):
             if self.inside:
                 return forward(*args, **kwargs)
             call = self._enter(name)
+            with without_torch_function():
+                found = leaves((args, kwargs))
+                call.entry = tuple(self.find(leaf) if isinstance(leaf, Tensor) else None for leaf in found)
+            seeded = self._begin_seeded(name)
             start = self.clock.now()
             overhead = self.overhead
             try:
@@ -152,6 +155,7 @@ class _Tracer(TorchFunctionMode, Tracking):
                 own = self.overhead - overhead
                 call.seconds = start.until(self.clock.now()) - own
                 self._note_python_draws()
+                self._end_seeded(seeded)
                 self.stack.pop()
                 call.last = len(self.trace.events)
             with without_torch_function():
@@ -159,6 +163,24 @@ class _Tracer(TorchFunctionMode, Tracking):
             return result
 
         return traced
+
+    def _begin_seeded(self, name: str) -> SeededCall | None:
+        """Modules draw as in :mod:`lightning_smddp.seeding`, so that the trace takes the path of the runs to come."""
+        if name not in self.seeded_names:
+            return None
+        begin = self.clock.now()
+        call = SeededCall(self.generators)
+        self.python_states = self._states_of_python()
+        self.overhead += begin.until(self.clock.now())
+        return call
+
+    def _end_seeded(self, call: SeededCall | None) -> None:
+        if call is None:
+            return
+        begin = self.clock.now()
+        call.end()
+        self.python_states = self._states_of_python()
+        self.overhead += begin.until(self.clock.now())
 
     def _enter(self, name: str) -> Call:
         """Begin a call of the module ``name``: what is recorded from here on is in it."""
@@ -204,11 +226,16 @@ class _Tracer(TorchFunctionMode, Tracking):
             elif source is not None and call.reads and isinstance(leaf, (int, float, complex, str)):
                 call.obstacle = f"its result{where} is a Python value that may come out of a tensor"
 
+    def _states_of_python(self) -> list[Any]:
+        """Of all generators but torch's default ones."""
+        with without_torch_functions():
+            return self.generators.states()[len(self.generators.torch) :]
+
     def _note_python_draws(self) -> None:
         """Charge the innermost call with Python's random numbers drawn since the last look."""
         begin = self.clock.now()
-        states = self.python_random.get()
-        has_drawn = not same_states(states, self.python_states)
+        states = self._states_of_python()
+        has_drawn = not same(states, self.python_states)
         self.overhead += begin.until(self.clock.now())
         if not has_drawn:
             return
@@ -277,8 +304,6 @@ class _Tracer(TorchFunctionMode, Tracking):
             random=drew,
             seconds=seconds,
         )
-        if drew and self.known.reads_draws and (inputs or event.parameters):
-            effects.put_back_draws()  # as in a replay, where one stage alone draws it
         self._record(event, given, arguments, result, mutated)
         self.busy = False
         self.overhead += begin.until(start) + end.until(self.clock.now())
@@ -350,20 +375,19 @@ class _Tracer(TorchFunctionMode, Tracking):
             for call in self.stack:
                 call.reads = True
                 call.reads_bound = call.reads_bound or not event.free
-            event.decides = not event.free and decides()
         self._note_sizes(event, given, arguments)
-        is_known_to_draw = event.function in self.known.random_functions
-        if event.free and event.random and not is_known_to_draw:
-            self.trace.random_functions |= {event.function}
-        # What is free each stage does by itself. But what torch draws is the same on all stages only where Python reads
-        # it; else one stage draws it for the others, so the event is recorded.
-        is_drawn = event.random or is_known_to_draw
-        if event.free and not event.buffers and (self.known.reads_draws or not is_drawn):
+        if event.free and not event.buffers:  # each stage does it by itself
+            if event.random:  # noted for its place: what comes behind is seeded
+                event.location = user_location()
+                event.region = self._region()
+                self.trace.events.append(event)
             fixed = set(chain.from_iterable(tensor.shape for tensor in given))
             self._note_free(event, made, mutated, fixed)
             return
         event.location = user_location()
         event.checkpointed = in_checkpoint()
+        event.region = self._region()
+        event.compiled = is_in_compiled_code()
         self.trace.events.append(event)
         memories = [self.memory_of(tensor) for tensor in given]
         free = {memory.number for memory in memories if not memory.bound}
@@ -375,18 +399,14 @@ class _Tracer(TorchFunctionMode, Tracking):
                 memory = self.memory_of(leaf)
                 self.track(leaf, event.index, binds=memory.number not in free)
         event.returned = self.template(result, arguments)
-        self._note_drawn(event)
 
-    def _note_drawn(self, event: Event) -> None:
-        """Follow what was made of nothing but drawn numbers and the batch; see whether Python reads that."""
-        bound = event.parameters or event.buffers or event.buffers_read
-        if bound or not self.drawn.issuperset(event.inputs):
-            return
-        self.drawn.update(event.returned.values)
-        self.drawn.update(rebind.new for rebind in event.mutated)
-        decides_size = event.inputs and event.decided_by is not None
-        if event.reads or decides_size:
-            self.trace.reads_draws = (*self.trace.reads_draws, event.location)
+    def _region(self) -> int | None:
+        region = checkpoint_region()
+        if region is None:
+            return None
+        if not self.regions or self.regions[-1] is not region:
+            self.regions.append(region)
+        return len(self.regions)
 
     def _note_changes(self, event: Event, given: list[Tensor], mutated: list[Tensor]) -> None:
         """Which buffers and parameters it changes, and which of the buffers that the step changes it reads."""

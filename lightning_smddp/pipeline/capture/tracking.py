@@ -90,9 +90,7 @@ class Tracking:
 
     def __init__(self, module: nn.Module, known: Trace) -> None:
         self.trace = Trace(
-            random_functions=known.random_functions,
             changed_buffers=known.changed_buffers,
-            reads_draws=known.reads_draws,
         )
         # By identity of the tensor; the module keeps these tensors, so no other one can have it.
         self.parameters = {id(p): name for name, p in module.named_parameters()}

@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from os.path import commonprefix
 
+from lightning_smddp.pipeline.capture.boundaries import boundary_bytes
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.partition.cuts import StageCuts
-from lightning_smddp.pipeline.partition.live_sets import boundary_values, nbytes, unit_starts
 from lightning_smddp.pipeline.partition.resources import Resources
-from lightning_smddp.pipeline.partition.split import refuse_readers, what_forbids
+from lightning_smddp.pipeline.partition.split import what_forbids
 
 
 def homes_of(graph: StepGraph, stage_cuts: StageCuts, all_parameters: Collection[str]) -> dict[str, tuple[int, ...]]:
@@ -66,7 +66,6 @@ def follow(graph: StepGraph, homes: Mapping[str, tuple[int, ...]], num_stages: i
     Raises:
         SplitError: the step needs stages in another order than the one that the parameters were placed for.
     """
-    refuse_readers(graph)
     # Stages only ascend through a step: each node is done by the first stage from here on that has all its parameters.
     stages = []
     stage = 0
@@ -100,15 +99,13 @@ def _cheapest_cuts(graph: StepGraph, stages: Sequence[int], num_stages: int) -> 
         high = min((index for index in with_parameters if stages[index] >= stage), default=len(stages) - 1)
         first = max([low, *cuts])
         last = max(high, low)
-        allowed = [cut for cut in unit_starts(graph) if first <= cut <= last]
-        if not allowed:  # the stage has no unit in this step
-            allowed = [cut for cut in graph.cuts() if first <= cut <= last]
+        allowed = [cut for cut in graph.cuts() if first <= cut <= last]
         if not allowed:
             raise SplitError(
                 f"This step cannot be cut where stage {stage} begins, between {graph.nodes[low - 1].name} and "
                 f"{graph.nodes[high].name}.{what_forbids(graph)}"
             )
-        cuts.append(min(allowed, key=lambda cut: nbytes(graph, boundary_values(graph, cut))))
+        cuts.append(min(allowed, key=lambda cut: boundary_bytes(graph, cut)))
     return cuts
 
 

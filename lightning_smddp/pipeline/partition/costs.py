@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_smddp.pipeline.capture.boundaries import boundary_bytes
 from lightning_smddp.pipeline.capture.clock import Clock, Instant
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.tracer import Step
-from lightning_smddp.pipeline.partition.live_sets import boundary_values, nbytes, unit_starts
 from lightning_smddp.pipeline.partition.resources import Resources
 from lightning_smddp.planner.problem import NodeCost, PartitionProblem
 from lightning_smddp.wire.pytree import tensors
@@ -55,8 +55,8 @@ def problem_of(graph: StepGraph, resources: Resources, times: NodeTimes, checkpo
             kept = 0
         costs.append(NodeCost(node.name, forward, backward, kept, node.parameters, is_unit))
     cut_bytes = [math.inf] * (len(costs) + 1)
-    for cut in unit_starts(graph):
-        cut_bytes[cut] = nbytes(graph, boundary_values(graph, cut))
+    for cut in graph.cuts():
+        cut_bytes[cut] = boundary_bytes(graph, cut)
     return PartitionProblem(
         nodes=_evened(costs, graph, resources),
         parameter_bytes=resources.parameter_bytes,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from lightning_smddp.pipeline.capture.boundaries import boundary_values
 from lightning_smddp.pipeline.capture.graph import Node, StepGraph
-from lightning_smddp.pipeline.partition.live_sets import live_sets
 from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
 
 
@@ -31,7 +31,7 @@ class StageCuts:
     @classmethod
     def at(cls, graph: StepGraph, cuts: Sequence[int]) -> StageCuts:
         """Cut ``graph`` before the nodes ``cuts``."""
-        live, again = live_sets(graph, cuts)
+        live, again = boundary_values(graph, cuts)
         repeated = tuple(tuple(sorted(nodes)) for nodes in again)
         return cls(graph.units, tuple(cuts), tuple(live), repeated)
 

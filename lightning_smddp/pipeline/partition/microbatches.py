@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,7 +30,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_smddp.pipeline.capture.objects import describe, is_plain
 from lightning_smddp.pipeline.partition.outputs import place_text
-from lightning_smddp.pipeline.runtime.host_values import Answers
 from lightning_smddp.wire.pytree import Path, leaves, members_of, with_members
 
 SplitBatch: TypeAlias = Callable[[Any, int], Sequence[Any]]
@@ -50,13 +49,11 @@ class MicroBatch:
         value: as the batch, with fewer rows; its tensors are views of the batch's.
         size: its number of rows.
         weight: its share of the batch's rows: a mean over the batch is the sum of weighted means.
-        answers: what Python code has read of it; a changed copy has none.
     """
 
     value: Any
     size: int
     weight: float
-    answers: Answers = field(init=False, default_factory=Answers, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
+from lightning_smddp.pipeline.capture.boundaries import starts_of_stages
 from lightning_smddp.pipeline.capture.graph import IsSmall, Modules, SplitError, StepGraph, build_graph
 from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.partition.costs import NodeTimes, problem_of
@@ -44,7 +45,6 @@ def choose_units(
     error: PartitionError | None = None
     for _ in range(_ROUNDS):
         graph = build_graph(trace, modules, _is_closed(opened))
-        refuse_readers(graph)
         found: Partition | None = None
         slowest = math.inf
         try:
@@ -62,7 +62,9 @@ def choose_units(
             break
         if found is not None and _is_balanced(found, resources):
             break
-        candidate = _to_open(graph, found, modules)
+        candidate = _to_open(graph, found, modules, must=False)
+        if candidate is None and best is None:
+            candidate = _to_open(graph, found, modules, must=True)
         if candidate is None:
             break
         opened = opened | {candidate}
@@ -94,13 +96,13 @@ def _first_opened(modules: Modules, num_stages: int) -> frozenset[str]:
     return frozenset(name for name in slow if _can_open(name, modules))
 
 
-def _can_open(name: str, modules: Modules) -> bool:
-    if name in modules.must_be_whole:
+def _can_open(name: str, modules: Modules, must: bool = False) -> bool:
+    if name in modules.must_be_whole or (name in modules.better_whole and not must):
         return False
     return any(inner.startswith(f"{name}.") for inner in modules.calls)
 
 
-def _to_open(graph: StepGraph, partition: Partition | None, modules: Modules) -> str | None:
+def _to_open(graph: StepGraph, partition: Partition | None, modules: Modules, must: bool) -> str | None:
     """The unit that stands in the way of a better balance: the longest of the slowest stage, or of all."""
     # Without a partition there are too few units, or a rank has no room: then the longest of all is opened.
     groups = [graph.nodes]
@@ -112,7 +114,7 @@ def _to_open(graph: StepGraph, partition: Partition | None, modules: Modules) ->
     for nodes in groups:
         units = []
         for node in nodes:
-            if node.module is not None and _can_open(node.module, modules):
+            if node.module is not None and _can_open(node.module, modules, must):
                 units.append(node)
         if units:
             longest = max(units, key=lambda node: node.seconds)
@@ -126,9 +128,7 @@ def _units_for(trace: Trace, modules: Modules, split: Sequence[str]) -> StepGrap
     def is_small(name: str) -> bool:
         return not any(wanted.startswith(f"{name}.") for wanted in split)
 
-    graph = build_graph(trace, modules, is_small)
-    refuse_readers(graph)
-    return graph
+    return build_graph(trace, modules, is_small)
 
 
 def partition(
@@ -152,46 +152,19 @@ def partition(
         raise SplitError(f"{error}.{what_forbids(graph)}") from error
 
 
-def refuse_readers(graph: StepGraph) -> None:
-    """What comes behind such a place may be another course on each batch, and only one stage would know it."""
-    _, reader = graph.last_cut()
-    if reader is None or reader.index >= _last_unit(graph):
-        return
-    if reader.varies:
-        raise SplitError(
-            f"{reader.name} makes a tensor whose size depends on values that a module made, and the step calls "
-            "modules behind it, on stages that count on sizes. Pad it, do it behind the last module, or put it and "
-            "what follows into one module."
-        )
-    raise SplitError(
-        f"The step reads the value of a tensor that a module made, at {reader.location} ({reader.name}), and calls "
-        "modules behind it: what they do may depend on it, and only one stage knows it. Move this code behind the "
-        "last module, or into a module, or use strategy='smddp'."
-    )
-
-
-def _last_unit(graph: StepGraph) -> int:
-    last = -1
-    for node in graph.nodes:
-        if node.module is not None:
-            last = node.index
-    return last
-
-
 def what_forbids(graph: StepGraph) -> str:
     """Where the step cannot be cut, and why: the first such place."""
-    last_unit = _last_unit(graph)
-    allowed = set(graph.cuts())
-    for cut in range(1, last_unit + 1):
-        if cut not in allowed:
+    for cut in starts_of_stages(graph):
+        reason = graph.obstacle_to(cut)
+        if reason is not None:
             name = graph.nodes[cut].name
-            reason = graph.obstacle_to(cut)
             return f" No stage may begin with {name}: {reason}."
     return ""
 
 
 def _explained(error: PartitionError | None, modules: Modules, graph: StepGraph) -> SplitError:
     reasons = [f"{name!r} is opened, as {why}" for name, why in modules.obstacles.items()]
+    reasons += [f"{name!r} is better placed whole, as {why}" for name, why in modules.better_whole.items()]
     reasons += [f"{name!r} is placed whole, as {why}" for name, why in modules.must_be_whole.items()]
     hint = ""
     if reasons:

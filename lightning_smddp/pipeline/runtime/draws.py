@@ -6,15 +6,12 @@ from a state of its own.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from lightning_smddp.wire.gather import gather_json
 
 
 @contextmanager
@@ -61,28 +58,3 @@ def first_ranks_states(states: Sequence[Tensor], group: dist.ProcessGroup, devic
     for state in sent:
         dist.broadcast(state, group=group, group_src=0)
     return [state.cpu() for state in sent]
-
-
-def separate_draws(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Let torch's generators on ranks of a pipeline that would draw the same as an earlier rank go on from elsewhere.
-
-    Ranks that differ, as in a run that is resumed, are left alone; so is the first one. Collective over ``group``.
-    """
-    state = torch.get_rng_state()
-    local = zlib.crc32(state.numpy().tobytes())
-    gathered = gather_json(local, group, device)
-    # The first rank with a state keeps it, so a pipeline of one rank, and rank 0 of any, draw what one process draws.
-    rank = group.rank()
-    earlier = gathered[:rank]
-    if local in earlier:
-        seed = int(torch.randint(2**62, ()))  # the same as on that rank, which does not draw it
-        torch.manual_seed(seed + rank)
-
-
-def join_draws(group: dist.ProcessGroup, device: torch.device) -> None:
-    """At the end of a run: torch's generators on all ranks of a pipeline go on from the first rank's states.
-
-    Collective over ``group``.
-    """
-    states = first_ranks_states(generator_states(device), group, device)
-    set_generator_states(states, device)

@@ -21,13 +21,13 @@ from lightning_smddp.pipeline.mesh import Groups
 from lightning_smddp.pipeline.partition.cuts import StageCuts
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.remote import Boundary
-from lightning_smddp.pipeline.runtime.replay import Observer, Replay, patched_units
 from lightning_smddp.pipeline.runtime.schedules import Schedule, for_microbatches
 from lightning_smddp.pipeline.runtime.spans import SpanRecorder
 from lightning_smddp.pipeline.runtime.stage import ReplayedStage, Stage, StageBody
 from lightning_smddp.pipeline.runtime.stage_graph import probe_plan
 from lightning_smddp.pipeline.runtime.staged_step import RunningStep, StagedStep, Step, TracedPath
 from lightning_smddp.pipeline.runtime.step_exchange import Failure, StepExchange
+from lightning_smddp.pipeline.runtime.step_run import Observer, StageProgram, Wrappers
 from lightning_smddp.wire.broadcast import Channel
 from lightning_smddp.wording import counted
 
@@ -78,6 +78,7 @@ class PipelineRuntime:
         self.rank_of_stage = schedule.rank_of_stage(num_stages, groups.pipeline.size())
         self.last_rank = self.rank_of_stage[-1]
         self.checkpointing = checkpointing
+        self.wrappers = Wrappers(root, device)
         self._stages: dict[int, ReplayedStage] = {}
         for stage, rank in enumerate(self.rank_of_stage):
             if rank == groups.pipeline_rank:
@@ -106,8 +107,8 @@ class PipelineRuntime:
         plans = stage_cuts.plans(len(graph.nodes))
         replays = {}
         for stage in self._stages:
-            replays[stage] = Replay(graph, plans[stage], self.root, self.device, self.checkpointing)
-        probe = Replay(graph, probe_plan(graph), self.root, self.device)
+            replays[stage] = StageProgram(graph, plans[stage], self.wrappers, self.checkpointing)
+        probe = StageProgram(graph, probe_plan(graph), self.wrappers)
         return StagedStep(graph, stage_cuts, replays, probe)
 
     def run(
@@ -133,16 +134,16 @@ class PipelineRuntime:
         """
         count = len(microbatches)
         boundaries = []  # by micro-batch, then by stage
-        units: dict[str, None] = {}  # of all paths, each once
+        graphs = {}  # of all paths, each once
         for staged, shapes in paths:
             boundaries.append([staged.boundary(stage, shapes, train) for stage in range(self.num_stages - 1)])
-            units |= dict.fromkeys(staged.graph.units)
+            graphs[id(staged)] = staged.graph
         results: list[Any] = [None] * count
         running = RunningStep(paths, step, microbatches, train, observe, results)
         try:
             for body in self._stages.values():
                 body.running = running
-            with patched_units(self.root, tuple(units)):
+            with self.wrappers.active(list(graphs.values())), self.wrappers.generators.preserved():
                 if train:
                     self.engine.train(count, boundaries)
                 else:

@@ -1,12 +1,7 @@
-"""What the host knows of a batch on a device, so that it need not wait for the device to read it.
-
-It knows tensors that it has copied there (:class:`HostValues`), and what Python code has read of a micro-batch already:
-each stage and probe runs the same code, and asks the same (:class:`Answers`).
-"""
+"""What the host knows of a batch on a device, which it has copied there: so it need not wait for the device."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,13 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_smddp._compat.torch import CAST, DispatchMode, write_count
-from lightning_smddp.wire.pytree import leaves
 
 HostOf = Callable[[Tensor], "Tensor | None"]
-
-NOTHING = object()
-
-_NUMBERS = (bool, int, float, complex)
 
 
 @dataclass(frozen=True)
@@ -118,50 +108,3 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-class Answers:
-    """The values that a step has read of one micro-batch, in the order in which it asks for them.
-
-    Runs of the step on the same micro-batch ask the same, as nothing but the batch decides what they do. One that asks
-    for something else from some position on is on another path: it gets no answer, and its own are remembered instead.
-    """
-
-    def __init__(self) -> None:
-        self._known: list[tuple[Any, list[Any], Any]] = []
-
-    def find(self, position: int, function: Any, arguments: tuple[Any, Any]) -> Any:
-        """What ``function`` of ``arguments``, question number ``position``, was answered; NOTHING if unknown."""
-        if position >= len(self._known):
-            return NOTHING
-        known_function, sizes, result = self._known[position]
-        if known_function is not function or sizes != _sizes(arguments):
-            return NOTHING
-        return copy.copy(result)
-
-    def note(self, position: int, function: Any, arguments: tuple[Any, Any], result: Any) -> bool:
-        """Remember ``result`` at ``position``, and nothing behind it; False if it is nothing to remember."""
-        if not _is_value(result):
-            return False
-        known = (function, _sizes(arguments), copy.copy(result))
-        del self._known[position:]
-        self._known.append(known)
-        return True
-
-
-def _is_value(result: Any) -> bool:
-    """Numbers, and a list of them: no memory that a caller could change, nor the None of a change in place."""
-    if isinstance(result, list):
-        return all(isinstance(entry, _NUMBERS) for entry in result)
-    return isinstance(result, _NUMBERS)
-
-
-def _sizes(arguments: tuple[Any, Any]) -> list[Any]:
-    """What has to be equal for two calls to be the same one: the shape of each tensor, the text of all else."""
-    sizes: list[Any] = []
-    for leaf in leaves(arguments):
-        if isinstance(leaf, Tensor):
-            sizes.append(tuple(leaf.shape))
-        else:
-            sizes.append(repr(leaf))
-    return sizes

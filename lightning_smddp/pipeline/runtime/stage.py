@@ -31,11 +31,11 @@ from lightning_smddp.communication.device_watch import mark
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.runtime.messages import layout_of
 from lightning_smddp.pipeline.runtime.remote import Boundary, ReplayError, TensorSpec
-from lightning_smddp.pipeline.runtime.replay import Observers, Replay
 from lightning_smddp.pipeline.runtime.spans import SpanRecorder, action
 from lightning_smddp.pipeline.runtime.split_backward import Roots, SplitBackward, backward
 from lightning_smddp.pipeline.runtime.staged_step import RunningStep
 from lightning_smddp.pipeline.runtime.step_exchange import Failure
+from lightning_smddp.pipeline.runtime.step_run import Observers, StageProgram
 from lightning_smddp.wire.pytree import map_leaves
 from lightning_smddp.wording import counted
 
@@ -57,7 +57,7 @@ class StageBody(Protocol):
 
 
 class ReplayedStage:
-    """What a stage computes: its part of the step that runs now, by :class:`~.replay.Replay`.
+    """What a stage computes: its part of the step that runs now, by :class:`~.step_run.StageProgram`.
 
     Args:
         stage: which one.
@@ -91,7 +91,7 @@ class ReplayedStage:
                 diverged = isinstance(error, (ReplayError, SplitError))
                 text = str(error) if diverged else f"{type(error).__name__}: {error}"
                 running.failures.append(Failure(microbatch, self.stage, text, error, diverged))
-        if replay.stage.is_last:
+        if replay.is_last:
             return ()
         boundary = staged.boundary(self.stage, shapes, running.train)
         return tuple(_without_values(spec, self.device) for spec in boundary)
@@ -99,18 +99,18 @@ class ReplayedStage:
     def _replay(
         self,
         running: RunningStep,
-        replay: Replay,
+        replay: StageProgram,
         index: int,
         received: tuple[Tensor, ...],
     ) -> tuple[Tensor, ...]:
         """What goes to the next stage for micro-batch ``index``; on the last one also note what the step returned."""
         microbatch = running.microbatches[index]
         _, shapes = running.paths[index]
-        is_last = replay.stage.is_last
+        is_last = replay.is_last
         observers = Observers(running.observe)
         with running.step.around(self.stage, index, microbatch, keep=is_last):
             step = functools.partial(running.step, microbatch)
-            sent, result = replay.run(step, received, shapes, observers, microbatch.answers)
+            sent, result = replay.run(step, received, shapes, observers, running.step.seed_of(index))
         if not is_last:
             return sent
         loss: Tensor | None = None

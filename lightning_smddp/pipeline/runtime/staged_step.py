@@ -7,15 +7,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.partition.cuts import StageCuts
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.runtime.remote import Boundary, Shapes, TensorSpec, count_told
-from lightning_smddp.pipeline.runtime.replay import Observer, Replay
+from lightning_smddp.pipeline.runtime.remote import Boundary, Shapes, TensorSpec
 from lightning_smddp.pipeline.runtime.step_exchange import Failure
+from lightning_smddp.pipeline.runtime.step_run import Observer, StageProgram
 
 
 class Step(Protocol):
@@ -36,6 +35,10 @@ class Step(Protocol):
 
         ``keep`` where the step ends.
         """
+        ...
+
+    def seed_of(self, index: int) -> int:
+        """The seed of the random numbers of micro-batch ``index``, the same on all ranks of the pipeline."""
         ...
 
     def forget(self) -> None:
@@ -60,8 +63,8 @@ class StagedStep:
 
     graph: StepGraph
     stage_cuts: StageCuts
-    replays: dict[int, Replay]
-    probe: Replay
+    replays: dict[int, StageProgram]
+    probe: StageProgram
 
     def boundary(self, stage: int, shapes: Shapes, train: bool) -> Boundary:
         """The tensors that ``stage`` sends to the next one: live values first, then what control flow was told."""
@@ -70,10 +73,6 @@ class StagedStep:
             known = shapes.values[value]
             requires_grad = known.requires_grad and train
             specs.append(TensorSpec(known.shape, known.dtype, requires_grad))
-        told = self.graph.told(self.stage_cuts.cuts[stage])
-        if told:
-            numbers = TensorSpec((count_told(told),), torch.int64, requires_grad=False)
-            specs.append(numbers)
         return tuple(specs)
 
 

@@ -24,12 +24,11 @@ from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, signature
-from lightning_smddp.pipeline.runtime.draws import generator_states
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.runtime.path_numbers import PathNumbers
 from lightning_smddp.pipeline.runtime.remote import OTHER_COURSE, ReplayError, Shapes
-from lightning_smddp.pipeline.runtime.replay import Observers, Replay, patched_units
 from lightning_smddp.pipeline.runtime.staged_step import StagedStep, Step, TracedPath
+from lightning_smddp.pipeline.runtime.step_run import Observers, StageProgram
 from lightning_smddp.wire.broadcast import broadcast_structure
 from lightning_smddp.wire.gather import gather_json
 
@@ -62,7 +61,7 @@ def infer_shapes(
     device = runtime.device
     shapes = Shapes(values={})
     received: list[Tensor] = []
-    with preserve_state(runtime.root, device), patched_units(runtime.root, staged.graph.units):
+    with preserve_state(runtime.root, device), runtime.wrappers.active([staged.graph]):
         for stage, rank in enumerate(runtime.rank_of_stage):
             report: Any = None
             failure: Exception | None = None
@@ -90,7 +89,7 @@ def infer_shapes(
 
 
 def _run_stage(
-    replay: Replay,
+    replay: StageProgram,
     step: Step,
     microbatch: MicroBatch,
     index: int,
@@ -100,9 +99,9 @@ def _run_stage(
     """A report for all ranks: the shapes that a stage has found, and what it sends. ``shapes``: of earlier stages."""
     found = Shapes(values={})
     try:
-        with step.around(None, index, microbatch, keep=replay.stage.is_last):
+        with step.around(None, index, microbatch, keep=replay.is_last):
             observers = Observers(shapes=found)
-            sent, _ = replay.run(lambda: step(microbatch), received, shapes, observers)
+            sent, _ = replay.run(lambda: step(microbatch), received, shapes, observers, step.seed_of(index))
     except ReplayError:
         return {"other_path": True}
     finally:
@@ -313,16 +312,12 @@ class TraceCache:
         observers = Observers(reads=reads)
         try:
             with (
-                torch.random.fork_rng(devices=[]),
                 torch.set_grad_enabled(self.train),
-                patched_units(self.runtime.root, staged.graph.units),
+                self.runtime.wrappers.active([staged.graph]),
+                self.runtime.wrappers.generators.preserved(),
                 step.around(None, index, microbatch, keep=False),
             ):
-                before = generator_states(self.runtime.device)
-                staged.probe.run(lambda: step(microbatch), (), shapes, observers, microbatch.answers)
-                if not staged.graph.shares_draws:
-                    after = generator_states(self.runtime.device)
-                    self._draws_anew = not _are_equal(before, after)
+                staged.probe.run(lambda: step(microbatch), (), shapes, observers, step.seed_of(index))
         except ReplayError as error:
             self._reason, _, _ = str(error).partition(f" {OTHER_COURSE}")
             return None

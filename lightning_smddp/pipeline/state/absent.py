@@ -19,7 +19,8 @@ from lightning_smddp._compat.torch_steps import hooks_of, install_hooks
 from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, sets_flag
 from lightning_smddp.pipeline.capture.user_code import user_location
 from lightning_smddp.pipeline.mesh import Ownership
-from lightning_smddp.wire.pytree import leaves
+from lightning_smddp.pipeline.runtime.remote_tensor import active_run
+from lightning_smddp.wire.pytree import LEAF_TYPES, leaves
 
 _HARMLESS = {Kind.METADATA, Kind.WATCHER, Kind.LIKE}  # functions of these kinds need no values
 _allowed = threading.local()  # .depth: how many `may_be_absent` this thread is in
@@ -36,6 +37,9 @@ class AbsentParameter(nn.Parameter):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called for each torch function that gets such a parameter, unless a mode comes first."""
         kwargs = kwargs or {}
+        run = active_run()
+        if run is not None and not run.inside:
+            return run.parameter_operation(function, args, kwargs)
         with without_torch_function():
             absent = None
             if not getattr(_allowed, "depth", 0) and not _is_harmless(function, args):
@@ -48,6 +52,9 @@ class AbsentParameter(nn.Parameter):
             "the pipeline. Hooks and callbacks of Lightning may use all parameters, on all ranks alike; other code may "
             "not. Do it in a hook such as `on_train_batch_end`."
         )
+
+
+LEAF_TYPES.add(AbsentParameter)
 
 
 def _is_harmless(function: Any, args: Any) -> bool:

@@ -1,0 +1,143 @@
+"""Tensors of other stages: a shape and a type without numbers.
+
+torch calls the class of a tensor for each function that gets it (`__torch_function__`), so a stage's run hears of every
+operation on what is elsewhere, and of no other: all else is plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_smddp._compat.torch import READ_NUMBER, shaped_wrapper, without_subclass_functions
+from lightning_smddp.pipeline.capture.ops import Kind, asks_for_device, device_answer, kind_of, name_of
+from lightning_smddp.pipeline.capture.user_code import user_location
+from lightning_smddp.pipeline.runtime.remote import ReplayError, Shape
+from lightning_smddp.wire.pytree import LEAF_TYPES, leaves, map_leaves
+
+if TYPE_CHECKING:
+    from lightning_smddp.pipeline.runtime.step_run import StageRun
+
+_active = threading.local()  # .run: the stage's run that is under way in this thread
+_TEXT = {"__format__", "__repr__", "__str__"}
+
+
+def active_run() -> StageRun | None:
+    """The stage's run that is under way in this thread."""
+    return getattr(_active, "run", None)
+
+
+def set_active_run(run: StageRun | None) -> None:
+    """From here on ``run`` is the one of this thread."""
+    _active.run = run
+
+
+class RemoteTensor(Tensor):
+    """A tensor of another stage, or one that came from there and is handed out once the stage's own part has begun.
+
+    Shape, strides, dtype and ``requires_grad`` are answered by torch itself.
+
+    Attributes:
+        value: which one of the graph's.
+        run: the run that it belongs to, and no other.
+    """
+
+    value: int
+    run: StageRun
+
+    @staticmethod
+    def standing_for(value: int, shape: Shape, run: StageRun) -> RemoteTensor:
+        """The stand-in for ``value`` in ``run``."""
+        requires_grad = shape.requires_grad and torch.is_grad_enabled()
+        stride = shape.stride if len(shape.stride) == len(shape.shape) else None
+        made: RemoteTensor = shaped_wrapper(RemoteTensor, shape.shape, stride, shape.dtype, run.device, requires_grad)
+        made.value = value
+        made.run = run
+        return made
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch for each function that gets one of these."""
+        kwargs = kwargs or {}
+        kind = kind_of(function, args)
+        if kind is Kind.METADATA:
+            return _answer(function, args, kwargs)
+        found = leaves((args, kwargs))
+        # Its own run, not the active one: a checkpoint's second run, in the backward pass, has none.
+        run = next(leaf.run for leaf in found if type(leaf) is RemoteTensor)
+        if kind is Kind.LIKE and type(found[0]) is RemoteTensor and not any(_is_remote(leaf) for leaf in found[1:]):
+            return function(*map_leaves(run.pattern, args), **map_leaves(run.pattern, kwargs))
+        if kind is Kind.WATCHER and not run.has_begun:
+            return idle_hook()  # of its gradient: the stage that makes the tensor has the hook
+        return run.operation(function, args, kwargs, found)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is READ_NUMBER:  # a tensor in place of a number, as `torch.full_like(x, fill)` takes it
+            real = args[0].run.real(args[0])
+            if real is not args[0]:
+                return function(real)
+        raise ReplayError(
+            f"{function} at {user_location()} meets a tensor of another stage in a way that cannot be followed. Put "
+            "this code, and what made the tensor, into one module."
+        )
+
+
+LEAF_TYPES.add(RemoteTensor)
+
+
+def _is_remote(leaf: Any) -> bool:
+    return type(leaf) is RemoteTensor
+
+
+def _answer(function: Any, args: Any, kwargs: Any) -> Any:
+    """What a question that needs no numbers is answered."""
+    subject = args[0] if args else None
+    if type(subject) is RemoteTensor:
+        name = name_of(function)
+        if name in _TEXT:  # for a log: the numbers if they are here
+            real = subject.run.real(subject)
+            if real is subject:
+                return f"<tensor of shape {tuple(subject.shape)} on another stage>"
+            return function(real, *args[1:], **kwargs)
+        if name == "grad_fn" and subject.requires_grad:
+            return IdleNode()
+        if name == "is_leaf":
+            return not subject.requires_grad
+    with without_subclass_functions():
+        return function(*args, **kwargs)
+
+
+def absent_answer(function: Any, args: Any, device: torch.device) -> tuple[bool, Any]:
+    """Whether ``function`` asks where a parameter of another stage is, and what is answered: on ``device``."""
+    name = name_of(function)
+    if kind_of(function, args) is Kind.METADATA and asks_for_device(name):
+        return True, device_answer(name, args[0].dtype, device)
+    return False, None
+
+
+class IdleNode:
+    """`grad_fn` of a tensor of another stage, and the handle of a hook on its gradient: nobody calls either here."""
+
+    def name(self) -> str:
+        """Torch's full backward hooks insist on it."""
+        return "BackwardHookFunctionBackward"
+
+    def register_hook(self, hook: Any) -> IdleNode:
+        """The stage that has the tensor does."""
+        return self
+
+    register_prehook = register_hook
+
+    def remove(self) -> None:
+        """Nothing was registered."""
+
+
+def idle_hook() -> IdleNode:
+    """The handle of a hook that is registered elsewhere."""
+    return IdleNode()

@@ -1,0 +1,736 @@
+"""One stage's part of a step: the step's own code on every stage, other stages' tensors standing in.
+
+Modules that are placed whole (*units*) are wrapped, and operations on tensors of other stages are seen by the class of
+these tensors; everything else is plain PyTorch. A run has two parts::
+
+    before its first own unit   units, and operations on what they return, give stand-ins; they are matched with the
+                                traced order, and done only where the stage needs their numbers (`StagePlan.again`)
+    from there on               units run, and what was received takes the place of its stand-ins
+    first unit of the next one  leaves the step by an exception, StageDone
+
+Received tensors stand in as well until the first own unit is entered: so operations before it are not done twice, on
+two stages, with other dropout, hooks that fire twice and buffers that are written twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules._functions import BackwardHookFunction
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_smddp._compat.torch import set_apply_handler, without_subclass_functions
+from lightning_smddp.pipeline.capture.graph import Node, StepGraph
+from lightning_smddp.pipeline.capture.ops import Kind, is_autograd_function, kind_of, name_of, sets_flag
+from lightning_smddp.pipeline.capture.patches import Compiled, Eager, patched_forwards
+from lightning_smddp.pipeline.capture.records import deciding_tensors
+from lightning_smddp.pipeline.capture.user_code import user_location
+from lightning_smddp.pipeline.runtime.remote import AS_TRACED, OTHER_COURSE, ReplayError, Shape, Shapes
+from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor, absent_answer, active_run, set_active_run
+from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
+from lightning_smddp.seeding import Generators, mix, seeded
+from lightning_smddp.wire.pytree import leaves, map_leaves, rebuild
+
+Forward: TypeAlias = Callable[..., Any]
+Observer: TypeAlias = Callable[[Node, bool, Any], None]
+"""(node, whether it ends, its result then): called around each own unit."""
+
+_MIRRORED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge"}  # `real > remote` arrives as `remote < real`
+_CACHES = {"past_key_values", "layer_past"}  # of transformers: a second run in the backward pass would fill them twice
+
+
+class StageDone(BaseException):
+    """The step has come to the next stage's first unit. No ``Exception``: user code must not catch it."""
+
+
+@dataclass(frozen=True)
+class Observers:
+    """Who wants to know what of a run.
+
+    Attributes:
+        node: called around each unit that is run here.
+        shapes: takes down what is found here; those of earlier operations are found by doing them once, on zeros.
+        reads: takes down what Python code reads of the batch.
+    """
+
+    node: Observer | None = None
+    shapes: Shapes | None = None
+    reads: list[str] | None = None
+
+
+NOBODY = Observers()
+
+
+class StageProgram:
+    """What a stage does in a step, the same for all its runs.
+
+    Args:
+        graph: the step.
+        plan: the stage's part of it.
+        wrappers: of the module that the step belongs to.
+        checkpointing: keep only the inputs of units for backward, and run units again in it.
+
+    Attributes:
+        absent: names of the parameters that are on the meta device, by identity.
+        remote: operations before the stage that must come, in their order.
+        watches: whether it runs under :class:`Watch`.
+    """
+
+    def __init__(
+        self,
+        graph: StepGraph,
+        plan: StagePlan,
+        wrappers: Wrappers,
+        checkpointing: bool = False,
+    ) -> None:
+        root = wrappers.root
+        self.graph = graph
+        self.plan = plan
+        self.wrappers = wrappers
+        self.device = wrappers.device
+        self.checkpointing = checkpointing
+        self.names = {id(parameter): name for name, parameter in root.named_parameters()}
+        self.absent = {id(p): name for name, p in root.named_parameters() if p.is_meta}
+        self.is_last = plan.end == len(graph.nodes)
+        self.remote = self._find_remote()
+        # What the user's code writes to buffers, of the batch alone, an earlier stage writes: maybe on this rank.
+        written = {name for node in graph.nodes[: plan.begin] if node.module is None for name in node.buffers}
+        self.written = {id(buffer): name for name, buffer in root.named_buffers() if name in written}
+        self.watches = graph.mixes_draws or bool(written) or self._sends_unseen()
+        self.kept = self._find_kept()
+        self.inputs = [frozenset(node.inputs) for node in graph.nodes]
+        self._changed = {graph.values[r.new].memory for n in graph.nodes[plan.begin : plan.end] for r in n.rebinds}
+
+    def _find_remote(self) -> frozenset[int]:
+        """Operations before the stage that are not of the batch and of parameters that are here alone."""
+        held = set(self.names.values()).difference(self.absent.values())
+        real: set[int] = set()
+        remote: set[int] = set()
+        for node in self.graph.nodes[: self.plan.begin]:
+            if node.module is not None:
+                continue
+            if real.issuperset(node.inputs) and held.issuperset(node.parameters):
+                real.update(node.outputs)
+            elif node.rebinds or not all(kind == "argument" for kind, _ in node.returned.sources) or node.reads:
+                remote.add(node.index)  # what only returns its argument need not come: `as_tensor` does not
+        return frozenset(remote)
+
+    def _sends_unseen(self) -> bool:
+        """Whether it sends what no unit sees, nor it has received, nor made again."""
+        if self.is_last:
+            return False
+        seen = self.graph.seen_before(self.plan.end).union(self.plan.receives)
+        unseen = [value for value in self.plan.sends if value not in seen]
+        return any(self.graph.producers[value] not in self.plan.again for value in unseen)
+
+    def _find_kept(self) -> set[int]:
+        """Values whose tensors a run has to keep: what is sent, and what that was before it was changed in place."""
+        kept = set(self.plan.sends)
+        for node in reversed(self.graph.nodes[: self.plan.end]):
+            kept.update(rebind.old for rebind in node.rebinds if rebind.new in kept and rebind.old is not None)
+        return kept
+
+    def as_traced(self, value: int, tensor: Tensor) -> Tensor:
+        """Received tensors are contiguous: give them the strides of old, and memory of their own if it is changed."""
+        known = self.graph.values[value]
+        shape = Shape(tuple(tensor.shape), known.stride, tensor.dtype, tensor.requires_grad)
+        if known.shape == shape.shape and not shape.is_contiguous() and shape.is_dense():
+            strided = torch.empty_strided(shape.shape, shape.stride, dtype=shape.dtype, device=tensor.device)
+            return strided.copy_(tensor)
+        return tensor.clone() if known.memory in self._changed else tensor
+
+    def run(
+        self,
+        step: Callable[[], Any],
+        received: Sequence[Tensor],
+        shapes: Shapes,
+        observers: Observers = NOBODY,
+        seed: int | None = None,
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """Run ``step`` for this stage, within :meth:`Wrappers.active`.
+
+        Args:
+            step: the user's step on one micro-batch.
+            received: what the stage before sent.
+            shapes: what values of earlier stages look like.
+            observers: of this run.
+            seed: of the random numbers of this micro-batch, the same on all stages; None: they go on from where they
+                are.
+
+        Returns:
+            What the next stage receives (empty on the last), and what the step returned (None unless last).
+
+        Raises:
+            ReplayError: the step took another path than when it was traced.
+        """
+        return StageRun(self, received, shapes, observers).execute(step, seed)
+
+
+class StageRun:
+    """One run of a :class:`StageProgram`, for one micro-batch.
+
+    Attributes:
+        here: value -> tensor: received, or made here and kept.
+        position: index of the node that comes next.
+        has_begun: whether the first own unit was entered.
+        inside: within a unit, or an operation that is done here: what it calls is its own.
+        done: whether the next stage's first unit was met.
+        is_over: whether the run has ended; stand-ins may live on in a checkpoint's second run.
+    """
+
+    def __init__(
+        self,
+        program: StageProgram,
+        received: Sequence[Tensor],
+        shapes: Shapes,
+        observers: Observers,
+    ) -> None:
+        self.program = program
+        self.graph = program.graph
+        self.plan = program.plan
+        self.device = program.device
+        self.shapes = shapes
+        self.observers = observers
+        pairs = zip(self.plan.receives, received, strict=True)
+        self.here = {value: program.as_traced(value, tensor) for value, tensor in pairs}
+        self.stand_ins: dict[int, Tensor] = {}
+        self.position = 0
+        self.has_begun = self.plan.begin == 0 and self.plan.end > 0
+        self.inside = False
+        self.done = False
+        self.is_over = False
+        self._reclassed: list[tuple[Tensor, type]] = []
+
+    def execute(self, step: Callable[[], Any], seed: int | None) -> tuple[tuple[Tensor, ...], Any]:
+        """See :meth:`StageProgram.run`."""
+        program = self.program
+        watch: TorchFunctionMode | None = None
+        wrappers = program.wrappers
+        if program.watches:
+            watch = Watch(self, seed or 0)
+        elif self.observers.reads is not None:
+            watch = Reads(self)
+        outer, outer_handler = active_run(), set_apply_handler(self.autograd_function)
+        set_active_run(self)
+        result = None
+        eager = Eager() if self.graph.calls_compiled else None
+        try:
+            if eager is not None:
+                eager.__enter__()
+            if seed is not None:
+                wrappers.generators.seed(seed)
+            if watch is None:
+                result = step()
+            else:
+                with watch:
+                    result = step()
+            self._check_end()
+            if program.is_last:
+                result = self._real_result(result)
+        except StageDone:
+            pass
+        finally:
+            if eager is not None:
+                eager.__exit__()
+            set_active_run(outer)
+            set_apply_handler(outer_handler)
+            self.is_over = True
+            for tensor, kind in self._reclassed:
+                tensor.__class__ = kind
+        sent = self._to_send()
+        self.here = {value: tensor for value, tensor in self.here.items() if value in self.stand_ins}
+        return sent, result if program.is_last else None
+
+    def _real_result(self, result: Any) -> Any:
+        if any(type(leaf) is RemoteTensor for leaf in leaves(result)):
+            return map_leaves(self.real, result)
+        return result
+
+    def _to_send(self) -> tuple[Tensor, ...]:
+        for node in self.graph.nodes[: self.plan.end] if self.program.kept else ():
+            for rebind in node.rebinds:
+                if rebind.old in self.here and rebind.new in self.program.kept:
+                    self.here.setdefault(rebind.new, self.here[rebind.old])  # written in place: the same object
+        found = self.observers.shapes
+        if found is not None:
+            for value, tensor in self.here.items():
+                found.values[value] = Shape.of(tensor)
+        missing = [value for value in self.plan.sends if value not in self.here]
+        if missing:
+            maker = self.graph.nodes[self.graph.producers[missing[0]]].name
+            raise ReplayError(f"The step has not made what {maker} made when it was traced. {OTHER_COURSE}")
+        return tuple(self.here[value] for value in self.plan.sends)
+
+    def _check_end(self) -> None:
+        """The step has returned: raise ``ReplayError`` if it did so too early."""
+        if self.done:
+            return  # the user's code caught StageDone
+        nodes = self.graph.nodes
+        units = [node for node in nodes[self.position :] if node.module is not None]
+        if units:
+            raise ReplayError(f"The step returned before it came to {units[0].name}. {OTHER_COURSE}")
+        self._skip_to(len(nodes))
+
+    # ---- the traced order ----
+
+    def stop(self) -> None:
+        """Leave the step: what comes is the next stage's."""
+        self.done = True
+        raise StageDone
+
+    def _skip_to(self, target: int) -> None:
+        """Go on to node ``target``; operations of earlier stages before it must have come."""
+        remote = self.program.remote
+        if remote:
+            for index in range(self.position, target):
+                if index in remote:
+                    name = self.graph.nodes[index].name
+                    raise ReplayError(f"The step went on behind {name}, which did not come. {OTHER_COURSE}")
+        self.position = target
+
+    def find(self, function: Any, values: set[int], parameters: set[str]) -> Node:
+        """The next node of this function and these arguments, before the next unit."""
+        graph, name = self.graph, name_of(function)
+        owner = function.__self__ if is_autograd_function(function) else None
+        for index in range(self.position, graph.next_unit[self.position]):
+            node = graph.nodes[index]
+            is_same = node.function == function or _MIRRORED.get(name_of(node.function)) == name
+            if owner is not None:  # each patch of `apply` has bound methods of its own
+                is_same = getattr(node.function, "__self__", None) is owner
+            if is_same and self.program.inputs[index].issuperset(values) and parameters.issubset(node.parameters):
+                return node
+            if index in self.program.remote:
+                break  # it should have come first
+        raise self._other_path(f"{name} at {user_location()}")
+
+    def _other_path(self, got: str) -> ReplayError:
+        expected = "the end"
+        if self.position < len(self.graph.nodes):
+            node = self.graph.nodes[self.position]
+            expected = node.name if node.module is None else f"module {node.name!r}"
+        reads = [node for node in self.graph.nodes[: self.position] if node.reads and node.inputs]
+        reason = ""
+        if reads:
+            reason = f" Python read a tensor's value at {reads[-1].location}: does the step depend on it?"
+        return ReplayError(f"The step came to {got} where {expected} was expected. {OTHER_COURSE}{reason}")
+
+    # ---- operations ----
+
+    def operation(self, function: Any, args: Any, kwargs: Any, found: list[Any]) -> Any:
+        """An operation with a tensor or a parameter of another stage among ``found``, the leaves of its arguments."""
+        if self.done and not self.is_over:
+            raise StageDone  # the user's code has caught it
+        values: set[int] = set()
+        parameters: set[str] = set()
+        for leaf in found:
+            if type(leaf) is RemoteTensor:
+                if leaf.run is not self or active_run() not in (None, self):
+                    raise ReplayError(
+                        f"At {user_location()} a tensor of another stage is used that was kept since an earlier step "
+                        "or micro-batch. Stages work on several micro-batches at a time: none can hand anything to "
+                        "the next."
+                    )
+                values.add(leaf.value)
+            elif id(leaf) in self.program.absent:
+                parameters.add(self.program.absent[id(leaf)])
+        if self.has_begun or self.is_over:
+            if not parameters and self.here.keys() >= values:
+                return function(*map_leaves(self.real, args), **map_leaves(self.real, kwargs))
+            raise self._other_path(f"{name_of(function)} at {user_location()}, on what is on another stage,")
+        node = self.find(function, values, parameters)
+        if node.index >= self.plan.end:
+            self.stop()
+        self._skip_to(node.index)
+        self.position = node.index + 1
+        if node.index in self.plan.again:
+            result = self.do(function, map_leaves(self.real, args), map_leaves(self.real, kwargs))
+            if node.reads:
+                return result
+            self.note_result(node, result)
+        elif not self._is_known(node):
+            self._learn(node, function, args, kwargs)
+        result = self._stand_in(node, found)
+        self._rebind(node, found)
+        return result
+
+    def parameter_operation(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """An operation on a parameter of another stage, and on no stand-in."""
+        is_answered, answer = absent_answer(function, args, self.device)
+        if is_answered:
+            return answer
+        kind = kind_of(function, args)
+        if kind is Kind.METADATA or sets_flag(function):
+            with without_subclass_functions():
+                return function(*args, **kwargs)
+        if kind is Kind.LIKE:
+            return function(*map_leaves(self.pattern, args), **map_leaves(self.pattern, kwargs))
+        return self.operation(function, args, kwargs, leaves((args, kwargs)))
+
+    def autograd_function(self, cls: Any, apply: Forward, args: tuple[Any, ...]) -> Any:
+        """``apply`` of an ``autograd.Function``, which takes no part in torch function: one operation, as traced."""
+        if self.inside:
+            return apply(*args)
+        if cls is BackwardHookFunction:  # a stage may begin at one, so each of them is followed
+            values = {leaf.value for leaf in args if type(leaf) is RemoteTensor}
+            node = self.find(cls.apply, values, set())
+            if node.index == self.plan.end:
+                self.here.update(zip(node.inputs, map(self.real, args), strict=True))
+                self.stop()
+            if node.index >= self.plan.begin:
+                self.position = node.index + 1
+                self.has_begun = True
+                return apply(*map(self.real, args))
+        found = leaves(args)
+        if any(type(leaf) is RemoteTensor or id(leaf) in self.program.absent for leaf in found):
+            return self.operation(cls.apply, args, {}, found)
+        return self.do(apply, args, {})
+
+    def do(self, function: Forward, args: Any, kwargs: Any) -> Any:
+        """Call ``function``; what it calls is its own."""
+        before, self.inside = self.inside, True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.inside = before
+
+    # ---- units ----
+
+    def unit(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """A call of a module that is placed whole."""
+        if self.done:
+            raise StageDone
+        nodes, plan = self.graph.nodes, self.plan
+        index = self.graph.next_unit[self.position]
+        if index == len(nodes) or nodes[index].module != name:
+            return self._unforeseen_unit(name, forward, args, kwargs)
+        node = nodes[index]
+        self._skip_to(index)
+        found = leaves((args, kwargs))
+        if index >= plan.begin:
+            self.has_begun = True
+            if any(type(leaf) is RemoteTensor for leaf in found):
+                args, kwargs = map_leaves(self.real, (args, kwargs))
+                found = leaves((args, kwargs))
+            self._note_arguments(node, found)
+        if index >= plan.end:
+            self.stop()
+        self.position = index + 1
+        wrappers = self.program.wrappers
+        if index >= plan.begin:
+            if name in wrappers.drawing:
+                return seeded(wrappers.generators, lambda: self._own_unit(node, forward, args, kwargs, found))
+            return self._own_unit(node, forward, args, kwargs, found)
+        result = self._stand_in(node, found)
+        if name in wrappers.drawing:
+            seeded(wrappers.generators, lambda: None)
+        self._rebind(node, found)
+        return result
+
+    def _note_arguments(self, node: Node, found: list[Any]) -> None:
+        """Values that are seen as the arguments of a unit, as they are when it begins."""
+        if len(found) != len(node.entry):
+            if node.entry:
+                raise ReplayError(f"Module {node.name!r} was called with other arguments. {OTHER_COURSE}")
+            return
+        kept, keeps_all = self.program.kept, self.program.watches or self.observers.shapes is not None
+        for value, leaf in zip(node.entry, found, strict=True):
+            if value is not None and (keeps_all or value in kept) and type(leaf) is not RemoteTensor:
+                self.here.setdefault(value, leaf)
+
+    def _unforeseen_unit(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Behind the last module the last stage may do something else, if all of it is here."""
+        program, nodes = self.program, self.graph.nodes
+        index = self.graph.next_unit[self.position]
+        is_behind = program.is_last and self.has_begun and index == len(nodes)
+        args, kwargs = map_leaves(self.real, (args, kwargs))
+        unit = program.wrappers.root.get_submodule(name)
+        is_absent = any(id(parameter) in program.absent for parameter in unit.parameters())
+        if not is_behind or is_absent or any(type(leaf) is RemoteTensor for leaf in leaves((args, kwargs))):
+            expected = "the end" if index == len(nodes) else f"module {nodes[index].name!r}"
+            raise ReplayError(f"The step came to module {name!r} where {expected} was expected. {OTHER_COURSE}")
+        return self.do(forward, args, kwargs)
+
+    def _own_unit(self, node: Node, forward: Forward, args: Any, kwargs: Any, found: list[Any]) -> Any:
+        observe = self.observers.node
+        if observe is not None:
+            observe(node, False, None)
+        with Compiled(self.graph.calls_compiled):
+            if self.program.checkpointing and torch.is_grad_enabled() and not node.rebinds:
+                kwargs = {**kwargs, **dict.fromkeys(_CACHES & kwargs.keys())}
+                result = self.do(checkpoint, (forward, *args), {**kwargs, "use_reentrant": False})
+            else:
+                result = self.do(forward, args, kwargs)
+        for old, new, position in node.rebinds:
+            if position is not None:
+                self.here[new] = found[position]
+            elif old in self.here:
+                self.here[new] = self.here[old]
+        if observe is not None:
+            observe(node, True, result)
+        self.note_result(node, result)
+        return result
+
+    # ---- results of what is done here ----
+
+    def note_result(self, node: Node, result: Any) -> None:
+        """Keep the tensors in the result of ``node`` that are needed, by their values."""
+        found = leaves(result)
+        sources = node.returned.sources
+        if len(found) != len(sources):
+            raise ReplayError(
+                f"{node.name} returned {len(found)} things where it returned {len(sources)} when it was traced. "
+                f"{OTHER_COURSE}"
+            )
+        record = self.observers.shapes
+        keeps_all = self.program.watches or record is not None or node.index in self.plan.again
+        for leaf, (kind, source) in zip(found, sources, strict=True):
+            if kind != "value":
+                continue
+            if not isinstance(leaf, Tensor):
+                raise ReplayError(
+                    f"{node.name} returned a {type(leaf).__name__} in a place of another kind. {OTHER_COURSE}"
+                )
+            if keeps_all or source in self.program.kept:
+                self.here[source] = leaf
+        if record is not None and any(kind == "constant" for kind, _ in sources):
+            record.constants[node.index] = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in found)
+
+    # ---- stand-ins ----
+
+    def real(self, leaf: Any) -> Any:
+        """The tensor that ``leaf`` stands for, if it is here; else ``leaf``."""
+        if type(leaf) is RemoteTensor:
+            return self.here.get(leaf.value, leaf)
+        return leaf
+
+    def pattern(self, leaf: Any) -> Any:
+        """For ``leaf``, if its numbers are elsewhere, a tensor like it."""
+        if type(leaf) is not RemoteTensor and id(leaf) not in self.program.absent:
+            return leaf
+        with without_subclass_functions():
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self.device)
+
+    def _tensor(self, value: int) -> Tensor:
+        made = self.stand_ins.get(value)
+        if made is None:
+            shape = self.shapes.values.get(value)
+            if shape is None and value in self.here:
+                shape = Shape.of(self.here[value])
+            if shape is None:
+                raise ReplayError(f"The shape of value {value} is not known: the stage that makes it must run first.")
+            made = RemoteTensor.standing_for(value, shape, self)
+            self.stand_ins[value] = made
+        return made
+
+    def _stand_in(self, node: Node, given: list[Any]) -> Any:
+        """What stands for the result of ``node``."""
+        sources = node.returned.sources
+        if node.returned.skeleton is ... and sources[0][0] == "value":  # nearly all results are one tensor
+            return self._tensor(sources[0][1])
+        constants = self.shapes.constants.get(node.index)
+        found: list[Any] = []
+        for position, (kind, source) in enumerate(sources):
+            if kind == "value":
+                found.append(self._tensor(source))
+            elif kind == "argument":
+                found.append(given[source])
+            else:
+                constant = AS_TRACED if constants is None else constants[position]
+                found.append(source if constant == AS_TRACED else constant)
+        return found[0] if node.returned.skeleton is ... else rebuild(node.returned.skeleton, found)
+
+    def _rebind(self, node: Node, given: list[Any]) -> None:
+        """``node`` has changed tensors in place: these objects are other values from now on."""
+        for old, new, position in node.rebinds:
+            changed: Any = self.stand_ins.get(-1 if old is None else old) if position is None else given[position]
+            if changed is None:
+                continue
+            if type(changed) is not RemoteTensor:  # one of the batch into which something of another stage was written
+                self._reclassed.append((changed, type(changed)))
+                changed.__class__ = RemoteTensor
+                changed.run = self
+            changed.value = new
+            self.stand_ins[new] = changed
+
+    def _is_known(self, node: Node) -> bool:
+        """Whether it is known what the result of an operation looks like for this kind of batch."""
+        shapes = self.shapes
+        if any(value not in shapes.values for value in node.returned.values):
+            return False
+        has_constants = any(kind == "constant" for kind, _ in node.returned.sources)
+        return shapes.is_traced or not has_constants or node.index in shapes.constants
+
+    def _learn(self, node: Node, function: Any, args: Any, kwargs: Any) -> None:
+        """Find the shapes of an operation's result for a new kind of batch: do it once on zeros."""
+        failure: Exception | None = None
+        for number in (0, 1):  # an inverse refuses zeros
+            filled = map_leaves(partial(self._filled, number), (args, kwargs))
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    result = self.do(function, *filled)
+                break
+            except RuntimeError as error:
+                failure = error
+        else:
+            raise ReplayError(f"The shape of what {node.name} makes is not known: {failure}")
+        given = leaves(filled)
+        made = [(s, leaf) for leaf, (k, s) in zip(leaves(result), node.returned.sources, strict=True) if k == "value"]
+        made += [(new, given[position]) for _, new, position in node.rebinds if position is not None]
+        for value, tensor in made:
+            requires_grad = self.graph.values[value].requires_grad
+            self.shapes.values[value] = Shape(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, requires_grad)
+        found = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves(result))
+        self.shapes.constants[node.index] = found
+
+    def _filled(self, number: int, leaf: Any) -> Any:
+        if type(leaf) is RemoteTensor or id(leaf) in self.program.absent:
+            requires_grad = leaf.requires_grad and torch.is_grad_enabled()
+            return self.pattern(leaf).fill_(number).requires_grad_(requires_grad)
+        return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+class Watch(TorchFunctionMode):
+    """For the few stages that send what no unit sees, or whose draws between modules are seeded one by one."""
+
+    def __init__(self, run: StageRun, seed: int) -> None:
+        super().__init__()
+        self.run = run
+        self.seed = seed
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, run = kwargs or {}, self.run
+        if run.inside or run.done or kind_of(function, args) is not Kind.OPERATION:
+            return function(*args, **kwargs)
+        if run.has_begun:
+            args, kwargs = map_leaves(run.real, args), map_leaves(run.real, kwargs)
+        given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(type(leaf) is RemoteTensor or id(leaf) in run.program.absent for leaf in given):
+            return function(*args, **kwargs)  # comes to the class
+        node = self._node_of(function, given)
+        if node is None:
+            return function(*args, **kwargs)
+        if node.index < run.plan.begin and node.buffers:
+            return given[0]  # written on the stage that has it
+        result = self._done(node, function, args, kwargs)
+        if node.index >= run.plan.begin:
+            run.position = node.index + 1
+        if node.free:
+            return result
+        run.note_result(node, result)
+        found = leaves((args, kwargs))
+        for old, new, position in node.rebinds:
+            if position is not None:
+                run.here[new] = found[position]
+            elif old in run.here:
+                run.here[new] = run.here[old]
+        return result
+
+    def _done(self, node: Node, function: Any, args: Any, kwargs: Any) -> Any:
+        run = self.run
+        if not (node.random and run.graph.mixes_draws):
+            return run.do(function, args, kwargs)
+        # Its seed is that of its place; seeds go on as if it had not drawn.
+        generators, number = run.program.wrappers.generators, torch.default_generator.initial_seed()
+        generators.seed(mix(self.seed, node.index))
+        result = run.do(function, args, kwargs)
+        generators.seed(number)
+        return result
+
+    def _node_of(self, function: Any, given: list[Tensor]) -> Node | None:
+        """The next node that this call is; None for one that was not traced."""
+        run = self.run
+        known = {id(tensor): value for value, tensor in run.here.items()}
+        values = {known[id(leaf)] for leaf in given if id(leaf) in known}
+        parameters = {run.program.names[id(leaf)] for leaf in given if id(leaf) in run.program.names}
+        buffers = {run.program.written[id(leaf)] for leaf in given if id(leaf) in run.program.written}
+        if not values and not parameters and not buffers and not run.graph.mixes_draws:
+            return None
+        for index in range(run.position, run.graph.next_unit[run.position]):
+            node = run.graph.nodes[index]
+            if node.function != function or not buffers.issubset(node.buffers + node.buffers_read):
+                continue
+            if values == set(node.inputs) and parameters == set(node.parameters):
+                return node
+        return None
+
+
+class Reads(TorchFunctionMode):
+    """Takes down what Python code reads of the batch in a dry run: another path may follow from other values."""
+
+    def __init__(self, run: StageRun) -> None:
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, run = kwargs or {}, self.run
+        result = function(*args, **kwargs)
+        if run.inside or kind_of(function, args) is not Kind.OPERATION:
+            return result
+        found = leaves(result)
+        if any(type(leaf) is RemoteTensor for leaf in found):
+            return result
+        made = [leaf for leaf in found if isinstance(leaf, Tensor)]
+        reads = run.observers.reads
+        assert reads is not None
+        if not made and result is not None:
+            reads.append(f"{result!r}, which Python reads at {user_location()}")
+        elif deciding_tensors(name_of(function), leaves((args, kwargs))):
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in made)
+            reads.append(f"a result of shape {shapes} from {name_of(function)} at {user_location()}")
+        return result
+
+
+# ---- wrapped modules ----
+
+
+class Wrappers:
+    """The wrapped modules of one root: units, and modules that draw random numbers.
+
+    Attributes:
+        drawing: names of the modules that draw, or are called behind draws.
+        is_active: whether the steps of a pipeline run: outside of them modules are what they always are.
+    """
+
+    def __init__(self, root: nn.Module, device: torch.device) -> None:
+        self.root = root
+        self.device = device
+        self.generators = Generators(root, device)
+        self.drawing: frozenset[str] = frozenset()
+        self.is_active = False
+
+    @contextmanager
+    def active(self, graphs: Sequence[StepGraph]) -> Iterator[None]:
+        """Around forward and backward of steps on the paths ``graphs``."""
+        names: dict[str, None] = {}
+        drawing: set[str] = set()
+        for graph in graphs:
+            names.update(dict.fromkeys(graph.units))
+            drawing.update(graph.drawing)
+        names.update(dict.fromkeys(drawing))
+        self.drawing = frozenset(drawing)
+        self.generators.python = any(graph.draws for graph in graphs)
+        self.is_active = True
+        try:
+            with patched_forwards(self.root, self._wrap, names, compiled=True):
+                yield
+        finally:
+            self.is_active = False
+            self.generators.python = True
+
+    def _wrap(self, name: str, forward: Forward) -> Forward:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            run = active_run()
+            if run is not None and not run.inside and name in run.graph.unit_names:
+                return run.unit(name, forward, args, kwargs)
+            if name in self.drawing and self.is_active:  # also in a checkpoint's second run, which no run is for
+                return seeded(self.generators, lambda: forward(*args, **kwargs))
+            return forward(*args, **kwargs)
+
+        return wrapped
