@@ -327,7 +327,7 @@ def package_strings() -> str:
 
 def quoted_messages() -> list[str]:
     headings = ("### At the start", "### While training")
-    rows = [row for page in (GUIDE, PIPELINE_GUIDE) for heading in headings for row in first_cells(page, heading)]
+    rows = [row for heading in headings for row in first_cells(GUIDE, heading)]
     quoted = [message for row in rows for message in re.findall(r"``(.+?)``|`([^`]+)`", row[0])]
     return [double or single for double, single in quoted]
 
