@@ -410,14 +410,14 @@ def _memory_error(costs: StageCosts, needed: int) -> PartitionError:
     if biggest > limit:
         alone = f"; unit {name!r} alone needs {_size(biggest)}"
     return PartitionError(
-        f"found no partition into {costs.num_stages} stages that keeps every rank under memory_limit={_size(limit)};"
+        f"found no partition into {costs.num_stages} stages that keeps every rank under its memory_limit_gb, {_size(limit)};"
         f" {which} is {_size(needed)}{alone}. Use more stages, activation checkpointing, or smaller micro-batches"
         f" (more of them, or a smaller batch)"
     )
 
 
 def _size(size: float) -> str:
-    exact = f"{math.ceil(size)} bytes"
-    if size < 2**20:
-        return exact
-    return f"{exact} ({size / 2**30:.3f} GiB)"
+    """Bytes, and GiB rounded up to four digits."""
+    gib = size / 2**30
+    digits = 3 - math.floor(math.log10(gib)) if gib > 0 else 0
+    return f"{math.ceil(size)} bytes ({math.ceil(gib * 10**digits) / 10**digits:.4g} GiB)"

@@ -6,6 +6,7 @@ of checks hold the value, the valid ones, and what to write.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -79,6 +80,22 @@ def group_of(name: str, kind: type[_Group], value: Any) -> _Group:
             hint = _hint(key, known, {})
             raise ValueError(f"{name}={dict(value)!r}: {kind.__name__} has no {key!r}. {hint}")
     return kind(**value)
+
+
+def with_hints(kind: type[_Group]) -> type[_Group]:
+    """``kind``, a group that says which option was meant by an unknown one."""
+    plain = kind.__init__
+
+    @functools.wraps(plain)
+    def init(self: Any, *args: Any, **given: Any) -> None:
+        known = _names(kind)
+        for name in given:
+            if name not in known:
+                raise TypeError(f"{kind.__name__} has no {name!r}. {_hint(name, known, {})}")
+        plain(self, *args, **given)
+
+    kind.__init__ = init  # type: ignore[method-assign]
+    return kind
 
 
 def refuse_moved(strategy: Any, given: Mapping[str, Any], groups: OptionGroups) -> None:

@@ -44,7 +44,9 @@ def print_partition(
         rows += partitioned.sharded.describe()
     elif setup.options.shard is not None:
         rows.append(("optimizer shards", "none: with one replica each rank has the state of its own stages alone"))
-    way = f"pipelined in {setup.num_stages} stages"
+    way = f"pipelined in {counted(setup.num_stages, 'stage')}"
+    if setup.groups.pipeline.size() == 1:
+        way += " on one rank, so nothing overlaps: give devices= more, or use strategy='smddp'"
     print_table(_TITLE, [(hook, way), *rows], setup.module.trainer)
 
 

@@ -11,7 +11,7 @@ from lightning_smddp.pipeline.partition.loss_weights import Option as LossWeight
 from lightning_smddp.pipeline.partition.loss_weights import require_loss_weight
 from lightning_smddp.pipeline.partition.microbatches import SplitBatch
 from lightning_smddp.pipeline.runtime.schedules import Schedule, check
-from lightning_smddp.strategies.options import FromDDP, GradientOptions, is_positive, require_bools
+from lightning_smddp.strategies.options import FromDDP, GradientOptions, is_positive, require_bools, with_hints
 from lightning_smddp.wording import counted
 
 
@@ -22,6 +22,7 @@ class AsDataParallel(FromDDP, total=False):
     shard: Literal["optimizer"] | None
 
 
+@with_hints
 @dataclass(frozen=True)
 class PartitionOptions:
     """How the module is divided into stages, and batches into micro-batches.

@@ -100,7 +100,7 @@ LAYOUTS = [
     ("makes 3 stages, but there are 2", Net, {"split": ["net.2", "net.4"]}),
     ("net.99", Net, {"split": ["net.99"]}),
     ("stages", Net, {"schedule": "interleaved_1f1b", "stages_per_rank": 5}),
-    ("memory_limit=", Net, {"memory_limit_gb": 1e-9}),
+    ("memory_limit_gb, ", Net, {"memory_limit_gb": 1e-9}),
     ("SplitError: found no partition into 2 stages", Net, {"memory_limit_gb": 1e-6}),
 ]
 AT_START = together([*MODULES, *LAYOUTS])
