@@ -19,6 +19,7 @@ from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.bridge.step_results import StepResults
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.pipeline.partition.batch_sync import BatchSync
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.outputs import UncombinableError
 from lightning_smddp.pipeline.partition.plan import StepFailedError, own_error
@@ -42,10 +43,19 @@ class Batches:
         batcher: cuts batches into micro-batches.
         capture: kept what the step did for each micro-batch.
         metrics: is told which metrics a batch has changed.
+        sync: knows the present batch.
     """
 
-    def __init__(self, setup: RunSetup, batcher: MicroBatcher, capture: StepCapture, metrics: PipelineMetrics) -> None:
+    def __init__(
+        self,
+        setup: RunSetup,
+        batcher: MicroBatcher,
+        capture: StepCapture,
+        metrics: PipelineMetrics,
+        sync: BatchSync,
+    ) -> None:
         self.setup = setup
+        self.sync = sync
         self.batcher = batcher
         self.capture = capture
         self.metrics = metrics
@@ -219,7 +229,7 @@ class Batches:
         if step.key not in self._exchanges:
             self._exchanges[step.key] = partitioned.runtime.exchange()
         try:
-            shared: StepResults | str = self._exchanges[step.key].run(results, 0, run.failures)
+            shared: StepResults | str = self._exchanges[step.key].run(results, self.sync.digest, run.failures)
         except Exception:
             step.forget()
             raise

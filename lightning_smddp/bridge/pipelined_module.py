@@ -30,11 +30,11 @@ from lightning_smddp.bridge.partitioning import Partitioning
 from lightning_smddp.bridge.step import LightningStep, Scale
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.pipeline.partition.batch_sync import BatchSync
 from lightning_smddp.pipeline.partition.hardware import fits_on_devices
 from lightning_smddp.pipeline.partition.loss_weights import COUNTED_BY_ROWS, LossWeight, has_ignored
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import own_error
-from lightning_smddp.pipeline.partition.same_batch import BatchAgreement
 from lightning_smddp.pipeline.runtime.host_values import HostValues
 from lightning_smddp.pipeline.state.grad_reduce import give_back_clipping, take_over_clipping
 from lightning_smddp.pipeline.view.view import GlobalView
@@ -70,14 +70,14 @@ class PipelinedModule:
         self.watching = False
         self.marking = True
         self.host_values = HostValues()
-        self._agreement = BatchAgreement(setup.groups.pipeline, setup.device, setup.groups.host, self.host_values)
+        self.sync = BatchSync(setup.groups.host, setup.device)
         replicas = None
         if setup.num_replicas > 1:
             replicas = setup.groups.data_parallel_group
         self.metrics = PipelineMetrics(module, setup.groups.pipeline, setup.last_rank, setup.device, replicas)
         self.capture = StepCapture(module, metrics=self.metrics)
         self.batcher = MicroBatcher(setup, self.host_values)
-        self._batches = Batches(setup, self.batcher, self.capture, self.metrics)
+        self._batches = Batches(setup, self.batcher, self.capture, self.metrics, self.sync)
         self._optimizers: list[Optimizer] = []
         self.shards: list[OptimizerShards] = []
         self._precision_plugin: Any = None
@@ -128,7 +128,7 @@ class PipelinedModule:
             may_drop: what is in ``.grad`` now will be zeroed before anybody reads it.
             accumulates: no optimizer step follows.
         """
-        batch = self._agreement.agree(batch, "training_step")
+        batch = self.sync.same(batch, "training_step")
         step = self._begin_step("training_step", arguments, scale)
         if isinstance(self.state, Unpartitioned):
             self._partition(self.state, step, batch)
@@ -146,7 +146,7 @@ class PipelinedModule:
             arguments: the step's others.
             may_wait: training follows, so there is no need to partition the module by this step.
         """
-        batch = self._agreement.agree(batch, hook)
+        batch = self.sync.same(batch, hook)
         step = self._begin_step(hook, arguments)
         if isinstance(self.state, Unpartitioned):
             waits = may_wait and self.setup.is_whole()

@@ -180,7 +180,7 @@ class TrainerStrategy(_Base):
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Tell the supervision that a batch begins, stop there if all are to stop, and move it."""
         self._supervision.batch_begins()
-        with self._moving_batch():
+        with self._moving_batch(batch):
             return super().batch_to_device(batch, *args, **kwargs)
 
     @override
@@ -405,8 +405,8 @@ class TrainerStrategy(_Base):
     def _training_ends(self) -> None:
         """Behind the last batch of a fit."""
 
-    def _moving_batch(self) -> AbstractContextManager[None]:
-        """Around the code that moves a batch to the device."""
+    def _moving_batch(self, batch: Any) -> AbstractContextManager[None]:
+        """Around the code that moves ``batch`` to the device."""
         return nullcontext()
 
     def _averaging(self) -> AbstractContextManager[None]:

@@ -314,11 +314,12 @@ class PipelineParallel(PipelineRanks):
     # ---- steps ----
 
     @override
-    def _moving_batch(self) -> AbstractContextManager[None]:
+    def _moving_batch(self, batch: Any) -> AbstractContextManager[None]:
         """Note what the host knows of the batch; not of what a hook of the user's makes of it."""
         on_host = self.root_device.type == "cpu"  # where the batch itself can be read
         if self._pipelined is None or on_host or changes_batch(self._trainer):
             return nullcontext()
+        self._pipelined.sync.note(batch)
         return self._pipelined.host_values.noted()
 
     @override

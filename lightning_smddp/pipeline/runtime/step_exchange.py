@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.pipeline.partition.batch_sync import CURE
 from lightning_smddp.pipeline.runtime.messages import MessageLayout, layout_of
 from lightning_smddp.pipeline.runtime.remote import ReplayError, TensorSpec
 from lightning_smddp.wire.broadcast import Channel
@@ -32,12 +33,6 @@ _ROOM = 4096  # bytes of results that travel with the word
 _HEAD = 3 * 8  # bytes of the three numbers in front
 _NUMBERS = (bool, int, float)
 _CPU = torch.device("cpu")
-
-DIFFERENT_BATCHES = (
-    "The ranks of a pipeline have different batches, though the first ones were alike. Let all ranks make the same "
-    "batches: `seed_everything(seed, workers=True)` before fit, a sampler or dataset with a `torch.Generator` that has "
-    "a fixed seed, and no random numbers that depend on the rank."
-)
 
 
 class Failure(NamedTuple):
@@ -187,7 +182,9 @@ class StepExchange:
             dist.all_gather_object(told, without_errors, group=self._host)
             gathered = told
         if any(batch != heads[0][1] for _, batch, _ in heads):
-            raise ValueError(DIFFERENT_BATCHES)
+            raise ValueError(
+                f"The ranks of a pipeline have different batches, though the first ones were alike. {CURE}"
+            )
         if has_failed:
             gathered[self._host.rank()] = list(failures)
             _raise_cause(gathered, self._host)

@@ -1,0 +1,184 @@
+"""One batch for all ranks of a pipeline: that of the first, whatever samplers and augmentation gave the others.
+
+Each rank has read its own batch. The first ones of each kind are compared in full. Where they differ, the first rank's
+is sent to the others from then on. Else later ones are trusted: a sample of each travels with what the step shows, and
+a difference is an error there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from types import FunctionType, GeneratorType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_smddp.wire.broadcast import Channel
+from lightning_smddp.wire.objects import UnsendableError, broadcast
+from lightning_smddp.wire.pytree import leaves, map_leaves
+
+_COMPARED = 3  # batches of a kind that are compared in full
+_SAMPLED = 256  # elements of a tensor that are looked at in later ones
+_ONCE = (GeneratorType, map, zip, filter)  # they give their entries once, but a step runs several times on a batch
+
+CURE = (
+    "Let all ranks make the same batches: `seed_everything(seed, workers=True)` before fit, a sampler or dataset with "
+    "a `torch.Generator` that has a fixed seed, and no random numbers that depend on the rank."
+)
+
+
+class BatchSync:
+    """Makes the ranks of a pipeline have the same batches.
+
+    Args:
+        host: the ranks, for what hosts tell each other.
+        device: where batches are.
+
+    Attributes:
+        digest: of the present batch, the same on all ranks where they have the same.
+    """
+
+    def __init__(self, host: Channel, device: torch.device) -> None:
+        self._group = host.group
+        self._device = device
+        self._compared: dict[Any, int] = {}  # by kind
+        self._differ: set[Any] = set()  # kinds
+        self._on_host: int | None = None
+        self.digest = 0
+
+    def note(self, batch: Any) -> None:
+        """The next batch is ``batch``, which is moved to the device as it is: no need to read it there."""
+        self._on_host = sampled_digest(batch)
+
+    def same(self, batch: Any, kind: Any) -> Any:
+        """The first rank's batch. Collective for the first ones of a kind, and where they differ.
+
+        Args:
+            batch: of this rank. Generators in it become lists.
+            kind: batches of one kind are made alike.
+
+        Raises:
+            ValueError: on every rank: batches differ, and the first one's cannot be sent.
+        """
+        batch = map_leaves(lambda leaf: list(leaf) if isinstance(leaf, _ONCE) else leaf, batch)
+        noted, self._on_host = self._on_host, None
+        if self._group.size() == 1:
+            return batch
+        if kind not in self._differ and self._compared.get(kind, 0) >= _COMPARED:
+            self.digest = noted if noted is not None else sampled_digest(batch)
+            return batch
+        self.digest = 0
+        self._compared[kind] = self._compared.get(kind, 0) + 1
+        if kind not in self._differ:
+            if self._are_equal(batch):
+                return batch
+            self._differ.add(kind)
+        return self._first_ranks(batch)
+
+    def _are_equal(self, batch: Any) -> bool:
+        """Collective."""
+        digests: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(digests, full_digest(batch), group=self._group)
+        return all(other == digests[0] for other in digests)
+
+    def _first_ranks(self, batch: Any) -> Any:
+        """Collective."""
+        # by way of the host: what is on a device would arrive on the first rank's
+        sent = map_leaves(self._off_device, batch) if self._group.rank() == 0 else None
+        try:
+            received = broadcast(sent, self._group)
+        except UnsendableError as error:
+            raise ValueError(
+                f"The ranks of a pipeline have different batches, and that of the first cannot be sent: {error}. {CURE}"
+            ) from error
+        if self._group.rank() == 0:
+            return batch
+        return map_leaves(self._on_device, received)
+
+    def _off_device(self, leaf: Any) -> Any:
+        if self._device.type != "cpu" and getattr(leaf, "device", None) == self._device:
+            return _Moved(leaf.to("cpu"))
+        return leaf
+
+    def _on_device(self, leaf: Any) -> Any:
+        if isinstance(leaf, _Moved):
+            return leaf.value.to(self._device)
+        return leaf
+
+
+class _Moved:
+    """What was on the device."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class _Pickler(pickle.Pickler):
+    """Describes an object by what is in it, for a comparison alone: nobody reads it back."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        """A dense tensor counts by its elements, not by the memory that it is a part of; classes by their names."""
+        if isinstance(obj, (type, FunctionType)):
+            return obj.__module__, obj.__qualname__
+        if not isinstance(obj, Tensor) or not _is_dense(obj):
+            return None
+        content = hashlib.blake2b(_bytes_of(obj).cpu().numpy().data, digest_size=8).digest()
+        return type(obj).__name__, str(obj.dtype), tuple(obj.shape), obj.requires_grad, content
+
+    def reducer_override(self, obj: Any) -> Any:
+        """What cannot be pickled, such as a lock, counts by its type."""
+        try:
+            return obj.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        except TypeError:
+            return str, (type(obj).__qualname__,)
+
+
+def full_digest(batch: Any) -> int:
+    """A number that is another one for nearly every other batch.
+
+    Equal sets of strings may have other ones in other processes, as their order differs there.
+    """
+    described = io.BytesIO()
+    _Pickler(described).dump(batch)
+    return _number(hashlib.blake2b(described.getbuffer(), digest_size=8))
+
+
+def sampled_digest(batch: Any) -> int:
+    """The same by shapes and a few elements of tensors, plain values, and types of other objects."""
+    digest = hashlib.blake2b(digest_size=8)
+    samples: list[Tensor] = []
+    for leaf in leaves(batch):
+        if isinstance(leaf, np.ndarray) and leaf.dtype != object:
+            leaf = torch.from_numpy(leaf)
+        if isinstance(leaf, Tensor):
+            shape = "" if leaf.is_nested else list(leaf.shape)
+            digest.update(f"{leaf.dtype}{shape}".encode())
+            if _is_dense(leaf) and leaf.numel():
+                flat = leaf.detach().reshape(-1)
+                samples.append(_bytes_of(flat[:: -(-len(flat) // _SAMPLED)]))
+        elif isinstance(leaf, (str, bytes, int, float, bool, complex, type(None))):
+            digest.update(repr(leaf).encode())
+        else:
+            digest.update(type(leaf).__qualname__.encode())
+    if samples:
+        digest.update(torch.cat([sample.to(samples[0].device) for sample in samples]).cpu().numpy().data)
+    return _number(digest)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return not tensor.is_nested and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
+    return plain.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _number(digest: Any) -> int:
+    """Of 62 bits, so that it can be sent as an int64."""
+    return int.from_bytes(digest.digest(), "little") >> 2
