@@ -32,9 +32,9 @@ from lightning_smddp.pipeline.runtime.remote import ReplayError, Shapes
 from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
 from lightning_smddp.pipeline.runtime.step_run import StageProgram, Wrappers
 from lightning_smddp.seeding import seeded_modules
-from lightning_smddp.wire.broadcast import UnsendableError, broadcast_json, broadcast_structure
-from lightning_smddp.wire.gather import gather_json
+from lightning_smddp.wire.objects import UnsendableError, broadcast, gather
 from lightning_smddp.wire.pytree import copied, leaves
+from lightning_smddp.wire.stream import broadcast_object
 from lightning_smddp.wording import USE_INSTEAD
 
 _WEIGHTS = (2 / 3, 1 / 3)  # unequal, so that wrong ones show
@@ -179,7 +179,7 @@ def check_at_start(
     except ReplayError as error:
         failure = VerificationError(str(error), partitioned.findings)
     # Pipelines are compared apart, but all ranks stop together: else those of the others would wait for this one.
-    texts = gather_json(None if failure is None else str(failure), setup.world, setup.device)
+    texts = gather(None if failure is None else str(failure), setup.world)
     found = [text for text in texts if text is not None]
     if found:
         raise failure or VerificationError(found[0], partitioned.findings)
@@ -209,14 +209,13 @@ def _findings(
     setup = partitioned.setup
     if setup.num_replicas > 1:
         pairs = [(part.size, part.weight, part.value) for part in parts]
-        like = [(0, 0.0, part.value) for part in parts]
         try:
-            sent = broadcast_structure(pairs, setup.world, 0, setup.device, like=like)
+            sent = broadcast_object(pairs, setup.world, 0, setup.device)
         except UnsendableError:  # on every rank
             found = []
             if setup.groups.replica == 0:
                 found = [asdict(finding) for finding in _compared(partitioned, step, parts, baseline)]
-            found = broadcast_json(found, setup.world, setup.device)
+            found = broadcast(found, setup.world)
             return [Finding(**finding) for finding in found]
         parts = [MicroBatch(value, size, weight) for size, weight, value in sent]
     return _compared(partitioned, step, parts, baseline)
@@ -253,7 +252,7 @@ def _compared(
                 local[0] += part.weight * float(loss_of(output, trial.hook, detached=True))
     norms: dict[str, float] = {}
     losses = []
-    for loss, some in gather_json(local, setup.groups.pipeline, setup.device):
+    for loss, some in gather(local, setup.groups.pipeline):
         norms.update(some)
         losses.append(loss)
     (actual,) = [loss for loss in losses if loss is not None]

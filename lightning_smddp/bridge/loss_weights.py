@@ -21,7 +21,7 @@ from lightning_smddp.pipeline.partition.loss_weights import (
 )
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import own_error
-from lightning_smddp.wire.broadcast import broadcast_json
+from lightning_smddp.wire.objects import broadcast
 from lightning_smddp.wire.pytree import tensors
 
 _SEEDS = (20240229, 20250131)  # of the whole batch: a loss that follows them is chance
@@ -56,7 +56,7 @@ def find_loss_weight(
         weight, note = _decide(partitioned, losses, whole, microbatches)
         found = [weight.to_json(), note]
     source = setup.groups.mesh.pipelines[0][setup.last_rank]
-    found, note = broadcast_json(found, setup.world, setup.device, source)
+    found, note = broadcast(found, setup.world, source)
     return LossWeight.from_json(found), note
 
 

@@ -38,8 +38,7 @@ from lightning_smddp.pipeline.state.state_dict import gather_full
 from lightning_smddp.pipeline.view.view import GlobalView
 from lightning_smddp.seeding import Generators, run_seed
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
-from lightning_smddp.wire.broadcast import broadcast_json
-from lightning_smddp.wire.gather import gather_json
+from lightning_smddp.wire.objects import broadcast, gather
 
 
 class Partitioning:
@@ -74,7 +73,7 @@ class Partitioning:
                 has the module as it was before.
         """
         setup = self.setup
-        hosts = gather_json(node_identity(), setup.world, setup.device)
+        hosts = gather(node_identity(), setup.world)
         links = links_between(setup.rank_of_stage, setup.groups.mesh.pipelines, hosts, setup.device.type)
         casts = self.step.trains and _casts_weights(setup)
         num_shares = 1
@@ -90,7 +89,7 @@ class Partitioning:
             casts,
             num_shares,
         )
-        self._seed = broadcast_json(run_seed() % 2**31, setup.world, setup.device)
+        self._seed = broadcast(run_seed() % 2**31, setup.world)
         return self._partitioned(self._plan(resources), resources)
 
     def _partitioned(self, plan: PartitionPlan, resources: Resources) -> PartitionedModule:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.pipeline.mesh import named_tensors
 from lightning_smddp.planner.problem import Link
-from lightning_smddp.wire.gather import all_agree, gather_json
+from lightning_smddp.wire.objects import gather
 
 _MARGIN = 1.05  # times the module's bytes, for what a host needs besides
 _GROUPS = Path("/sys/fs/cgroup")
@@ -61,7 +61,7 @@ def fits_on_devices(module: nn.Module, group: dist.ProcessGroup, device: torch.d
     """
     size = sum(map(_bytes_of, module.parameters()))
     fits = 2 * size <= free_device_bytes(device)
-    return all_agree(fits, group, device)
+    return all(gather(fits, group))
 
 
 def fits_on_hosts(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -74,7 +74,7 @@ def fits_on_hosts(module: nn.Module, group: dist.ProcessGroup, device: torch.dev
     wanted: dict[str, float] = defaultdict(float)
     available: dict[str, float] = defaultdict(lambda: math.inf)
     mine = [node_identity(), needed, available_host_bytes()]
-    for host, size, free in gather_json(mine, group, device):
+    for host, size, free in gather(mine, group):
         wanted[host] += size
         available[host] = min(available[host], free)
     return all(_MARGIN * wanted[host] <= available[host] for host in wanted)

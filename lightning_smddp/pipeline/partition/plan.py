@@ -32,8 +32,7 @@ from lightning_smddp.pipeline.partition.split import choose_units, is_within, pa
 from lightning_smddp.pipeline.runtime.departures import StepFailedError, Together
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.planner.partition import Partition
-from lightning_smddp.wire.broadcast import broadcast_json
-from lightning_smddp.wire.gather import all_agree, gather_json
+from lightning_smddp.wire.objects import broadcast, gather
 
 
 def own_error(error: Exception) -> BaseException:
@@ -155,7 +154,7 @@ def divide(
         known = None
     graph = _graph_of(known, traced, modules, root) if known is not None else None
     # The step may be another one than that which an earlier decision was made for: then it is decided anew, by all.
-    if not all_agree(graph is not None, group, device):
+    if not all(gather(graph is not None, group)):
         graph = None
     if graph is None:
         known = None
@@ -263,7 +262,7 @@ def require_same(graph: StepGraph, group: dist.ProcessGroup, device: torch.devic
     The same where it writes foreign tensors on one. From then on all ranks agree on whether it draws random numbers
     in Python.
     """
-    gathered = gather_json([graph.digest(), graph.draws, graph.foreign_writes], group, device)
+    gathered = gather([graph.digest(), graph.draws, graph.foreign_writes], group)
     graph.draws = any(draws for _, draws, _ in gathered)
     for _, _, locations in gathered:
         refuse_foreign_writes(locations)
@@ -272,7 +271,7 @@ def require_same(graph: StepGraph, group: dist.ProcessGroup, device: torch.devic
     if not differing:
         return
     other = differing[0]
-    lines = gather_json(graph.lines(), group, device)
+    lines = gather(graph.lines(), group)
     position, first, second = first_difference(lines[0], lines[other])
     raise SplitError(
         f"The step takes another course on rank {other} than on rank 0: its item {position} is {second}, on rank 0 it "
@@ -306,9 +305,9 @@ def first_decides(decide: Callable[[], Any], group: dist.ProcessGroup, device: t
         except Exception as error:
             text = f"The step failed on rank 0 while it was tried: {error!r}"
             # The others wait for an answer, whatever it is. Here the error itself is raised, as it has the cause.
-            broadcast_json({"failure": text}, group, device)
+            broadcast({"failure": text}, group)
             raise StepFailedError(text) from error
-    answer = broadcast_json(answer, group, device)
+    answer = broadcast(answer, group)
     if "failure" in answer:
         raise StepFailedError(answer["failure"])
     if "error" in answer:

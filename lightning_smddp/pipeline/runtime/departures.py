@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_smddp.pipeline.capture.graph import SplitError
-from lightning_smddp.wire.gather import gather_json
+from lightning_smddp.wire.objects import gather
 
 Result = TypeVar("Result")
 
@@ -39,7 +39,7 @@ class Together:
         # Each rank sends one message: the collective it has come to, its error, or its end. So all of them take part in
         # this exchange wherever they are, and nobody is left alone in the user's own collective.
         if self._ended is None:
-            told = gather_json({"location": location}, self.group, self.device)
+            told = gather({"location": location}, self.group)
             if all(other == told[0] for other in told):
                 return
             self._ended = _why_ended(told)
@@ -68,7 +68,7 @@ class Together:
         # Only once: where the end was met in a collective of the step, all ranks know of it, and nobody waits here any
         # more.
         if self._ended is None:
-            told = gather_json({"error": error}, self.group, self.device)
+            told = gather({"error": error}, self.group)
             self._ended = _why_ended(told)
 
 

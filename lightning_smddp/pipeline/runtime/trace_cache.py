@@ -30,7 +30,7 @@ from lightning_smddp.pipeline.runtime.remote import OTHER_COURSE, ReplayError, S
 from lightning_smddp.pipeline.runtime.staged_step import StagedStep, Step, TracedPath
 from lightning_smddp.pipeline.runtime.step_run import Observers, StageProgram
 from lightning_smddp.wire.broadcast import broadcast_structure
-from lightning_smddp.wire.gather import gather_json
+from lightning_smddp.wire.objects import gather
 
 _KEPT = 256  # kinds of micro-batches that are remembered,
 _KEPT_OF_A_KIND = 16  # and paths of each
@@ -292,7 +292,7 @@ class TraceCache:
         reason_here: str | None = None
         if history is None:
             reason_here = self._reason
-        for reason in gather_json(reason_here, self.runtime.groups.pipeline, self.runtime.device):
+        for reason in gather(reason_here, self.runtime.groups.pipeline):
             if reason is not None:
                 raise SplitError(
                     "The step takes another course each time that it is run on the same batch, so that stages cannot "
