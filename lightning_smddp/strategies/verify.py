@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
@@ -323,7 +323,7 @@ def _fit(
 ) -> None:
     """Train a copy for some steps; what was seen of it is at ``path``."""
     module, data, callbacks = copy.deepcopy((module, data, list(callbacks)))  # what they share stays shared
-    torch.manual_seed(0)
+    seed_everything(0, verbose=False)  # on new processes, too
     options = {**_QUIET, "max_steps": STEPS, "limit_val_batches": STEPS}
     trainer = Trainer(devices=devices, strategy=strategy, callbacks=[*callbacks, _Recorder(path)], **options)
     trainer.fit(module, datamodule=data)

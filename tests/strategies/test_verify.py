@@ -31,17 +31,18 @@ Verify = Callable[..., tuple[int, list[str]]]
 
 
 class Verified(Chain):
-    """With batches in random order, validation, a metric, an attribute, hooks, and a layer for each of four stages."""
+    """With batches in random order, dropout, validation, a metric, an attribute, hooks, and a layer for each stage."""
 
     count = 3
 
     def __init__(self) -> None:
         super().__init__()
+        self.layers[1] = nn.Sequential(self.layers[1], nn.Dropout(0.3))
         self.accuracy = MulticlassAccuracy(VOCABULARY, average="micro")
         self.rows = 0
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        logits = self(batch[0])
+        logits = self(F.dropout(batch[0], 0.1))
         self.accuracy(logits, batch[1])
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
         self.rows += len(batch[0])
@@ -110,6 +111,8 @@ def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
             run_trainer_ranks(functools.partial(fit_on_rank, devices=devices), devices, str(tmp_path), *arguments)
 
     def run(name: str, *options: str) -> tuple[int, list[str]]:
+        for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+            monkeypatch.setenv(name, "0")  # is put back behind the test
         code = main(["verify", f"tests.strategies.test_verify:{name}", *options])
         return code, [*(tmp_path / "printed0").read_text().splitlines(), *capsys.readouterr().out.splitlines()]
 
