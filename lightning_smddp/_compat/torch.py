@@ -290,6 +290,7 @@ def has_full_backward_hooks(module: torch.nn.Module) -> bool:
 
 
 BACKWARD_HOOK = "BackwardHookFunction.apply"  # what these hooks do to a module's inputs and outputs
+BackwardHook = BackwardHookFunction
 _apply_lock = threading.Lock()
 _apply_users = 0
 _plain_apply = torch.autograd.Function.__dict__["apply"]

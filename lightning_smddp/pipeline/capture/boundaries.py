@@ -7,24 +7,17 @@ seen by nobody else), as far as it needs that; what is made of smaller values th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-from torch.nn.modules._functions import BackwardHookFunction
-
+from lightning_smddp._compat.torch import BackwardHook
+from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.ops import is_autograd_function
-
-if TYPE_CHECKING:
-    from lightning_smddp.pipeline.capture.graph import StepGraph
 
 Values: TypeAlias = tuple[int, ...]
 """Indices of values, ascending."""
 
 # They take values out of tensors, and torch function does not see it where these are another stage's.
 _ESCAPES = {"tensor", "nested_tensor", "__dlpack__", "from_dlpack", "full", "full_like", "new_full", "new_tensor"}
-
-
-class SplitError(ValueError):
-    """The step cannot be cut into stages as it is; the message says where and what to do."""
 
 
 def starts_of_stages(graph: StepGraph) -> list[int]:
@@ -35,12 +28,19 @@ def starts_of_stages(graph: StepGraph) -> list[int]:
             continue
         # torch's full backward hooks take hold of a module's inputs just before it.
         before = graph.nodes[node.index - 1]
-        is_hook = is_autograd_function(before.function) and before.function.__self__ is BackwardHookFunction
+        is_hook = is_autograd_function(before.function) and before.function.__self__ is BackwardHook
         is_hooked = is_hook and any(one.first == before.index for one in graph.colocations)
         start = before.index if is_hooked else node.index
         if start > 0:
             found.append(start)
     return found
+
+
+def possible_cuts(graph: StepGraph) -> list[int]:
+    """The nodes that a stage may begin with."""
+    if graph.possible_cuts is None:
+        graph.possible_cuts = [cut for cut in starts_of_stages(graph) if obstacle_to(graph, cut) is None]
+    return graph.possible_cuts
 
 
 def obstacle_to(graph: StepGraph, cut: int) -> str | None:

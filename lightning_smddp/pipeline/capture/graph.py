@@ -17,8 +17,6 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 
 from lightning_smddp._compat.torch import BACKWARD_HOOK
-from lightning_smddp.pipeline.capture import boundaries
-from lightning_smddp.pipeline.capture.boundaries import SplitError as SplitError
 from lightning_smddp.pipeline.capture.ops import is_autograd_function
 from lightning_smddp.pipeline.capture.records import (
     HIDDEN,
@@ -38,6 +36,10 @@ T = TypeVar("T")
 
 IsSmall: TypeAlias = Callable[[str], bool]
 """Whether a module of this name may be a unit, if nothing else is against it."""
+
+
+class SplitError(ValueError):
+    """The step cannot be cut into stages as it is; the message says where and what to do."""
 
 
 @dataclass
@@ -120,6 +122,7 @@ class StepGraph:
         calls_compiled: whether code between units is compiled.
         next_unit: node -> the first unit there or behind.
         unit_names: the units, as a set.
+        possible_cuts: see :func:`~lightning_smddp.pipeline.capture.boundaries.possible_cuts`; None until it is asked.
     """
 
     nodes: list[Node]
@@ -142,7 +145,7 @@ class StepGraph:
     calls_compiled: bool = False
     next_unit: list[int] = field(default_factory=list)
     unit_names: frozenset[str] = frozenset()
-    _cuts: list[int] | None = None
+    possible_cuts: list[int] | None = None
 
     def __post_init__(self) -> None:
         """Find who makes, uses and overwrites each value."""
@@ -212,24 +215,10 @@ class StepGraph:
             reason = f"the sparse or nested result of {maker.name} cannot be sent"
             self.colocations.append(Colocation(maker.index, last, reason))
 
-    def obstacle_to(self, cut: int) -> str | None:
-        """Why no stage may begin with node ``cut``; None if one may."""
-        return boundaries.obstacle_to(self, cut)
-
-    def cuts(self) -> list[int]:
-        """The nodes that a stage may begin with."""
-        if self._cuts is None:
-            self._cuts = [cut for cut in boundaries.starts_of_stages(self) if self.obstacle_to(cut) is None]
-        return self._cuts
-
     def needed_after(self, cut: int) -> list[int]:
         """Values made before node ``cut`` and used by it or later ones."""
         used_later = [value for value, last in self.last_use.items() if last >= cut]
         return [value for value in used_later if self.producers[value] < cut]
-
-    def seen_before(self, cut: int) -> set[int]:
-        """The values that units before ``cut`` show."""
-        return boundaries.seen_before(self, cut)
 
     def difference_from(self, other: StepGraph) -> str:
         """The first node that is another one in ``other``, as a sentence."""

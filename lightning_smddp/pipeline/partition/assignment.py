@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from os.path import commonprefix
 
-from lightning_smddp.pipeline.capture.boundaries import boundary_bytes
+from lightning_smddp.pipeline.capture.boundaries import boundary_bytes, possible_cuts
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.partition.cuts import StageCuts
@@ -99,7 +99,7 @@ def _cheapest_cuts(graph: StepGraph, stages: Sequence[int], num_stages: int) -> 
         high = min((index for index in with_parameters if stages[index] >= stage), default=len(stages) - 1)
         first = max([low, *cuts])
         last = max(high, low)
-        allowed = [cut for cut in graph.cuts() if first <= cut <= last]
+        allowed = [cut for cut in possible_cuts(graph) if first <= cut <= last]
         if not allowed:
             raise SplitError(
                 f"This step cannot be cut where stage {stage} begins, between {graph.nodes[low - 1].name} and "

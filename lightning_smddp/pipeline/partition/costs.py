@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.capture.boundaries import boundary_bytes
+from lightning_smddp.pipeline.capture.boundaries import boundary_bytes, possible_cuts
 from lightning_smddp.pipeline.capture.clock import Clock, Instant
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.tracer import Step
@@ -55,7 +55,7 @@ def problem_of(graph: StepGraph, resources: Resources, times: NodeTimes, checkpo
             kept = 0
         costs.append(NodeCost(node.name, forward, backward, kept, node.parameters, is_unit))
     cut_bytes = [math.inf] * (len(costs) + 1)
-    for cut in graph.cuts():
+    for cut in possible_cuts(graph):
         cut_bytes[cut] = boundary_bytes(graph, cut)
     return PartitionProblem(
         nodes=_evened(costs, graph, resources),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from lightning_smddp.pipeline.capture.boundaries import starts_of_stages
+from lightning_smddp.pipeline.capture.boundaries import obstacle_to, starts_of_stages
 from lightning_smddp.pipeline.capture.graph import IsSmall, Modules, SplitError, StepGraph, build_graph
 from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.partition.costs import NodeTimes, problem_of
@@ -155,7 +155,7 @@ def partition(
 def what_forbids(graph: StepGraph) -> str:
     """Where the step cannot be cut, and why: the first such place."""
     for cut in starts_of_stages(graph):
-        reason = graph.obstacle_to(cut)
+        reason = obstacle_to(graph, cut)
         if reason is not None:
             name = graph.nodes[cut].name
             return f" No stage may begin with {name}: {reason}."

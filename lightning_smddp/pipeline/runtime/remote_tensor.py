@@ -7,22 +7,49 @@ operation on what is elsewhere, and of no other: all else is plain PyTorch.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_smddp._compat.torch import READ_NUMBER, shaped_wrapper, without_subclass_functions
+from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.ops import Kind, asks_for_device, device_answer, kind_of, name_of
 from lightning_smddp.pipeline.capture.user_code import user_location
 from lightning_smddp.pipeline.runtime.remote import ReplayError, Shape
 from lightning_smddp.wire.pytree import LEAF_TYPES, leaves, map_leaves
 
-if TYPE_CHECKING:
-    from lightning_smddp.pipeline.runtime.step_run import StageRun
-
 _active = threading.local()  # .run: the stage's run that is under way in this thread
 _TEXT = {"__format__", "__repr__", "__str__"}
+
+
+class StageRun(Protocol):
+    """What these tensors know of :class:`~lightning_smddp.pipeline.runtime.step_run.StageRun`."""
+
+    device: torch.device
+    graph: StepGraph
+    has_begun: bool
+    inside: bool
+
+    def operation(self, function: Any, args: Any, kwargs: Any, found: list[Any]) -> Any:
+        """An operation with one of them among ``found``, the leaves of its arguments."""
+        ...
+
+    def parameter_operation(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """An operation on a parameter of another stage, and on none of them."""
+        ...
+
+    def unit(self, name: str, forward: Any, args: Any, kwargs: Any) -> Any:
+        """A call of a module that is placed whole."""
+        ...
+
+    def real(self, leaf: Any) -> Any:
+        """The tensor that ``leaf`` stands for, if it is here; else ``leaf``."""
+        ...
+
+    def pattern(self, leaf: Any) -> Any:
+        """For ``leaf``, if its numbers are elsewhere, a tensor like it."""
+        ...
 
 
 def active_run() -> StageRun | None:

@@ -22,11 +22,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_smddp._compat.torch import set_apply_handler, without_subclass_functions
+from lightning_smddp._compat.torch import BackwardHook, set_apply_handler, without_subclass_functions
+from lightning_smddp.pipeline.capture.boundaries import seen_before
 from lightning_smddp.pipeline.capture.graph import Node, StepGraph
 from lightning_smddp.pipeline.capture.ops import Kind, is_autograd_function, kind_of, name_of, sets_flag
 from lightning_smddp.pipeline.capture.patches import Compiled, Eager, patched_forwards
@@ -126,7 +126,7 @@ class StageProgram:
         """Whether it sends what no unit sees, nor it has received, nor made again."""
         if self.is_last:
             return False
-        seen = self.graph.seen_before(self.plan.end).union(self.plan.receives)
+        seen = seen_before(self.graph, self.plan.end).union(self.plan.receives)
         unseen = [value for value in self.plan.sends if value not in seen]
         return any(self.graph.producers[value] not in self.plan.again for value in unseen)
 
@@ -377,7 +377,7 @@ class StageRun:
         """``apply`` of an ``autograd.Function``, which takes no part in torch function: one operation, as traced."""
         if self.inside:
             return apply(*args)
-        if cls is BackwardHookFunction:  # a stage may begin at one, so each of them is followed
+        if cls is BackwardHook:  # a stage may begin at one, so each of them is followed
             values = {leaf.value for leaf in args if type(leaf) is RemoteTensor}
             node = self.find(cls.apply, values, set())
             if node.index == self.plan.end:
