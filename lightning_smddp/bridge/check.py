@@ -25,8 +25,8 @@ from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
 from lightning_smddp.pipeline.partition.hardware import explained_shortage
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.partition.plan import first_decides
-from lightning_smddp.pipeline.partition.verify import Finding, VerificationError, compare, norm_of, require_equal
+from lightning_smddp.pipeline.partition.on_all_ranks import decided_by_first
+from lightning_smddp.pipeline.partition.self_check import Finding, VerificationError, compare, norm_of, require_equal
 from lightning_smddp.pipeline.runtime.draws import without_own_dropout
 from lightning_smddp.pipeline.runtime.remote import ReplayError, Shapes
 from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
@@ -76,7 +76,7 @@ def run_baseline(
         StepFailedError: on every rank: the step fails.
     """
     parts = checked(microbatches)
-    found = first_decides(lambda: asdict(_loop(step, parts, setup, graph)), setup.world, setup.device)
+    found = decided_by_first(lambda: asdict(_loop(step, parts, setup, graph)), setup.world)
     return Baseline(**found)
 
 

@@ -24,10 +24,11 @@ from lightning_smddp.pipeline.partition.assignment import follow
 from lightning_smddp.pipeline.partition.cuts import StageCuts
 from lightning_smddp.pipeline.partition.hardware import fits_on_hosts
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.partition.plan import PartitionPlan, build_on_all, own_error, record, require_same
+from lightning_smddp.pipeline.partition.on_all_ranks import own_error
+from lightning_smddp.pipeline.partition.plan import PartitionPlan, build_on_all, record, require_same
 from lightning_smddp.pipeline.partition.resources import Resources
+from lightning_smddp.pipeline.partition.self_check import EXACT, MIXED, Finding
 from lightning_smddp.pipeline.partition.split import is_within
-from lightning_smddp.pipeline.partition.verify import EXACT, MIXED, Finding
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.runtime.staged_step import StagedStep, TracedPath
 from lightning_smddp.pipeline.runtime.trace_cache import TraceCache
@@ -144,8 +145,8 @@ class PartitionedModule(ModuleState):
                 raise own_error(error) from None
             raise  # of the same kind on all ranks, which then go on alike
         modules = Modules(traced, setup.module)
-        graph = build_on_all(traced, modules, is_within(self._units()), group, setup.device)
-        require_same(graph, group, setup.device)
+        graph = build_on_all(traced, modules, is_within(self._units()), group)
+        require_same(graph, group)
         if step.trains:
             refuse_changes(graph.once_a_batch)
         return self._stage(graph, follow(graph, self.plan.homes, self.runtime.num_stages))

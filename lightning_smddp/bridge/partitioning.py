@@ -25,7 +25,7 @@ from lightning_smddp.pipeline.partition.hardware import links_between
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import PartitionPlan, Trial, divide
 from lightning_smddp.pipeline.partition.resources import Resources, in_flight, resources_for
-from lightning_smddp.pipeline.partition.verify import VerificationError
+from lightning_smddp.pipeline.partition.self_check import VerificationError
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.state.absent import release, set_contents
 from lightning_smddp.pipeline.state.buffers import SharedBuffers

@@ -34,7 +34,7 @@ from lightning_smddp.pipeline.partition.batch_sync import BatchSync
 from lightning_smddp.pipeline.partition.hardware import fits_on_devices
 from lightning_smddp.pipeline.partition.loss_weights import COUNTED_BY_ROWS, LossWeight, has_ignored
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.partition.plan import own_error
+from lightning_smddp.pipeline.partition.on_all_ranks import own_error
 from lightning_smddp.pipeline.runtime.host_values import HostValues
 from lightning_smddp.pipeline.state.grad_reduce import give_back_clipping, take_over_clipping
 from lightning_smddp.pipeline.view.view import GlobalView

@@ -410,9 +410,9 @@ def _memory_error(costs: StageCosts, needed: int) -> PartitionError:
     if biggest > limit:
         alone = f"; unit {name!r} alone needs {_size(biggest)}"
     return PartitionError(
-        f"found no partition into {costs.num_stages} stages that keeps every rank under its memory_limit_gb, "
-        f"{_size(limit)}; {which} is {_size(needed)}{alone}. Use more stages, activation checkpointing, or smaller micro-batches"
-        f" (more of them, or a smaller batch)"
+        f"found no partition into {costs.num_stages} stages that keeps every rank under its memory_limit_gb,"
+        f" {_size(limit)}; {which} is {_size(needed)}{alone}. Use more stages, activation checkpointing, or smaller"
+        f" micro-batches (more of them, or a smaller batch)"
     )
 
 

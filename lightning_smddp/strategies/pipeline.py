@@ -34,7 +34,7 @@ from lightning_smddp.pipeline.mesh import Groups
 from lightning_smddp.pipeline.partition.loss_weights import LossWeight
 from lightning_smddp.pipeline.partition.loss_weights import Option as LossWeightOption
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.partition.verify import Finding
+from lightning_smddp.pipeline.partition.self_check import Finding
 from lightning_smddp.pipeline.runtime.schedules import parse
 from lightning_smddp.pipeline.state.deferred_init import parameters_on_meta
 from lightning_smddp.pipeline.state.stash import connected, factor_of

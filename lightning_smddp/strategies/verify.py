@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from lightning_smddp.pipeline.partition.verify import Finding, VerificationError
+from lightning_smddp.pipeline.partition.self_check import Finding, VerificationError
 from lightning_smddp.strategies.lightning import AccumulationStrategy, PipelineStrategy
 from lightning_smddp.strategies.pipeline import PipelineParallel
 from lightning_smddp.strategies.pipeline_options import PartitionOptions

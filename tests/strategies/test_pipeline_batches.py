@@ -20,6 +20,7 @@ from tests.strategies.pipeline_learners import Bench, Case, Matrix, Net, name_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:smddp_pipeline runs batches as one micro-batch:UserWarning")
 TIME, ROWS = 6, 4
+WHOLE = {"num_microbatches": 1}  # what one process is told where no cut is clear
 
 # ---- time first ----
 
@@ -73,19 +74,19 @@ class Recurrent(Net):
 
 
 def time_by_loader(bench: Bench) -> Any:
-    return bench.fit(Recurrent(), max_epochs=1)
+    return bench.fit(Recurrent(), accumulation=WHOLE, max_epochs=1)
 
 
 def time_as_long_as_rows(bench: Bench) -> Any:
-    return bench.fit(Recurrent(length=ROWS), max_epochs=1)
+    return bench.fit(Recurrent(length=ROWS), accumulation=WHOLE, max_epochs=1)
 
 
 def time_without_batch_size(bench: Bench) -> Any:
-    return bench.fit(Recurrent(batch_size=None), max_epochs=1)
+    return bench.fit(Recurrent(batch_size=None), accumulation=WHOLE, max_epochs=1)
 
 
 def time_with_the_number_of_rows(bench: Bench) -> Any:
-    return bench.fit(Recurrent(length=ROWS), {"batch_size_fn": rows_of_second}, max_epochs=1)
+    return bench.fit(Recurrent(length=ROWS), {"batch_size_fn": rows_of_second}, WHOLE, max_epochs=1)
 
 
 def rows_of_second(batch: Any) -> int:
@@ -94,7 +95,8 @@ def rows_of_second(batch: Any) -> int:
 
 def time_predicted(bench: Bench) -> Any:
     model = Recurrent(length=ROWS)
-    return bench.trainer().predict(model), bench.trainer().validate(model, verbose=False)
+    predictions = bench.trainer(accumulation=WHOLE).predict(model)
+    return predictions, bench.trainer(accumulation=WHOLE).validate(model, verbose=False)
 
 
 class Attending(Recurrent):
@@ -112,7 +114,7 @@ class Attending(Recurrent):
 
 
 def time_without_order(bench: Bench) -> Any:
-    return bench.fit(Attending(), max_epochs=1)
+    return bench.fit(Attending(), accumulation=WHOLE, max_epochs=1)
 
 
 class ByHook(Recurrent):
@@ -236,7 +238,7 @@ def cut_opaque(batch: Opaque, count: int) -> list[Opaque]:
 
 def opaque_cut_by_argument(bench: Bench) -> Any:
     model = OfOpaque()
-    results = bench.fit(model, {"split_batch": sized_opaque}, max_epochs=1)
+    results = bench.fit(model, {"split_batch": sized_opaque, "num_microbatches": 2}, max_epochs=1)
     return results, model.seen
 
 
@@ -260,7 +262,7 @@ class Packed(Net):
 
 
 def packed(bench: Bench) -> Any:
-    return bench.fit(Packed(), max_epochs=1)
+    return bench.fit(Packed(), accumulation=WHOLE, max_epochs=1)
 
 
 class Detection(Net):
@@ -288,7 +290,18 @@ class Detection(Net):
 
 
 def detection(bench: Bench) -> Any:
-    return bench.fit(Detection(), max_epochs=1)
+    return bench.fit(Detection(), {"num_microbatches": 3}, {"split_batch": rows_of_both}, max_epochs=1)
+
+
+def rows_of_both(batch: Any, count: int) -> list[Any]:
+    (images, sizes), (targets, _) = (zip(*rows_of_list(entries, count), strict=True) for entries in batch)
+    return list(zip(zip(images, targets, strict=True), sizes, strict=True))
+
+
+def rows_of_list(entries: Any, count: int) -> list[Any]:
+    """Pairs, as one process does not see the rows of a list of tensors."""
+    parts = torch.arange(len(entries)).tensor_split(count)
+    return [([entries[row] for row in part], len(part)) for part in parts if len(part)]
 
 
 class TwoLoaders(Net):
@@ -327,7 +340,7 @@ def same(value: Any) -> Any:
 
 
 def rollouts(bench: Bench) -> Any:
-    return bench.fit(Rollouts(), max_epochs=1)
+    return bench.fit(Rollouts(), {"num_microbatches": 2}, {"split_batch": rows_of_list}, max_epochs=1)
 
 
 class Flagged(Net):

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_smddp import PipelineStrategy
-from lightning_smddp.pipeline.partition.verify import VerificationError
+from lightning_smddp.pipeline.partition.self_check import VerificationError
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import QUIET

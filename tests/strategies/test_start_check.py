@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_smddp.bridge.step import LightningStep
-from lightning_smddp.pipeline.partition.verify import VerificationError
+from lightning_smddp.pipeline.partition.self_check import VerificationError
 from tests.strategies.pipeline_learners import Bench, Cases, Gpt, Net
 
 

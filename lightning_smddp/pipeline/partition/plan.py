@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,19 +27,11 @@ from lightning_smddp.pipeline.partition.assignment import homes_of, ownership_of
 from lightning_smddp.pipeline.partition.costs import LossIn, NodeTimes, time_nodes
 from lightning_smddp.pipeline.partition.cuts import StageCuts
 from lightning_smddp.pipeline.partition.hardware import explained_shortage
+from lightning_smddp.pipeline.partition.on_all_ranks import OnAllRanks, decided_by_first
 from lightning_smddp.pipeline.partition.resources import Resources
 from lightning_smddp.pipeline.partition.split import choose_units, is_within, partition
-from lightning_smddp.pipeline.runtime.departures import StepFailedError, Together
-from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.planner.partition import Partition
-from lightning_smddp.wire.objects import broadcast, gather
-
-
-def own_error(error: Exception) -> BaseException:
-    """What the user's code raised here, if it is that."""
-    if isinstance(error, StepFailedError) and error.__cause__ is not None:
-        return error.__cause__
-    return error
+from lightning_smddp.wire.objects import gather
 
 
 @dataclass(frozen=True)
@@ -98,11 +90,11 @@ def record(
     fetch: Fetch | None = None,
 ) -> Trace:
     """Trace ``step`` on every rank; see :func:`trace`. Collective: an error on one rank is raised on all."""
-    together = Together(group, device)
+    together = OnAllRanks(group)
 
     def fetch_together(name: str) -> Tensor:
         assert fetch is not None
-        together.meet(f"parameter {name!r}")
+        together.check(f"parameter {name!r}")
         return fetch(name)
 
     is_whole = fetch is None
@@ -124,10 +116,9 @@ def build_on_all(
     modules: Modules,
     is_small: IsSmall,
     group: dist.ProcessGroup,
-    device: torch.device,
 ) -> StepGraph:
     """:func:`build_graph` on every rank. Collective: an error on one rank is raised on all."""
-    return Together(group, device).run(lambda: build_graph(traced, modules, is_small))
+    return OnAllRanks(group).run(lambda: build_graph(traced, modules, is_small))
 
 
 def divide(
@@ -162,9 +153,9 @@ def divide(
         def choose() -> tuple[str, ...]:
             return choose_units(traced, modules, resources, split, checkpointing).units
 
-        units = first_decides(choose, group, device)
-        graph = build_on_all(traced, modules, is_within(units), group, device)
-    require_same(graph, group, device)
+        units = decided_by_first(choose, group)
+        graph = build_on_all(traced, modules, is_within(units), group)
+    require_same(graph, group)
 
     def decide() -> dict[str, Any]:
         times = _measure(graph, trial, root, device)
@@ -178,7 +169,7 @@ def divide(
 
     # Measured times differ between ranks, and with them the best cuts. So one rank decides, and all work out from its
     # words, plain data, what follows: graph, homes and owners are the same functions of the same values everywhere.
-    decision = first_decides(decide, group, device)
+    decision = decided_by_first(decide, group)
     return _plan_of(decision, graph, root, resources)
 
 
@@ -191,18 +182,10 @@ def _measure(
     """By a run of the whole step on this rank; the trace's times where it has not the whole model."""
     if trial.fetch is not None:
         return NodeTimes.of_trace(graph)
-    with explained_shortage(is_whole=True), _nothing_changed(graph, root, device):
+    # Parameters are copied, to be put back, only where the step was seen to change something that lasts.
+    kept: AbstractContextManager[object] = kept_parameters(root) if graph.once_a_batch else nullcontext()
+    with explained_shortage(is_whole=True), preserve_state(root, device), kept:
         return time_nodes(graph, trial.traced, trial.loss_of, root, device)
-
-
-@contextmanager
-def _nothing_changed(graph: StepGraph, root: nn.Module, device: torch.device) -> Iterator[None]:
-    """Behind a run of the step all is as before. Parameters are copied only where it was seen to change something."""
-    with ExitStack() as stack:
-        stack.enter_context(preserve_state(root, device))
-        if graph.once_a_batch:
-            stack.enter_context(kept_parameters(root))
-        yield
 
 
 def _plan_of(
@@ -256,7 +239,7 @@ def _graph_of(
     return graph if graph.digest() == known["digest"] else None
 
 
-def require_same(graph: StepGraph, group: dist.ProcessGroup, device: torch.device) -> None:
+def require_same(graph: StepGraph, group: dist.ProcessGroup) -> None:
     """Raise ``SplitError`` on every rank if the step took another course on one of them. Collective.
 
     The same where it writes foreign tensors on one. From then on all ranks agree on whether it draws random numbers
@@ -287,29 +270,3 @@ def refuse_foreign_writes(locations: Sequence[str]) -> None:
             "list, another object or a global variable. Stages would write it for each micro-batch, and not on all "
             "ranks. Keep it in an attribute of the LightningModule itself, with memory of its own, or assign a new one."
         )
-
-
-def first_decides(decide: Callable[[], Any], group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What ``decide`` returns on the first rank, or its error, on every rank. Collective.
-
-    Raises:
-        SplitError: the first rank's ``SplitError`` or ``ReplayError``, with its text.
-        StepFailedError: any other error there; its cause is known on the first rank alone.
-    """
-    answer: Any = None
-    if group.rank() == 0:
-        try:
-            answer = {"value": decide()}
-        except (SplitError, ReplayError) as error:
-            answer = {"error": str(error)}
-        except Exception as error:
-            text = f"The step failed on rank 0 while it was tried: {error!r}"
-            # The others wait for an answer, whatever it is. Here the error itself is raised, as it has the cause.
-            broadcast({"failure": text}, group)
-            raise StepFailedError(text) from error
-    answer = broadcast(answer, group)
-    if "failure" in answer:
-        raise StepFailedError(answer["failure"])
-    if "error" in answer:
-        raise SplitError(answer["error"])
-    return answer["value"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -47,15 +47,6 @@ class Finding:
         return abs(self.actual - self.expected) / size
 
 
-def gradient_norms(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
-    """The norm of each parameter's gradient; parameters without one are left out."""
-    norms = {}
-    for name, parameter in parameters:
-        if parameter.grad is not None:
-            norms[name] = norm_of(parameter.grad)
-    return norms
-
-
 def norm_of(gradient: Tensor) -> float:
     """The 2-norm, computed in fp32; rows of a sparse gradient count once each."""
     if gradient.is_sparse:
@@ -80,21 +71,11 @@ def compare(
         # A parameter that several nodes use counts for the first of them.
         names = [name for name in node.parameters if name not in seen]
         seen.update(names)
-        groups = {name: [name] for name in names}
-        if node.module is not None:
-            groups = {node.module: names}
-        stage = stage_of_node[node.index]
+        groups = {node.module: names} if node.module is not None else {name: [name] for name in names}
         for title, group in groups.items():
             if any(name in expected or name in actual for name in group):
-                findings.append(
-                    Finding(
-                        title,
-                        stage,
-                        _norm(group, expected),
-                        _norm(group, actual),
-                        total,
-                    )
-                )
+                norms = _norm(group, expected), _norm(group, actual)
+                findings.append(Finding(title, stage_of_node[node.index], *norms, total))
     return findings
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_smddp.pipeline.partition.verify import EXACT, Finding, VerificationError, require_equal
+from lightning_smddp.pipeline.partition.self_check import EXACT, Finding, VerificationError, require_equal
 
 
 def findings(expected: float, actual: float, scale: float = 0.1) -> list[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from torch import nn
 from lightning_smddp.pipeline.capture.graph import Modules, SplitError
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.records import Trace
+from lightning_smddp.pipeline.partition.on_all_ranks import OnAllRanks
 from lightning_smddp.pipeline.partition.plan import build_on_all
-from lightning_smddp.pipeline.runtime.departures import Together
-from lightning_smddp.pipeline.runtime.remote import Shape, Shapes
+from lightning_smddp.pipeline.runtime.remote import Shape
+from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from tests.ranks import run_in_threads
 
 CPU = torch.device("cpu")
@@ -50,9 +52,9 @@ def swallows(rank: int, meet: Callable[[str], None]) -> None:
 
 
 def body(group: dist.ProcessGroup, attempt: Callable[..., Any]) -> str:
-    together = Together(group, CPU)
+    together = OnAllRanks(group)
     try:
-        together.run(lambda: attempt(group.rank(), together.meet))
+        together.run(lambda: attempt(group.rank(), together.check))
     except SplitError as error:
         return str(error)
     return "fine"
@@ -78,7 +80,7 @@ def build(group: dist.ProcessGroup) -> str:
     root = nn.Sequential(nn.Linear(2, 2))
     found = Trace(collective_locations=["module.py:7"] if group.rank() == 1 else [])
     try:
-        build_on_all(found, Modules(found, root), lambda name: True, group, CPU)
+        build_on_all(found, Modules(found, root), lambda name: True, group)
     except SplitError as error:
         return str(error)
     return "fine"
@@ -93,7 +95,8 @@ def test_a_record_that_one_rank_cannot_use_is_refused_on_all() -> None:
 def test_what_cannot_be_put_back_is_left() -> None:
     """Attributes that a step has set to tensors of another stage; buffers of scripted modules."""
     root = nn.ModuleDict({"norm": torch.jit.script(nn.BatchNorm1d(2)), "kept": nn.Identity()})
-    remote = Shapes({0: Shape((2,), (1,), torch.float32, True)}).remote_tensor(0)
+    run: Any = SimpleNamespace(device=CPU)
+    remote = RemoteTensor.standing_for(0, Shape((2,), (1,), torch.float32, True), run)
     root["kept"].shown = remote
     with preserve_state(root, CPU):
         root["norm"](torch.randn(4, 2))

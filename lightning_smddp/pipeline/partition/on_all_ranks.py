@@ -1,15 +1,15 @@
-"""A step that all ranks run for nothing at the same time: what ends it on one rank ends it on all."""
+"""What all ranks try at the same time: an error on one is raised on all, and one rank decides for all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from lightning_smddp.pipeline.capture.graph import SplitError
-from lightning_smddp.wire.objects import gather
+from lightning_smddp.pipeline.runtime.remote import ReplayError
+from lightning_smddp.wire.objects import broadcast, gather
 
 Result = TypeVar("Result")
 
@@ -18,19 +18,18 @@ class StepFailedError(SplitError):
     """The step itself raised something while it was run for nothing: on this rank its cause, or on another one."""
 
 
-class Together:
-    """Runs a function on every rank of ``group``, whose collectives take tensors of ``device``.
+class OnAllRanks:
+    """Runs a function on every rank of ``group``.
 
-    Its collectives are announced by :meth:`meet`: a rank that has come to its end, or to an error, is known to those
+    Its collectives are announced by :meth:`check`: a rank that has come to its end, or to an error, is known to those
     that would wait for it there.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.device = device
         self._ended: str | None = None  # why there are no more collectives; None before the end
 
-    def meet(self, location: str) -> None:
+    def check(self, location: str) -> None:
         """Before a collective at ``location`` (file:line of the user's code). Collective.
 
         Raises:
@@ -85,3 +84,36 @@ def _why_ended(told: Sequence[Mapping[str, Any]]) -> str:
         place = one.get("location", "its end")
         places.append(f"{place} on rank {rank}")
     return f"The step takes another course on each rank: while it was traced it came to {', '.join(places)}."
+
+
+def own_error(error: Exception) -> BaseException:
+    """What the user's code raised here, if it is that."""
+    if isinstance(error, StepFailedError) and error.__cause__ is not None:
+        return error.__cause__
+    return error
+
+
+def decided_by_first(decide: Callable[[], Any], group: dist.ProcessGroup) -> Any:
+    """What ``decide`` returns on the first rank, or its error, on every rank. Collective.
+
+    Raises:
+        SplitError: the first rank's ``SplitError`` or ``ReplayError``, with its text.
+        StepFailedError: any other error there; its cause is known on the first rank alone.
+    """
+    answer: Any = None
+    if group.rank() == 0:
+        try:
+            answer = {"value": decide()}
+        except (SplitError, ReplayError) as error:
+            answer = {"error": str(error)}
+        except Exception as error:
+            text = f"The step failed on rank 0 while it was tried: {error!r}"
+            # The others wait for an answer, whatever it is. Here the error itself is raised, as it has the cause.
+            broadcast({"failure": text}, group)
+            raise StepFailedError(text) from error
+    answer = broadcast(answer, group)
+    if "failure" in answer:
+        raise StepFailedError(answer["failure"])
+    if "error" in answer:
+        raise SplitError(answer["error"])
+    return answer["value"]
