@@ -111,8 +111,8 @@ def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
             run_trainer_ranks(functools.partial(fit_on_rank, devices=devices), devices, str(tmp_path), *arguments)
 
     def run(name: str, *options: str) -> tuple[int, list[str]]:
-        for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-            monkeypatch.setenv(name, "0")  # is put back behind the test
+        for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+            monkeypatch.setenv(variable, "0")  # is put back behind the test
         code = main(["verify", f"tests.strategies.test_verify:{name}", *options])
         return code, [*(tmp_path / "printed0").read_text().splitlines(), *capsys.readouterr().out.splitlines()]
 
