@@ -10,13 +10,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from lightning_smddp.bridge.capture import StepCapture
-from lightning_smddp.bridge.metrics import PipelineMetrics
 from lightning_smddp.bridge.micro_batches import MicroBatcher
 from lightning_smddp.bridge.module_states import RunSetup, warn_on_first_rank
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.step import LightningStep, loss_of
-from lightning_smddp.bridge.step_results import StepResults
+from lightning_smddp.bridge.step_record import StepRecorder, StepResults
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.partition.batch_sync import BatchSync
@@ -41,24 +39,15 @@ class Batches:
     Args:
         setup: of the run.
         batcher: cuts batches into micro-batches.
-        capture: kept what the step did for each micro-batch.
-        metrics: is told which metrics a batch has changed.
+        recorder: keeps what the step does for each micro-batch.
         sync: knows the present batch.
     """
 
-    def __init__(
-        self,
-        setup: RunSetup,
-        batcher: MicroBatcher,
-        capture: StepCapture,
-        metrics: PipelineMetrics,
-        sync: BatchSync,
-    ) -> None:
+    def __init__(self, setup: RunSetup, batcher: MicroBatcher, recorder: StepRecorder, sync: BatchSync) -> None:
         self.setup = setup
         self.sync = sync
         self.batcher = batcher
-        self.capture = capture
-        self.metrics = metrics
+        self.recorder = recorder
         self._exchanges: dict[Any, StepExchange] = {}  # by key of the step
         self._in_lockstep: set[Any] = set()  # keys of steps
         self._traced: set[Any] = set()  # those that ran as pipelines
@@ -99,7 +88,7 @@ class Batches:
             raise ValueError(
                 f"What `{step.hook}` gives for micro-batches cannot be put together: {results}. Use num_microbatches=1."
             )
-        output = results.apply(self.setup.module, self.metrics)
+        output = self.recorder.apply(results)
         loss_of(output, step.hook, detached=True)  # of one row each, losses of rows look like those of micro-batches
         return output
 
@@ -146,9 +135,10 @@ class Batches:
             self.keep_in_lockstep(step, error)
             return self.evaluate(partitioned, step, batch)
         if isinstance(results, str):
+            step.forget()
             self.batcher.keep_whole(step, f"what it returns for micro-batches cannot be put together ({results})")
             return self.evaluate(partitioned, step, batch)
-        return results.apply(self.setup.module, self.metrics)
+        return self.recorder.apply(results)
 
     def _find_paths(
         self,
@@ -203,12 +193,12 @@ class Batches:
         microbatch = MicroBatch(whole.value, whole.size, 1.0)
         with partitioned.inside_view(waits=False):
             try:
-                with step.around(None, 0, microbatch, keep=True):
+                with self.recorder.lockstep(whole.size, partitioned.view.plain):
                     output = step(microbatch)
-                results = self.capture.results([output], partitioned.view.plain)
+                results = self.recorder.results([output], plain=partitioned.view.plain)
             finally:
                 step.forget()
-        return results.apply(self.setup.module, self.metrics)
+        return self.recorder.apply(results)
 
     # ---- results ----
 
@@ -221,9 +211,7 @@ class Batches:
         results: StepResults | str | None = None
         if self.setup.ends_here and not run.failures:
             try:
-                # Metrics that see the whole batch compute as they would in the step.
-                with self.setup.step_context(step.hook):
-                    results = self.capture.results(run.outputs, key=step.key)
+                results = self.recorder.results(run.outputs, self.setup.num_stages - 1, step.trains)
             except UncombinableError as error:
                 results = str(error)
         if step.key not in self._exchanges:

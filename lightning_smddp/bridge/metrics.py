@@ -1,24 +1,24 @@
 """torchmetrics objects under pipeline parallelism.
 
-A step that is repeated for each micro-batch must update a metric once, with the whole batch. So calls of metrics in a
-micro-batch are recorded (:class:`MetricRecorder`), and made once when all are known, with :func:`merged_arguments`,
-on the rank that sees the end of the step. There, and only there, is a metric's state; :class:`PipelineMetrics` sends it
-to the other ranks when ``compute`` is called.
+Metrics are called where the step ends, once for each micro-batch (:class:`StepMetrics`). There, and only there, is a
+metric's state; :class:`PipelineMetrics` sends it to the other ranks when ``compute`` is called.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 from torchmetrics import Metric, MetricCollection
+from torchmetrics.aggregation import BaseAggregator
 from torchmetrics.metric import jit_distributed_available
 from torchmetrics.utilities.distributed import gather_all_tensors
 
@@ -28,8 +28,9 @@ from lightning_smddp._compat.torch import (
     set_update_count,
     without_torch_functions,
 )
+from lightning_smddp.bridge.absent import absent_like
 from lightning_smddp.pipeline.capture.patches import set_within
-from lightning_smddp.pipeline.partition.outputs import UncombinableError, merge_outputs
+from lightning_smddp.pipeline.capture.tracer import open_modules
 from lightning_smddp.wire.broadcast import broadcast_structure
 from lightning_smddp.wire.pytree import map_leaves, tensors
 
@@ -64,21 +65,10 @@ def patched(functions: Iterable[tuple[nn.Module, str, Callable[..., Any]]]) -> I
                 attributes[name] = before
 
 
-# ---- in a micro-batch ------------------------------------------------------------------------------------------------
+# ---- in a step -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class MetricCall:
-    """A call that user code made."""
-
-    metric: str
-    method: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Any
-
-
-@dataclass
+@dataclass(frozen=True)
 class _Method:
     """A method of the metric that is called ``name``, as it is while nothing is patched."""
 
@@ -87,133 +77,204 @@ class _Method:
     method: str
     original: Callable[..., Any]
 
-    @property
-    def returns_nothing(self) -> bool:
-        return self.method in ("update", "reset")
 
+class StepMetrics:
+    """A module's metrics while steps run: called where the step ends, once for each micro-batch, in order.
 
-class MetricRecorder:
-    """Takes the calls of a module's metrics while they are patched.
-
-    ``forward`` returns the value for the micro-batch, ``compute`` the value with the micro-batch in it; the metrics
-    stay as they are.
+    Elsewhere calls return numbers that cannot be read. What a trace has shown of the results' shapes, and whether they
+    have gradients and so are a part of the step, is known from then on.
 
     Args:
-        metrics: from :func:`named_metrics`.
-        record: is given each call; None: nothing is touched, and calls return zeros like the last results in ``known``.
-        known: results by metric and method, kept by the caller from step to step.
+        module: whose metrics.
+        pipeline: the same on all ranks of this pipeline; None where there is one process.
     """
 
-    def __init__(
-        self,
-        metrics: Mapping[str, AnyMetric],
-        record: Callable[[MetricCall], None] | None,
-        known: dict[tuple[str, str], Any],
-    ) -> None:
-        self.metrics = metrics
-        self.record = record
-        self.known = known
-        self.calls: list[MetricCall] = []
-        self.busy = False
+    def __init__(self, module: nn.Module, pipeline: PipelineMetrics | None = None) -> None:
+        self.module = module
+        self.pipeline = pipeline
+        self._metrics: dict[str, AnyMetric] = {}
+        self._names: dict[int, str] = {}
+        self._functions: list[tuple[nn.Module, str, Callable[..., Any]]] = []
+        self._results: dict[tuple[str, str, bool], Any] = {}  # of a metric's method, with gradients or without
+        self._called: dict[str, None] = {}  # in this batch
+        self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []  # attributes of those, and what they were
+        self._needed: list[Any] | None = None
+        self._plain: Callable[[Any], Any] | None = None
+        self._busy = False
+        self._is_known = False
 
-    def patches(self) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
-        """Each method of each metric, and what is to be called in its place, for :func:`patched`."""
-        for name, metric in self.metrics.items():
+    def find(self) -> None:
+        """Look for the module's metrics: at the first batch, and where there may be others."""
+        self._is_known = True
+        metrics = named_metrics(self.module)
+        if self.pipeline is not None:
+            self.pipeline.refresh(metrics)
+        if list(map(id, metrics.values())) == list(self._names):
+            return
+        self._metrics = metrics
+        self._names = {id(metric): name for name, metric in metrics.items()}
+        self._functions = []
+        for name, metric in metrics.items():
             for method in _METHODS:
-                yield metric, method, self._wrap(name, metric, method)
+                # `forward` as the class has it: whoever wrapped the instance's wants to see the user's modules only.
+                original = getattr(metric, method)
+                if method == "forward":
+                    original = type(metric).forward.__get__(metric)
+                self._functions.append((metric, method, self._wrapped(_Method(name, metric, method, original))))
 
-    def _wrap(self, name: str, metric: AnyMetric, method: str) -> Callable[..., Any]:
-        # `forward` as the class has it: whoever wrapped the instance's wants to see the user's modules only.
-        if method == "forward":
-            original = type(metric).forward.__get__(metric)
-        else:
-            original = getattr(metric, method)
+    def name_of(self, metric: Metric) -> str | None:
+        """Its name in the module."""
+        return self._names.get(id(metric))
 
+    @contextmanager
+    def patched(self, needed: list[Any] | None, plain: Callable[[Any], Any] | None) -> Iterator[None]:
+        """Around a run of the step.
+
+        Args:
+            needed: gets what calls need where the step ends; None elsewhere.
+            plain: makes arguments tensors of this rank, where they may be others.
+        """
+        if not self._is_known:
+            self.find()
+        self._needed, self._plain = needed, plain
+        local = nullcontext() if self.pipeline is None else self.pipeline.local()
+        with local, patched(self._functions):
+            yield
+
+    def called(self) -> list[str]:
+        """Names of those that were called in this batch."""
+        return list(self._called)
+
+    def end(self, called: Collection[str]) -> None:
+        """The batch is over, in which ``called`` were called where the step ends. On all ranks."""
+        self._called.clear()
+        self._before.clear()
+        if self.pipeline is not None:
+            self.pipeline.note_changes(called)
+
+    def drop(self) -> None:
+        """Metrics are as they were before the batch."""
+        _put_back(self._before)
+        self._called.clear()
+        self._before.clear()
+
+    def _wrapped(self, called: _Method) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             # What a metric calls of itself, or of the metrics in it, is a part of the user's call.
-            if self.busy:
-                return original(*args, **kwargs)
-            self.busy = True
+            if self._busy:
+                return called.original(*args, **kwargs)
+            self._busy = True
             try:
-                return self._call(_Method(name, metric, method, original), args, kwargs)
+                return self._call(called, args, kwargs)
             finally:
-                self.busy = False
+                self._busy = False
 
         return call
 
     def _call(self, called: _Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        open_modules(f"it calls `self.{called.name}`")
+        has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors((args, kwargs)))
+        key = (called.name, called.method, has_gradient)
+        if key not in self._results and self._needed is not None:
+            self._results[key] = self._tried(called, args, kwargs)
+        result = self._results.get(key)
+        if any(tensor.requires_grad for tensor in tensors(result)):
+            return self._as_part_of_step(called, args, kwargs)
+        if self._plain is not None:
+            args, kwargs = self._plain((args, kwargs))
+        args, kwargs = touched((args, kwargs))
+        if self._needed is None:
+            with without_torch_functions():
+                return map_leaves(functools.partial(_absent, called.name), result)
+        self._needed.append((args, kwargs))
         with without_torch_functions():
-            if self.record is None:
-                return self._zeros(called)
-            result = self._value(called, args, kwargs)
-            may_be_loss = any(tensor.requires_grad for tensor in tensors(result))
-        if may_be_loss:  # then it is a part of the step as others
-            result = self._value(called, args, kwargs)
-        call = MetricCall(called.name, called.method, args, kwargs, result)
-        with without_torch_functions():
-            self.calls.append(call)
-            self.record(call)
-        return result
+            self._note(called)
+            return called.original(*args, **kwargs)
 
-    def _value(self, called: _Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the call returns for the micro-batch; not a number if that has too few rows for this metric."""
-        if called.returns_nothing:
-            return None
-        is_compute = called.method == "compute"
-        with isolated(called.metric, keep_state=is_compute), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about few rows; about the batch's, it will warn again
-            try:
-                if is_compute:
-                    self._repeat_calls(called)
-                result = called.original(*args, **kwargs)
-            except (ValueError, RuntimeError, IndexError):  # which the whole batch will raise again, if it is at fault
-                return map_leaves(lambda leaf: leaf + torch.nan, self._zeros(called))
-        self.known[called.name, called.method] = map_leaves(_zero, result)
-        return result
+    def _tried(self, called: _Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the call returns, to know it by from here on."""
+        with without_torch_functions(), isolated(called.metric), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it will warn again
+            result = called.original(*args, **kwargs)
+            if isinstance(called.metric, BaseAggregator):  # sums and means are no losses, and read what they are given
+                result = detached(result)
+            return map_leaves(_like, result)
 
-    def _repeat_calls(self, called: _Method) -> None:
-        """Let the metric see this micro-batch's rows, which so far are only recorded: ``compute`` shows them, too."""
-        for earlier in self.calls:
-            if earlier.metric == called.name:
-                getattr(called.metric, earlier.method)(*earlier.args, **earlier.kwargs)
+    def _as_part_of_step(self, called: _Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._needed is None:
+            with isolated(called.metric):
+                return called.original(*args, **kwargs)
+        self._note(called)
+        return called.original(*args, **kwargs)
 
-    def _zeros(self, called: _Method) -> Any:
-        if called.returns_nothing:
-            return None
-        key = (called.name, called.method)
-        if key in self.known:
-            return map_leaves(_zero, self.known[key])
-        metric = called.metric
-        if isinstance(metric, MetricCollection):
-            return {name: torch.zeros((), device=m.device) for name, m in metric.items(copy_state=False)}
-        return torch.zeros((), device=metric.device)
+    def _note(self, called: _Method) -> None:
+        """The metric is about to change: keep what it was before the batch."""
+        if called.name in self._called:
+            return
+        self._called[called.name] = None
+        self._before += _saved(called.metric)
 
 
 @contextmanager
-def isolated(metric: AnyMetric, keep_state: bool) -> Iterator[None]:
-    """Let ``metric`` be used without a trace, from its present state or from none, and without other processes."""
-    inside = [m for m in metric.modules() if isinstance(m, (Metric, MetricCollection))]
-    # All that a call may set is in attributes: states, counts of updates, values computed before.
-    saved = [(vars(member), dict(vars(member))) for member in inside]
+def isolated(metric: AnyMetric) -> Iterator[None]:
+    """Let ``metric`` be used without a trace."""
+    saved = _saved(metric)
     try:
-        for member in inside:
-            if isinstance(member, MetricCollection):
-                keep_compute_groups(member)
-                continue
-            member.distributed_available_fn = never
-            # Metrics write into their states: a copy of each takes the writes.
-            for name, state in member.metric_state.items():
-                if isinstance(state, Tensor):
-                    setattr(member, name, state.clone())
-                else:
-                    setattr(member, name, list(state))
-        if not keep_state:
-            metric.reset()
         yield
     finally:
-        for attributes, before in saved:
-            attributes.clear()
-            attributes.update(before)
+        _put_back(saved)
+
+
+def _put_back(saved: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """All but the methods, which may be patched or not."""
+    for attributes, before in saved:
+        for name in attributes.keys() - before.keys() - set(_METHODS):
+            del attributes[name]
+        attributes.update((name, value) for name, value in before.items() if name not in _METHODS)
+
+
+def _saved(metric: AnyMetric) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Attributes of ``metric`` and of those in it, and what they are: states, counts of updates, values computed."""
+    saved = []
+    for member in metric.modules():
+        before = dict(vars(member))
+        if isinstance(member, MetricCollection):
+            keep_compute_groups(member)
+        elif isinstance(member, Metric):
+            for name, state in member.metric_state.items():  # which metrics write into
+                before[name] = state.clone() if isinstance(state, Tensor) else list(state)
+        saved.append((vars(member), before))
+    return saved
+
+
+def touched(structure: Any) -> Any:
+    """``structure`` with its tensors touched."""
+    return map_leaves(lambda leaf: touch(leaf) if isinstance(leaf, Tensor) else leaf, structure)
+
+
+def touch(tensor: Tensor) -> Tensor:
+    """Detach ``tensor``. Whoever traces a step learns by it where that is needed."""
+    if has_torch_function((tensor,)):
+        after: Tensor = handle_torch_function(touch, (tensor,), tensor)
+        return after
+    return tensor.detach()
+
+
+def _like(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return torch.zeros_like(leaf, requires_grad=leaf.requires_grad)
+    return leaf
+
+
+def _absent(name: str, leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return absent_like(leaf, f"What `self.{name}` returns is known where the step ends alone, and is read elsewhere.")
+
+
+def detached(structure: Any) -> Any:
+    """``structure`` with its tensors off the graph."""
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, structure)
 
 
 def never() -> bool:
@@ -221,58 +282,7 @@ def never() -> bool:
     return False
 
 
-def _zero(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return torch.zeros_like(leaf, requires_grad=False)
-    return leaf
-
-
-# ---- for the whole batch ---------------------------------------------------------------------------------------------
-
-
-def merged_arguments(calls: Sequence[MetricCall], sizes: Sequence[int], rule: str | None) -> tuple[Any, Any]:
-    """Arguments of the call that one process would have made, from those of micro-batches of ``sizes`` rows.
-
-    Tensors with dimensions and lists are concatenated, whatever their lengths; numbers become their mean weighted by
-    size, or the sum if they are integers that differ or are the sizes, or what ``rule`` says ("sum", "mean").
-
-    Raises:
-        UncombinableError: they cannot be put together.
-    """
-    arguments = [(call.args, call.kwargs) for call in calls]
-    try:
-        args, kwargs = _merge(arguments, list(sizes), rule)
-    except (ValueError, RuntimeError) as error:
-        raise UncombinableError(
-            f"The arguments that `self.{calls[0].metric}` was called with for the micro-batches cannot be put "
-            f"together: {error}. Use num_microbatches=1."
-        ) from error
-    return args, kwargs
-
-
-def _merge(values: list[Any], sizes: list[int], rule: str | None) -> Any:
-    # The same object for all micro-batches is an option of the call. Tensors and lists have the rows, and go one behind
-    # the other; containers are merged member by member; numbers as in what a step returns, unless they count.
-    first = values[0]
-    if all(value is first for value in values):
-        are_sizes = isinstance(first, int) and values == sizes  # of equal micro-batches: they add up
-        if not are_sizes:
-            return first
-    if all(isinstance(value, Tensor) and value.dim() for value in values):
-        return torch.cat(values)
-    if all(isinstance(value, list) for value in values):
-        return list(chain.from_iterable(values))
-    if all(isinstance(value, (tuple, Mapping)) and len(value) == len(first) for value in values):
-        if isinstance(first, Mapping):
-            merged = {}
-            for key in first:
-                merged[key] = _merge([value[key] for value in values], sizes, rule)
-            return merged
-        return tuple(_merge(list(at_once), sizes, rule) for at_once in zip(*values, strict=True))
-    is_count = all(type(value) is int for value in values) and values == sizes
-    if is_count or (rule == "sum" and isinstance(first, (Tensor, float))):
-        return sum(values)
-    return merge_outputs(values, sizes, sizes)
+# ---- on all ranks ----------------------------------------------------------------------------------------------------
 
 
 _ATTRIBUTES = ("compute", "dist_sync_fn", "distributed_available_fn")

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_smddp.bridge.capture import StepCapture
 from lightning_smddp.bridge.metrics import patched
 from lightning_smddp.bridge.module_states import BY_MEMORY, ModuleState, RunSetup, leave_in_parts, warn_on_first_rank
 from lightning_smddp.bridge.step import LightningStep
+from lightning_smddp.bridge.step_record import StepRecorder
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import Modules, SplitError, StepGraph
@@ -53,7 +53,7 @@ class PartitionedModule(ModuleState):
 
     Attributes:
         setup: of the run.
-        capture: keeps what steps show.
+        recorder: keeps what steps do.
         plan: which stage has what.
         resources: that it was planned for.
         stash: gradients between the schedule, which makes them, and Lightning's backward.
@@ -68,7 +68,7 @@ class PartitionedModule(ModuleState):
     """
 
     setup: RunSetup
-    capture: StepCapture
+    recorder: StepRecorder
     plan: PartitionPlan
     resources: Resources
     stash: GradientStash
@@ -149,7 +149,9 @@ class PartitionedModule(ModuleState):
         require_same(graph, group)
         if step.trains:
             refuse_changes(graph.once_a_batch)
-        return self._stage(graph, follow(graph, self.plan.homes, self.runtime.num_stages))
+        cuts = follow(graph, self.plan.homes, self.runtime.num_stages)
+        self.recorder.scopes.learn(units_here(graph, cuts, setup))
+        return self._stage(graph, cuts)
 
     def _stage(self, graph: StepGraph, stage_cuts: StageCuts) -> StagedStep:
         self.buffers.learn(graph, stage_cuts)
@@ -194,6 +196,7 @@ class PartitionedModule(ModuleState):
                     stack.enter_context(partition.shown_whole())
             stack.enter_context(patched([(module, "log", view.plain_log(module.log))]))
             stack.enter_context(view.entered(waits))
+            stack.enter_context(self.recorder.scopes.absent_shown())
             yield view.plain_result
 
     @contextmanager
@@ -355,6 +358,16 @@ def seed_of_batch(setup: RunSetup, step: LightningStep, run_seed: int) -> int:
     indices = [index for index in step.arguments if isinstance(index, int)]
     seed = step_seed(run_seed, step.hook, step.module.current_epoch, *indices)
     return mix(seed, setup.groups.replica) if setup.groups.replica else seed
+
+
+def units_here(graph: StepGraph, cuts: StageCuts, setup: RunSetup) -> dict[str, bool]:
+    """Modules that are placed whole, and whether this rank has them."""
+    found: dict[str, bool] = {}
+    for stage, node in cuts.nodes_by_stage(graph):
+        if node.module is not None:
+            is_here = setup.rank_of_stage[stage] == setup.groups.pipeline_rank
+            found[node.module] = found.get(node.module, False) or is_here
+    return found
 
 
 def _parents(name: str) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_smddp.bridge.check import Baseline, check_at_start, run_baseline
 from lightning_smddp.bridge.module_states import RunSetup, Unpartitioned
-from lightning_smddp.bridge.partitioned_module import PartitionedModule, refuse_changes, seed_of_batch
+from lightning_smddp.bridge.partitioned_module import PartitionedModule, refuse_changes, seed_of_batch, units_here
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.pipeline.capture.graph import SplitError
@@ -94,6 +94,7 @@ class Partitioning:
 
     def _partitioned(self, plan: PartitionPlan, resources: Resources) -> PartitionedModule:
         setup, step = self.setup, self.step
+        step.recorder.scopes.learn(units_here(plan.graph, plan.stage_cuts, setup))
         baseline = None
         if step.trains:
             refuse_changes(plan.graph.once_a_batch)
@@ -105,7 +106,7 @@ class Partitioning:
         view = GlobalView(setup.module, plan.ownership, setup.groups.pipeline, setup.device, setup.groups.host)
         partitioned = PartitionedModule(
             setup=setup,
-            capture=step.capture,
+            recorder=step.recorder,
             plan=plan,
             resources=resources,
             stash=stash,

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_smddp.bridge.batches import Batches
-from lightning_smddp.bridge.capture import StepCapture
 from lightning_smddp.bridge.loss_weights import find_loss_weight
 from lightning_smddp.bridge.metrics import PipelineMetrics
 from lightning_smddp.bridge.micro_batches import MicroBatcher
@@ -24,10 +23,12 @@ from lightning_smddp.bridge.module_states import (
     Unpartitioned,
     WholeAgain,
     leave_in_parts,
+    warn_on_first_rank,
 )
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.partitioning import Partitioning
 from lightning_smddp.bridge.step import LightningStep, Scale
+from lightning_smddp.bridge.step_record import StepRecorder
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.partition.batch_sync import BatchSync
@@ -75,9 +76,9 @@ class PipelinedModule:
         if setup.num_replicas > 1:
             replicas = setup.groups.data_parallel_group
         self.metrics = PipelineMetrics(module, setup.groups.pipeline, setup.last_rank, setup.device, replicas)
-        self.capture = StepCapture(module, metrics=self.metrics)
+        self.recorder = StepRecorder(module, self.metrics, warn_on_first_rank)
         self.batcher = MicroBatcher(setup, self.host_values)
-        self._batches = Batches(setup, self.batcher, self.capture, self.metrics, self.sync)
+        self._batches = Batches(setup, self.batcher, self.recorder, self.sync)
         self._optimizers: list[Optimizer] = []
         self.shards: list[OptimizerShards] = []
         self._precision_plugin: Any = None
@@ -171,7 +172,7 @@ class PipelinedModule:
 
     def _begin_step(self, hook: str, arguments: Sequence[Any], scale: Scale = 1.0) -> LightningStep:
         context = functools.partial(self.setup.step_context, hook)
-        return LightningStep(self.module, hook, arguments, context, self.capture, scale)
+        return LightningStep(self.module, hook, arguments, context, self.recorder, scale)
 
     # ---- from one state to another ----
 

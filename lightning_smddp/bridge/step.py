@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
-from lightning_smddp.bridge.capture import StepCapture
-from lightning_smddp.bridge.kept_tensors import changed_attributes, tensor_attributes, times_written
+from lightning_smddp.bridge.attribute_scopes import writes_of
+from lightning_smddp.bridge.step_record import StepRecorder
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.objects import with_same_memory
+from lightning_smddp.pipeline.capture.tracer import is_tracing
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.casts import look_for_casts
 from lightning_smddp.pipeline.runtime.remote import ReplayError
@@ -37,7 +38,7 @@ class LightningStep:
         hook: its name.
         arguments: what Lightning passes besides the batch.
         precision: makes the context that Lightning enters around the step.
-        capture: keeps logs, metrics and outputs.
+        recorder: keeps what the step does.
         scale: the loss is multiplied by it before backward.
 
     Attributes:
@@ -51,7 +52,7 @@ class LightningStep:
         hook: str,
         arguments: Sequence[Any],
         precision: Callable[[], AbstractContextManager[Any]],
-        capture: StepCapture,
+        recorder: StepRecorder,
         scale: Scale = 1.0,
     ) -> None:
         assert hook in _HOOKS
@@ -59,13 +60,12 @@ class LightningStep:
         self.hook = hook
         self.arguments = tuple(arguments)
         self.precision = precision
-        self.capture = capture
+        self.recorder = recorder
         self.scale = scale
         self.trains = hook == "training_step"
         self.key: Any = (hook, self.arguments[1:])
         self.keeps_casts = False  # of weights, from one micro-batch to the next
         self.offset = 0  # of the micro-batches that run now among the batch's
-        self.keeps: tuple[str, ...] = ()  # attributes that the last run of `alone` left tensors in
         self.seed: int | None = None  # of the batch's random numbers, the same on all ranks of the pipeline
 
     def batch_name(self) -> str:
@@ -76,7 +76,7 @@ class LightningStep:
 
     def unscaled(self) -> LightningStep:
         """The same step with its loss as it is."""
-        step = LightningStep(self.module, self.hook, self.arguments, self.precision, self.capture)
+        step = LightningStep(self.module, self.hook, self.arguments, self.precision, self.recorder)
         step.seed = self.seed
         return step
 
@@ -96,13 +96,13 @@ class LightningStep:
         # Each stage runs the whole code, and what it does to the batch must not show in the next run. Containers are
         # new; tensors are other objects on the same memory, unless the step was seen to write into it.
         value = microbatch.value
-        if self.key in self.capture.changing_steps:
+        if self.key in self.recorder.changing_steps:
             value = copied(value)
         value = map_leaves(with_same_memory, value)
         with self.precision():
             if self.keeps_casts:
                 look_for_casts()
-            self.capture.runs_step = True
+            self.recorder.runs_step = True
             try:
                 result = getattr(self.module, self.hook)(value, *self.arguments)
             except OutsideViewError as error:  # of what a hook has kept: a trace will come to it on all ranks
@@ -110,8 +110,8 @@ class LightningStep:
                     raise SplitError(str(error)) from error
                 raise ReplayError(str(error)) from error
             finally:
-                self.capture.runs_step = False
-            return self.capture.finish(result)
+                self.recorder.runs_step = False
+            return self.recorder.finish(result)
 
     def whole(self, batch: Any) -> Callable[[], Any]:
         """A run on the whole batch that Lightning sees: nothing is kept from it."""
@@ -131,7 +131,9 @@ class LightningStep:
     ) -> AbstractContextManager[object]:
         """See :class:`~lightning_smddp.pipeline.runtime.staged_step.Step`."""
         index += self.offset
-        return self.capture.microbatch(index, microbatch.size, keep, microbatch.weight, self.key)
+        if index == 0 and self.arguments[:1] in ((), (0,)):
+            self.recorder.metrics.find()
+        return self.recorder.microbatch(stage, index, microbatch.size, microbatch.weight, keep)
 
     def seed_of(self, index: int) -> int:
         """See :class:`~lightning_smddp.pipeline.runtime.staged_step.Step`."""
@@ -140,7 +142,7 @@ class LightningStep:
 
     def forget(self) -> None:
         """See :class:`~lightning_smddp.pipeline.runtime.staged_step.Step`."""
-        self.capture.clear()
+        self.recorder.drop()
 
     def alone(self, microbatch: MicroBatch, generators: Generators, index: int = 0) -> Callable[[], Any]:
         """A run of micro-batch ``index`` for nothing: what it logs, and what it does to metrics, is thrown away."""
@@ -148,18 +150,15 @@ class LightningStep:
         def run() -> Any:
             generators.seed(self.seed_of(index))
             copy = replace(microbatch, value=copied(microbatch.value))
-            before = [times_written(tensor) for tensor in tensors(copy.value)]
+            before = list(map(writes_of, tensors(copy.value)))
+            learning = self.recorder.scopes.learning() if is_tracing() else nullcontext()
             try:
-                with self.around(None, index, copy, keep=True):
-                    kept = tensor_attributes(self.module)
-                    result = self(copy)
-                    self.keeps = tuple(changed_attributes(kept, tensor_attributes(self.module)))
-                self.capture.examples[self.key] = map_leaves(lambda _: None, result)
-                return result
+                with self.around(None, index, copy, keep=True), learning:
+                    return self(copy)
             finally:
-                self.capture.clear()
-                if before != [times_written(tensor) for tensor in tensors(copy.value)]:
-                    self.capture.changing_steps.add(self.key)
+                self.recorder.drop()
+                if before != list(map(writes_of, tensors(copy.value))):
+                    self.recorder.changing_steps.add(self.key)
 
         return run
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.bridge.capture import StepCapture
 from lightning_smddp.bridge.micro_batches import count_for, splitter_for
 from lightning_smddp.bridge.partitioned_module import refuse_changes
 from lightning_smddp.bridge.step import LightningStep, loss_of
+from lightning_smddp.bridge.step_record import StepRecorder
 from lightning_smddp.choice.estimates import Estimate, Memory, Sizes, fullest
 from lightning_smddp.choice.first_batch import FirstBatch
 from lightning_smddp.choice.stage_profile import profile_stages
@@ -131,8 +131,8 @@ class _Pipeline:
         self.rank_of_stage = self.options.schedule.rank_of_stage(self.num_stages, ranks)
         self.splitter = splitter_for(self.module, self.options.partition)
         self.microbatches = self._cut()
-        capture = StepCapture(first.module)
-        self.step = LightningStep(first.module, "training_step", first.arguments, first.precision, capture)
+        recorder = StepRecorder(first.module)
+        self.step = LightningStep(first.module, "training_step", first.arguments, first.precision, recorder)
         self._divide()
 
     def _cut(self) -> list[MicroBatch]:

@@ -415,7 +415,7 @@ class PipelineParallel(PipelineRanks):
     @override
     def _require_outside_of_step(self) -> None:
         """Raises ``ValueError`` inside of a step, whose micro-batches reach each rank in turn."""
-        if self._pipelined is not None and self._pipelined.capture.runs_step:
+        if self._pipelined is not None and self._pipelined.recorder.runs_step:
             raise SplitError(
                 "`strategy.barrier()` is called inside of a step that runs as a pipeline. Each rank is at another "
                 "micro-batch then, and they would wait for each other for ever. Call it in a hook around the step, "

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_smddp.bridge.logged_values import reduce_values
+from lightning_smddp.bridge.step_record import reduce_logged
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.partition.loss_weights import LossWeight
@@ -74,7 +74,7 @@ def parts(device: torch.device) -> dict[str, Callable[[], Any]]:
     return {
         "weights by labels": lambda: LossWeight("labels").apply(labels),
         "weights by a mask": lambda: LossWeight("entry").apply(labels),
-        "a logged mean": lambda: reduce_values("mean", values, [0.25] * 4),
+        "a logged mean": lambda: reduce_logged("mean", values, [0.25] * 4),
         "tied gradients": tied.sum,
         "overflow": lambda: share_overflow(parameters.values(), placeholder, group),
         "clipping": lambda: clip(2.0),

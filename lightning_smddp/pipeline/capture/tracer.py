@@ -8,6 +8,7 @@ stage can do it by itself. A dispatch mode below watches for tensors made by wha
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
@@ -89,6 +90,28 @@ def trace(step: Step, module: nn.Module, device: torch.device, fetch: Fetch | No
         known.changed_buffers |= result.changed_buffers
 
 
+_active = threading.local()  # .tracer: that of the step that runs in this thread
+
+
+def is_tracing() -> bool:
+    """Whether a step is traced in this thread."""
+    return getattr(_active, "tracer", None) is not None
+
+
+def depends_on_module(value: Any) -> bool:
+    """Whether there is a tensor in ``value`` that depends on a parameter in the step that is traced; False without."""
+    tracer: _Tracer | None = getattr(_active, "tracer", None)
+    return tracer is not None and any(tracer.find_tracked(tensor) is not None for tensor in tensors(value))
+
+
+def open_modules(reason: str) -> None:
+    """Let no module whose forward runs now be placed whole. Nothing happens where no step is traced."""
+    tracer: _Tracer | None = getattr(_active, "tracer", None)
+    if tracer is not None:
+        for call in tracer.stack:
+            call.obstacle = f"{reason}, at {user_location()}"
+
+
 class _Tracer(TorchFunctionMode, Tracking):
     def __init__(
         self,
@@ -122,8 +145,13 @@ class _Tracer(TorchFunctionMode, Tracking):
         buffers = dict(self.module.named_buffers())
         # The order of modes: the function mode, entered last, sees the user's calls; the dispatch mode below sees what
         # they come to, and operators that no function announces (C++ extensions).
-        with Eager(), patched_forwards(self.module, self._wrap), saving, _Unseen(self), self:
-            result = step()
+        outer = getattr(_active, "tracer", None)
+        _active.tracer = self
+        try:
+            with Eager(), patched_forwards(self.module, self._wrap), saving, _Unseen(self), self:
+                result = step()
+        finally:
+            _active.tracer = outer
         buffers_now = dict(self.module.named_buffers())
         rebound = []
         for name, buffer in buffers.items():

@@ -1,0 +1,406 @@
+"""During a batch each stage has its own attributes, and behind it the last stage's count.
+
+The step's code runs once for each micro-batch, on each stage up to that stage's end, and sometimes for nothing: in a
+trace, or in a dry run that finds its path. So ``self.calls += 1`` is done by all of these, and a line at the step's end
+by the last stage alone. A *scope* is what attributes are for one stage. It goes on from micro-batch to micro-batch, as
+in one process that runs one after the other::
+
+    before the batch     self.calls == 5
+    stage 0              6  7  8  9          of four micro-batches
+    stage 1, the last    6  7  8  9
+    behind the batch     9, on all ranks
+
+Between two micro-batches of one stage nothing has to be done for it: attributes are looked at where another stage's
+scope, or a dry run, comes in between, and once behind the batch. Followed are all attributes of the LightningModule,
+and those of other objects that a trace has seen change between modules. Others, which change inside of a module that is
+placed whole, are that stage's rank's alone: on other ranks hooks find an absent tensor there.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_smddp._compat.torch import without_torch_functions, write_count
+from lightning_smddp.bridge.absent import absent_tensor
+from lightning_smddp.bridge.attributes import (
+    MOST_MEMBERS,
+    Change,
+    Snapshot,
+    apply_changes,
+    container_of,
+    is_plain,
+)
+from lightning_smddp.bridge.owners import Place, in_words, is_of_module, owner_named, owners_in
+from lightning_smddp.pipeline.capture.tracer import depends_on_module
+from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
+from lightning_smddp.wire.pytree import leaves, map_leaves
+
+_MISSING = object()
+
+
+@dataclass
+class AttributeChanges:
+    """What a batch has done to attributes: plain data and tensors.
+
+    Attributes:
+        changes: in order.
+        elsewhere: places that the trace saw change, and the last stage has not changed.
+    """
+
+    changes: list[Change] = field(default_factory=list)
+    elsewhere: list[Place] = field(default_factory=list)
+
+
+class _Traced(NamedTuple):
+    """A change that a trace saw; ``is_made`` if there is a tensor in it that depends on parameters."""
+
+    place: Place
+    kind: str
+    value: Any
+    is_made: bool
+
+    @property
+    def is_number(self) -> bool:
+        return type(self.value) in (int, float)
+
+    @property
+    def is_state(self) -> bool:
+        found = leaves(self.value)
+        return self.kind != "set" or any(type(leaf) in (int, float) or isinstance(leaf, Tensor) for leaf in found)
+
+
+class _Seen:
+    """Everything whose attributes a step may change, as it is now; copies of tensors take what is written in place."""
+
+    def __init__(self, module: nn.Module, ignored: frozenset[str]) -> None:
+        self.ignored = ignored
+        with without_torch_functions():
+            self.owners = {name: vars(owner) for name, owner in owners_in(module).items()}
+            self.before = Snapshot.of(self.owners, self._follows)
+            # Writes to tensors of other objects are refused, so the copies are made where all can see that.
+            places = [place for place, _ in self.before.tensors() if not place[0]]
+        self.copies = _with_copies(module, places)
+
+    def _follows(self, owner: str, attribute: str) -> bool:
+        if owner:
+            return not is_of_module(attribute) and attribute != "_trainer"
+        return attribute not in self.ignored
+
+    def changes(self) -> list[Change]:
+        """What has been done since."""
+        return list(self.before.changes_to(Snapshot.of(self.owners, self._follows), self.copies))
+
+    def put_back(self, changed: Collection[tuple[str, str]]) -> None:
+        """Let these owners' attributes be what they were."""
+
+        def is_changed(owner: str, attribute: str) -> bool:
+            if owner:
+                return (owner, attribute) in changed
+            return attribute not in self.ignored
+
+        self.before.only(is_changed).put_back(self.owners, is_changed)
+
+
+class AttributeScopes:
+    """The attributes of a LightningModule, and of what it uses, during batches.
+
+    Args:
+        module: the LightningModule.
+        ignored: its attributes that are not the user's.
+        warn: called with texts, on all ranks alike.
+
+    Attributes:
+        counts: integers that traces saw change between modules, in words.
+        kept: attributes in which they saw tensors left there, in words.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ignored: frozenset[str],
+        warn: Callable[[str], None] = warnings.warn,
+    ) -> None:
+        self.module = module
+        self.warn = warn
+        self.counts: dict[str, None] = {}
+        self.kept: dict[str, None] = {}
+        self._ignored = ignored
+        self._followed: dict[str, set[str]] = {}  # by owner, but of the LightningModule
+        self._written: dict[Place, None] = {}  # tensors that are written in place
+        self._learning: _Seen | None = None  # during a trace
+        self._traced: list[_Traced] = []  # by the last trace
+        self._undecided: dict[Place, _Traced] = {}  # until a batch shows whether the last stage changes them
+        self._elsewhere: dict[Place, Tensor | None] = {}  # what hooks find there; None for what there is
+        self._owners: dict[str, dict[str, Any]] = {}  # during a batch, as all below
+        self._starts: dict[int, int] = {}
+        self._base: Snapshot | None = None  # before the batch
+        self._stage: int | None = None  # whose scope is in place
+        self._left: dict[Any, Snapshot] = {}  # by stage, and by ("dry", micro-batch)
+        self._copies: dict[int, dict[Place, Tensor]] = {}  # by stage, of what is written in place
+
+    # ---- during a batch ----
+
+    @contextmanager
+    def within(self, stage: int | None, index: int) -> Iterator[None]:
+        """Around a run of ``stage``, or one for nothing (None), on micro-batch ``index``."""
+        if stage is not None:
+            self._enter(stage)
+            yield
+            return
+        trainer: Any = vars(self.module).get("_trainer")
+        stops = getattr(trainer, "should_stop", None)
+        with without_torch_functions():
+            base = self._begin()
+            self._leave()
+            self._put(self._left.get(("dry", index - 1), base))
+        _with_copies(self.module, self._written)
+        try:
+            yield
+        finally:
+            with without_torch_functions():
+                self._left["dry", index] = self._look()
+                self._put(base)
+            if stops is not None:
+                trainer.should_stop = stops
+
+    def values(self) -> list[Any]:
+        """What the run that is under way, and those before it, have left in attributes."""
+        return [
+            value for place, _, value in self._changes_now() if place[0].startswith(("->", "callback")) or not place[0]
+        ]
+
+    def settle(self, touched: Mapping[int, Tensor]) -> None:
+        """Let those of :meth:`values` be what they are here, by id: other stages have made or written some."""
+
+        def here(leaf: Any) -> Any:
+            after = touched.get(id(leaf), leaf)
+            is_other = isinstance(leaf, RemoteTensor) or (after is not leaf and after.data_ptr() != leaf.data_ptr())
+            return after if is_other else leaf
+
+        if self._learning is not None:
+            return
+        for place, kind, value in self._changes_now():
+            settled = map_leaves(here, value)
+            if all(map(operator.is_, leaves(settled), leaves(value))):
+                continue
+            container = container_of(self.module, place)
+            if kind == "extend":
+                container[place[-1]][-len(value) :] = settled
+            else:
+                apply_changes(self.module, [(place, "members" if kind == "members" else "set", settled)])
+
+    def _changes_now(self) -> list[Change]:
+        if self._learning is not None:
+            return self._learning.changes()
+        copies = {} if self._stage is None else self._copies[self._stage]
+        return list(self._begin().changes_to(self._look(), copies))
+
+    def changes(self, stage: int) -> AttributeChanges:
+        """What the runs of ``stage``, the last one, have done."""
+        found = self._changes_of(stage)
+        places = [place for place, _, _ in found]
+        elsewhere = [place for place in self._undecided if not _is_among(place, places)]
+        plain = []
+        for place, kind, value in found:
+            if is_plain(place, value):
+                plain.append((place, kind, map_leaves(_detached, value)))
+        return AttributeChanges(plain, elsewhere)
+
+    def end(self, elsewhere: Sequence[Place] = ()) -> None:
+        """The batch is over: attributes are what they were before it, but for what stays on this rank.
+
+        Args:
+            elsewhere: see :class:`AttributeChanges`, on all ranks.
+        """
+        found = self._changes_of(max((stage for stage in self._copies), default=None))
+        self._decide(elsewhere, [place for place, _, _ in found])
+        self.drop()
+        for change in found:
+            if change[0] in self._elsewhere or not is_plain(change[0], change[2]):
+                apply_changes(self.module, [change])
+
+    def drop(self) -> None:
+        """Throw away what runs have done."""
+        if self._base is not None:
+            self._put(self._base)
+        self._base = self._stage = None
+        self._left.clear()
+        self._copies.clear()
+
+    def _begin(self) -> Snapshot:
+        if self._base is None:
+            owners = {name: owner_named(self.module, name) for name in ("", *self._followed)}
+            self._owners = {name: vars(owner) for name, owner in owners.items() if owner is not None}
+            self._starts = {}
+            base = self._look()
+            for container, _, members in base.members.values():
+                if len(members) > MOST_MEMBERS:
+                    self._starts[id(container)] = len(members)
+            self._base = base
+            if self._starts:
+                self._base = self._look()
+        return self._base
+
+    def _enter(self, stage: int) -> None:
+        if self._stage == stage:
+            return
+        self._leave()
+        self._put(self._left.get(stage, self._begin()))
+        if stage not in self._copies:
+            self._copies[stage] = _with_copies(self.module, self._written)
+        self._stage = stage
+
+    def _leave(self) -> None:
+        if self._stage is not None:
+            self._left[self._stage] = self._look()
+        self._stage = None
+
+    def _changes_of(self, stage: int | None) -> list[Change]:
+        self._leave()
+        if self._base is None or stage is None or stage not in self._left:
+            return []
+        found = self._base.changes_to(self._left[stage], self._copies[stage])
+        return [change for change in found if not any(isinstance(leaf, RemoteTensor) for leaf in leaves(change[2]))]
+
+    def _look(self) -> Snapshot:
+        return Snapshot.of(self._owners, self._follows, self._starts)
+
+    def _put(self, state: Snapshot) -> None:
+        state.put_back(self._owners, self._follows)
+
+    def _follows(self, owner: str, attribute: str) -> bool:
+        if owner:
+            return attribute in self._followed[owner]
+        return attribute not in self._ignored
+
+    # ---- what a trace sees ----
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """Around a traced run of the step: what does it change, of anything?"""
+        self._learning = seen = _Seen(self.module, self._ignored)
+        try:
+            yield
+        finally:
+            self._learning = None
+        with without_torch_functions():
+            found = seen.changes()
+            self._traced = [_Traced(place, kind, value, depends_on_module(value)) for place, kind, value in found]
+            seen.put_back({traced.place[:2] for traced in self._traced if traced.is_state})
+
+    def learn(self, units: Mapping[str, bool]) -> None:
+        """Follow what the last trace has seen change between modules, and say what changes inside of ``units``.
+
+        Args:
+            units: names of modules that are placed whole, and whether they are on this rank.
+        """
+        numbers = []
+        for traced in self._traced:
+            place = traced.place
+            owner = place[0].partition("->")[0]
+            unit = next((name for name in units if f"{owner}.".startswith(f"{name}.")), None)
+            if unit is not None:
+                if traced.is_number:
+                    numbers.append(place)
+                elif traced.is_made:
+                    self._mark_elsewhere(place, units[unit])
+                continue
+            if place[0]:
+                # What is no number and no tensor may be set once, with something else that stays done: a flag that
+                # hooks are installed.
+                if not traced.is_state:
+                    continue
+                self._followed.setdefault(place[0], set()).add(place[1])
+            if traced.kind == "write":
+                self._written[place] = None
+            if traced.is_made:
+                self.kept[in_words(place)] = None
+            if type(traced.value) is int:
+                self.counts[in_words(place)] = None
+            if traced.is_made or traced.is_number:
+                self._undecided[place] = traced
+        self._traced = []
+        self._warn_of(numbers)
+
+    def _decide(self, elsewhere: Iterable[Place], changed_here: Sequence[Place]) -> None:
+        numbers = []
+        for place in map(tuple, elsewhere):
+            traced = self._undecided[place]
+            self._mark_elsewhere(place, traced.is_number or _is_among(place, changed_here))
+            if traced.is_number:
+                numbers.append(place)
+        self._undecided = {}
+        self._warn_of(numbers)
+
+    def _mark_elsewhere(self, place: Place, is_here: bool) -> None:
+        name = in_words(place)
+        self._elsewhere[place] = None
+        if not is_here:
+            self._elsewhere[place] = absent_tensor(
+                f"`{name}` is set by a module that is on another rank, and is not on this one. Let the step keep it in "
+                f"an attribute of the LightningModule: `self.kept = {name}`."
+            )
+
+    def _warn_of(self, numbers: Sequence[Place]) -> None:
+        if numbers:
+            names = ", ".join(f"`{in_words(place)}`" for place in numbers)
+            self.warn(
+                f"{names}: changed inside of modules that are placed whole, so right on their stage's rank alone, and "
+                "changed once for each micro-batch. Keep such numbers in attributes of the LightningModule."
+            )
+
+    @contextmanager
+    def absent_shown(self) -> Iterator[None]:
+        """Around a hook: what is on other ranks raises where it is used."""
+        before = []
+        for place, absent in self._elsewhere.items():
+            container = container_of(self.module, place)
+            if absent is not None and container is not None:
+                before.append((container, place[-1], container.get(place[-1], _MISSING), absent))
+                container[place[-1]] = absent
+        try:
+            yield
+        finally:
+            for container, key, value, absent in reversed(before):
+                if container.get(key) is not absent:
+                    continue  # the hook has set it
+                if value is _MISSING:
+                    del container[key]
+                else:
+                    container[key] = value
+
+
+def _with_copies(module: nn.Module, places: Iterable[Place]) -> dict[Place, Tensor]:
+    """Let copies stand for tensors that are written in place."""
+    copies = {}
+    for place in places:
+        container = container_of(module, place) or {}
+        value = container.get(place[-1])
+        if type(value) is Tensor and not value.requires_grad and not value.is_meta:
+            with torch.inference_mode(False), torch.no_grad():  # writes to inference tensors are not counted
+                copies[place] = container[place[-1]] = value.clone()
+    return copies
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _is_among(place: Place, places: Iterable[Place]) -> bool:
+    """Whether it, or what it is in, or something in it is among ``places``."""
+    return any(all(one == other for one, other in zip(place, known, strict=False)) for known in places)
+
+
+def writes_of(tensor: Tensor) -> int:
+    """How often it was written; torch does not count that of inference tensors."""
+    if tensor.is_inference():
+        return 0
+    return write_count(tensor)

@@ -1,0 +1,433 @@
+"""What a step logs, sets and returns for micro-batches, put together for Lightning, which expects one step for a batch.
+
+While a micro-batch runs where the step ends, calls of ``self.log`` are kept, metrics are called, and what is kept or
+returned is touched, so that other stages send it there. On other stages the same calls do nothing::
+
+    micro-batch 0:  log("loss", 2.0)  accuracy(p0, y0)  self.seen 0 -> 4    Record 0
+    micro-batch 1:  log("loss", 4.0)  accuracy(p1, y1)  self.seen 4 -> 8    Record 1
+    the batch:      log("loss", 3.0)                    self.seen = 8       StepRecorder.results, on all ranks
+
+Means have the weights of the losses: what a value is a mean over, rows or labels, its loss is nearly always, too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_smddp._compat.torch import forward_cache, set_forward_cache, without_torch_functions
+from lightning_smddp.bridge.attribute_scopes import AttributeChanges, AttributeScopes
+from lightning_smddp.bridge.attributes import apply_changes
+from lightning_smddp.bridge.metrics import PipelineMetrics, StepMetrics, detached, touch
+from lightning_smddp.pipeline.capture.tracer import open_modules
+from lightning_smddp.pipeline.partition.outputs import merge_outputs, weighted_mean
+from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
+from lightning_smddp.wire.pytree import tensors
+
+_NAMES: dict[Any, str] = {
+    "mean": "mean", "avg": "mean", torch.mean: "mean", "sum": "sum", torch.sum: "sum", sum: "sum",
+    "max": "max", torch.max: "max", max: "max", "min": "min", torch.min: "min", min: "min",
+}  # fmt: skip
+_OF_TENSORS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+_OF_NUMBERS: dict[str, Callable[[Any], Any]] = {"sum": sum, "max": max, "min": min}
+
+Plain: TypeAlias = Callable[[Any], Any]
+
+
+@dataclass
+class Log:
+    """A call of ``self.log``: the value, of a metric what it showed last; and this metric's name."""
+
+    name: str
+    value: Any
+    metric: str | None
+    options: dict[str, Any]
+
+
+@dataclass
+class _Record:
+    """What a step did on one micro-batch, where it ends.
+
+    Attributes:
+        size: its rows.
+        weight: of its loss.
+        logs: by name, and which call with it.
+        given: what was logged, itself, until the step ends.
+        touched: what else is needed at its end.
+        losses: of ``logs`` those that are the loss.
+    """
+
+    size: int
+    weight: float
+    logs: dict[tuple[str, int], Log] = field(default_factory=dict)
+    given: dict[tuple[str, int], Any] = field(default_factory=dict)
+    touched: list[Any] = field(default_factory=list)
+    losses: set[tuple[str, int]] = field(default_factory=set)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, log: Log, value: Any) -> None:
+        """Remember ``log``; ``value`` is what was given."""
+        key = (log.name, self.counts[log.name])
+        self.counts[log.name] += 1
+        self.logs[key] = log
+        self.given[key] = value
+
+    def close(self, touched: Mapping[int, Tensor], output: Any) -> None:
+        """The step has returned ``output``. Let go of the graph.
+
+        Args:
+            touched: by the id of a tensor, what it is here.
+            output: see above.
+        """
+        loss = output.get("loss") if isinstance(output, dict) else output
+        for key, value in self.given.items():
+            if isinstance(value, RemoteTensor):
+                self.logs[key].value = touched[id(value)].clone()
+            are_tensors = isinstance(value, Tensor) and isinstance(loss, Tensor)
+            if are_tensors and touched[id(value)].data_ptr() == touched[id(loss)].data_ptr():
+                self.losses.add(key)
+        self.given.clear()
+        self.touched.clear()
+
+
+@dataclass
+class StepResults:
+    """What a batch shows: plain data and tensors.
+
+    Attributes:
+        logs: calls of ``self.log``, in order.
+        output: what the step returns.
+        attributes: what it has changed.
+        metrics: names of those that it called.
+        should_stop: whether the Trainer is told to stop.
+    """
+
+    logs: list[Log]
+    output: Any
+    attributes: AttributeChanges
+    metrics: list[str]
+    should_stop: bool
+
+
+class StepRecorder:
+    """Keeps what a LightningModule's steps do on micro-batches, until that is shown for the batch.
+
+    Args:
+        module: the LightningModule.
+        metrics: those of this rank's pipeline; None where there is one process.
+        warn: see :class:`AttributeScopes`.
+
+    Attributes:
+        scopes: the module's attributes during a batch.
+        runs_step: whether the user's code of a step runs now, on a micro-batch.
+        changing_steps: keys of those that write into their batch.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        metrics: PipelineMetrics | None = None,
+        warn: Callable[[str], None] = warnings.warn,
+    ) -> None:
+        base = _lightning_module(type(module))
+        self.module = module
+        self.scopes = AttributeScopes(module, frozenset(vars(base())), warn)
+        self.metrics = StepMetrics(module, metrics)
+        self.runs_step = False
+        self.changing_steps: set[Any] = set()
+        self._signature = inspect.signature(base.log)
+        self._options = frozenset(self._signature.parameters) - {"self", "name", "value"}
+        self._records: dict[int, _Record] = {}
+        self._running: _Record | None = None
+
+    # ---- micro-batches ----
+
+    @contextmanager
+    def microbatch(
+        self,
+        stage: int | None,
+        index: int,
+        size: int,
+        weight: float | None,
+        keep: bool,
+    ) -> Iterator[None]:
+        """Around a run of ``stage``, or one for nothing (None), on micro-batch ``index`` of ``size`` rows.
+
+        What it does is kept for :meth:`results` if ``keep``, which is so where the step ends.
+        """
+        with (
+            self.scopes.within(stage, index),
+            self._recording(index, _Record(size, size if weight is None else weight), keep),
+        ):
+            yield
+
+    @contextmanager
+    def lockstep(self, size: int, plain: Plain) -> Iterator[None]:
+        """Around a step that all ranks run alike, on a whole batch; ``plain`` makes tensors those of this rank."""
+        with self._recording(0, _Record(size, size), True, plain):
+            yield
+
+    @contextmanager
+    def _recording(self, index: int, record: _Record, keep: bool, plain: Plain | None = None) -> Iterator[None]:
+        attributes = vars(self.module)
+        original = self.module.log
+        patched = attributes.get("log")
+        attributes["log"] = self._recording_log(record, original) if keep else self._ignored_log
+        self._running = record if keep else None
+        try:
+            with self.metrics.patched(record.touched if keep else None, plain):
+                yield
+        finally:
+            self._running = None
+            if patched is None:
+                del attributes["log"]
+            else:
+                attributes["log"] = patched
+        if keep:
+            self._records[index] = record
+
+    def finish(self, output: Any) -> Any:
+        """Touch ``output`` and all tensors that are kept, and return it. To be called at the end of the step's run.
+
+        Whoever traces the operations of a step learns by this that these values are needed where the step ends.
+        """
+        record = self._running
+        if record is None:
+            return output
+        values = self.scopes.values()
+        found = tensors((list(record.given.values()), record.touched, values, output))
+        touched = {id(tensor): touch(tensor) for tensor in found}
+        with without_torch_functions():
+            self.scopes.settle(touched)
+            record.close(touched, output)
+        return output
+
+    def drop(self) -> None:
+        """Throw away what micro-batches have done."""
+        self._records.clear()
+        self.scopes.drop()
+        self.metrics.drop()
+
+    # ---- the batch ----
+
+    def results(
+        self,
+        outputs: Sequence[Any],
+        stage: int = 0,
+        trains: bool = False,
+        plain: Plain | None = None,
+    ) -> StepResults:
+        """What the micro-batches make up. On the rank where the step ends.
+
+        Args:
+            outputs: what the step returned for each micro-batch, in order.
+            stage: the last one.
+            trains: whether it is a training step. For which it returns None, those micro-batches do not count.
+            plain: see :meth:`lockstep`.
+
+        Raises:
+            UncombinableError: there is no rule for what the step returned.
+        """
+        records = [self._records[index] for index in sorted(self._records)]  # they may have run in another order
+        assert len(outputs) == len(records), f"{len(outputs)} outputs of {len(records)} micro-batches"
+        counting = [output is not None for output in outputs]
+        if trains and any(counting):
+            records = list(compress(records, counting))
+            outputs = list(compress(outputs, counting))
+        trainer = vars(self.module).get("_trainer")
+        with torch.no_grad():
+            logs = _combined_logs(records)
+            if plain is not None:
+                logs, outputs = plain((logs, list(outputs)))
+            sizes = [record.size for record in records]
+            parts = [detached(output) for output in outputs]
+            output = merge_outputs(parts, sizes, _weights(records))
+            if trains and _adds_losses(records):
+                output = _with_sum_of_losses(output, parts)
+        changes = self.scopes.changes(stage)
+        stops = bool(getattr(trainer, "should_stop", False))
+        return StepResults(logs, output, changes, self.metrics.called(), stops)
+
+    def apply(self, results: StepResults) -> Any:
+        """Show the batch to Lightning, on every rank in the strategy's step method; returns what the step returns."""
+        self._records.clear()
+        module = self.module
+        self.scopes.end(results.attributes.elsewhere)
+        apply_changes(module, results.attributes.changes)
+        for log in results.logs:
+            value = log.value
+            if log.metric is not None:
+                # What Lightning shows of a metric for a step is its forward cache, which is of the last micro-batch.
+                value = module.get_submodule(log.metric)
+                set_forward_cache(value, log.value)
+            module.log(log.name, value, **log.options)
+        self.metrics.end(results.metrics)
+        if results.should_stop:
+            module.trainer.should_stop = True
+        return results.output
+
+    # ---- logging ----
+
+    def _recording_log(self, record: _Record, original: Callable[..., None]) -> Callable[..., None]:
+        """Keeps what it is called with; what Lightning would refuse goes to ``original``, which says what is wrong."""
+
+        def log(*args: Any, **kwargs: Any) -> None:
+            options = self._given_options(args, kwargs)
+            name, value = options.pop("name"), options.pop("value")
+            open_modules(f"it calls `self.log({name!r}, ...)`")
+            options["reduce_fx"] = reduction = reduction_name(options.get("reduce_fx", "mean"))
+            with without_torch_functions():
+                if isinstance(value, Metric) and reduction is not None:
+                    metric = self.metrics.name_of(value) or options.get("metric_attribute")
+                    record.add(Log(name, detached(forward_cache(value)), metric, options), None)
+                    return
+                is_number = isinstance(value, numbers.Number) or (isinstance(value, Tensor) and value.numel() == 1)
+                if is_number and reduction is not None:
+                    record.add(Log(name, _number(value), None, options), value)
+                    return
+            original(*args, **kwargs)
+
+        return log
+
+    def _ignored_log(self, *args: Any, **kwargs: Any) -> None:
+        """On stages where the step does not end."""
+
+    def _given_options(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        if len(args) == 2 and kwargs.keys() <= self._options:  # as nearly always; binding is slow
+            options = {"name": args[0], "value": args[1], **kwargs}
+        else:
+            options = dict(self._signature.bind(self.module, *args, **kwargs).arguments)
+            del options["self"]
+        if options.get("sync_dist_group") is not None:
+            raise ValueError(
+                f"self.log({options['name']!r}, ..., sync_dist_group=...): a pipeline calls `self.log` on all of its "
+                "ranks and reduces over its replicas. Leave `sync_dist_group` out."
+            )
+        return options
+
+
+# ---- values of micro-batches -----------------------------------------------------------------------------------------
+
+
+def reduction_name(reduce_fx: Any) -> str | None:
+    """``mean``, ``sum``, ``max`` or ``min``; None for a ``reduce_fx`` that Lightning refuses."""
+    key = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
+    return _NAMES.get(key)
+
+
+def reduce_logged(reduction: str, values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """One value out of those of micro-batches: numbers, or tensors with one element.
+
+    Args:
+        reduction: see :func:`reduction_name`.
+        values: of each micro-batch that has one.
+        weights: of these. A mean leaves out what weighs nothing; it is floating-point, also of integers.
+    """
+    device = next((value.device for value in values if isinstance(value, Tensor)), None)
+    if device is None:
+        if reduction != "mean":
+            return _OF_NUMBERS[reduction](values)
+        return values[0] if all(value == values[0] for value in values) else weighted_mean(values, weights)
+    parts = [torch.as_tensor(value, device=device).squeeze() for value in values]
+    if reduction != "mean":
+        return _OF_TENSORS[reduction](torch.stack(parts))
+    # In double precision where the device has that; the mean has single precision, unless the values have more.
+    dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
+    precise = torch.float32 if device.type == "mps" else torch.float64
+    return weighted_mean([part.to(precise) for part in parts], weights).to(dtype)
+
+
+def _combined_logs(records: Sequence[_Record]) -> list[Log]:
+    """Each call once, over the micro-batches that made it, in an order that keeps to those of the micro-batches."""
+    adds = _adds_losses(records)
+    combined = []
+    for key in _merged_order([list(record.logs) for record in records]):
+        having = [record for record in records if key in record.logs]
+        logs = [record.logs[key] for record in having]
+        options = dict(logs[-1].options)
+        weights = _weights(having)
+        if options.get("batch_size") is not None:
+            weights = [int(log.options["batch_size"]) for log in logs]
+            options["batch_size"] = sum(weights)
+        values = [log.value for log in logs]
+        reduction = options["reduce_fx"]
+        if logs[-1].metric is not None:
+            value = _combined_caches(values, weights)
+        elif adds and reduction == "mean" and all(key in record.losses for record in having):
+            value = reduce_logged("sum", values, weights)
+        else:
+            value = reduce_logged(reduction, values, weights)
+        combined.append(Log(key[0], value, logs[-1].metric, options))
+    return combined
+
+
+def _adds_losses(records: Sequence[_Record]) -> bool:
+    """Whether the batch's loss is the sum of the micro-batches', each weighing 1, and not their mean."""
+    return len(records) > 1 and all(record.weight == 1 for record in records)
+
+
+def _with_sum_of_losses(output: Any, outputs: Sequence[Any]) -> Any:
+    if isinstance(output, dict) and "loss" in output:
+        return {**output, "loss": sum(other["loss"] for other in outputs)}
+    return sum(outputs) if isinstance(output, Tensor) else output
+
+
+def _combined_caches(values: list[Any], weights: Sequence[float]) -> Any:
+    """What a metric showed: a mean where that is floating-point; else the last, as of one that was updated alone."""
+    if all(isinstance(value, Tensor) and value.is_floating_point() for value in values):
+        return weighted_mean(values, weights)
+    return values[-1]
+
+
+def _weights(records: Sequence[_Record]) -> list[float]:
+    """Of means: where losses are added, each weighing 1, rows; where nothing weighs anything, the same for all."""
+    weights = [record.weight for record in records]
+    if len(set(weights)) == 1:
+        weights = [float(record.size) for record in records] if weights[0] == 1 else [1.0] * len(weights)
+    return weights
+
+
+def _merged_order(sequences: Sequence[Sequence[Any]]) -> list[Any]:
+    """All keys, in an order that keeps to that of each sequence where they agree.
+
+    A call that only some micro-batches make comes behind the one that it followed there: [a, c] and [a, b] give
+    [a, b, c].
+    """
+    merged: list[Any] = []
+    for sequence in sequences:
+        position = 0
+        for key in sequence:
+            if key in merged:
+                position = merged.index(key) + 1
+            else:
+                merged.insert(position, key)
+                position += 1
+    return merged
+
+
+def _number(value: Any) -> Any:
+    """What was logged, as it is now: it may change in place behind the call."""
+    if isinstance(value, RemoteTensor):
+        return None  # it comes when the step ends
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value.item() if hasattr(value, "item") else value
+
+
+def _lightning_module(cls: type) -> Any:
+    """The ``LightningModule`` that ``cls`` is a class of: of the package ``lightning`` or of ``pytorch_lightning``."""
+    for base in cls.__mro__:
+        if base.__name__ == "LightningModule":
+            return base
+    raise TypeError(f"{cls.__name__} is no LightningModule")

@@ -1,0 +1,333 @@
+"""What is kept of a step's micro-batches and put together, without a Trainer."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, R2Score, SumMetric
+
+from lightning_smddp.bridge.absent import AbsentValueError, absent_tensor
+from lightning_smddp.bridge.step_record import StepRecorder, reduce_logged, reduction_name
+
+
+class Module(LightningModule):
+    """``step`` is the user's code; what reaches Lightning's ``log`` is kept."""
+
+    def __init__(self, step: Callable[..., Any], **metrics: nn.Module) -> None:
+        super().__init__()
+        self.step, self.logged = step, []
+        for name, metric in metrics.items():
+            setattr(self, name, metric)
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        shown = value._forward_cache if isinstance(value, nn.Module) else torch.as_tensor(value)
+        self.logged.append((name, shown.tolist(), kwargs))
+
+    @property
+    def values(self) -> list[tuple[str, Any]]:
+        return [(name, value) for name, value, _ in self.logged]
+
+
+def run(
+    module: Module, sizes: list[int], weights: list[float] | None = None, recorder: StepRecorder | None = None
+) -> Any:
+    """Run the step on rows 0, 1, 2, ... cut into micro-batches of ``sizes``; returns what the step does."""
+    recorder = recorder or StepRecorder(module)
+    rows = torch.arange(float(sum(sizes))).split(sizes)
+    outputs = []
+    for index, part in enumerate(rows):
+        weight = weights[index] if weights else None
+        with recorder.microbatch(None, index, len(part), weight, keep=False):
+            recorder.finish(module.step(module, part))
+        with recorder.microbatch(0, index, len(part), weight, keep=True):
+            outputs.append(recorder.finish(module.step(module, part)))
+    return recorder.apply(recorder.results(outputs, trains=True))
+
+
+# ---- logged values ----
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 3.5),
+        ({"reduce_fx": "AVG"}, 3.5),
+        ({"reduce_fx": torch.max}, 6.5),
+        ({"reduce_fx": min}, 1.0),
+        ({"reduce_fx": "sum"}, 11.5),
+    ],
+)
+def test_values_are_combined_by_reduce_fx(options: dict[str, Any], expected: float) -> None:
+    def step(self: Module, rows: Tensor) -> None:
+        self.log("x", rows.mean(), prog_bar=True, **options)
+
+    module = Module(step)
+    run(module, [3, 3, 2])  # means are 1, 4, 6.5
+    assert module.values == [("x", expected)]
+    assert module.logged[0][2]["prog_bar"] is True
+
+
+def test_one_weight_for_the_loss_and_all_means() -> None:
+    def step(self: Module, rows: Tensor) -> Any:
+        self.log("x", rows.mean())
+        return {"loss": rows.mean(), "last": int(rows[-1]), "rows": rows}
+
+    module = Module(step)
+    output = run(module, [2, 2], [0.25, 0.75])  # means are 0.5 and 2.5
+    assert module.values == [("x", 2.0)]
+    assert output["loss"] == 2.0
+    assert output["last"] == 3
+    assert output["rows"].tolist() == [0, 1, 2, 3]
+
+
+def test_losses_that_are_added() -> None:
+    def step(self: Module, rows: Tensor) -> Any:
+        loss = rows.sum()
+        self.log("loss", loss.detach())
+        self.log("mean", rows.mean())
+        return loss
+
+    module = Module(step)
+    assert run(module, [3, 1], [1.0, 1.0]) == 6.0
+    assert module.values == [("loss", 6.0), ("mean", 1.5)]
+
+
+def test_micro_batches_that_return_none_do_not_count() -> None:
+    def step(self: Module, rows: Tensor) -> Any:
+        self.log("x", rows[0])
+        return rows.mean() if rows[0] > 0 else None
+
+    module = Module(step)
+    assert run(module, [2, 2, 2]) == 3.5
+    assert module.values == [("x", 3.0)]
+    assert run(Module(lambda self, rows: None), [2, 2]) is None
+
+
+def test_means() -> None:
+    third = torch.tensor([1 / 3] * 3)
+    assert reduce_logged("mean", list(third), [3, 3, 1]).equal(third[0])
+    assert reduce_logged("mean", [0.1, 0.1, 0.1], [3, 3, 1]) == 0.1
+    assert reduce_logged("mean", [torch.tensor(1), torch.tensor(2)], [1, 3]).item() == 1.75
+    assert reduce_logged("mean", [torch.tensor([1.0]), 3], [1, 1]).equal(torch.tensor(2.0))
+    assert reduce_logged("max", [True, False], [1, 1]) is True
+    assert reduce_logged("mean", [torch.tensor(math.nan), torch.tensor(2.0)], [0, 1]) == 2.0
+    assert reduction_name("product") is None
+
+
+def test_calls_keep_their_number_and_order() -> None:
+    def step(self: Module, rows: Tensor) -> None:
+        self.log("twice", 1.0)
+        if rows[0] > 2:
+            self.log("sometimes", rows[0])
+        self.log(value=2.0, name="twice")
+        self.log_dict({"a": 0.0, "b": True})
+
+    module = Module(step)
+    run(module, [3, 1, 3])
+    assert module.values == [("twice", 1.0), ("sometimes", 3.75), ("twice", 2.0), ("a", 0.0), ("b", True)]
+
+
+def test_a_value_is_what_it_was_when_it_was_logged() -> None:
+    def step(self: Module, rows: Tensor) -> None:
+        total = rows.sum()
+        self.log("before", total, reduce_fx="sum")
+        total.zero_()
+
+    module = Module(step)
+    run(module, [2, 2])
+    assert module.values == [("before", 6.0)]
+
+
+def test_batch_sizes_weigh_means() -> None:
+    module = Module(lambda self, rows: self.log("x", rows[0], batch_size=30 if rows[0] else 10))
+    run(module, [2, 2])
+    assert module.logged == [("x", 1.5, {"batch_size": 40, "reduce_fx": "mean"})]
+
+
+class Refused(Exception):  # noqa: N818
+    """Lightning's own answer to a wrong call."""
+
+
+@pytest.mark.parametrize("call", [("x", "text"), ("x", torch.zeros(2)), ("x", 1.0, "unknown")])
+def test_what_cannot_be_logged_is_left_to_lightning(call: tuple[Any, ...]) -> None:
+    class Strict(Module):
+        def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            raise Refused
+
+    reduce_fx = {"reduce_fx": call[2]} if len(call) > 2 else {}
+    module = Strict(lambda self, rows: self.log(*call[:2], **reduce_fx))
+    recorder = StepRecorder(module)
+    with recorder.microbatch(0, 0, 1, None, keep=False):
+        module.step(module, torch.zeros(1))
+    with pytest.raises(Refused), recorder.microbatch(0, 0, 1, None, keep=True):
+        module.step(module, torch.zeros(1))
+
+
+def test_groups_of_the_users_own_are_refused() -> None:
+    module = Module(lambda self, rows: self.log("x", 1.0, sync_dist_group=object()))
+    recorder = StepRecorder(module)
+    with pytest.raises(ValueError, match="Leave `sync_dist_group` out"), recorder.microbatch(0, 0, 1, None, keep=True):
+        module.step(module, torch.zeros(1))
+
+
+# ---- metrics ----
+
+
+def test_metrics_are_called_once_for_each_micro_batch() -> None:
+    def step(self: Module, rows: Tensor) -> Any:
+        self.log("value", self.error(rows, rows**2))
+        self.log("object", self.error)
+        self.pair.update(rows, rows + 1)
+        return self.total(rows)
+
+    def make() -> Module:
+        return Module(
+            step, error=MeanSquaredError(), pair=MetricCollection([MeanSquaredError(), R2Score()]), total=SumMetric()
+        )
+
+    actual, expected = make(), make()
+    output = run(actual, [3, 2])
+    parts = torch.arange(5.0).split([3, 2])
+    totals = [step(expected, part) for part in parts]
+    assert output == (totals[0] * 3 + totals[1] * 2) / 5
+    values = [value for _, value in expected.values]
+    assert actual.values == [
+        (name, pytest.approx((values[i] * 3 + values[i + 2] * 2) / 5)) for i, name in enumerate(["value", "object"])
+    ]
+    for mine, theirs in ((actual.error, expected.error), (actual.pair, expected.pair), (actual.total, expected.total)):
+        torch.testing.assert_close(mine.compute(), theirs.compute())
+    assert actual.error.update_count == 2
+
+
+def test_what_metrics_return_where_the_step_does_not_end_cannot_be_read() -> None:
+    def step(self: Module, rows: Tensor) -> Any:
+        value = 2 * self.error(rows, rows**2)
+        self.both(rows, rows)["R2Score"] + 1
+        assert value.shape == ()
+        return float(value)
+
+    module = Module(step, error=MeanSquaredError(), both=MetricCollection([MeanSquaredError(), R2Score()]))
+    recorder = StepRecorder(module)
+    rows = torch.arange(4.0)
+    with recorder.microbatch(0, 0, 4, None, keep=True):
+        step(module, rows)
+    recorder.drop()
+    assert module.error.update_count == 0
+    assert module.error.sum_squared_error == 0
+    with (
+        pytest.raises(AbsentValueError, match=r"What `self\.error` returns is known where the step ends alone"),
+        recorder.microbatch(0, 0, 4, None, keep=False),
+    ):
+        step(module, rows)
+
+
+def test_metrics_with_gradients_are_a_part_of_the_step() -> None:
+    def step(self: Module, rows: Tensor) -> Any:
+        return self.error(rows * self.weight, rows) + self.error((rows * self.weight).detach(), rows)
+
+    module = Module(step, error=MeanSquaredError())
+    module.weight = nn.Parameter(torch.zeros(()))
+    recorder = StepRecorder(module)
+    for _ in range(2):
+        with recorder.microbatch(0, 0, 2, None, keep=True):
+            recorder.finish(step(module, torch.ones(2))).backward()
+        assert module.weight.grad == -2
+        module.weight.grad = None
+        recorder.drop()
+
+
+def test_absent_tensors_raise() -> None:
+    absent = absent_tensor("not here")
+    assert absent.shape == (0,)
+    for use in (lambda: absent + 1, lambda: torch.cat([absent]), lambda: absent.sum(), lambda: bool(absent)):
+        with pytest.raises(AbsentValueError, match="not here"):
+            use()
+
+
+# ---- nothing is left behind ----
+
+
+class Untouchable(Tensor):
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__ in ("__get__", "touch"):
+            return args[0] if function.__name__ == "touch" else False
+        raise AssertionError(f"{function} looked at a value of another stage")
+
+
+def test_values_of_runs_that_are_not_kept_are_not_looked_at() -> None:
+    def step(self: Module, rows: Tensor) -> None:
+        self.log("x", rows, batch_size=rows)
+        self.mean.update(rows)
+        self.found.append(rows)
+
+    module = Module(step, mean=MeanMetric())
+    module.found = []
+    recorder = StepRecorder(module)
+    with recorder.microbatch(0, 0, 2, None, keep=False):
+        module.step(module, torch.zeros(2).as_subclass(Untouchable))
+    recorder.drop()
+    assert (module.found, module.logged, module.mean.update_count) == ([], [], 0)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("keep", [True, False])
+def test_patches_and_changes_end_with_an_exception(error: type[BaseException], keep: bool) -> None:
+    def step(self: Module, rows: Tensor) -> None:
+        self.mean(rows)
+        self.found.append(rows)
+        raise error
+
+    module = Module(step, mean=MeanMetric(), pair=MetricCollection([MeanSquaredError()]))
+    module.found = []
+    before = [dict(vars(m)) for m in module.modules() if m is not module.mean]
+    recorder = StepRecorder(module)
+    with pytest.raises(error), recorder.microbatch(0, 0, 2, None, keep=keep):
+        module.step(module, torch.zeros(2))
+    recorder.drop()
+    others = [m for m in module.modules() if m is not module.mean]
+    assert all(vars(m)[k] is v for m, old in zip(others, before, strict=True) for k, v in old.items())
+    assert (float(module.mean.mean_value), float(module.mean.weight), module.mean.update_count) == (0, 0, 0)
+    assert module.found == []
+    for copied in (copy.deepcopy(module.mean), pickle.loads(pickle.dumps(module.pair))):
+        assert not {"forward", "reset"} & set(vars(copied))
+
+
+class Watching(TorchFunctionMode):
+    """Notes the names of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__ != "__get__":
+            self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_modes_see_the_users_operations_and_what_is_needed_at_the_end() -> None:
+    def step(self: Module, rows: Tensor) -> Tensor:
+        loss = rows.mean()
+        self.log("x", loss)
+        self.log("y", self.mean(rows))
+        return loss.neg()
+
+    module, names = Module(step, mean=MeanMetric()), []
+    recorder = StepRecorder(module)
+    rows = torch.ones(2)
+    for keep in (True, False):
+        with Watching() as mode, recorder.microbatch(0, 0, 2, None, keep=keep):
+            recorder.finish(module.step(module, rows))
+        names.append(mode.names)
+    # What is logged, what the metric was given, and what is returned.
+    assert names == [["mean", "touch", "neg", *["touch"] * 4], ["mean", "touch", "neg"]]
