@@ -91,6 +91,8 @@ def _loop(step: LightningStep, parts: Sequence[MicroBatch], setup: RunSetup, gra
         stack.enter_context(explained_shortage(is_whole=True))
         stack.enter_context(preserve_state(module, setup.device))
         stack.enter_context(kept_parameters(module))
+        stack.callback(step.forget)
+        stack.enter_context(step.recorder.scopes.within(None, 0))
         stack.enter_context(without_own_dropout(module, setup.device))
         stack.enter_context(patched([(module, "log", _ignored)]))
         if graph.mixes_draws:  # these are seeded one by one, in one stage as in several
