@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,7 +47,6 @@ class ModuleTensor:
         owner: the rank whose values count.
         ranks: all that have its values.
         global_tensor: what user code gets in its place; None before that has asked for it.
-        key: what the global tensor's was when all ranks had the same values last.
     """
 
     name: str
@@ -55,7 +54,6 @@ class ModuleTensor:
     owner: int
     ranks: tuple[int, ...]
     global_tensor: GlobalTensor | None = None
-    key: int = 0
 
 
 class ModuleTensors:
@@ -102,7 +100,6 @@ class ModuleTensors:
                 shown = GlobalTensor(self.view, found.owner, meta, local, GlobalStorage.named(found.name))
                 shown.requires_grad_(tensor.requires_grad)
             found.global_tensor = shown
-            found.key = shown.global_storage.key
         elif is_here:
             assert shown.local is not None
             if shown.local.data_ptr() != tensor.data_ptr():
@@ -113,14 +110,11 @@ class ModuleTensors:
         """Those that user code has asked for, in an order that is the same on all ranks, as collectives need it."""
         return [found for _, found in sorted(self.by_name.items()) if found.global_tensor is not None]
 
-    def share_changes(self) -> None:
-        """Ranks that hold what has changed get the owner's values. Collective if there is anything."""
+    def share(self, changed: Set[str | None]) -> None:
+        """Ranks that hold a parameter of these names get the owner's values. Collective if there is any."""
         for found in self.in_order():
-            assert found.global_tensor is not None
-            key = found.global_tensor.global_storage.key
-            if key != found.key and len(found.ranks) > 1:
+            if found.name in changed and len(found.ranks) > 1:
                 self.send(found, found.tensor.detach())
-            found.key = key
 
     def send(self, found: ModuleTensor, values: Tensor | None) -> None:
         """Write the owner's ``values`` into those of all ranks that hold ``found``. Collective."""
@@ -139,7 +133,6 @@ class ViewGradients:
     def __init__(self, view: View) -> None:
         self.view = view
         self.loaded = False
-        self._keys: dict[str, tuple[GlobalStorage, int]] = {}  # of the gradients that were there
 
     def get(self, parameter: ModuleTensor) -> Tensor | None:
         """Its ``.grad``. The first look at any is collective: who has one is not known elsewhere."""
@@ -185,7 +178,6 @@ class ViewGradients:
             storage = GlobalStorage.named(GRADIENT + name)
             gradient = GlobalTensor(self.view, found.owner, meta, self.here(found), storage)
             self.view.tensors.as_global(found).grad = gradient
-            self._keys[name] = storage, storage.key
         self.loaded = True
 
     def here(self, parameter: ModuleTensor) -> Tensor | None:
@@ -206,8 +198,12 @@ class ViewGradients:
             strides_of.update(part)
         return strides_of
 
-    def write_back(self) -> None:
-        """Parameters get the gradients that their global tensors have now. Collective if some have to be sent."""
+    def write_back(self, changed: Set[str | None]) -> None:
+        """Parameters get the gradients that their global tensors have now. Collective if some have to be sent.
+
+        Args:
+            changed: names of gradients; None stands for new ones.
+        """
         for found in self.view.tensors.in_order():
             assert found.global_tensor is not None
             gradient = found.global_tensor.grad
@@ -220,8 +216,7 @@ class ViewGradients:
             # All ranks that hold a tied parameter have its gradient; the view has changed it on the owner alone.
             if gradient is None or len(found.ranks) == 1:
                 continue
-            storage = gradient.global_storage
-            if self._keys.get(found.name) != (storage, storage.key):
+            if not changed.isdisjoint((gradient.global_storage.name, GRADIENT + found.name)):
                 self.view.tensors.send(found, found.tensor.grad)
 
     def _write(self, found: ModuleTensor, gradient: GlobalTensor | None) -> None:
@@ -238,7 +233,6 @@ class ViewGradients:
     def forget(self) -> None:
         """Other code may change gradients from here on."""
         self.loaded = False
-        self._keys.clear()
         for found in self.view.tensors.by_name.values():
             if found.global_tensor is not None:
                 found.global_tensor.grad = None

@@ -42,8 +42,8 @@ class Rendezvous:
     """Meetings of a pipeline's ranks.
 
     Attributes:
-        writes: tells what was written, in order; alike on ranks that have written the same.
-        last_write: in words.
+        written: names of parameters, gradients and buffers that have changed since ranks compared it, each with what
+            tells how.
 
     Args:
         channel: the pipeline's ranks, for messages between hosts.
@@ -56,9 +56,8 @@ class Rendezvous:
         self.device = device
         self.rank = channel.group.rank()
         self._serve = serve
-        self.writes = 0
-        self.last_write = "none"
-        self._compared = 0  # what `writes` was when ranks compared it
+        self.written: dict[str, int] = {}
+        self._last_write = "none"
         self._own_random: list[Tensor] | None = None  # this rank's generators, while they are the first one's
 
     # ---- meeting ----
@@ -103,25 +102,20 @@ class Rendezvous:
         Raises:
             GlobalViewError: on every rank, where they changed different parameters, or the same ones differently.
         """
-        if self.writes == self._compared:
-            self.meet(Ask.NOTHING)
+        if self.written:
+            self.meet(Ask.WRITES, f"to change {self._last_write}", key_of(self.written))
         else:
-            self.meet(Ask.WRITES, f"to change {self.last_write}", self.writes)
-        self._compared = self.writes
-
-    @property
-    def has_written(self) -> bool:
-        """Whether something was written since ranks compared it."""
-        return self.writes != self._compared
+            self.meet(Ask.NOTHING)
+        self.written.clear()
 
     def note_write(self, name: str, key: int) -> None:
         """The parameter, gradient or buffer ``name`` has changed; ``key`` tells how."""
-        self.writes = key_of(self.writes, name, key)
-        self.last_write = f"{name!r} at {user_location()}"
+        self.written[name] = key
+        self._last_write = f"{name!r} at {user_location()}"
 
     def _raise_difference(self) -> None:
         lines = []
-        for rank, write in enumerate(self.gather(self.last_write)):
+        for rank, write in enumerate(self.gather(self._last_write)):
             lines.append(f"on rank {rank} the last change so far is that of {write}")
         raise GlobalViewError(
             "The ranks of a pipeline changed different parameters in a hook or callback, or the same ones differently: "

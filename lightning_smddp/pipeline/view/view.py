@@ -150,12 +150,13 @@ class GlobalView:
 
     def _end(self, waits: bool) -> None:
         self.pending = True
+        changed = {None, *self.rendezvous.written}
         try:
-            if waits or self.rendezvous.has_written:
+            if waits or self.rendezvous.written:
                 self.settle()
             if self.is_used:
-                self.tensors.share_changes()
-                self.gradients.write_back()
+                self.tensors.share(changed)
+                self.gradients.write_back(changed)
         finally:
             self._forget()
 
@@ -294,6 +295,7 @@ class GlobalView:
                 missing[id(tensor.global_storage), tensor.extent] = tensor
         if missing:
             self._fetch_missing(list(missing.values()))
+            self._copied.update(tensor.global_storage for tensor in missing.values())
         values = []
         for tensor in tensors:
             copy = tensor.global_storage.copies[tensor.extent]
@@ -304,25 +306,23 @@ class GlobalView:
         names = ", ".join(tensor.describe() for tensor in missing[:3])
         key = key_of([(tensor.global_storage.key, tensor.extent) for tensor in missing])
         if not self.rendezvous.meet(Ask.VALUES, f"the values of {names} at {user_location()}", key):
-            self._keep(missing, self._exchange(missing))
+            for tensor, copy in zip(missing, self._exchange(missing), strict=True):
+                tensor.global_storage.copies[tensor.extent] = copy
             return
         by_owner: dict[int, list[GlobalTensor]] = {}
         for tensor in missing:
             by_owner.setdefault(tensor.owner, []).append(tensor)
         for owner, chosen in sorted(by_owner.items()):
-            values = []
-            for tensor in chosen:
-                if tensor.local is None:
-                    values.append(torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device))
-                else:
-                    values.append(tensor.local.detach().contiguous())
+            values = [self._room_or_values(tensor) for tensor in chosen]
             broadcast_tensors([Spec.of(value) for value in values], values, self.group, owner, self.device)
-            self._keep(chosen, values)
+            for tensor, value in zip(chosen, values, strict=True):
+                tensor.global_storage.copies[tensor.extent] = value
 
-    def _keep(self, tensors: Sequence[GlobalTensor], values: Sequence[Tensor]) -> None:
-        for tensor, value in zip(tensors, values, strict=True):
-            tensor.global_storage.copies[tensor.extent] = value
-            self._copied.add(tensor.global_storage)
+    def _room_or_values(self, tensor: GlobalTensor) -> Tensor:
+        """A contiguous tensor: on the owner of ``tensor`` its values, elsewhere room for them."""
+        if tensor.local is None:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        return tensor.local.detach().contiguous()
 
     def of_owner(self, value: Any, owner: int, what: str, key: int) -> Any:
         """What ``owner`` has found out, which is no tensor, on every rank. Collective."""
@@ -338,22 +338,22 @@ class GlobalView:
         Raises:
             GlobalViewError: on every rank, if the values are none of the module's, or with this ``problem``.
         """
-        keys: dict[str, int] = {}
+        changes: dict[str, int | None] = {}  # what this rank has done to each
         for tensor in wanted or ():
             name, dtype = tensor.global_storage.name, tensor.extent[-1]
             if name is None or str(self._named(name).tensor.dtype) != dtype:
                 problem = problem or needed_alone(f"{tensor.describe()} at {user_location()}", 0)
             else:
-                keys[name] = tensor.global_storage.key
-        keys, problem, place = self.rendezvous.broadcast((keys, problem, user_location()), 0)
-        # The owners look whether they still have what is asked for, and all ranks hear of it before anything is sent.
-        outdated = [name for name, key in keys.items() if self._key_here(name) not in (None, key)]
+                changes[name] = self.rendezvous.written.get(name)
+        changes, problem, place = self.rendezvous.broadcast((changes, problem, user_location()), 0)
+        # The others may have gone on and changed it. All ranks hear of that before anything is sent.
+        outdated = [name for name, change in changes.items() if self.rendezvous.written.get(name) != change]
         if problem is None and outdated:
             problem = needed_alone(f"{outdated[0]!r} at {place}, which other ranks have changed since,", 0)
         for told in self.rendezvous.gather(problem):
             if told is not None:
                 raise GlobalViewError(told)
-        received = {name: self._sent(name) for name in keys}
+        received = {name: self._sent(name) for name in changes}
         values = []
         for tensor in wanted or ():
             shape, strides, offset, _ = tensor.extent
@@ -372,20 +372,6 @@ class GlobalView:
     def _named(self, name: str) -> ModuleTensor:
         """The parameter or buffer of this name, or the parameter whose gradient it is."""
         return self.tensors.by_name[name.removeprefix(GRADIENT)]
-
-    def _key_here(self, name: str) -> int | None:
-        """The key of a parameter, buffer or gradient as it is now; None where another rank owns it."""
-        found = self._named(name)
-        if found.owner != self.rank:
-            return None
-        tensor: Any = found.global_tensor
-        if name.startswith(GRADIENT) and self.gradients.loaded:
-            tensor = tensor.grad
-            if not isinstance(tensor, GlobalTensor) or tensor.global_storage.name != name:
-                return 0  # it was replaced
-        elif tensor is None or name.startswith(GRADIENT):
-            return key_of(name)
-        return int(tensor.global_storage.key)
 
     def _sent(self, name: str) -> Tensor:
         """A parameter, buffer or gradient on all ranks, laid out as on its owner. Collective."""
@@ -423,9 +409,7 @@ class GlobalView:
 
     def _make_plain(self, tensor: GlobalTensor) -> None:
         """Turn the object into an ordinary tensor or parameter with its values. Collective."""
-        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-        if tensor.local is not None:
-            value = tensor.local.detach().contiguous()
+        value = self._room_or_values(tensor)
         broadcast_tensors([Spec.of(value)], [value], self.group, tensor.owner, self.device)
         plain = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
         swap_contents(tensor, value.requires_grad_(tensor.requires_grad))
