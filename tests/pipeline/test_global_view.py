@@ -527,29 +527,6 @@ def test_what_hooks_keep() -> None:
         assert_equal(state, dict(whole.student.state_dict()))
 
 
-def drawn_behind_a_hook() -> tuple[list[float], list[float], list[float]]:
-    group = dist.group.WORLD
-    assert group is not None
-    rank = group.rank()
-    net = Net()
-    ownership = placed(net)
-    release(net, ownership, rank)
-    torch.manual_seed(100 + rank)
-    first, second = torch.rand(2, 2).tolist()
-    torch.manual_seed(100 + rank)
-    view = GlobalView(net, ownership, group, CPU)
-    with view.entered():
-        torch.rand(2)
-    return first, second, torch.rand(2).tolist()
-
-
-def test_behind_a_hook_that_draws_other_ranks_go_on_from_where_they_were() -> None:
-    """They had gone on from the first rank's state, and so drawn the same dropout masks as it had in the hook."""
-    (_, after, there), (own, _, elsewhere) = run_ranks(drawn_behind_a_hook, 2)
-    assert there == after
-    assert elsewhere == own
-
-
 def collectives_of_hooks() -> list[dict[str, int]]:
     """Messages of hooks that use nothing of the module, of one that changes it, and of ranks that go on."""
     group = dist.group.WORLD

@@ -6,11 +6,10 @@ from a state of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -37,24 +36,3 @@ def generator_states(device: torch.device) -> list[Tensor]:
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
     return states
-
-
-def set_generator_states(states: Sequence[Tensor], device: torch.device) -> None:
-    """Let them go on from :func:`generator_states`."""
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
-
-
-def first_ranks_states(states: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> list[Tensor]:
-    """The first rank's ``states`` on all ranks; the given ones stay what they are. Collective.
-
-    Args:
-        states: of :func:`generator_states`.
-        group: the ranks of a pipeline.
-        device: where the group's messages are.
-    """
-    sent = [state.to(device, copy=True) for state in states]
-    for state in sent:
-        dist.broadcast(state, group=group, group_src=0)
-    return [state.cpu() for state in sent]

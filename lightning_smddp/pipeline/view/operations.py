@@ -178,7 +178,6 @@ class Operations:
         found = call.global_tensors()
         facts = operator_facts(call.function)
         if not found:
-            self._share_draws(call, facts)
             return call.function(*call.args, **call.kwargs)
         self.view.is_used = True
         if call.function in WITHOUT_MARKS:  # memory does not tell the mark: values that are sent would lose it
@@ -201,13 +200,8 @@ class Operations:
                 f"{facts.name} at {user_location()} writes a tensor of one rank and a tensor of all ranks at once."
             )
         if are_global == {False} or not facts.makes_tensors or facts.name in _DRAW_BY_VALUE:
-            return self._everywhere(call, found, facts)
+            return self._everywhere(call, found)
         return self._at_owner(call, found, facts)
-
-    def _share_draws(self, call: Call, facts: OperatorFacts) -> None:
-        """Before an operator that draws from torch's default generators: these are the first rank's on all ranks."""
-        if facts.draws and call.kwargs.get("generator") is None:
-            self.view.rendezvous.share_random_state()
 
     # ---- at one rank ----
 
@@ -224,10 +218,9 @@ class Operations:
                 shapes = call.function(*map_arguments(_meta, call.args), **map_arguments(_meta, call.kwargs))
             except Exception:
                 # The shape depends on values, or there is no such kernel, or it is the user's error.
-                return self._everywhere(call, found, facts)
+                return self._everywhere(call, found)
         key = call.key(facts.name)
         copies = self._fetch([tensor for tensor in found if tensor.owner != owner])
-        self._share_draws(call, facts)
         real = None
         if self.view.rank == owner:
             real = call.run(lambda leaf: copies.get(id(leaf), _local(leaf)))
@@ -274,10 +267,9 @@ class Operations:
 
     # ---- at every rank ----
 
-    def _everywhere(self, call: Call, found: Sequence[GlobalTensor], facts: OperatorFacts) -> Any:
+    def _everywhere(self, call: Call, found: Sequence[GlobalTensor]) -> Any:
         """All ranks fetch what they lack, and do it."""
         copies = self._fetch(found)
-        self._share_draws(call, facts)
         return call.run(lambda leaf: copies.get(id(leaf), leaf))
 
     def _value_of_owner(self, call: Call, found: Sequence[GlobalTensor], facts: OperatorFacts) -> Any:

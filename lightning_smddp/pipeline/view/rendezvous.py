@@ -19,11 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.pipeline.capture.user_code import user_location
-from lightning_smddp.pipeline.runtime.draws import first_ranks_states, generator_states, set_generator_states
 from lightning_smddp.pipeline.view.global_tensor import GlobalViewError, key_of
 from lightning_smddp.wire.broadcast import Channel
 
@@ -35,7 +33,6 @@ class Ask(enum.IntEnum):
     WRITES = 1  # the same, and it has changed parameters: all ranks have to have changed them alike
     VALUES = 2
     GRADIENTS = 3  # which parameters have one
-    RANDOM = 4  # the state of the random number generators
 
 
 class Rendezvous:
@@ -47,18 +44,15 @@ class Rendezvous:
 
     Args:
         channel: the pipeline's ranks, for messages between hosts.
-        device: of this rank.
         serve: takes part in what the first rank alone asks for.
     """
 
-    def __init__(self, channel: Channel, device: torch.device, serve: Callable[[Ask], None]) -> None:
+    def __init__(self, channel: Channel, serve: Callable[[Ask], None]) -> None:
         self.channel = channel
-        self.device = device
         self.rank = channel.group.rank()
         self._serve = serve
         self.written: dict[str, int] = {}
         self._last_write = "none"
-        self._own_random: list[Tensor] | None = None  # this rank's generators, while they are the first one's
 
     # ---- meeting ----
 
@@ -136,27 +130,6 @@ class Rendezvous:
         values: list[Any] = [None] * self.channel.group.size()
         dist.all_gather_object(values, value, group=self.channel.group)
         return values
-
-    # ---- random numbers ----
-
-    def share_random_state(self) -> None:
-        """From here to the hook's end all ranks draw what the first one draws. Collective at the first draw."""
-        if self._own_random is not None:
-            return
-        self.meet(Ask.RANDOM, "random numbers")
-        self._own_random = generator_states(self.device)
-        set_generator_states(self.send_random_state(), self.device)
-
-    def send_random_state(self) -> list[Tensor]:
-        """The first rank's states on all ranks. Collective."""
-        return first_ranks_states(generator_states(self.device), *self.channel)
-
-    def separate_random_states(self) -> None:
-        """On the first rank random numbers go on from here; other ranks' go on from where they were."""
-        own = self._own_random
-        self._own_random = None
-        if own is not None and self.rank != 0:
-            set_generator_states(own, self.device)
 
 
 def needed_alone(what: str, rank: int) -> str:

@@ -63,7 +63,7 @@ class GlobalView:
         self.pending = False
         self.is_used = False
         self.tensors = ModuleTensors(module, ownership, self)
-        self.rendezvous = Rendezvous(host or Channel(group, device), device, self._serve)
+        self.rendezvous = Rendezvous(host or Channel(group, device), self._serve)
         self.gradients = ViewGradients(self)
         self.run = Operations(self).run
         self._alive: weakref.WeakValueDictionary[int, GlobalTensor] = weakref.WeakValueDictionary()
@@ -165,7 +165,6 @@ class GlobalView:
         for storage in list(self._copied):
             storage.copies.clear()
         self._copied.clear()
-        self.rendezvous.separate_random_states()
         if self.is_used:
             self.gradients.forget()
 
@@ -364,8 +363,6 @@ class GlobalView:
         """Take part in what the first rank asks for alone. Collective."""
         if ask is Ask.GRADIENTS:
             self.gradients.announce()
-        elif ask is Ask.RANDOM:
-            self.rendezvous.send_random_state()
         else:
             self._exchange(None)
 
