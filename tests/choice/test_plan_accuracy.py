@@ -7,9 +7,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from lightning_smddp import PipelineStrategy, SMDDPStrategy, plan
 from tests.choice.modules import Wide
@@ -34,9 +36,7 @@ def held() -> int:
 
 
 @contextmanager
-def watched(most: list[int]) -> Iterator[None]:
-    done = threading.Event()
-
+def watched(most: list[int], done: threading.Event) -> Iterator[None]:
     def look() -> None:
         while not done.wait(0.002):
             most[0] = max(most[0], held())
@@ -50,15 +50,27 @@ def watched(most: list[int]) -> Iterator[None]:
         watcher.join()
 
 
+class Ends(Callback):
+    """Behind training a pipeline's model is gathered on hosts, if they have room: that is no part of it."""
+
+    def __init__(self, done: threading.Event) -> None:
+        self.done = done
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.done.set()
+
+
 def measure(strategy: str) -> int:
     """What training adds at most to what a process has."""
     assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**18)  # what is freed is given back
     torch.set_num_threads(1)
     made, options = STRATEGIES[strategy]
-    trainer = make_trainer(made(**grouped(verbose=False, tuning_cache=False, **options)), max_steps=STEPS)
+    done = threading.Event()
+    chosen = made(**grouped(verbose=False, tuning_cache=False, **options))
+    trainer = make_trainer(chosen, max_steps=STEPS, callbacks=[Ends(done)])
     most = [0]
     before = held()
-    with watched(most):
+    with watched(most, done):
         trainer.fit(Wide())
     return most[0] - before
 
