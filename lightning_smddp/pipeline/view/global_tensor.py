@@ -72,11 +72,6 @@ class GlobalStorage:
         self.name = name
         self.copies: dict[Extent, Tensor] = {}
 
-    @classmethod
-    def named(cls, name: str) -> GlobalStorage:
-        """That of a parameter, gradient or buffer, as it is when a hook begins."""
-        return cls(key_of(name), name)
-
     def written(self, key: int) -> None:
         """Note that its values are others now."""
         self.key = key

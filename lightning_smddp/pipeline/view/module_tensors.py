@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.mesh import Ownership
-from lightning_smddp.pipeline.view.global_tensor import GlobalStorage, GlobalTensor, TensorView
+from lightning_smddp.pipeline.view.global_tensor import GlobalStorage, GlobalTensor, TensorView, key_of
 from lightning_smddp.pipeline.view.rendezvous import Ask, Rendezvous
 from lightning_smddp.wire.stream import Spec, broadcast_tensors
 
@@ -97,7 +97,7 @@ class ModuleTensors:
             meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             with torch.inference_mode(False):  # it stays when a validation is over
                 local = tensor.detach() if is_here else None
-                shown = GlobalTensor(self.view, found.owner, meta, local, GlobalStorage.named(found.name))
+                shown = GlobalTensor(self.view, found.owner, meta, local, GlobalStorage(key_of(found.name), found.name))
                 shown.requires_grad_(tensor.requires_grad)
             found.global_tensor = shown
         elif is_here:
@@ -175,7 +175,7 @@ class ViewGradients:
             if not found.tensor.requires_grad:
                 continue
             meta = torch.empty_strided(found.tensor.shape, strides, dtype=found.tensor.dtype, device="meta")
-            storage = GlobalStorage.named(GRADIENT + name)
+            storage = GlobalStorage(key_of(GRADIENT, name), GRADIENT + name)
             gradient = GlobalTensor(self.view, found.owner, meta, self.here(found), storage)
             self.view.tensors.as_global(found).grad = gradient
         self.loaded = True

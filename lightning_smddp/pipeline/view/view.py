@@ -63,6 +63,7 @@ class GlobalView:
         self.pending = False
         self.is_used = False
         self.tensors = ModuleTensors(module, ownership, self)
+        self.find = self.tensors.find
         self.rendezvous = Rendezvous(host or Channel(group, device), self._serve)
         self.gradients = ViewGradients(self)
         self.run = Operations(self).run
@@ -175,10 +176,6 @@ class GlobalView:
         self._made += 1
         self._alive[self._made] = tensor
 
-    def find(self, tensor: object) -> ModuleTensor | None:
-        """The parameter or buffer of the module that ``tensor`` is, if it is one."""
-        return self.tensors.find(tensor)
-
     def as_global(self, structure: Any) -> Any:
         """``structure`` with global tensors in place of the module's parameters and buffers."""
         if not any(self.find(leaf) for leaf in leaves(structure)):
@@ -226,31 +223,20 @@ class GlobalView:
                 f"{tuple(target.shape)}, {target.dtype} to {tuple(value.shape)}, {value.dtype}. In a pipeline shape "
                 "and dtype have to stay, and tensors made of parameters stay such. Use `.copy_()`."
             )
-        if found is not None:
-            self._set_module_tensor(found, value)
+        if found is None:
+            for name in ("owner", "local", "meta", "global_storage"):
+                setattr(target, name, getattr(value, name))
             return
-        for name in ("owner", "local", "meta", "global_storage"):
-            setattr(target, name, getattr(value, name))
-
-    def _set_module_tensor(self, found: ModuleTensor, value: Tensor) -> None:
-        """The values of a parameter or buffer become ``value``; one of another rank is fetched. Collective then."""
-        key = 0
-        local: Tensor | None
-        if not isinstance(value, GlobalTensor):
-            local = value.detach().clone()  # what other ranks have of it is not theirs to change
-        else:
-            key = value.global_storage.key
-            local = value.local
-            if value.owner != found.owner:
-                local = self.fetch([value])[0]
         # `value` is on one rank or on all; the owner takes it, and the other holders get it from there.
-        if found.owner == self.rank:
-            assert local is not None
-            found.tensor.data = local.detach()
-        elif self.rank in found.ranks:
-            found.tensor.data = torch.empty_like(found.tensor)  # gets its values at the hook's end
         shown = self.tensors.as_global(found)
-        self.note_write(shown, key_of(found.name, "data", key, shown.global_storage.key))
+        key = value.global_storage.key if isinstance(value, GlobalTensor) else 0
+        if isinstance(value, GlobalTensor) and value.owner != found.owner:
+            value = self.fetch([value])[0]
+        local = value.local if isinstance(value, GlobalTensor) else value.detach().clone()
+        if self.rank in found.ranks:  # others than the owner get their values at the hook's end
+            found.tensor.data = torch.empty_like(found.tensor) if local is None else local.detach()
+        self.note_write(shown, key_of("data", key, shown.global_storage.key))
+        self.tensors.as_global(found)  # has other memory now
 
     # ---- values ----
 
@@ -258,8 +244,6 @@ class GlobalView:
         """``structure`` with plain tensors, this rank's own, in place of global ones. Collective if there are any."""
         with without_torch_function():
             found = [leaf for leaf in leaves(structure) if isinstance(leaf, GlobalTensor)]
-            if not found:
-                return structure
             fetched = iter(self.fetch(found))
 
             def value_of(leaf: Any) -> Any:
@@ -267,7 +251,7 @@ class GlobalView:
                     return leaf
                 return next(fetched).detach().requires_grad_(leaf.requires_grad)
 
-            return map_leaves(value_of, structure)
+            return map_leaves(value_of, structure) if found else structure
 
     def plain_log(self, log: Callable[..., None]) -> Callable[..., None]:
         """A LightningModule's ``log`` that is given plain values."""
