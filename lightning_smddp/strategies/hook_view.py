@@ -135,6 +135,8 @@ class HookView:
         partitioned = self._partitioned()
         if partitioned is None or self.strategy._interrupted:
             return nullcontext()
+        if not partitioned.view.is_entered and not partitioned.view.pending:  # the usual case, and the quick one
+            return nullcontext()
         return partitioned.outside_view()
 
     def _around(self, hook: str, owner: Any) -> AbstractContextManager[Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.view.global_tensor import GlobalStorage, GlobalTensor, TensorView, key_of
-from lightning_smddp.pipeline.view.rendezvous import Ask, Rendezvous
+from lightning_smddp.pipeline.view.rendezvous import Rendezvous, Request
 from lightning_smddp.wire.stream import Spec, broadcast_tensors
 
 GRADIENT = "grad:"  # before the name of a parameter: its gradient
@@ -92,19 +92,21 @@ class ModuleTensors:
         self.view.is_used = True
         tensor = found.tensor
         is_here = found.owner == self.view.rank
-        shown = found.global_tensor
-        if shown is None or shown.shape != tensor.shape or shown.dtype != tensor.dtype:
+        present = found.global_tensor
+        if present is None or present.shape != tensor.shape or present.dtype != tensor.dtype:
             meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             with torch.inference_mode(False):  # it stays when a validation is over
                 local = tensor.detach() if is_here else None
-                shown = GlobalTensor(self.view, found.owner, meta, local, GlobalStorage(key_of(found.name), found.name))
-                shown.requires_grad_(tensor.requires_grad)
-            found.global_tensor = shown
+                present = GlobalTensor(
+                    self.view, found.owner, meta, local, GlobalStorage(key_of(found.name), found.name)
+                )
+                present.requires_grad_(tensor.requires_grad)
+            found.global_tensor = present
         elif is_here:
-            assert shown.local is not None
-            if shown.local.data_ptr() != tensor.data_ptr():
-                shown.local = tensor.detach()
-        return shown
+            assert present.local is not None
+            if present.local.data_ptr() != tensor.data_ptr():
+                present.local = tensor.detach()
+        return present
 
     def in_order(self) -> list[ModuleTensor]:
         """Those that user code has asked for, in an order that is the same on all ranks, as collectives need it."""
@@ -168,7 +170,7 @@ class ViewGradients:
         """Give the global tensors the gradients that parameters have on their owners. Collective the first time."""
         if self.loaded:
             return
-        self.view.rendezvous.meet(Ask.GRADIENTS, "gradients")
+        self.view.rendezvous.meet(Request.GRADIENTS, "gradients")
         # A gradient may have other strides than its parameter; all else of it follows from the parameter.
         for name, strides in self.announce().items():
             found = self.view.tensors.by_name[name]

@@ -70,9 +70,9 @@ class ViewFunctions(TorchFunctionMode):
         if attribute in ("__set__", "__delete__"):
             return self._set(name, attribute, function, args)
         if name == "__deepcopy__":
-            shown = view.as_global(args[0])
-            if isinstance(shown, GlobalTensor):
-                return shown.__deepcopy__(args[1])
+            copied = view.as_global(args[0])
+            if isinstance(copied, GlobalTensor):
+                return copied.__deepcopy__(args[1])
             return function(*args, **kwargs)
         if name == "requires_grad_" and view.find(args[0]):
             return self._flag(args[0], function, args, kwargs)

@@ -26,7 +26,7 @@ from lightning_smddp.pipeline.view.global_tensor import GlobalViewError, key_of
 from lightning_smddp.wire.broadcast import Channel
 
 
-class Ask(enum.IntEnum):
+class Request(enum.IntEnum):
     """What a rank comes for."""
 
     NOTHING = 0  # it is at a hook's end, or behind it
@@ -44,23 +44,23 @@ class Rendezvous:
 
     Args:
         channel: the pipeline's ranks, for messages between hosts.
-        serve: takes part in what the first rank alone asks for.
+        answer: takes part in what the first rank alone asks for.
     """
 
-    def __init__(self, channel: Channel, serve: Callable[[Ask], None]) -> None:
+    def __init__(self, channel: Channel, answer: Callable[[Request], None]) -> None:
         self.channel = channel
         self.rank = channel.group.rank()
-        self._serve = serve
+        self._answer = answer
         self.written: dict[str, int] = {}
         self._last_write = "none"
 
     # ---- meeting ----
 
-    def meet(self, ask: Ask, what: str = "", key: int = 0) -> bool:
-        """Come for ``what``, and serve the first rank as long as it asks for something else. Collective.
+    def meet(self, request: Request, what: str = "", key: int = 0) -> bool:
+        """Come for ``what``, and answer the first rank as long as it asks for something else. Collective.
 
         Args:
-            ask: what for.
+            request: what for.
             what: in words.
             key: the same on ranks that come for the same.
 
@@ -71,24 +71,24 @@ class Rendezvous:
             GlobalViewError: this rank asks alone and is not the first one; or on all ranks: they differ in what they
                 have changed.
         """
-        local = from_numbers([int(ask), key], torch.int64, self.channel.device)
+        local = from_numbers([int(request), key], torch.int64, self.channel.device)
         while True:
             first = local.clone()
             dist.broadcast(first, group=self.channel.group, group_src=0)
-            if int(first[0]) == Ask.NOTHING:
-                if ask is not Ask.NOTHING:
+            if int(first[0]) == Request.NOTHING:
+                if request is not Request.NOTHING:
                     raise GlobalViewError(needed_alone(what, self.rank))
                 return True
             rows = [torch.empty_like(local) for _ in range(self.channel.group.size())]
             dist.all_gather(rows, local, group=self.channel.group)
-            asks = [tuple(row.tolist()) for row in rows]
-            if len(set(asks)) == 1:
+            requests = [tuple(row.tolist()) for row in rows]
+            if len(set(requests)) == 1:
                 return True
-            if asks[0][0] == Ask.WRITES:
+            if requests[0][0] == Request.WRITES:
                 self._raise_difference()
-            if asks[self.rank] == asks[0]:
+            if requests[self.rank] == requests[0]:
                 return False
-            self._serve(Ask(asks[0][0]))
+            self._answer(Request(requests[0][0]))
 
     def end(self) -> None:
         """Wait until the first rank needs nothing any more, and compare what was written. Collective.
@@ -97,9 +97,9 @@ class Rendezvous:
             GlobalViewError: on every rank, where they changed different parameters, or the same ones differently.
         """
         if self.written:
-            self.meet(Ask.WRITES, f"to change {self._last_write}", key_of(self.written))
+            self.meet(Request.WRITES, f"to change {self._last_write}", key_of(self.written))
         else:
-            self.meet(Ask.NOTHING)
+            self.meet(Request.NOTHING)
         self.written.clear()
 
     def note_write(self, name: str, key: int) -> None:

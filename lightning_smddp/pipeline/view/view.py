@@ -24,7 +24,7 @@ from lightning_smddp.pipeline.view.operations import (
     refuse_new_parameters,
     values_into_buffers,
 )
-from lightning_smddp.pipeline.view.rendezvous import Ask, Rendezvous, needed_alone
+from lightning_smddp.pipeline.view.rendezvous import Rendezvous, Request, needed_alone
 from lightning_smddp.wire.broadcast import Channel
 from lightning_smddp.wire.pytree import leaves, map_leaves
 from lightning_smddp.wire.stream import Spec, broadcast_tensors
@@ -64,7 +64,7 @@ class GlobalView:
         self.is_used = False
         self.tensors = ModuleTensors(module, ownership, self)
         self.find = self.tensors.find
-        self.rendezvous = Rendezvous(host or Channel(group, device), self._serve)
+        self.rendezvous = Rendezvous(host or Channel(group, device), self._answer)
         self.gradients = ViewGradients(self)
         self.run = Operations(self).run
         self._alive: weakref.WeakValueDictionary[int, GlobalTensor] = weakref.WeakValueDictionary()
@@ -123,7 +123,7 @@ class GlobalView:
             self._push()
 
     def settle(self) -> None:
-        """Before a collective of training: serve the first rank, if it is still in a hook. Collective if it may be."""
+        """Before a collective of training: answer the first rank, if it is still in a hook. Collective if it may be."""
         if self.pending:
             self.pending = False
             self.rendezvous.end()
@@ -228,14 +228,14 @@ class GlobalView:
                 setattr(target, name, getattr(value, name))
             return
         # `value` is on one rank or on all; the owner takes it, and the other holders get it from there.
-        shown = self.tensors.as_global(found)
+        current = self.tensors.as_global(found)
         key = value.global_storage.key if isinstance(value, GlobalTensor) else 0
         if isinstance(value, GlobalTensor) and value.owner != found.owner:
             value = self.fetch([value])[0]
         local = value.local if isinstance(value, GlobalTensor) else value.detach().clone()
         if self.rank in found.ranks:  # others than the owner get their values at the hook's end
             found.tensor.data = torch.empty_like(found.tensor) if local is None else local.detach()
-        self.note_write(shown, key_of("data", key, shown.global_storage.key))
+        self.note_write(current, key_of("data", key, current.global_storage.key))
         self.tensors.as_global(found)  # has other memory now
 
     # ---- values ----
@@ -288,7 +288,7 @@ class GlobalView:
     def _fetch_missing(self, missing: Sequence[GlobalTensor]) -> None:
         names = ", ".join(tensor.describe() for tensor in missing[:3])
         key = key_of([(tensor.global_storage.key, tensor.extent) for tensor in missing])
-        if not self.rendezvous.meet(Ask.VALUES, f"the values of {names} at {user_location()}", key):
+        if not self.rendezvous.meet(Request.VALUES, f"the values of {names} at {user_location()}", key):
             for tensor, copy in zip(missing, self._exchange(missing), strict=True):
                 tensor.global_storage.copies[tensor.extent] = copy
             return
@@ -309,14 +309,14 @@ class GlobalView:
 
     def of_owner(self, value: Any, owner: int, what: str, key: int) -> Any:
         """What ``owner`` has found out, which is no tensor, on every rank. Collective."""
-        if not self.rendezvous.meet(Ask.VALUES, what, key):
+        if not self.rendezvous.meet(Request.VALUES, what, key):
             self._exchange([], f"Rank 0 of the pipeline alone asks for {what}. Do so on all ranks.")
         return self.rendezvous.broadcast(value, owner)
 
     # ---- what the first rank alone asks for ----
 
     def _exchange(self, wanted: Sequence[GlobalTensor] | None, problem: str | None = None) -> list[Tensor]:
-        """The values of ``wanted``, which the first rank alone asks for; None on the others, which serve. Collective.
+        """The values of ``wanted``, which the first rank alone asks for; None on the others, which answer. Collective.
 
         Raises:
             GlobalViewError: on every rank, if the values are none of the module's, or with this ``problem``.
@@ -333,9 +333,9 @@ class GlobalView:
         outdated = [name for name, change in changes.items() if self.rendezvous.written.get(name) != change]
         if problem is None and outdated:
             problem = needed_alone(f"{outdated[0]!r} at {place}, which other ranks have changed since,", 0)
-        for told in self.rendezvous.gather(problem):
-            if told is not None:
-                raise GlobalViewError(told)
+        for reported in self.rendezvous.gather(problem):
+            if reported is not None:
+                raise GlobalViewError(reported)
         received = {name: self._sent(name) for name in changes}
         values = []
         for tensor in wanted or ():
@@ -343,9 +343,9 @@ class GlobalView:
             values.append(received[str(tensor.global_storage.name)].as_strided(shape, strides, offset))
         return values
 
-    def _serve(self, ask: Ask) -> None:
+    def _answer(self, request: Request) -> None:
         """Take part in what the first rank asks for alone. Collective."""
-        if ask is Ask.GRADIENTS:
+        if request is Request.GRADIENTS:
             self.gradients.announce()
         else:
             self._exchange(None)
