@@ -138,6 +138,7 @@ class PartitionedModule(ModuleState):
         try:
             generators = self.runtime.wrappers.generators
             with generators.preserved(), torch.set_grad_enabled(step.trains):
+                generators.seed(step.seed_of(index))  # as the run does: that is no draw of the step's
                 run = step.alone(microbatch, generators, index)
                 traced = record(run, setup.module, setup.device, group, self._fetch)
         except SplitError as error:

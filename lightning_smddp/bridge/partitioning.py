@@ -158,6 +158,7 @@ class Partitioning:
             fetch = self._first_values
         trial = Trial(step.alone(last, generators, last_index), find_loss, fetch)
         with generators.preserved(), torch.set_grad_enabled(step.trains):
+            generators.seed(step.seed_of(last_index))  # as the run does: that is no draw of the step's
             return divide(
                 trial,
                 setup.module,

@@ -52,8 +52,9 @@ def patched_forwards(
     calls: list[tuple[nn.Module, Any]] = []
     try:
         with visible_autograd_functions():
-            for name, module in root.named_modules():
-                if module is root or (names is not None and name not in names):
+            found = root.named_modules() if names is None else [(name, root.get_submodule(name)) for name in names]
+            for name, module in found:
+                if module is root:
                     continue
                 # In the instance's dict, so that hooks still fire and the class stays as it is: `module.forward` is
                 # looked up there first. One of the user's own that was there has to come back.

@@ -105,11 +105,13 @@ class Shapes:
         values: of the graph, by number.
         constants: by node, for those that returned any: one entry for each leaf of the result, None for tensors.
         is_traced: whether they are those of the trace, so that constants are, too.
+        boundaries: what a stage sends on, by its number and whether a backward follows, where that was asked for.
     """
 
     values: dict[int, Shape] = field(default_factory=dict)
     constants: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     is_traced: bool = False
+    boundaries: dict[tuple[int, bool], Boundary] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, graph: StepGraph) -> Shapes:
@@ -123,6 +125,7 @@ class Shapes:
         """Take over what ``other`` knows."""
         self.values.update(other.values)
         self.constants.update(other.constants)
+        self.boundaries.clear()
 
     def to_json(self) -> dict[str, Any]:
         """As plain data, to be passed on to other ranks."""

@@ -67,13 +67,17 @@ class StagedStep:
     probe: StageProgram
 
     def boundary(self, stage: int, shapes: Shapes, train: bool) -> Boundary:
-        """The tensors that ``stage`` sends to the next one: live values first, then what control flow was told."""
+        """The tensors that ``stage`` sends to the next one."""
+        known_boundary = shapes.boundaries.get((stage, train))
+        if known_boundary is not None:
+            return known_boundary
         specs = []
         for value in self.stage_cuts.live[stage]:
             known = shapes.values[value]
             requires_grad = known.requires_grad and train
             specs.append(TensorSpec(known.shape, known.dtype, requires_grad))
-        return tuple(specs)
+        shapes.boundaries[stage, train] = boundary = tuple(specs)
+        return boundary
 
 
 class TracedPath(NamedTuple):
