@@ -101,7 +101,7 @@ def run_stages(
             found = None if record is None else Shapes()
             received, result = stage.replay.run(stage.step, given, shapes, Observers(shapes=found), SEED)
             if found is not None and record is not None:
-                record.merge(Shapes.from_json(found.to_json()))
+                record.merge(found)
                 shapes = record
             boundaries.append((inputs, received))
         _backward(result, boundaries)

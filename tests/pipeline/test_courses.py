@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import threading
 import weakref
 from collections.abc import Callable
@@ -178,7 +179,7 @@ def test_constants_of_another_signature() -> None:
     stages = [Stage(case.root, replay, case.step) for replay in case.replays]
     run_stages(case.graph, stages, Shapes(), record=found)
     case.root.zero_grad()
-    again = Shapes.from_json(found.to_json())
+    again = pickle.loads(pickle.dumps(found))  # as other ranks get it
     assert again.values == found.values
     torch.testing.assert_close(case.run(again), case.step())
 

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from lightning_smddp.pipeline.capture.graph import StepGraph
-from lightning_smddp.wire.encode import dtype_of, name_of_dtype
 
 OTHER_COURSE = (
     "When it was traced it took another course. What the step does before its last module may not depend on "
     "torch's random numbers, or on values of tensors that modules made."
 )
 
-AS_TRACED = {"as": "traced"}  # stands for constants that are no JSON: types, devices
+AS_TRACED = {"as": "traced"}  # stands for constants that are neither numbers nor texts: types, devices
 
 
 class ReplayError(RuntimeError):
@@ -103,7 +102,7 @@ class Shapes:
 
     Attributes:
         values: of the graph, by number.
-        constants: by node, for those that returned any: one entry for each leaf of the result, None for tensors.
+        constants: by node, for those that returned any: one entry for each leaf of the result.
         is_traced: whether they are those of the trace, so that constants are, too.
         boundaries: what a stage sends on, by its number and whether a backward follows, where that was asked for.
     """
@@ -127,39 +126,7 @@ class Shapes:
         self.constants.update(other.constants)
         self.boundaries.clear()
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain data, to be passed on to other ranks."""
-        values: dict[str, Any] = {}
-        for index, known in self.values.items():
-            values[str(index)] = [
-                list(known.shape),
-                list(known.stride),
-                name_of_dtype(known.dtype),
-                known.requires_grad,
-            ]
-        constants: dict[str, Any] = {}
-        for index, found in self.constants.items():
-            constants[str(index)] = [_to_json(leaf) for leaf in found]
-        return {"values": values, "constants": constants}
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Shapes:
-        """The inverse of :meth:`to_json`; constants that are no JSON are taken from the trace."""
-        values = {}
-        for index, (shape, stride, dtype, requires_grad) in data["values"].items():
-            values[int(index)] = Shape(
-                tuple(shape),
-                tuple(stride),
-                dtype_of(dtype),
-                bool(requires_grad),
-            )
-        constants = {}
-        for index, found in data["constants"].items():
-            constants[int(index)] = tuple(found)
-        return cls(values, constants)
-
-
-def _to_json(leaf: Any) -> Any:
-    if leaf is None or isinstance(leaf, (bool, int, float, str)):
-        return leaf
-    return AS_TRACED
+def constants_of(result: Sequence[Any]) -> tuple[Any, ...]:
+    """What is kept of the leaves of a call's result: numbers and texts. Others are as they were in the trace."""
+    return tuple(leaf if leaf is None or isinstance(leaf, (bool, int, float, str)) else AS_TRACED for leaf in result)

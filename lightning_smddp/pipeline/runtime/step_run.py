@@ -32,7 +32,7 @@ from lightning_smddp.pipeline.capture.ops import Kind, is_autograd_function, kin
 from lightning_smddp.pipeline.capture.patches import Compiled, Eager, patched_forwards
 from lightning_smddp.pipeline.capture.records import deciding_tensors
 from lightning_smddp.pipeline.capture.user_code import user_location
-from lightning_smddp.pipeline.runtime.remote import AS_TRACED, OTHER_COURSE, ReplayError, Shape, Shapes
+from lightning_smddp.pipeline.runtime.remote import AS_TRACED, OTHER_COURSE, ReplayError, Shape, Shapes, constants_of
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor, absent_answer, active_run, set_active_run
 from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
 from lightning_smddp.seeding import Generators, mix, seeded
@@ -500,7 +500,7 @@ class StageRun:
             if keeps_all or source in self.program.kept:
                 self.here[source] = leaf
         if record is not None and any(kind == "constant" for kind, _ in sources):
-            record.constants[node.index] = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in found)
+            record.constants[node.index] = constants_of(found)
 
     # ---- stand-ins ----
 
@@ -586,8 +586,7 @@ class StageRun:
         for value, tensor in made:
             requires_grad = self.graph.values[value].requires_grad
             self.shapes.values[value] = Shape(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, requires_grad)
-        found = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves(result))
-        self.shapes.constants[node.index] = found
+        self.shapes.constants[node.index] = constants_of(leaves(result))
 
     def _filled(self, number: int, leaf: Any) -> Any:
         if type(leaf) is RemoteTensor or id(leaf) in self.program.absent:

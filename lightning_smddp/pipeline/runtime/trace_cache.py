@@ -29,8 +29,8 @@ from lightning_smddp.pipeline.runtime.path_numbers import PathNumbers
 from lightning_smddp.pipeline.runtime.remote import OTHER_COURSE, ReplayError, Shapes
 from lightning_smddp.pipeline.runtime.staged_step import StagedStep, Step, TracedPath
 from lightning_smddp.pipeline.runtime.step_run import Observers, StageProgram
-from lightning_smddp.wire.broadcast import broadcast_structure
 from lightning_smddp.wire.objects import gather
+from lightning_smddp.wire.stream import broadcast_object
 
 _KEPT = 256  # kinds of micro-batches that are remembered,
 _KEPT_OF_A_KIND = 16  # and paths of each
@@ -75,13 +75,12 @@ def infer_shapes(
                     report = {"failed": f"{type(error).__name__}: {error}"}
             # One broadcast for each stage, whatever has happened there: also a stage that failed says so, and nobody is
             # left waiting.
-            report = broadcast_structure(report, group, rank, device)
+            report = broadcast_object(report, group, rank, device)
             if "failed" in report:
                 raise failure or RuntimeError(f"Stage {stage} failed with {report['failed']}")
             if report["other_path"]:
                 return None
-            found = Shapes.from_json(report["shapes"])
-            shapes.merge(found)
+            shapes.merge(report["shapes"])
             received = report["sent"]
             if stage < runtime.num_stages - 1:
                 _require_gradients(received, staged.stage_cuts.live[stage], shapes, train)
@@ -108,7 +107,7 @@ def _run_stage(
         step.forget()
     return {
         "other_path": False,
-        "shapes": found.to_json(),
+        "shapes": found,
         "sent": [tensor.detach() for tensor in sent],
     }
 
