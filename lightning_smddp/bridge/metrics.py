@@ -31,6 +31,7 @@ from lightning_smddp._compat.torch import (
 from lightning_smddp.bridge.absent import absent_like
 from lightning_smddp.pipeline.capture.patches import set_within
 from lightning_smddp.pipeline.capture.tracer import open_modules
+from lightning_smddp.pipeline.runtime.remote_tensor import active_run
 from lightning_smddp.wire.broadcast import broadcast_structure
 from lightning_smddp.wire.pytree import map_leaves, tensors
 
@@ -187,6 +188,9 @@ class StepMetrics:
             with without_torch_functions():
                 return map_leaves(functools.partial(_absent, called.name), result)
         self._needed.append((args, kwargs))
+        run = active_run()
+        if run is not None:  # before its first module a stage hands out stand-ins of what it has received
+            args, kwargs = map_leaves(run.real, (args, kwargs))
         with without_torch_functions():
             self._note(called)
             return called.original(*args, **kwargs)

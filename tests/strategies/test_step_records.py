@@ -147,7 +147,7 @@ class Attributes(Net):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.total = getattr(self, "total", 0) + len(batch[1])
+        self.total = getattr(self, "total", 0) + len(self.logits(batch[0]))
 
     val_dataloader = Net.train_dataloader
 
@@ -236,18 +236,19 @@ def fit(model: Net, strategy: Any) -> Any:
     return weights, (trainer.global_step, trainer.current_epoch), model.shown()
 
 
-def strategy(schedule: str = "1f1b") -> PipelineStrategy:
-    options = {"num_microbatches": 4, "loss_weight": "rows", "schedule": schedule}
+def strategy(**more: Any) -> PipelineStrategy:
+    options = {"num_microbatches": 4, "loss_weight": "rows", **more}
     return PipelineStrategy(**grouped(**options, verbose=False, tuning_cache=False))
 
 
 def pipelined(schedule: str) -> list[Any]:
     found: list[Any] = []
     for model in MODELS:
-        found.append(fit(model(), strategy(schedule)))
+        found.append(fit(model(), strategy(schedule=schedule)))
     return found
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
 def test_all_ranks_have_what_accumulation_has(schedule: str) -> None:
     ranks = run_trainer_ranks(pipelined, 2, schedule, timeout=240)
@@ -261,21 +262,16 @@ def inside() -> Any:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         model = Inside()
-        fit(model, strategy())
-    return (
-        model.found,
-        model.first.calls,
-        [str(warning.message) for warning in warned if "changed inside" in str(warning.message)],
-    )
+        fit(model, strategy(split=["third"]))
+    texts = [str(warning.message) for warning in warned]
+    return model.found, [text for text in texts if "changed inside" in text]
 
 
 def test_what_modules_leave_with_themselves_is_on_their_rank_alone() -> None:
-    (first, calls, warned), (second, other_calls, _) = run_trainer_ranks(inside, 2, timeout=120)
+    (first, warned), (second, _) = run_trainer_ranks(inside, 2, timeout=120)
     assert bool(first[0])
     assert "`self.third.kept` is set by a module that is on another rank" in first[1]
     assert "`self.first.kept` is set by a module" in second[0]
     assert bool(second[1])
-    # A module that is opened is followed as the LightningModule is: ten batches of four micro-batches.
-    assert calls == other_calls == 40
     assert len(warned) == 1
     assert "`self.third.calls`: changed inside of modules" in warned[0]
