@@ -49,6 +49,7 @@ class Batches:
         self.batcher = batcher
         self.recorder = recorder
         self._exchanges: dict[Any, StepExchange] = {}  # by key of the step
+        self.share = 1.0
         self._in_lockstep: set[Any] = set()  # keys of steps
         self._traced: set[Any] = set()  # those that ran as pipelines
 
@@ -79,7 +80,7 @@ class Batches:
         begin(len(microbatches))
         run = self._run(partitioned, step, microbatches, paths)
         try:
-            results = self._results(partitioned, step, run)
+            results = self._results(partitioned, step, run, _share(microbatches, run.outputs))
         except ReplayError as error:
             raise ReplayError(f"{error} {FROM_CHECKPOINT}") from error
         partitioned.stash.stash()
@@ -89,6 +90,8 @@ class Batches:
                 f"What `{step.hook}` gives for micro-batches cannot be put together: {results}. Use num_microbatches=1."
             )
         output = self.recorder.apply(results)
+        if output is None:
+            return None
         loss_of(output, step.hook, detached=True)  # of one row each, losses of rows look like those of micro-batches
         return output
 
@@ -202,7 +205,9 @@ class Batches:
 
     # ---- results ----
 
-    def _results(self, partitioned: PartitionedModule, step: LightningStep, run: StepRun) -> StepResults | str:
+    def _results(
+        self, partitioned: PartitionedModule, step: LightningStep, run: StepRun, share: float = 1.0
+    ) -> StepResults | str:
         """Combined on the rank where the step ends, and sent to the others; or why they cannot be. Collective.
 
         Raises:
@@ -217,8 +222,19 @@ class Batches:
         if step.key not in self._exchanges:
             self._exchanges[step.key] = partitioned.runtime.exchange()
         try:
-            shared: StepResults | str = self._exchanges[step.key].run(results, self.sync.digest, run.failures)
+            shared: StepResults | str
+            shared, self.share = self._exchanges[step.key].run((results, share), self.sync.digest, run.failures)
         except Exception:
             step.forget()
             raise
         return shared
+
+
+def _share(microbatches: Sequence[MicroBatch], outputs: Sequence[Any]) -> float:
+    """Of their weights, those of micro-batches for which a training step returned something; 1 where losses are added.
+
+    On the rank where the step ends; elsewhere ``outputs`` is empty.
+    """
+    if all(output is not None for output in outputs) or all(part.weight == 1 for part in microbatches):
+        return 1.0
+    return sum(part.weight for part, output in zip(microbatches, outputs, strict=True) if output is not None)

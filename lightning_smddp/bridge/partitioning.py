@@ -147,7 +147,7 @@ class Partitioning:
         last_index = len(self.microbatches) - 1
 
         def find_loss(result: Any) -> Tensor | None:
-            if not step.trains:
+            if not step.trains or result is None:
                 return None
             return loss_of(result, step.hook)
 

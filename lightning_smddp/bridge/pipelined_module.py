@@ -121,6 +121,9 @@ class PipelinedModule:
     ) -> Any:
         """Forward and backward of a batch; what the step returns for the whole of it, on every rank.
 
+        None where it returned None for all micro-batches: then nothing follows. If it did so for some, they do not
+        count.
+
         Args:
             batch: as Lightning gives it.
             arguments: the step's others.
@@ -128,6 +131,9 @@ class PipelinedModule:
             continues: gradients are added to those of the batch before.
             may_drop: what is in ``.grad`` now will be zeroed before anybody reads it.
             accumulates: no optimizer step follows.
+
+        Raises:
+            ValueError: on every rank: the step returned None where that cannot be made up for.
         """
         batch = self.sync.same(batch, "training_step")
         step = self._begin_step("training_step", arguments, scale)
@@ -136,7 +142,14 @@ class PipelinedModule:
         partitioned = self.partitioned
         assert partitioned is not None
         begin = functools.partial(partitioned.stash.begin, continues, may_drop, accumulates)
-        return self._batches.train(partitioned, step, batch, begin)
+        output = self._batches.train(partitioned, step, batch, begin)
+        if self._batches.share < 1.0 and (partitioned.replicas is not None or (continues and output is not None)):
+            raise ValueError(
+                f"`training_step` returned None for micro-batches of {step.batch_name()}. Where gradients are averaged "
+                "over replicas, or added to those of the batch before (accumulate_grad_batches), that cannot be made "
+                "up for: return a loss of zero that depends on the output, such as `0.0 * output.sum()`."
+            )
+        return output
 
     def evaluate(self, hook: str, batch: Any, arguments: Sequence[Any], may_wait: bool) -> Any:
         """One batch forward; what the step returns for the whole of it, on every rank.
@@ -260,6 +273,7 @@ class PipelinedModule:
         """Set ``.grad`` to what the last :meth:`train` made, times ``factor``. Collective."""
         partitioned = self.partitioned
         assert partitioned is not None
+        factor /= self._batches.share  # of a mean over those micro-batches that count
         partitioned.deliver(factor, shares_overflow=self._scaler() is not None and not accumulates)
 
     def scale(self) -> Scale:

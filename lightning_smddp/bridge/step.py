@@ -164,7 +164,7 @@ class LightningStep:
 
     def loss(self, microbatch: MicroBatch, result: Any) -> Tensor | None:
         """This micro-batch's part of the batch's loss, times the scale; None where nothing of it counts."""
-        if microbatch.weight == 0:
+        if microbatch.weight == 0 or result is None:
             return None  # a mean over nothing is nan, and so would its gradient be
         return loss_of(result, self.hook) * (microbatch.weight * self.scale)
 
@@ -185,10 +185,7 @@ def loss_of(result: Any, hook: str = "training_step", detached: bool = False) ->
         what = "None"
         if result is not None:
             what = f"a dict without 'loss' (it has {', '.join(map(repr, result))})"
-        raise SplitError(
-            f"`{hook}` returned {what}. In a pipeline every batch needs a loss: a batch cannot be skipped on one stage "
-            "alone. Return a loss of zero that depends on the output, such as `0.0 * output.sum()`."
-        )
+        raise SplitError(f"`{hook}` returned {what}, and no loss.")
     shape = f"a {type(loss).__name__}"
     if isinstance(loss, Tensor):
         shape = f"a tensor of shape {tuple(loss.shape)}"

@@ -336,6 +336,10 @@ class PipelineParallel(PipelineRanks):
         continues = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches != 0
         output = pipelined.train(batch, rest, expected, continues, zeroes_as_usual(trainer), accumulates)
 
+        if output is None:  # Lightning skips the batch, if it is told that there is one rank: one replica
+            self._skips = True
+            return None
+
         def deliver(arrived: Tensor) -> None:
             factor = 1.0
             if not (arrived.is_cuda and _arrives_as_expected(trainer)):  # reading it would make the host wait

@@ -20,6 +20,7 @@ class PipelineRanks(TrainerStrategy):
 
     _groups: Groups | None = None  # from the start of the process group
     _in_step = False
+    _skips = False  # the training step of this batch returned None
 
     @property
     @override
@@ -34,8 +35,12 @@ class PipelineRanks(TrainerStrategy):
     @property
     @override
     def world_size(self) -> int:
-        """Number of ranks; within a step that of replicas, as all ranks of a pipeline work on one batch."""
-        if self._in_step and self._groups is not None:
+        """Number of ranks; within a step that of replicas, as all ranks of a pipeline work on one batch.
+
+        So it is when Lightning asks, once, behind a step that returned None on all ranks of the pipeline.
+        """
+        skips, self._skips = self._skips, False
+        if (self._in_step or skips) and self._groups is not None:
             return self._groups.mesh.num_replicas
         return super().world_size
 
