@@ -41,7 +41,7 @@ def skipping(bench: Bench, where: str) -> Any:
         return bench.fit(Sometimes(where), max_epochs=1)
 
 
-CASES = [functools.partial(skipping, where=where) for where in ("batch", "first batch", "some")]
+CASES = [functools.partial(skipping, where=where) for where in ("batch", "batch before", "first batch", "some")]
 TWO = Matrix(CASES, pipeline={"num_microbatches": 4, "collective_timeout": 20}, timeout=90.0)
 
 

@@ -31,6 +31,8 @@ class StageCuts:
     @classmethod
     def at(cls, graph: StepGraph, cuts: Sequence[int]) -> StageCuts:
         """Cut ``graph`` before the nodes ``cuts``."""
+        if not graph.nodes:  # a step that returns at once
+            return cls(graph.units, tuple(cuts), ((),) * len(cuts), ((),) * (len(cuts) + 1))
         live, again = boundary_values(graph, cuts)
         repeated = tuple(tuple(sorted(nodes)) for nodes in again)
         return cls(graph.units, tuple(cuts), tuple(live), repeated)
