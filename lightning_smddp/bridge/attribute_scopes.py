@@ -118,8 +118,7 @@ class AttributeScopes:
         warn: called with texts, on all ranks alike.
 
     Attributes:
-        counts: integers that traces saw change between modules, in words.
-        kept: attributes in which they saw tensors left there, in words.
+        counts: integers and flags that traces saw change between modules, in words.
     """
 
     def __init__(
@@ -131,7 +130,6 @@ class AttributeScopes:
         self.module = module
         self.warn = warn
         self.counts: dict[str, None] = {}
-        self.kept: dict[str, None] = {}
         self._ignored = ignored
         self._followed: dict[str, set[str]] = {}  # by owner, but of the LightningModule
         self._written: dict[Place, None] = {}  # tensors that are written in place
@@ -321,9 +319,7 @@ class AttributeScopes:
                 self._followed.setdefault(place[0], set()).add(place[1])
             if traced.kind == "write":
                 self._written[place] = None
-            if traced.is_made:
-                self.kept[in_words(place)] = None
-            if type(traced.value) is int:
+            if type(traced.value) in (int, bool):
                 self.counts[in_words(place)] = None
             if traced.is_made or traced.is_number:
                 self._undecided[place] = traced

@@ -123,7 +123,7 @@ class PartitionedModule(ModuleState):
 
     def _add(self, step: LightningStep, staged: StagedStep) -> TraceCache:
         retrace: Callable[[LightningStep, MicroBatch, int], StagedStep] = self._trace
-        traces = TraceCache(self.runtime, [staged], retrace, step.trains)
+        traces = TraceCache(self.runtime, [staged], retrace, step.trains, lambda: bool(self.recorder.scopes.counts))
         self._traces[step.key] = traces
         return traces
 

@@ -40,6 +40,15 @@ def print_partition(
         loss_weight,
     )
     rows += partitioned.notes
+    counts = partitioned.recorder.scopes.counts
+    if counts and len(microbatches) > 1:
+        rows.append(
+            (
+                "note",
+                f"{', '.join(counts)} moves once per micro-batch ({len(microbatches)} a batch); self.global_step moves "
+                "once",
+            )
+        )
     if partitioned.sharded is not None:
         rows += partitioned.sharded.describe()
     elif setup.options.shard is not None:

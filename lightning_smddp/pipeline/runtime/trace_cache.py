@@ -130,12 +130,14 @@ class TraceCache:
         steps: the known ones, at least one.
         retrace: traces the step on a micro-batch that no known path fits. Collective.
         train: whether the step has a backward.
+        counts: whether the step changes numbers of its own, which may decide in the next micro-batch.
     """
 
     runtime: PipelineRuntime
     steps: list[StagedStep]
     retrace: Callable[[Any, MicroBatch, int], StagedStep]
     train: bool
+    counts: Callable[[], bool] = lambda: False
     _paths: dict[str, list[tuple[History, TracedPath]]] = field(default_factory=dict)  # by kind of micro-batch
     _now: dict[str, TracedPath] = field(default_factory=dict)  # in this batch, where all micro-batches take the same
     _is_unprobed: bool = False  # the path that was kept last cannot be probed
@@ -224,7 +226,7 @@ class TraceCache:
 
     def _take(self, kind: str, path: TracedPath) -> TracedPath:
         """Other micro-batches of this batch take the same, if nothing that differs between them decides."""
-        if not self._varies():
+        if not self._varies() and not self.counts():
             self._now[kind] = path
         return path
 
