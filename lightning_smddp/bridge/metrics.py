@@ -32,8 +32,8 @@ from lightning_smddp.bridge.absent import absent_like
 from lightning_smddp.pipeline.capture.patches import set_within
 from lightning_smddp.pipeline.capture.tracer import open_modules
 from lightning_smddp.pipeline.runtime.remote_tensor import active_run
-from lightning_smddp.wire.broadcast import broadcast_structure
 from lightning_smddp.wire.pytree import map_leaves, tensors
+from lightning_smddp.wire.stream import broadcast_object
 
 AnyMetric: TypeAlias = "Metric | MetricCollection"
 _METHODS = ("forward", "update", "compute", "reset")
@@ -445,7 +445,7 @@ class PipelineMetrics:
                 key = f"{owner}:{name}"
                 found[key] = metric
                 states[key] = (metric.update_count, metric.metric_state)
-        received = broadcast_structure(states, self.group, self.src, self.device)
+        received = broadcast_object(states, self.group, self.src, self.device)
         if self.group.rank() == self.src:
             return
         for name, (count, state) in received.items():

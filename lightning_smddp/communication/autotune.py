@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_smddp.communication.algorithms import NAMES, Algorithm, TwoLevel
 from lightning_smddp.communication.communicator import Communicator, reduce_once
 from lightning_smddp.communication.compression import Compression
-from lightning_smddp.wire.broadcast import broadcast_json
+from lightning_smddp.wire.gather import broadcast_json
 
 DEFAULT_BUCKET_MB = 25.0  # DDP's own
 _BUCKET_CHOICES_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lightning_smddp._compat.torch import abort_and_forget, abort_nccl, default_store, is_nccl, new_group_among
 from lightning_smddp.communication.errors import RankTimeoutError
-from lightning_smddp.wire.broadcast import broadcast_json
+from lightning_smddp.wire.gather import broadcast_json
 
 _LOOK_S = 0.005  # between two looks at who is there
 _STDERR = 2  # the descriptor, as `sys.stderr` may be replaced

@@ -19,8 +19,7 @@ from lightning_smddp.communication.autotune import time_algorithm
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.groups import close_group, connect_pairs, create_group, new_name
 from lightning_smddp.communication.round_trips import round_trips
-from lightning_smddp.wire.broadcast import broadcast_json
-from lightning_smddp.wire.gather import gather_json
+from lightning_smddp.wire.gather import broadcast_json, gather_json
 
 At = Callable[[str], None]  # is told what is tried next
 Nodes = Sequence[Sequence[int]]  # the ranks of each

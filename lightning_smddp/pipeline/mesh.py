@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import is_nccl, new_group_among
 from lightning_smddp.communication.groups import backend_timeout, create_group, new_name
-from lightning_smddp.wire.broadcast import Channel
 
 _CPU = torch.device("cpu")
 _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own
@@ -76,6 +76,13 @@ class PipelineMesh:
             if rank in ranks:
                 return replica, ranks.index(rank)
         raise ValueError(f"rank {rank} is in none of the pipelines {self.pipelines}")
+
+
+class Channel(NamedTuple):
+    """A process group, and where its collectives take their tensors from."""
+
+    group: dist.ProcessGroup
+    device: torch.device
 
 
 @dataclass(frozen=True)

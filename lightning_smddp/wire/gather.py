@@ -59,3 +59,20 @@ def all_agree(decision: bool, group: dist.ProcessGroup, device: torch.device) ->
     votes = torch.tensor([int(decision)], device=device)
     dist.all_reduce(votes, dist.ReduceOp.MIN, group=group)
     return bool(votes.item())
+
+
+def broadcast_json(
+    value: Any,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    group_src: int = 0,
+) -> Any:
+    """The ``value`` (anything that JSON carries) of the rank ``group_src`` of ``group`` on every rank. Collective."""
+    # The others do not know how long the value is: so the length first.
+    data = to_bytes(value, device)
+    length = torch.tensor([data.numel()], device=device)
+    dist.broadcast(length, group=group, group_src=group_src)
+    if group.rank() != group_src:
+        data = torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.broadcast(data, group=group, group_src=group_src)
+    return from_bytes(data)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_smddp.wire.broadcast import broadcast_json
 from lightning_smddp.wire.encode import Path, UnknownTypeError, decode, encode, is_dense, name_of_type
+from lightning_smddp.wire.gather import broadcast_json
 from lightning_smddp.wire.stream import CPU, Spec, broadcast_tensors
 
 ALLOW_PICKLE = "LIGHTNING_SMDDP_ALLOW_PICKLE"

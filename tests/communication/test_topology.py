@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from lightning_smddp.communication.buckets import Layout
 from lightning_smddp.communication.topology import Topology, discover, node_identity, shard_bounds
-from lightning_smddp.wire.broadcast import broadcast_json
-from lightning_smddp.wire.gather import gather_json
+from lightning_smddp.wire.gather import broadcast_json, gather_json
 from tests.ranks import run_in_threads, run_ranks
 
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_smddp.pipeline.mesh import Channel
 from lightning_smddp.pipeline.partition.batch_sync import BatchSync, full_digest, sampled_digest
-from lightning_smddp.wire.broadcast import Channel
 from tests.ranks import run_ranks
 
 X = torch.arange(24.0).reshape(4, 6)

@@ -14,16 +14,16 @@ from torch import nn
 
 from lightning_smddp.bridge.step_record import reduce_logged
 from lightning_smddp.communication.nonfinite import bad_gradients
-from lightning_smddp.pipeline.mesh import Ownership
+from lightning_smddp.pipeline.mesh import Channel, Ownership
 from lightning_smddp.pipeline.partition.loss_weights import LossWeight
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
+from lightning_smddp.pipeline.runtime.step_exchange import StepExchange
 from lightning_smddp.pipeline.state.grad_reduce import (
     TiedGradients,
     clip_by_norm,
     create_tied_groups,
     share_overflow,
 )
-from lightning_smddp.wire.broadcast import HeaderCache, broadcast_structure
 from tests.ranks import run_ranks
 from tests.simulated_cuda.synchronisations import counted, table
 
@@ -64,10 +64,12 @@ def parts(device: torch.device) -> dict[str, Callable[[], Any]]:
     def clip(norm_type: float) -> Any:
         return clip_by_norm(parameters, ownership, group, 1.0, norm_type, device=device)
 
-    cache, message = HeaderCache(), {"loss": placeholder.detach(), "rows": 2.5, "step": 3}
+    hosts = Channel(dist.new_group(backend="gloo"), torch.device("cpu"))
+    exchange = StepExchange(Channel(group, device), hosts, 0)
+    message = {"loss": placeholder.detach(), "rows": 2.5, "step": 3}
 
     def send() -> Any:
-        return broadcast_structure(message, group, 0, device, cache=cache)
+        return exchange.run(message)
 
     send()
     values = [torch.tensor(float(number), device=device) for number in range(4)]

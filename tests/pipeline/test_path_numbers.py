@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from lightning_smddp.pipeline.mesh import Channel
 from lightning_smddp.pipeline.runtime.path_numbers import PathNumbers
-from lightning_smddp.wire.broadcast import Channel
 from tests.ranks import run_ranks
 
 WORDS: list[list[int] | None] = [[3, 0, 1], [], list(range(63)), list(range(64)), list(range(500)), None, [7]]

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.pipeline.mesh import Channel
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.step_exchange import Failure, StepExchange
-from lightning_smddp.wire.broadcast import Channel
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_smddp.wire.broadcast import Channel
+from lightning_smddp.pipeline.mesh import Channel
 from lightning_smddp.wire.objects import UnsendableError, broadcast
 from lightning_smddp.wire.pytree import leaves, map_leaves
 

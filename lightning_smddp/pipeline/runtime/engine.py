@@ -17,7 +17,7 @@ from lightning_smddp._compat.torch import pipeline_schedule_class, run_pipeline_
 from lightning_smddp.communication.device_watch import mark
 from lightning_smddp.communication.groups import connect_pairs
 from lightning_smddp.pipeline.capture.graph import StepGraph
-from lightning_smddp.pipeline.mesh import Groups
+from lightning_smddp.pipeline.mesh import Channel, Groups
 from lightning_smddp.pipeline.partition.cuts import StageCuts
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.remote import Boundary
@@ -28,7 +28,6 @@ from lightning_smddp.pipeline.runtime.stage_graph import probe_plan
 from lightning_smddp.pipeline.runtime.staged_step import RunningStep, StagedStep, Step, TracedPath
 from lightning_smddp.pipeline.runtime.step_exchange import Failure, StepExchange
 from lightning_smddp.pipeline.runtime.step_run import Observer, StageProgram, Wrappers
-from lightning_smddp.wire.broadcast import Channel
 from lightning_smddp.wording import counted
 
 _KEPT_SCHEDULES = 16  # torch's objects, one per number of micro-batches and mode; they hold orders only, no tensors

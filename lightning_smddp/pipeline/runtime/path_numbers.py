@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_smddp.wire.broadcast import Channel
+from lightning_smddp.pipeline.mesh import Channel
 
 _ENTRIES = 64  # of a message: how many numbers are still to come, and as many of these as fit
 _FAILED = -1  # in place of how many

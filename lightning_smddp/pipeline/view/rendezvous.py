@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.pipeline.capture.user_code import user_location
+from lightning_smddp.pipeline.mesh import Channel
 from lightning_smddp.pipeline.view.global_tensor import GlobalViewError, key_of
-from lightning_smddp.wire.broadcast import Channel
 
 
 class Request(enum.IntEnum):

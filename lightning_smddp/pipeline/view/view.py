@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import swap_contents, without_torch_function
 from lightning_smddp.pipeline.capture.user_code import user_location
-from lightning_smddp.pipeline.mesh import Ownership
+from lightning_smddp.pipeline.mesh import Channel, Ownership
 from lightning_smddp.pipeline.view.global_tensor import GlobalStorage, GlobalTensor, GlobalViewError, key_of
 from lightning_smddp.pipeline.view.module_tensors import GRADIENT, ModuleTensor, ModuleTensors, ViewGradients
 from lightning_smddp.pipeline.view.operations import (
@@ -25,7 +25,6 @@ from lightning_smddp.pipeline.view.operations import (
     values_into_buffers,
 )
 from lightning_smddp.pipeline.view.rendezvous import Rendezvous, Request, needed_alone
-from lightning_smddp.wire.broadcast import Channel
 from lightning_smddp.wire.pytree import leaves, map_leaves
 from lightning_smddp.wire.stream import Spec, broadcast_tensors
 
