@@ -17,7 +17,7 @@ class Graphs:
 
 def test_a_copy_that_shares_memory() -> None:
     graphs = Graphs(torch.cat([X, X]), [5, 5])
-    copied = with_same_memory([graphs, X, "a"])
+    copied = [with_same_memory(each) for each in (graphs, X, "a")]
     copied[0].x.requires_grad_()
     copied[0].sizes.append(7)
     copied[1].requires_grad_()

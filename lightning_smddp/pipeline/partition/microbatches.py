@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_smddp.pipeline.capture.objects import describe, is_plain
+from lightning_smddp.pipeline.capture.objects import attributes_of, describe, is_plain
 from lightning_smddp.pipeline.partition.outputs import place_text
 from lightning_smddp.wire.pytree import Path, leaves, members_of, with_members
 
@@ -358,7 +358,7 @@ def _is_opaque(value: Any) -> bool:
         return False
     if isinstance(value, Tensor) or (hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")):
         return True
-    held = leaves(list(getattr(value, "__dict__", {}).values()))
+    held = leaves(list(attributes_of(value).values()))
     return any(isinstance(leaf, _ARRAYS) for leaf in held)
 
 
