@@ -22,6 +22,7 @@ from lightning_smddp.bridge.module_states import RunSetup
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.pipeline.capture.graph import StepGraph
+from lightning_smddp.pipeline.capture.objects import with_same_memory
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
 from lightning_smddp.pipeline.partition.hardware import explained_shortage
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
@@ -33,7 +34,7 @@ from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
 from lightning_smddp.pipeline.runtime.step_run import StageProgram, Wrappers
 from lightning_smddp.seeding import seeded_modules
 from lightning_smddp.wire.objects import UnsendableError, broadcast, gather
-from lightning_smddp.wire.pytree import copied, leaves
+from lightning_smddp.wire.pytree import copied, leaves, map_leaves
 from lightning_smddp.wire.stream import broadcast_object
 from lightning_smddp.wording import USE_INSTEAD
 
@@ -101,7 +102,8 @@ def _loop(step: LightningStep, parts: Sequence[MicroBatch], setup: RunSetup, gra
             stack.enter_context(seeded_modules(module, wrappers.generators))
         stack.enter_context(_taken_gradients(module, made))
         for index, part in enumerate(parts):
-            call = partial(getattr(module, step.hook), copied(part.value), *step.arguments)
+            value = map_leaves(with_same_memory, copied(part.value))  # objects too, as steps assign to them
+            call = partial(getattr(module, step.hook), value, *step.arguments)
             wrappers.generators.seed(step.seed_of(index))
             with step.precision():
                 if graph.mixes_draws:
