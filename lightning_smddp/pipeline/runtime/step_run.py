@@ -673,11 +673,16 @@ class Reads(TorchFunctionMode):
         if run.inside or kind_of(function, args) is not Kind.OPERATION:
             return result
         found = leaves(result)
-        if any(type(leaf) is RemoteTensor for leaf in found):
-            return result
-        made = [leaf for leaf in found if isinstance(leaf, Tensor)]
         reads = run.observers.reads
         assert reads is not None
+        if any(type(leaf) is RemoteTensor for leaf in found):
+            # Its size is not known here, but what decides on it may be: `h[mask]` with a mask of the batch's.
+            for tensor in deciding_tensors(name_of(function), leaves((args, kwargs))):
+                if type(tensor) is not RemoteTensor:
+                    count = int(tensor.count_nonzero())
+                    reads.append(f"a size by {count} entries in {name_of(function)} at {user_location()}")
+            return result
+        made = [leaf for leaf in found if isinstance(leaf, Tensor)]
         if not made and result is not None:
             reads.append(f"{result!r}, which Python reads at {user_location()}")
         elif deciding_tensors(name_of(function), leaves((args, kwargs))):
