@@ -180,6 +180,7 @@ UPLOADING = """
 import time
 from pathlib import Path
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
 
@@ -190,6 +191,10 @@ class Uploads(Callback):
         Path(f"uploaded-{{trainer.global_rank}}").touch()
 
 class Model(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.Linear(8, 2))  # one for each stage
+
     def on_train_batch_end(self, *args):
         if self.trainer.global_step == 2 and self.global_rank == {rank}:
             raise KeyError("the user's own")
