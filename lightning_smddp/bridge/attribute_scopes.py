@@ -169,14 +169,18 @@ class AttributeScopes:
             if stops is not None:
                 trainer.should_stop = stops
 
-    def values(self) -> list[Any]:
-        """What the run that is under way, and those before it, have left in attributes."""
-        return [
-            value for place, _, value in self._changes_now() if place[0].startswith(("->", "callback")) or not place[0]
-        ]
+    def left(self) -> list[Change]:
+        """What the run that is under way, and those before it, have left in attributes of the LightningModule."""
+        with without_torch_functions():
+            if self._learning is not None:
+                found = self._learning.changes()
+            else:
+                copies = {} if self._stage is None else self._copies[self._stage]
+                found = list(self._begin().changes_to(self._look(), copies))
+        return [change for change in found if not change[0][0] or change[0][0].startswith("->")]
 
-    def settle(self, touched: Mapping[int, Tensor]) -> None:
-        """Let those of :meth:`values` be what they are here, by id: other stages have made or written some."""
+    def settle(self, left: Sequence[Change], touched: Mapping[int, Tensor]) -> None:
+        """Let tensors in what was :meth:`left` be what they are here, by id: other stages have made or written some."""
 
         def here(leaf: Any) -> Any:
             after = touched.get(id(leaf), leaf)
@@ -185,21 +189,14 @@ class AttributeScopes:
 
         if self._learning is not None:
             return
-        for place, kind, value in self._changes_now():
+        for place, kind, value in left:
             settled = map_leaves(here, value)
             if all(map(operator.is_, leaves(settled), leaves(value))):
                 continue
-            container = container_of(self.module, place)
             if kind == "extend":
-                container[place[-1]][-len(value) :] = settled
+                container_of(self.module, place)[place[-1]][-len(value) :] = settled
             else:
                 apply_changes(self.module, [(place, "members" if kind == "members" else "set", settled)])
-
-    def _changes_now(self) -> list[Change]:
-        if self._learning is not None:
-            return self._learning.changes()
-        copies = {} if self._stage is None else self._copies[self._stage]
-        return list(self._begin().changes_to(self._look(), copies))
 
     def changes(self, stage: int) -> AttributeChanges:
         """What the runs of ``stage``, the last one, have done."""

@@ -205,11 +205,12 @@ class StepRecorder:
         record = self._running
         if record is None:
             return output
-        values = self.scopes.values()
+        left = self.scopes.left()
+        values = [value for _, _, value in left]
         found = tensors((list(record.given.values()), record.touched, values, output))
         touched = {id(tensor): touch(tensor) for tensor in found}
         with without_torch_functions():
-            self.scopes.settle(touched)
+            self.scopes.settle(left, touched)
             record.close(touched, output)
         return output
 
