@@ -1,4 +1,4 @@
-"""With ``fallback="error"`` a step that cannot be pipelined is refused: why, where, and what would help."""
+"""A step that cannot be pipelined is refused: why, where, and what would help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses that are no means over rows, against one process: language models with padding, sums, masks, class weights."""
+"""Losses that are no means over rows, against accumulation: language models with padding, sums, masks, weights."""
 
 from __future__ import annotations
 
@@ -136,15 +136,17 @@ class LanguageModel(LightningModule):
 
 
 def language_model(bench: Bench, kind: str, padding: str) -> Any:
-    return fit_quietly(bench, LanguageModel(kind, padding))
+    """The pipeline has to find out what one process is told."""
+    weight = "labels" if kind in ("bert", "t5") else "shifted_labels"
+    return fit_quietly(bench, LanguageModel(kind, padding), accumulation={"loss_weight": weight})
 
 
-def fit_quietly(bench: Bench, model: LightningModule, pipeline: Any = None) -> Any:
+def fit_quietly(bench: Bench, model: LightningModule, pipeline: Any = None, accumulation: Any = None) -> Any:
     """What was trained; any warning is an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("ignore", message=".*(does not have many workers|logging interval).*")
-        return bench.fit(model, pipeline, max_epochs=1)
+        return bench.fit(model, pipeline, accumulation, max_epochs=1)
 
 
 def language_models(*kinds: tuple[str, str]) -> Matrix:
@@ -160,7 +162,7 @@ MORE_LANGUAGE_MODELS = language_models(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", LANGUAGE_MODELS.cases, ids=name_of)
-def test_a_language_model_trains_as_in_one_process(case: Any) -> None:
+def test_the_weights_of_a_language_model_are_found(case: Any) -> None:
     LANGUAGE_MODELS.compare(case)
 
 
@@ -171,9 +173,9 @@ def test_more_language_models(case: Any) -> None:
 
 
 class Small(LightningModule):
-    """Some layers; subclasses have the loss."""
+    """Some layers; subclasses have the loss, and what it is a mean over."""
 
-    columns = 0
+    loss_weight: Any = "auto"
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,12 +216,18 @@ class Small(LightningModule):
 class OwnPadding(Small):
     """The padding token is the label that does not count."""
 
+    loss_weight = staticmethod(lambda batch: (batch["input_ids"][:, 1:] != PAD).sum())
+
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         tokens = batch["input_ids"]
         return F.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=PAD)
 
 
 class ClassWeights(Small):
+    loss_weight = staticmethod(
+        lambda batch: torch.linspace(0.2, 3.0, VOCABULARY)[batch["labels"][batch["labels"] >= 0]].sum()
+    )
+
     def __init__(self) -> None:
         super().__init__()
         self.criterion = nn.CrossEntropyLoss(torch.linspace(0.2, 3.0, VOCABULARY))
@@ -230,6 +238,8 @@ class ClassWeights(Small):
 
 class Classes(Small):
     """One label for each row, of which some do not count."""
+
+    loss_weight = staticmethod(lambda batch: (batch["class"] != -100).sum())
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         return F.cross_entropy(self(batch["input_ids"]).mean(1), batch["class"])
@@ -252,12 +262,16 @@ class Sum(Small):
 
 
 class Masked(Small):
+    loss_weight = "mask"
+
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         losses = F.cross_entropy(self(batch["input_ids"]).transpose(1, 2), batch["input_ids"], reduction="none")
         return (losses * batch["mask"]).sum() / batch["mask"].sum()
 
 
 class MaskedShifted(Small):
+    loss_weight = staticmethod(lambda batch: batch["mask"][:, 1:].sum())
+
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         logits = self(batch["input_ids"])[:, :-1].transpose(1, 2)
         losses = F.cross_entropy(logits, batch["input_ids"][:, 1:], reduction="none")
@@ -266,6 +280,8 @@ class MaskedShifted(Small):
 
 
 class RowWeights(Small):
+    loss_weight = "weight"
+
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         losses = self(batch["input_ids"]).pow(2).mean((1, 2))
         return (losses * batch["weight"]).sum() / batch["weight"].sum()
@@ -317,11 +333,12 @@ class TwoSizes(OwnPadding):
 
 
 def small(bench: Bench, model: type[Small]) -> Any:
-    return fit_quietly(bench, model())
+    found = {"loss_weight": "sum"} if model is Sum else None  # where the pipeline has to find it
+    return fit_quietly(bench, model(), {"loss_weight": model.loss_weight}, found)
 
 
 def batch_size_fn(bench: Bench) -> Any:
-    pipeline = {"batch_size_fn": lambda batch: len(batch["input_ids"])}
+    pipeline = {"batch_size_fn": lambda batch: len(batch["input_ids"]), "loss_weight": TwoSizes.loss_weight}
     return fit_quietly(bench, TwoSizes(), pipeline)
 
 
@@ -349,5 +366,5 @@ def test_more_losses(case: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_trials_ask_batch_size_fn() -> None:
+def test_batch_size_fn_says_the_rows() -> None:
     SMALL_ON_TWO.compare(batch_size_fn)
