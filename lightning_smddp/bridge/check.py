@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_smddp._compat.torch_steps import hooks_of
 from lightning_smddp.bridge.metrics import patched
 from lightning_smddp.bridge.module_states import RunSetup
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
@@ -123,14 +124,17 @@ def _taken_gradients(module: nn.Module, made: dict[str, Tensor]) -> Iterator[Non
     """Sum them up in ``made`` as they come."""
 
     def take(name: str, parameter: Tensor) -> None:
-        assert parameter.grad is not None
+        if parameter.grad is None:
+            return
         gradient = parameter.grad.detach().to(_CPU)
         made[name] = made[name] + gradient if name in made else gradient.clone()
         parameter.grad = None
 
     with ExitStack() as handles:
         for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
+            if hooks_of(parameter)[1]:  # a user's, which sees what has accumulated so far
+                handles.callback(take, name, parameter)
+            elif parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(lambda p, name=name: take(name, p))
                 handles.callback(handle.remove)
         yield

@@ -443,6 +443,7 @@ def buffers(bench: Bench) -> Any:
 
 CASES = [
     hooks_in_step,
+    hooks_on_parameters,
     clip_by_value_without_gradients,
     own_clipping,
     never_zeroing,
