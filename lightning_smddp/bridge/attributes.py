@@ -164,7 +164,7 @@ def _changed_items(place: Place, before: dict[Any, Any], now: dict[Any, Any], co
         if value is before.get(key, _MISSING):
             continue
         where = (*place, key)
-        if copies.get(where) is not value:
+        if copies.get(where, _MISSING) is not value:
             yield where, "set", value
         elif write_count(value):
             yield where, "write", value
