@@ -129,6 +129,7 @@ class AttributeScopes:
     ) -> None:
         self.module = module
         self.warn = warn
+        self._warned: set[Place] = set()
         self.counts: dict[str, None] = {}
         self._ignored = ignored
         self._followed: dict[str, set[str]] = {}  # by owner, but of the LightningModule
@@ -343,8 +344,10 @@ class AttributeScopes:
             )
 
     def _warn_of(self, numbers: Sequence[Place]) -> None:
-        if numbers:
-            names = ", ".join(f"`{in_words(place)}`" for place in numbers)
+        new = [place for place in numbers if place not in self._warned]
+        self._warned.update(new)
+        if new:
+            names = ", ".join(f"`{in_words(place)}`" for place in new)
             self.warn(
                 f"{names}: changed inside of modules that are placed whole, so right on their stage's rank alone, and "
                 "changed once for each micro-batch. Keep such numbers in attributes of the LightningModule."
