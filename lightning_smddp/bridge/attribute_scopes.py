@@ -327,7 +327,9 @@ class AttributeScopes:
     def _decide(self, elsewhere: Iterable[Place], changed_here: Sequence[Place]) -> None:
         numbers = []
         for place in map(tuple, elsewhere):
-            traced = self._undecided[place]
+            traced = self._undecided.get(place)
+            if traced is None:
+                continue  # of a callback that this rank does not have
             self._mark_elsewhere(place, traced.is_number or _is_among(place, changed_here))
             if traced.is_number:
                 numbers.append(place)
