@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules._functions import BackwardHookFunction
-from torch.overrides import TorchFunctionMode, handle_torch_function
+from torch.overrides import handle_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
@@ -183,30 +183,6 @@ def initializer(module: nn.Module) -> Callable[[], object] | None:
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
-class WithoutFunctionMode:
-    """A context without ``mode`` if it is the innermost one, which saves every operation a call into Python.
-
-    Private because a mode can only be left in the order in which modes were entered. Where another mode was
-    entered since (``torch.device`` as a context, say), ``mode`` stays active.
-    """
-
-    __slots__ = ("innermost", "mode")  # no generator: entered for every call of a unit
-
-    def __init__(self, mode: TorchFunctionMode) -> None:
-        self.mode, self.innermost = mode, False
-
-    def __enter__(self) -> bool:
-        depth = torch._C._len_torch_function_stack()
-        self.innermost = depth > 0 and torch._C._get_function_stack_at(depth - 1) is self.mode
-        if self.innermost:
-            torch._C._pop_torch_function_stack()
-        return self.innermost
-
-    def __exit__(self, *error: object) -> None:
-        if self.innermost:
-            torch._C._push_on_torch_function_stack(self.mode)
-
-
 def storage_key(tensor: Tensor) -> StorageWeakRef | None:
     """A reference to ``tensor``'s storage, equal for all its views, that neither keeps nor outlives it unnoticed.
 
@@ -243,43 +219,6 @@ def in_checkpoint() -> bool:
 DispatchMode = TorchDispatchMode
 # Private because `torch.overrides` can only be left for subclasses, not for modes. Remove when it can.
 without_torch_function = torch._C.DisableTorchFunction
-
-
-def arguments_by_name(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call of an aten operator, in the order of its schema, with default values.
-
-    Private because operators have no public schema. Remove when they have.
-    """
-    named = {}
-    for position, parameter in enumerate(operator._schema.arguments):
-        name = parameter.name
-        if name in kwargs:
-            named[name] = kwargs[name]
-        elif position < len(args):
-            named[name] = args[position]
-        else:
-            named[name] = parameter.default_value
-    return named
-
-
-def is_composite(operator: Any) -> bool:
-    """Whether an aten operator has no kernel of its own: autograd and devices see its parts.
-
-    Private because dispatch keys have no public names. Remove when ``torch.library`` tells.
-    """
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return bool(operator.has_kernel_for_dispatch_key(key))
-
-
-def idle_node() -> Any:
-    """A node of the autograd graph to which no gradient ever comes, for hooks that must not fire here.
-
-    ``register_full_backward_hook`` insists on nodes of a private Function. Remove when it takes others.
-    """
-    with torch.enable_grad():
-        leaf = torch.zeros((), requires_grad=True)
-        outputs = BackwardHookFunction.apply(leaf)
-        return outputs[0].grad_fn
 
 
 def has_full_backward_hooks(module: torch.nn.Module) -> bool:
