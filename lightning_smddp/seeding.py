@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from lightning_smddp._compat.torch import compiled_call, without_torch_functions
+from lightning_smddp._compat.torch import COMPILED_CALL, compiled_call, without_torch_functions
 
 Forward: TypeAlias = Callable[..., Any]
 
@@ -186,17 +186,20 @@ def wrapped_forwards(root: nn.Module, wrap: Callable[[str, Forward], Forward], n
     wrapped = []
     try:
         for name in names:
-            attributes = vars(root.get_submodule(name))
-            own = attributes.get("forward")
-            attributes["forward"] = wrap(name, root.get_submodule(name).forward)
-            wrapped.append((attributes, own))
+            module = root.get_submodule(name)
+            attributes, key = vars(module), "forward"
+            whole = compiled_call(module)
+            if whole is not None:  # else the wrapper would be compiled
+                key = COMPILED_CALL
+            wrapped.append((attributes, key, attributes.get(key)))
+            attributes[key] = wrap(name, whole or module.forward)
         yield
     finally:
-        for attributes, own in reversed(wrapped):
+        for attributes, key, own in reversed(wrapped):
             if own is None:
-                del attributes["forward"]
+                del attributes[key]
             else:
-                attributes["forward"] = own
+                attributes[key] = own
 
 
 def same(states: list[Any], others: list[Any]) -> bool:

@@ -397,6 +397,9 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     return module._compiled_call_impl
 
 
+COMPILED_CALL = "_compiled_call_impl"  # the attribute of a module that holds it
+
+
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
     """Let ``module(...)`` run ``call`` instead of the code that ``module.compile()`` made.
 

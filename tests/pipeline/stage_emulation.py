@@ -57,6 +57,7 @@ class Stage:
 def program_of(root: nn.Module, step: Step, is_small: Callable[[str], bool]) -> StepGraph:
     """The graph of ``step``; tracing leaves the buffers as they were."""
     buffers = _buffers(root)
+    Generators(root, CPU).seed(SEED)
     record = trace(step, root, CPU)
     _put_back(root, buffers)
     return build_graph(record, Modules(record, root), is_small)

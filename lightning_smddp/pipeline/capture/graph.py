@@ -64,8 +64,10 @@ class Node:
         varies: whether it makes a tensor whose size depends on values that a module made.
         checkpointed: whether the user's own code runs it in ``torch.utils.checkpoint``.
         draws_in_python: whether it is a unit whose code draws from the sources of ``PythonRandom``.
+        call: of a unit, which one of the trace.
         entry: of a unit, the value that each leaf of its arguments is; None for other leaves.
         region: the region of ``torch.utils.checkpoint`` that it is in, by number.
+        is_seeded: whether this call of a unit draws, or comes behind draws.
     """
 
     index: int
@@ -90,7 +92,9 @@ class Node:
     varies: bool = False
     draws_in_python: bool = False
     entry: tuple[int | None, ...] = ()
+    call: int | None = None
     region: int | None = None
+    is_seeded: bool = False
 
 
 class Colocation(NamedTuple):
@@ -263,7 +267,10 @@ def build_graph(trace: Trace, modules: Modules, is_small: IsSmall) -> StepGraph:
     builder.visit(None)
     units = dict.fromkeys(node.module for node in builder.nodes if node.module is not None)
     draws_in_python = trace.draws_in_python or any(call.draws_in_python for call in trace.calls)
-    drawing, mixes_draws = drawing_modules(trace, modules.root)
+    seeded_calls, mixes_draws = _seeded_calls(trace)
+    for node in builder.nodes:
+        node.is_seeded = node.call in seeded_calls
+    drawing = {trace.calls[index].module for index in seeded_calls}
     return StepGraph(
         nodes=builder.nodes,
         values=trace.values,
@@ -277,7 +284,7 @@ def build_graph(trace: Trace, modules: Modules, is_small: IsSmall) -> StepGraph:
         foreign_writes=trace.foreign_writes,
         cast_type=cast_type(trace),
         buffers_used=trace.buffers_used,
-        drawing=drawing,
+        drawing=frozenset(drawing.intersection(drawing_candidates(modules.root))),
         mixes_draws=mixes_draws,
         calls_compiled=any(event.compiled for event in trace.events if builder.is_between(event)),
     )
@@ -330,12 +337,12 @@ def _unique(*sequences: Iterable[T]) -> tuple[T, ...]:
     return tuple(dict.fromkeys(chain.from_iterable(sequences)))
 
 
-def drawing_modules(trace: Trace, root: torch.nn.Module) -> tuple[frozenset[str], bool]:
-    """The modules whose calls are seeded, as in :mod:`lightning_smddp.seeding`; and whether that is not enough.
+def _seeded_calls(trace: Trace) -> tuple[set[int], bool]:
+    """The calls of modules that are seeded, as in :mod:`lightning_smddp.seeding`; and whether that is not enough.
 
     It is not where two draws follow each other without a module between, the first of which not all stages do.
     """
-    drawing: set[str] = set()
+    seeded: set[int] = set()
     mixes = False
     calls: dict[int, list[Call]] = defaultdict(list)
     for call in trace.calls:
@@ -347,12 +354,12 @@ def drawing_modules(trace: Trace, root: torch.nn.Module) -> tuple[frozenset[str]
         while stack and stack[-1][0].last <= index and not (stack[-1][0].first == index and calls[index]):
             call, was_dirty = stack.pop()
             if was_dirty or call.index in draws_inside:
-                drawing.add(call.module)
+                seeded.add(call.index)
                 is_dirty = has_bound_draw = False
         for call in calls[index]:
             if call.last <= call.first:  # without events: it draws nothing
                 if is_dirty:
-                    drawing.add(call.module)
+                    seeded.add(call.index)
                     is_dirty = has_bound_draw = False
                 continue
             stack.append((call, is_dirty))
@@ -362,7 +369,7 @@ def drawing_modules(trace: Trace, root: torch.nn.Module) -> tuple[frozenset[str]
             mixes = mixes or has_bound_draw
             is_dirty = True
             has_bound_draw = has_bound_draw or not event.free
-    return frozenset(drawing.intersection(drawing_candidates(root))), mixes
+    return seeded, mixes
 
 
 def _calls_that_draw(trace: Trace) -> set[int]:
@@ -540,6 +547,7 @@ class _Builder:
             node.checkpointed = call.checkpointed
             node.draws_in_python = self._draws_in_python(call)
             node.entry = call.entry
+            node.call = call.index
         else:
             node.function = first.function
             node.name = f"{first.name} at {_short(first.location)}"

@@ -424,11 +424,11 @@ class StageRun:
         self.position = index + 1
         wrappers = self.program.wrappers
         if index >= plan.begin:
-            if name in wrappers.drawing:
+            if node.is_seeded:
                 return seeded(wrappers.generators, lambda: self._own_unit(node, forward, args, kwargs, found))
             return self._own_unit(node, forward, args, kwargs, found)
         result = self._stand_in(node, found)
-        if name in wrappers.drawing:
+        if node.is_seeded:
             seeded(wrappers.generators, lambda: None)
         self._rebind(node, found)
         return result
