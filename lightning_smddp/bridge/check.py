@@ -32,7 +32,8 @@ from lightning_smddp.pipeline.partition.self_check import Finding, VerificationE
 from lightning_smddp.pipeline.runtime.draws import without_own_dropout
 from lightning_smddp.pipeline.runtime.remote import ReplayError, Shapes
 from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
-from lightning_smddp.pipeline.runtime.step_run import StageProgram, Wrappers
+from lightning_smddp.pipeline.runtime.step_run import StageProgram
+from lightning_smddp.pipeline.runtime.wrappers import Wrappers
 from lightning_smddp.seeding import seeded_modules
 from lightning_smddp.wire.objects import UnsendableError, broadcast, gather
 from lightning_smddp.wire.pytree import copied, leaves, map_leaves

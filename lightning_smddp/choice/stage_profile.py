@@ -17,7 +17,8 @@ from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.runtime.remote import Shapes
 from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
-from lightning_smddp.pipeline.runtime.step_run import StageProgram, Wrappers
+from lightning_smddp.pipeline.runtime.step_run import StageProgram
+from lightning_smddp.pipeline.runtime.wrappers import Wrappers
 
 _CPU = torch.device("cpu")
 _Messages = tuple[Tensor, ...]

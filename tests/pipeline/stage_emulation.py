@@ -18,7 +18,8 @@ from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.runtime.remote import Shapes
 from lightning_smddp.pipeline.runtime.stage import _Received
 from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
-from lightning_smddp.pipeline.runtime.step_run import Observers, StageProgram, Wrappers
+from lightning_smddp.pipeline.runtime.step_run import Observers, StageProgram
+from lightning_smddp.pipeline.runtime.wrappers import Wrappers
 from lightning_smddp.pipeline.state.absent import AbsentParameter, set_contents
 from lightning_smddp.seeding import Generators, seeded_modules
 

@@ -27,7 +27,8 @@ from lightning_smddp.pipeline.runtime.stage import ReplayedStage, Stage, StageBo
 from lightning_smddp.pipeline.runtime.stage_graph import probe_plan
 from lightning_smddp.pipeline.runtime.staged_step import RunningStep, StagedStep, Step, TracedPath
 from lightning_smddp.pipeline.runtime.step_exchange import Failure, StepExchange
-from lightning_smddp.pipeline.runtime.step_run import Observer, StageProgram, Wrappers
+from lightning_smddp.pipeline.runtime.step_run import Observer, StageProgram
+from lightning_smddp.pipeline.runtime.wrappers import Wrappers
 from lightning_smddp.wording import counted
 
 _KEPT_SCHEDULES = 16  # torch's objects, one per number of micro-batches and mode; they hold orders only, no tensors

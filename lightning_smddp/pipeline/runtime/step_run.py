@@ -14,14 +14,13 @@ two stages, with other dropout, hooks that fire twice and buffers that are writt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -29,16 +28,16 @@ from lightning_smddp._compat.torch import BackwardHook, set_apply_handler, witho
 from lightning_smddp.pipeline.capture.boundaries import seen_before
 from lightning_smddp.pipeline.capture.graph import Node, StepGraph
 from lightning_smddp.pipeline.capture.ops import Kind, is_autograd_function, kind_of, name_of, sets_flag
-from lightning_smddp.pipeline.capture.patches import Compiled, Eager, patched_forwards
-from lightning_smddp.pipeline.capture.records import deciding_tensors
+from lightning_smddp.pipeline.capture.patches import Compiled, Eager
 from lightning_smddp.pipeline.capture.user_code import user_location
 from lightning_smddp.pipeline.runtime.remote import AS_TRACED, OTHER_COURSE, ReplayError, Shape, Shapes, constants_of
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor, absent_answer, active_run, set_active_run
+from lightning_smddp.pipeline.runtime.run_modes import Reads, Watch
 from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
-from lightning_smddp.seeding import Generators, mix, seeded
+from lightning_smddp.pipeline.runtime.wrappers import Forward, Wrappers
+from lightning_smddp.seeding import seeded
 from lightning_smddp.wire.pytree import leaves, map_leaves, rebuild
 
-Forward: TypeAlias = Callable[..., Any]
 Observer: TypeAlias = Callable[[Node, bool, Any], None]
 """(node, whether it ends, its result then): called around each own unit."""
 
@@ -593,148 +592,3 @@ class StageRun:
             requires_grad = leaf.requires_grad and torch.is_grad_enabled()
             return self.pattern(leaf).fill_(number).requires_grad_(requires_grad)
         return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
-class Watch(TorchFunctionMode):
-    """For the few stages that send what no unit sees, or whose draws between modules are seeded one by one."""
-
-    def __init__(self, run: StageRun, seed: int) -> None:
-        super().__init__()
-        self.run = run
-        self.seed = seed
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, run = kwargs or {}, self.run
-        if run.inside or run.done or kind_of(function, args) is not Kind.OPERATION:
-            return function(*args, **kwargs)
-        if run.has_begun:
-            args, kwargs = map_leaves(run.real, args), map_leaves(run.real, kwargs)
-        given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(type(leaf) is RemoteTensor or id(leaf) in run.program.absent for leaf in given):
-            return function(*args, **kwargs)  # comes to the class
-        node = self._node_of(function, given)
-        if node is None:
-            return function(*args, **kwargs)
-        if node.index < run.plan.begin and node.buffers:
-            return given[0]  # written on the stage that has it
-        result = self._done(node, function, args, kwargs)
-        if node.index >= run.plan.begin:
-            run.position = node.index + 1
-        if node.free:
-            return result
-        run.note_result(node, result)
-        found = leaves((args, kwargs))
-        for old, new, position in node.rebinds:
-            if position is not None:
-                run.here[new] = found[position]
-            elif old in run.here:
-                run.here[new] = run.here[old]
-        return result
-
-    def _done(self, node: Node, function: Any, args: Any, kwargs: Any) -> Any:
-        run = self.run
-        if not (node.random and run.graph.mixes_draws):
-            return run.do(function, args, kwargs)
-        # Its seed is that of its place; seeds go on as if it had not drawn.
-        generators, number = run.program.wrappers.generators, torch.default_generator.initial_seed()
-        generators.seed(mix(self.seed, node.index))
-        result = run.do(function, args, kwargs)
-        generators.seed(number)
-        return result
-
-    def _node_of(self, function: Any, given: list[Tensor]) -> Node | None:
-        """The next node that this call is; None for one that was not traced."""
-        run = self.run
-        known = {id(tensor): value for value, tensor in run.here.items()}
-        values = {known[id(leaf)] for leaf in given if id(leaf) in known}
-        parameters = {run.program.names[id(leaf)] for leaf in given if id(leaf) in run.program.names}
-        buffers = {run.program.written[id(leaf)] for leaf in given if id(leaf) in run.program.written}
-        if not values and not parameters and not buffers and not run.graph.mixes_draws:
-            return None
-        for index in range(run.position, run.graph.next_unit[run.position]):
-            node = run.graph.nodes[index]
-            if node.function != function or not buffers.issubset(node.buffers + node.buffers_read):
-                continue
-            if values == set(node.inputs) and parameters == set(node.parameters):
-                return node
-        return None
-
-
-class Reads(TorchFunctionMode):
-    """Takes down what Python code reads of the batch in a dry run: another path may follow from other values."""
-
-    def __init__(self, run: StageRun) -> None:
-        super().__init__()
-        self.run = run
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, run = kwargs or {}, self.run
-        result = function(*args, **kwargs)
-        if run.inside or kind_of(function, args) is not Kind.OPERATION:
-            return result
-        found = leaves(result)
-        reads = run.observers.reads
-        assert reads is not None
-        if any(type(leaf) is RemoteTensor for leaf in found):
-            # Its size is not known here, but what decides on it may be: `h[mask]` with a mask of the batch's.
-            for tensor in deciding_tensors(name_of(function), leaves((args, kwargs))):
-                if type(tensor) is not RemoteTensor:
-                    count = int(tensor.count_nonzero())
-                    reads.append(f"a size by {count} entries in {name_of(function)} at {user_location()}")
-            return result
-        made = [leaf for leaf in found if isinstance(leaf, Tensor)]
-        if not made and result is not None:
-            reads.append(f"{result!r}, which Python reads at {user_location()}")
-        elif deciding_tensors(name_of(function), leaves((args, kwargs))):
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in made)
-            reads.append(f"a result of shape {shapes} from {name_of(function)} at {user_location()}")
-        return result
-
-
-# ---- wrapped modules ----
-
-
-class Wrappers:
-    """The wrapped modules of one root: units, and modules that draw random numbers.
-
-    Attributes:
-        drawing: names of the modules that draw, or are called behind draws.
-        is_active: whether the steps of a pipeline run: outside of them modules are what they always are.
-    """
-
-    def __init__(self, root: nn.Module, device: torch.device) -> None:
-        self.root = root
-        self.device = device
-        self.generators = Generators(root, device)
-        self.drawing: frozenset[str] = frozenset()
-        self.is_active = False
-
-    @contextmanager
-    def active(self, graphs: Sequence[StepGraph]) -> Iterator[None]:
-        """Around forward and backward of steps on the paths ``graphs``."""
-        names: dict[str, None] = {}
-        drawing: set[str] = set()
-        for graph in graphs:
-            names.update(dict.fromkeys(graph.units))
-            drawing.update(graph.drawing)
-        names.update(dict.fromkeys(drawing))
-        self.drawing = frozenset(drawing)
-        self.generators.python = any(graph.draws for graph in graphs)
-        self.is_active = True
-        try:
-            with patched_forwards(self.root, self._wrap, names, compiled=True):
-                yield
-        finally:
-            self.is_active = False
-            self.generators.python = True
-
-    def _wrap(self, name: str, forward: Forward) -> Forward:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            run = active_run()
-            if run is not None and not run.inside and name in run.graph.unit_names:
-                return run.unit(name, forward, args, kwargs)
-            if name in self.drawing and self.is_active:  # also in a checkpoint's second run, which no run is for
-                return seeded(self.generators, lambda: forward(*args, **kwargs))
-            return forward(*args, **kwargs)
-
-        return wrapped
