@@ -83,7 +83,7 @@ class Partitioning:
             setup.module,
             self.before.optimizers,
             setup.rank_of_stage,
-            in_flight(setup.options.schedule, setup.rank_of_stage, setup.options.active(len(self.microbatches))),
+            in_flight(setup.options.schedule, setup.rank_of_stage, len(self.microbatches)),
             links,
             setup.options.partition.memory_limit,
             casts,

@@ -234,8 +234,7 @@ def _read_v1(parameters: Mapping[str, Any], reading: Reading) -> str:
     reading.options["partition"] = partition
     reading.options["schedule"] = schedule
     if active is not None:
-        partition["active_microbatches"] = active
-        reading.notes.append("active_microbatches: a round drains before the next one fills")
+        reading.notes.append("active_microbatches: left out; 1f1b holds as many micro-batches as there are stages")
     return "smddp_pipeline"
 
 

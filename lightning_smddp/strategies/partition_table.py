@@ -137,7 +137,7 @@ def _schedule(options: PipelineOptions, resources: Resources, microbatches: Sequ
     if sizes == [1]:
         rows = "1 row"
     count = counted(len(microbatches), "micro-batch")
-    percent = 100 * best_share(options.schedule, resources.rank_of_stage, options.active(len(microbatches)))
+    percent = 100 * best_share(options.schedule, resources.rank_of_stage, len(microbatches))
     return f"{options.schedule.name}, {count} of {rows}; ranks compute {percent:.0f} % of the time at best"
 
 
@@ -159,7 +159,7 @@ def _setting(
         stages_per_rank=options.stages_per_rank,
         is_split_given=options.split is not None,
         rule=lambda count: options.schedule.microbatches_ok(count, ranks, resources.num_stages),
-        bound=lambda count: best_share(options.schedule, resources.rank_of_stage, options.active(count)),
+        bound=lambda count: best_share(options.schedule, resources.rank_of_stage, count),
     )
 
 

@@ -34,7 +34,7 @@ class PartitionOptions:
         memory_limit_gb: GiB of a rank for parameters, gradients, optimizer state and activations, when cutting.
         check: compare the pipeline's loss and gradients with those of a plain loop before training.
         fallback: no option any more; a value is an error that says what happens instead.
-        active_microbatches: at most so many micro-batches at a time; a step then has several rounds.
+        active_microbatches: no option any more; a value is an error that says what bounds memory.
         batch_size_fn: called with a batch, returns its number of rows, for batches that do not show it.
         split_batch: called with a batch and a number of micro-batches, returns them as a list of batches, or of pairs
             of a batch and its number of rows; None asks the module's method of this name, if it has one.
@@ -65,7 +65,11 @@ class PartitionOptions:
                 "refused, with the cause. Leave it out; strategy='smddp' runs such a step (strategy='smddp_fsdp' where "
                 "the model does not fit on one device)."
             )
-        _check_count("active_microbatches", self.active_microbatches, "None for no limit")
+        if self.active_microbatches is not None:
+            raise ValueError(
+                f"active_microbatches={self.active_microbatches!r} is no option any more. Leave it out: under "
+                "schedule='1f1b' no rank holds activations of more micro-batches than the pipeline has stages."
+            )
         _check_function("batch_size_fn", self.batch_size_fn, "the number of rows of a batch, which it is called with")
         _check_function("split_batch", self.split_batch, "a list of batches, called with a batch and a number")
 
@@ -116,10 +120,6 @@ class PipelineOptions:
         if isinstance(given, str):
             return self.schedule.default_stages_per_rank
         return given
-
-    def active(self, count: int) -> int:
-        """How many of ``count`` micro-batches are under way at a time."""
-        return min(count, self.partition.active_microbatches or count)
 
     def grid(self, world_size: int) -> PipelineMesh:
         """The ranks' arrangement, and a last look at what depends on their number. Raises ``ValueError``."""

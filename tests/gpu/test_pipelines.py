@@ -45,7 +45,7 @@ def schedule(name: str, **options: Any) -> Case:
 
 # What `make test` runs on simulated devices is what devices make different; the CPU has tests of its own of the rest,
 # which is `exhaustive` here.
-SCHEDULES = [schedule("1f1b", active_microbatches=2, activation_checkpointing=True)]
+SCHEDULES = [schedule("1f1b", activation_checkpointing=True)]
 OTHER_SCHEDULES = [
     *(schedule("1f1b"), training("interleaved_zero_bubble")),
     *map(training, ("dualpipev", "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zbv_zero_bubble")),

@@ -70,7 +70,7 @@ def rows_of(batch: Any) -> int:
         (lambda: PartitionOptions(memory_limit_gb=0), "memory_limit_gb=0 has to be positive"),
         (lambda: PartitionOptions(check=None), "check=None has to be True or False"),  # type: ignore[arg-type]
         (lambda: PartitionOptions(fallback="stop"), "fallback='stop' is no option any more: a training step that"),
-        (lambda: PartitionOptions(active_microbatches=1.5), "active_microbatches=1.5 has to be a number"),  # type: ignore[arg-type]
+        (lambda: PartitionOptions(active_microbatches=2), "active_microbatches=2 is no option any more"),
         (lambda: PartitionOptions(batch_size_fn=3), "batch_size_fn=3 has to be a function"),  # type: ignore[arg-type]
         (lambda: PartitionOptions(split_batch="rows"), "split_batch='rows' has to be a function"),  # type: ignore[arg-type]
     ],

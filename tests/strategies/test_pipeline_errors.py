@@ -141,7 +141,7 @@ def test_three_ranks(expected: str, options: dict[str, Any]) -> None:
         ("placement", {"placement": "random"}),
         ("fallback='ddp'", {"fallback": "ddp"}),
         ("pipeline_parallel_size=-1", {"pipeline_parallel_size": -1}),
-        ("active_microbatches=0", {"active_microbatches": 0}),
+        ("active_microbatches=2 is no option any more", {"active_microbatches": 2}),
         ("memory_limit_gb=-1", {"memory_limit_gb": -1}),
     ],
 )
@@ -284,7 +284,7 @@ def test_a_course_that_depends_on_the_rank() -> None:
     results = run_trainer_ranks(run_each, 2, refused, BY_RANK, timeout=60)
     assert results[0] == results[1]
     first, last, read = results[0]
-    assert first.startswith("SplitError: The step takes another course on rank 1 than on rank 0: its item 2 is net.2")
+    assert first == "nothing"  # an operation on what the stage itself has made is its own
     assert last.startswith("ReplayError: The step came to mul at ")
     assert read == "nothing"  # what a rank reads of the batch may differ where it decides nothing
 

@@ -108,7 +108,7 @@ MORE_CASES = [
     replicas(),
     replicas({"algorithm": "shared_memory"}, accumulate_grad_batches=2),
     replicas({"schedule": "interleaved_1f1b", "placement": "spread", "num_microbatches": 3}),
-    replicas({"active_microbatches": 2}, accumulate_grad_batches=3),
+    replicas(accumulate_grad_batches=3),
     replicas({"schedule": "dualpipev"}),
     replicas({"schedule": "zbv_zero_bubble"}, accumulate_grad_batches=2),
 ]

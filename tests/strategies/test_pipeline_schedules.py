@@ -41,14 +41,13 @@ SCHEDULES: list[tuple[str, dict[str, Any]]] = [
     ("looped_bfs", {"num_microbatches": 5}),
     ("interleaved_zero_bubble", {"stages_per_rank": 1}),
     ("interleaved_1f1b", {"split": ["net.2", "net.4", "net.13"]}),
-    ("interleaved_1f1b", {"activation_checkpointing": True, "active_microbatches": 2}),
-    ("1f1b", {"active_microbatches": 3, "num_microbatches": 8}),
+    ("interleaved_1f1b", {"activation_checkpointing": True}),
+    ("1f1b", {"num_microbatches": 8}),
 ]
 MORE_SCHEDULES: list[tuple[str, dict[str, Any]]] = [
     ("dualpipev", {}),
     ("1f1b", {"num_microbatches": 1}),
     ("interleaved", {"stages_per_rank": 3}),
-    ("1f1b", {"active_microbatches": 2}),
     ("simple", {"num_microbatches": 3}),
     ("interleaved_1f1b", {}),
     ("interleaved_zero_bubble", {}),
