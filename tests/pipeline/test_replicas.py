@@ -181,6 +181,7 @@ def steps() -> None:
         thawed,
         too_many_backwards,
         nothing_to_train,
+        hooks_of_users_come_first,
     ):
         check()
 
@@ -313,6 +314,26 @@ def too_many_backwards() -> None:
         value.sum().backward()
         replicas.finish()
         assert layer[0].weight.grad is not None
+
+
+def hooks_of_users_come_first() -> None:
+    """Also those that were registered later: what they make of a gradient is averaged."""
+
+    def halve(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+    model, alone = stage(), stage()
+    for replica in range(2):
+        backward(alone, replica, 1)
+    expected = [0.5 * 0.5 * parameter.grad for parameter in alone.parameters()]
+    with averaging(model, algorithm="shared_memory") as replicas:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(halve)
+        replicas.begin(1)
+        backward(model, dist.get_rank(), 1)
+        replicas.finish()
+        assert_close(model, expected)
 
 
 def nothing_to_train() -> None:
