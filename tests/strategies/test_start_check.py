@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -98,7 +99,9 @@ def checked(make: Callable[[], Any], options: dict[str, Any]) -> Any:
     findings: list[Any] = []
     model.on_train_batch_end = lambda *args: findings.extend(trainer.strategy.findings)
     try:
-        trainer.fit(model)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*changed inside of modules that are placed whole")
+            trainer.fit(model)
     except VerificationError as error:
         getattr(model, "put_back", lambda: None)()
         return str(error)
