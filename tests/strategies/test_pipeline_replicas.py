@@ -46,6 +46,11 @@ class Half(Net):
         self.log("correct", (out.argmax(1) == batch[1]).float().sum(), reduce_fx="sum", on_epoch=True, sync_dist=True)
         return loss
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """The loss of a replica is that of its half."""
+        loss = self.trainer.strategy.reduce(outputs["loss"].clone(), reduce_op="mean")
+        super().on_train_batch_end({"loss": loss}, batch, batch_idx)
+
     def on_train_epoch_end(self) -> None:
         self.log("auroc", self.auroc.compute(), sync_dist=True)
         self.auroc.reset()

@@ -154,6 +154,7 @@ def test_what_differs_is_named_first(verify: Verify) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*changed inside of modules that are placed whole:UserWarning")
 def test_an_escape_fails_with_each_unit(verify: Verify) -> None:
     code, lines = verify("Escaping")
     assert code == 1
