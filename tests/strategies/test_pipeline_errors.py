@@ -248,8 +248,9 @@ class Branching(Net):
 
 
 def test_a_course_that_depends_on_values() -> None:
+    """The check comes to another course with another micro-batch."""
     for error in RUNNING.results((Branching, {}, {})):
-        assert "SplitError: The step reads the value of a tensor that a module made, at " in error
+        assert error.startswith("VerificationError: The step went on behind mul at test_pipeline_errors.py:")
 
 
 class ByRank(Net):
