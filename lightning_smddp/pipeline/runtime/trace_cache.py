@@ -141,7 +141,6 @@ class TraceCache:
     _paths: dict[str, list[tuple[History, TracedPath]]] = field(default_factory=dict)  # by kind of micro-batch
     _now: dict[str, TracedPath] = field(default_factory=dict)  # in this batch, where all micro-batches take the same
     _is_unprobed: bool = False  # the path that was kept last cannot be probed
-    _draws_anew: bool = False  # the last probe drew torch's random numbers where the graph knows of none
     _reason: str = ""  # why no known path was the one of a micro-batch
     _trained: str = ""  # for each parameter whether it needs a gradient
     _parameters: list[nn.Parameter] = field(init=False)
@@ -257,12 +256,12 @@ class TraceCache:
         shapes = infer_shapes(self.runtime, staged, step, microbatch, self.train, index)
         if shapes is None:
             return None
-        # Units fit, and so do shapes. Code between them may still draw where it drew nothing as it was traced: then
-        # each stage would draw other numbers.
+        # Units fit, and so do shapes. Code between them, which is one stage's own, may still do something else.
         path = TracedPath(staged, shapes)
-        self._probe_control_flow(path, step, microbatch, index)
-        if self._draws_anew:
-            return None
+        if self._varies():
+            is_other = self._probe_control_flow(path, step, microbatch, index) is None
+            if any(gather(is_other, self.runtime.groups.pipeline)):
+                return None
         return self._keep(path, step, microbatch, index)
 
     def _keep(self, path: TracedPath, step: Step, microbatch: MicroBatch, index: int) -> TracedPath:
@@ -306,7 +305,6 @@ class TraceCache:
     def _probe_control_flow(self, path: TracedPath, step: Step, microbatch: MicroBatch, index: int) -> History:
         """What Python code reads of the batch on this path; None if the step leaves it, or cannot be probed."""
         staged, shapes = path
-        self._draws_anew = False
         # Nothing of a probe may stay: torch's random numbers are put back, and the step is told to keep nothing of what
         # its code shows.
         reads: list[str] = []
@@ -321,9 +319,6 @@ class TraceCache:
                 staged.probe.run(lambda: step(microbatch), (), shapes, observers, step.seed_of(index))
         except ReplayError as error:
             self._reason, _, _ = str(error).partition(f" {OTHER_COURSE}")
-            return None
-        if self._draws_anew:
-            self._reason = "It draws random numbers where it drew none."
             return None
         return tuple(reads)
 
