@@ -323,10 +323,6 @@ class TraceCache:
         return tuple(reads)
 
 
-def _are_equal(states: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return all(torch.equal(state, other) for state, other in zip(states, others, strict=True))
-
-
 def _first_new(history: Sequence[str], known: Sequence[str]) -> str:
     """The first read in ``history`` that is another one in ``known``."""
     for here, there in zip_longest(history, known, fillvalue="the end"):
