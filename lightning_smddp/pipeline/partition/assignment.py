@@ -66,40 +66,56 @@ def follow(graph: StepGraph, homes: Mapping[str, tuple[int, ...]], num_stages: i
     Raises:
         SplitError: the step needs stages in another order than the one that the parameters were placed for.
     """
-    # Stages only ascend through a step: each node is done by the first stage from here on that has all its parameters.
-    stages = []
+    # Stages only ascend through a step. Parameters that several stages have leave room: a node is done by a stage
+    # between the earliest that may do it after the nodes before, and the latest that may before the nodes after.
+    used = [node.index for node in graph.nodes if node.parameters]
+    holders = {index: _holders(graph.nodes[index].parameters, homes, num_stages) for index in used}
+    earliest: dict[int, int] = {}
     stage = 0
-    for node in graph.nodes:
-        if node.parameters:
-            holders = set(range(num_stages)).intersection(*(homes[name] for name in node.parameters))
-            later = [holder for holder in holders if holder >= stage]
-            if not later:
-                where = ", ".join(map(str, sorted(holders))) or "different ones"
-                raise SplitError(
-                    f"{node.name} is used behind units of stage {stage}, but its parameters are on stage {where}: this "
-                    "step uses the modules in another order than the one that the model was split by. Use the same "
-                    "order in all steps, or strategy='smddp'."
-                )
-            stage = min(later)
-        stages.append(stage)
-    cuts = _cheapest_cuts(graph, stages, num_stages)
-    return StageCuts.at(graph, cuts)
+    for index in used:
+        later = [holder for holder in holders[index] if holder >= stage]
+        if not later:
+            where = ", ".join(map(str, sorted(holders[index]))) or "different ones"
+            raise SplitError(
+                f"{graph.nodes[index].name} is used behind units of stage {stage}, but its parameters are on stage "
+                f"{where}: this step uses the modules in another order than the one that the model was split by. Use "
+                "the same order in all steps, or strategy='smddp'."
+            )
+        stage = earliest[index] = min(later)
+    latest: dict[int, int] = {}
+    stage = num_stages - 1
+    for index in reversed(used):
+        stage = latest[index] = max(holder for holder in holders[index] if holder <= stage)
+    return StageCuts.at(graph, _cheapest_cuts(graph, holders, earliest, latest, num_stages))
 
 
-def _cheapest_cuts(graph: StepGraph, stages: Sequence[int], num_stages: int) -> list[int]:
+def _holders(parameters: Collection[str], homes: Mapping[str, tuple[int, ...]], num_stages: int) -> set[int]:
+    """The stages that have all of them."""
+    return set(range(num_stages)).intersection(*(homes[name] for name in parameters))
+
+
+def _cheapest_cuts(
+    graph: StepGraph,
+    holders: Mapping[int, set[int]],
+    earliest: Mapping[int, int],
+    latest: Mapping[int, int],
+    num_stages: int,
+) -> list[int]:
     """First nodes of the stages 1..: between the last node that must be earlier and the first that must not."""
-    with_parameters = [node.index for node in graph.nodes if node.parameters]
-    if not with_parameters:
+    if not holders:
         return [0] * (num_stages - 1)  # a step that uses no parameter is the last stage's alone
     cuts: list[int] = []
     for stage in range(1, num_stages):
         # Nodes without parameters lie between the last node of an earlier stage and the first of this or a later one,
         # and may be on either side: the cut is where the fewest bytes cross.
-        low = max((index for index in with_parameters if stages[index] < stage), default=0) + 1
-        high = min((index for index in with_parameters if stages[index] >= stage), default=len(stages) - 1)
+        low = max((index for index in holders if latest[index] < stage), default=0) + 1
+        high = min((index for index in holders if earliest[index] >= stage), default=len(graph.nodes) - 1)
         first = max([low, *cuts])
         last = max(high, low)
-        allowed = [cut for cut in possible_cuts(graph) if first <= cut <= last]
+        # The stage before has all parameters of its nodes.
+        begin = cuts[-1] if cuts else 0
+        end = min((index for index in holders if index >= begin and stage - 1 not in holders[index]), default=last)
+        allowed = [cut for cut in possible_cuts(graph) if first <= cut <= min(last, end)]
         if not allowed:
             raise SplitError(
                 f"This step cannot be cut where stage {stage} begins, between {graph.nodes[low - 1].name} and "
