@@ -28,7 +28,7 @@ from lightning_smddp.strategies.nonfinite import is_changed_hook
 from lightning_smddp.strategies.options import OptionGroups, ReliabilityOptions, refuse_moved
 from lightning_smddp.strategies.tables import without_warning
 from lightning_smddp.wire.pytree import leaves
-from lightning_smddp.wording import USE_INSTEAD
+from lightning_smddp.wording import USE_INSTEAD, counted
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -239,7 +239,9 @@ def refusal_of_training(module: Any, callbacks: Iterable[Any], optimizers: Seque
             "step."
         )
     if len(optimizers) > 1:
-        return f"{name} has {len(optimizers)} optimizers: a pipeline's step has one backward, and one optimizer."
+        return (
+            f"{name} has {counted(len(optimizers), 'optimizer')}: a pipeline's step has one backward and one optimizer."
+        )
     for optimizer in optimizers:
         if why_not_one_by_one(getattr(optimizer, "optimizer", optimizer)) is not None:
             return (
