@@ -32,7 +32,8 @@ from lightning_smddp.pipeline.partition.self_check import Finding, VerificationE
 from lightning_smddp.pipeline.runtime.draws import without_own_dropout
 from lightning_smddp.pipeline.runtime.remote import ReplayError, Shapes
 from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
-from lightning_smddp.pipeline.runtime.step_run import StageProgram
+from lightning_smddp.pipeline.runtime.stage_program import StageProgram
+from lightning_smddp.pipeline.runtime.step_run import run_stage
 from lightning_smddp.pipeline.runtime.wrappers import Wrappers
 from lightning_smddp.seeding import seeded_modules
 from lightning_smddp.wire.objects import UnsendableError, broadcast, gather
@@ -109,7 +110,7 @@ def _loop(step: LightningStep, parts: Sequence[MicroBatch], setup: RunSetup, gra
             wrappers.generators.seed(step.seed_of(index))
             with step.precision():
                 if graph.mixes_draws:
-                    _, result = program.run(call, (), Shapes.of(graph), seed=step.seed_of(index))
+                    _, result = run_stage(program, call, (), Shapes.of(graph), seed=step.seed_of(index))
                 else:
                     result = call()
             if part.weight and result is not None:

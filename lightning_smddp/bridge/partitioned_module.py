@@ -19,7 +19,8 @@ from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.bridge.step_record import StepRecorder
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.pipeline.capture.graph import Modules, SplitError, StepGraph
+from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
+from lightning_smddp.pipeline.capture.records import Modules
 from lightning_smddp.pipeline.partition.assignment import follow
 from lightning_smddp.pipeline.partition.cuts import StageCuts
 from lightning_smddp.pipeline.partition.hardware import fits_on_hosts

@@ -16,9 +16,10 @@ from lightning_smddp.bridge.step_record import StepRecorder
 from lightning_smddp.choice.estimates import Estimate, Memory, Sizes, fullest
 from lightning_smddp.choice.first_batch import FirstBatch
 from lightning_smddp.choice.stage_profile import profile_stages
-from lightning_smddp.pipeline.capture.graph import Modules, SplitError, build_graph
+from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.pipeline.capture.graph_builder import build_graph
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
-from lightning_smddp.pipeline.capture.records import Trace
+from lightning_smddp.pipeline.capture.records import Modules, Trace
 from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.partition.assignment import homes_of
 from lightning_smddp.pipeline.partition.costs import time_nodes

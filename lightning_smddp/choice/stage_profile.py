@@ -17,7 +17,8 @@ from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.runtime.remote import Shapes
 from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
-from lightning_smddp.pipeline.runtime.step_run import StageProgram
+from lightning_smddp.pipeline.runtime.stage_program import StageProgram
+from lightning_smddp.pipeline.runtime.step_run import run_stage
 from lightning_smddp.pipeline.runtime.wrappers import Wrappers
 
 _CPU = torch.device("cpu")
@@ -92,7 +93,7 @@ def _forward(
         leaf = tensor.clone()
         inputs.append(leaf.requires_grad_(shapes.values[value].requires_grad))
     with replay.wrappers.active([replay.graph]):
-        sent, result = replay.run(step, tuple(inputs), shapes)
+        sent, result = run_stage(replay, step, tuple(inputs), shapes)
     if replay.is_last:
         return (loss_of(result),)
     return sent

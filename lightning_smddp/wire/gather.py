@@ -53,14 +53,6 @@ def gather_bytes(data: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return messages
 
 
-def all_agree(decision: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether ``decision`` is true on every rank of ``group``: the same answer everywhere."""
-    # MIN of 0 and 1 is "and".
-    votes = torch.tensor([int(decision)], device=device)
-    dist.all_reduce(votes, dist.ReduceOp.MIN, group=group)
-    return bool(votes.item())
-
-
 def broadcast_json(
     value: Any,
     group: dist.ProcessGroup,

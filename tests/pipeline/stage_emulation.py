@@ -13,12 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.capture.boundaries import boundary_values, possible_cuts
-from lightning_smddp.pipeline.capture.graph import Modules, StepGraph, build_graph
+from lightning_smddp.pipeline.capture.graph import StepGraph
+from lightning_smddp.pipeline.capture.graph_builder import build_graph
+from lightning_smddp.pipeline.capture.records import Modules
 from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.runtime.remote import Shapes
 from lightning_smddp.pipeline.runtime.stage import _Received
 from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
-from lightning_smddp.pipeline.runtime.step_run import Observers, StageProgram
+from lightning_smddp.pipeline.runtime.stage_program import Observers, StageProgram
+from lightning_smddp.pipeline.runtime.step_run import run_stage
 from lightning_smddp.pipeline.runtime.wrappers import Wrappers
 from lightning_smddp.pipeline.state.absent import AbsentParameter, set_contents
 from lightning_smddp.seeding import Generators, seeded_modules
@@ -101,7 +104,7 @@ def run_stages(
             inputs = tuple(map(_leaf, received, requires_grad))
             given = tuple(_Received.apply(leaf) if leaf.requires_grad else leaf for leaf in inputs)
             found = None if record is None else Shapes()
-            received, result = stage.replay.run(stage.step, given, shapes, Observers(shapes=found), SEED)
+            received, result = run_stage(stage.replay, stage.step, given, shapes, Observers(shapes=found), SEED)
             if found is not None and record is not None:
                 record.merge(found)
                 shapes = record

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from lightning_smddp.pipeline.capture.graph import Node, StepGraph
 from lightning_smddp.pipeline.runtime.remote import ReplayError, Shapes
-from lightning_smddp.pipeline.runtime.step_run import Observers, StageDone
+from lightning_smddp.pipeline.runtime.stage_program import Observers
+from lightning_smddp.pipeline.runtime.step_run import StageDone, run_stage
 from tests.pipeline.example_modules import Cube, D, Layer, Net
 from tests.pipeline.stage_emulation import (
     Stage,
@@ -56,7 +57,7 @@ class Case:
 
     def first(self, shapes: Shapes | None = None) -> tuple[Tensor, ...]:
         with wrappers_of(self.root).active([self.graph]):
-            return self.replays[0].run(self.step, (), shapes or Shapes.of(self.graph))[0]
+            return run_stage(self.replays[0], self.step, (), shapes or Shapes.of(self.graph))[0]
 
 
 def chain(s: Net, x: Tensor) -> Tensor:
@@ -161,9 +162,9 @@ def test_what_is_kept_from_another_step() -> None:
     case = Case(body)
     received = case.first()
     with wrappers_of(case.root).active([case.graph]):
-        case.replays[1].run(case.step, received, Shapes.of(case.graph))
+        run_stage(case.replays[1], case.step, received, Shapes.of(case.graph))
         with pytest.raises(ReplayError, match=r"test_courses.py:\d+ a tensor of another stage.*earlier step"):
-            case.replays[1].run(case.step, received, Shapes.of(case.graph))
+            run_stage(case.replays[1], case.step, received, Shapes.of(case.graph))
 
 
 def test_constants_of_another_signature() -> None:
@@ -217,7 +218,7 @@ def test_observers_see_what_is_done_here() -> None:
         assert isinstance(result, Tensor) == ends
 
     with wrappers_of(case.root).active([case.graph]):
-        case.replays[0].run(case.step, (), Shapes.of(case.graph), Observers(observe))
+        run_stage(case.replays[0], case.step, (), Shapes.of(case.graph), Observers(observe))
     assert seen == [(name, ends) for name in ("net.a", "net.b") for ends in (False, True)]
 
 
@@ -260,7 +261,7 @@ def test_nothing_is_kept() -> None:
     gc.disable()
     try:
         with wrappers_of(case.root).active([case.graph]):
-            sent, _ = case.replays[0].run(case.step, (), shapes)
+            sent, _ = run_stage(case.replays[0], case.step, (), shapes)
             sent[0].mean().backward()
             del sent
         assert all(reference() is None for reference in made)

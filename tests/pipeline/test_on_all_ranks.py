@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_smddp.pipeline.capture.graph import Modules, SplitError
+from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
-from lightning_smddp.pipeline.capture.records import Trace
+from lightning_smddp.pipeline.capture.records import Modules, Trace
 from lightning_smddp.pipeline.partition.on_all_ranks import OnAllRanks
 from lightning_smddp.pipeline.partition.plan import build_on_all
 from lightning_smddp.pipeline.runtime.remote import Shape

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.capture.boundaries import boundary_values, obstacle_to, possible_cuts
-from lightning_smddp.pipeline.capture.graph import Modules, SplitError, StepGraph, build_graph
+from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
+from lightning_smddp.pipeline.capture.graph_builder import build_graph
+from lightning_smddp.pipeline.capture.records import Modules
 from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.partition.costs import time_nodes
 from tests.pipeline.example_modules import D, Layer, Net

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.capture.graph import Modules, SplitError, build_graph
-from lightning_smddp.pipeline.capture.records import Trace
+from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.pipeline.capture.graph_builder import build_graph
+from lightning_smddp.pipeline.capture.records import Modules, Trace
 from lightning_smddp.pipeline.capture.tracer import trace
 from tests.pipeline.example_modules import Cube, D, Layer, Net
 from tests.pipeline.stage_emulation import CPU
@@ -154,12 +155,26 @@ def test_what_changed_before_a_module_that_takes_it_cannot_be_followed() -> None
 
     def step() -> Tensor:
         x = batch()
-        x.data.normal_()
+        x.data.add_(root["a"].bias.detach())
         return (root["a"](x) - x).mean()
 
     found = trace(step, root, CPU)
     with pytest.raises(SplitError, match="changed through another view"):
         build_graph(found, Modules(found, root), lambda name: True)
+
+
+def test_draws_into_the_batch_are_done_by_each_stage() -> None:
+    """All draw the same numbers, so what is changed through a view is the same everywhere."""
+    root = nn.ModuleDict({"a": nn.Linear(D, D)})
+
+    def step() -> Tensor:
+        x = batch()
+        x.data.normal_()
+        return (root["a"](x) - x).mean()
+
+    found = trace(step, root, CPU)
+    graph = build_graph(found, Modules(found, root), lambda name: True)
+    assert [node.name.partition(" ")[0] for node in graph.nodes if not node.free] == ["a", "sub", "mean"]
 
 
 def test_what_is_shown_in_the_shape_of_a_value_is_still_free() -> None:

@@ -11,8 +11,6 @@ were before the first. Tensors and modules in them are the same; what is around 
 
 from __future__ import annotations
 
-import copy
-import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -145,65 +143,3 @@ class Compiled:
     def __exit__(self, *error: object) -> None:
         if self.really:
             self.eager.__enter__()
-
-
-class RunAgain:
-    """``forward`` for ``torch.utils.checkpoint``; every later run meets objects as they were before the first one.
-
-    Args:
-        forward: of a module.
-        args, kwargs: what it is going to be called with.
-    """
-
-    def __init__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._forward = forward
-        self._has_run = False
-        self._positions: dict[int, Any] = {}  # copies of arguments, from before the first run
-        for place, value in enumerate(args):
-            if _may_change(value):
-                self._positions[place] = _copy(value)
-        self._names: dict[str, Any] = {}
-        for name, value in kwargs.items():
-            if _may_change(value):
-                self._names[name] = _copy(value)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``forward``: first with what is given, later with what that was before the first time."""
-        if not self._has_run:
-            self._has_run = True
-            return self._forward(*args, **kwargs)
-        # Copies again: the backward pass may run it more than once (`retain_graph`).
-        given = list(args)
-        for place, value in self._positions.items():
-            given[place] = _copy(value)
-        for name, value in self._names.items():
-            kwargs[name] = _copy(value)
-        return self._forward(*given, **kwargs)
-
-
-def _may_change(value: Any) -> bool:
-    if isinstance(value, tuple) and type(value) is not torch.Size:
-        return any(_may_change(member) for member in value)
-    return not isinstance(value, _NEVER_CHANGES)
-
-
-def _copy(value: Any) -> Any:
-    """A copy with the same tensors, modules, classes and functions; ``value`` itself if it cannot be copied."""
-    # All that can be come to from ``value``, as the garbage collector sees it: `deepcopy` takes what its memo has for
-    # an object as the copy of it, so what is shared is there as itself.
-    shared: dict[int, Any] = {}
-    seen: set[int] = set()
-    waiting = [value]
-    while waiting:
-        found = waiting.pop()
-        if id(found) in seen:
-            continue
-        seen.add(id(found))
-        if isinstance(found, _SHARED):
-            shared[id(found)] = found
-        else:
-            waiting += gc.get_referents(found)
-    try:
-        return copy.deepcopy(value, shared)
-    except (TypeError, ValueError, RuntimeError, NotImplementedError, copy.Error):
-        return value  # a lock, a file: as torch does it

@@ -9,10 +9,10 @@ stage can do it by itself. A dispatch mode below watches for tensors made by wha
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +31,11 @@ from lightning_smddp._compat.torch import (
 from lightning_smddp.pipeline.capture.clock import Clock
 from lightning_smddp.pipeline.capture.effects import Effects
 from lightning_smddp.pipeline.capture.graph import refuse_backward
+from lightning_smddp.pipeline.capture.notes import Notes, each_once
 from lightning_smddp.pipeline.capture.ops import (
     Kind,
     asks_for_device,
     device_answer,
-    is_inplace,
     kind_of,
     name_of,
     sets_flag,
@@ -43,19 +43,14 @@ from lightning_smddp.pipeline.capture.ops import (
 from lightning_smddp.pipeline.capture.patches import Eager, Forward, patched_forwards
 from lightning_smddp.pipeline.capture.records import (
     Call,
-    Deciding,
     Event,
     Template,
     Trace,
-    deciding_tensors,
-    sizes_that_vary,
 )
-from lightning_smddp.pipeline.capture.tracking import ALIAS, EXTENSION, Tracking, is_plain
+from lightning_smddp.pipeline.capture.tracking import EXTENSION, is_plain
 from lightning_smddp.pipeline.capture.user_code import is_in_compiled_code, user_location
 from lightning_smddp.seeding import Generators, SeededCall, drawing_candidates, same
 from lightning_smddp.wire.pytree import items, leaves, map_leaves, tensors
-
-T = TypeVar("T")
 
 _NOTHING = torch.empty(0)
 _BY_PYTHON = "it makes tensors of values that Python code read"
@@ -83,13 +78,14 @@ def trace(step: Step, module: nn.Module, device: torch.device, fetch: Fetch | No
     generators = Generators(module, device)
     # What reads buffers before they change has to be recorded, too: if a run finds such buffers, the step runs again.
     while True:
-        with generators.preserved():
+        with _of_one_thread, generators.preserved():
             result = _Tracer(module, device, known, fetch, generators).run(step)
         if result.changed_buffers <= known.changed_buffers:
             return result
         known.changed_buffers |= result.changed_buffers
 
 
+_of_one_thread = threading.RLock()  # default generators are the process's: who else traces would draw in between
 _active = threading.local()  # .tracer: that of the step that runs in this thread
 
 
@@ -112,7 +108,7 @@ def open_modules(reason: str) -> None:
             call.obstacle = f"{reason}, at {user_location()}"
 
 
-class _Tracer(TorchFunctionMode, Tracking):
+class _Tracer(TorchFunctionMode, Notes):
     def __init__(
         self,
         module: nn.Module,
@@ -122,10 +118,9 @@ class _Tracer(TorchFunctionMode, Tracking):
         generators: Generators,
     ) -> None:
         TorchFunctionMode.__init__(self)
-        Tracking.__init__(self, module, known)
+        Notes.__init__(self, module, known, borrows=fetch is not None)
         self.module = module
         self.device = device
-        self.known = known  # what earlier runs have found out
         self.fetch = fetch
         self.inside = False  # a function that was seen
         self.busy = False  # with our own bookkeeping
@@ -159,7 +154,7 @@ class _Tracer(TorchFunctionMode, Tracking):
                 rebound.append(name)
         self.trace.rebound_buffers = tuple(rebound)
         self._note_python_draws()
-        self.trace.returned = _known(map(self.find, tensors(result)))
+        self.trace.returned = each_once(map(self.find, tensors(result)))
         self.trace.seconds = start.until(self.clock.now()) - self.overhead
         return self.trace
 
@@ -303,10 +298,10 @@ class _Tracer(TorchFunctionMode, Tracking):
         given = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
         if kind is Kind.LIKE:
             given = given[1:]
-        self._note_buffers(given)
+        self.note_buffers(given)
         # What it reads and changes is asked before it runs: in place it makes other values of its arguments.
         effects = Effects(arguments, given, self.buffers, self.device)
-        inputs = _known(map(self.find, given))
+        inputs = each_once(map(self.find, given))
         start = self.clock.now()
         overhead = self.overhead
         # `inside`: what the function itself calls is not the user's. `busy`: what our bookkeeping calls is nobody's.
@@ -325,7 +320,7 @@ class _Tracer(TorchFunctionMode, Tracking):
             index=len(self.trace.events),
             function=function,
             inputs=inputs,
-            parameters=_known(self.parameters.get(id(tensor)) for tensor in given),
+            parameters=each_once(self.parameters.get(id(tensor)) for tensor in given),
             call=self.innermost_call(),
             location="",
             returned=Template(None, ()),
@@ -342,7 +337,7 @@ class _Tracer(TorchFunctionMode, Tracking):
         self.busy = True
         try:
             if kind_of(function, args) is Kind.WATCHER:
-                self._watch(args[0])
+                self.watch(args[0])
             return function(*args, **kwargs)
         finally:
             self.busy = False
@@ -395,7 +390,7 @@ class _Tracer(TorchFunctionMode, Tracking):
             result: what it returned.
             mutated: of the tensors, those that it changed in place.
         """
-        self._note_changes(event, given, mutated)
+        self.note_changes(event, given, mutated)
         made = tensors(result)
         event.reads = not mutated and not made and bool(given)
         event.free = not (event.inputs or event.parameters or event.buffers_read)
@@ -403,14 +398,14 @@ class _Tracer(TorchFunctionMode, Tracking):
             for call in self.stack:
                 call.reads = True
                 call.reads_bound = call.reads_bound or not event.free
-        self._note_sizes(event, given, arguments)
+        self.note_sizes(event, given, arguments)
         if event.free and not event.buffers:  # each stage does it by itself
             if event.random:  # noted for its place: what comes behind is seeded
                 event.location = user_location()
                 event.region = self._region()
                 self.trace.events.append(event)
             fixed = set(chain.from_iterable(tensor.shape for tensor in given))
-            self._note_free(event, made, mutated, fixed)
+            self.note_free(event, made, mutated, fixed)
             return
         event.location = user_location()
         event.checkpointed = in_checkpoint()
@@ -436,87 +431,6 @@ class _Tracer(TorchFunctionMode, Tracking):
             self.regions.append(region)
         return len(self.regions)
 
-    def _note_changes(self, event: Event, given: list[Tensor], mutated: list[Tensor]) -> None:
-        """Which buffers and parameters it changes, and which of the buffers that the step changes it reads."""
-        memories = [self.memory_of(tensor) for tensor in mutated]
-        event.buffers = _known(memory.buffer for memory in memories)
-        changed = [memory.parameter for memory in memories]
-        if self.fetch is None or is_inplace(event.function):  # borrowing a parameter writes it, too
-            changed += [self.parameters.get(id(tensor)) for tensor in mutated]  # by `p.data = ...`
-        event.parameters_changed = _known(changed)
-        self.trace.changed_buffers |= set(event.buffers)
-        read = _known(self.buffers.get(id(tensor)) for tensor in given)
-        event.buffers_read = tuple(name for name in read if name in self.known.changed_buffers)
-
-    def _note_sizes(self, event: Event, given: list[Tensor], arguments: list[Any]) -> None:
-        """Whether the size of what ``event`` makes depends on values, and whose."""
-        sizes: set[int] = set()
-        for tensor in given:
-            memory = self.memory_of(tensor)
-            if not memory.bound:
-                sizes |= memory.batch_sizes
-        event.batch_sizes = frozenset(sizes)
-        deciding = deciding_tensors(event.name, arguments)
-        if not deciding:
-            return
-        if any(self.memory_of(tensor).bound for tensor in deciding):
-            event.decided_by = Deciding.MODULE
-            return
-        event.decided_by = Deciding.BATCH
-        self.trace.reads_of_batch.append(user_location())
-        for call in self.stack:
-            call.sizes_by_batch = True
-
-    def _note_buffers(self, given: list[Tensor]) -> None:
-        user = ""  # the step itself
-        if self.stack:
-            user = self.stack[-1].module
-        for tensor in given:
-            name = self.buffers.get(id(tensor))
-            if name is not None:
-                self.trace.buffers_used.setdefault(name, set()).add(user)
-
-    def _note_free(self, event: Event, made: list[Tensor], mutated: list[Tensor], fixed: set[int]) -> None:
-        """A free operation is done again by each stage, so its changes in place must not be hidden in a unit."""
-        makes_size = event.decided_by is not None
-        for tensor in made:
-            memory = self.memory_of(tensor)
-            memory.known = True
-            memory.bound = memory.parameter is not None
-            sizes = sizes_that_vary(tensor.shape, event.batch_sizes, fixed | {1}, makes_size)
-            memory.batch_sizes |= sizes
-        if event.reads:
-            self.trace.reads_of_batch.append(user_location())
-        for tensor in mutated:
-            memory = self.memory_of(tensor)
-            has_views = next(self.memories.live_views(memory), None) is not None
-            if has_views:  # these may be on another stage, which would not see the change
-                self.hide(self.innermost_call(), ALIAS)
-            for call in self.stack:
-                # What the call has made itself, or keeps for itself, nobody misses where the call is not run.
-                if not self._within(memory.call, call.index) and not self._owns(call, tensor):
-                    call.obstacle = f"it changes a tensor in place, at {user_location()}, that was made outside of it"
-
-    def _within(self, call: int | None, outer: int) -> bool:
-        """Whether ``call`` is ``outer``, or was made within it."""
-        while call is not None and call != outer:
-            call = self.trace.calls[call].parent
-        return call == outer
-
-    def _owns(self, call: Call, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is an attribute of the called module or of one within."""
-        modules = self.modules[call.module].modules()
-        attributes = chain.from_iterable(vars(module).values() for module in modules)
-        return any(value is tensor for value in attributes)
-
-    def _watch(self, tensor: Any) -> None:
-        if id(tensor) in self.parameters:
-            self.trace.hooked_locations.append(user_location())
-        if isinstance(tensor, Tensor):
-            value = self.find(tensor)
-            if value is not None:
-                self.trace.values[value].watched = True
-
     # ---- what the function mode does not see ----
 
     def saw_unseen(self, args: Any, kwargs: Any, result: Any) -> None:
@@ -531,8 +445,8 @@ class _Tracer(TorchFunctionMode, Tracking):
             hidden = None
             if not self.inside:
                 event = self.hide(self.innermost_call(), EXTENSION)
-                event.inputs = _known(map(self.find_tracked, given))
-                event.parameters = _known(memory.parameter for memory in memories)
+                event.inputs = each_once(map(self.find_tracked, given))
+                event.parameters = each_once(memory.parameter for memory in memories)
                 hidden = event.index
             for memory in made:
                 memory.bound = True
@@ -582,8 +496,3 @@ class _Unseen(DispatchMode):
 
 def _sets_parameter(function: Any, args: Any) -> bool:
     return sets_flag(function) and isinstance(args[0], nn.Parameter)
-
-
-def _known(found: Iterable[T | None]) -> tuple[T, ...]:
-    """Those that are not None, each once, in order."""
-    return tuple(dict.fromkeys(one for one in found if one is not None))

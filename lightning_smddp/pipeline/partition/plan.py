@@ -11,16 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.capture.graph import (
-    IsSmall,
-    Modules,
-    SplitError,
-    StepGraph,
-    build_graph,
-    first_difference,
-)
+from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph, first_difference
+from lightning_smddp.pipeline.capture.graph_builder import IsSmall, build_graph
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
-from lightning_smddp.pipeline.capture.records import Trace
+from lightning_smddp.pipeline.capture.records import Modules, Trace
 from lightning_smddp.pipeline.capture.tracer import Fetch, Step, trace
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.partition.assignment import homes_of, ownership_of

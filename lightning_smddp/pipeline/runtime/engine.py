@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +24,9 @@ from lightning_smddp.pipeline.runtime.schedules import Schedule, for_microbatche
 from lightning_smddp.pipeline.runtime.spans import SpanRecorder
 from lightning_smddp.pipeline.runtime.stage import ReplayedStage, Stage, StageBody
 from lightning_smddp.pipeline.runtime.stage_graph import probe_plan
+from lightning_smddp.pipeline.runtime.stage_program import Observer, StageProgram
 from lightning_smddp.pipeline.runtime.staged_step import RunningStep, StagedStep, Step, TracedPath
 from lightning_smddp.pipeline.runtime.step_exchange import Failure, StepExchange
-from lightning_smddp.pipeline.runtime.step_run import Observer, StageProgram
 from lightning_smddp.pipeline.runtime.wrappers import Wrappers
 from lightning_smddp.wording import counted
 
@@ -220,16 +219,6 @@ class PipelineEngine:
     def stages(self) -> list[int]:
         """Numbers of the stages on this rank, ascending."""
         return [stage.stage_index for stage in self._stages]
-
-    @contextmanager
-    def unrecorded(self) -> Iterator[None]:
-        """Around what is no step of the user's."""
-        recorder = self._recorder
-        self.record(None)
-        try:
-            yield
-        finally:
-            self.record(recorder)
 
     def record(self, recorder: SpanRecorder | None) -> None:
         """Record the steps from now on, or no more."""

@@ -33,9 +33,10 @@ from lightning_smddp.pipeline.runtime.messages import layout_of
 from lightning_smddp.pipeline.runtime.remote import Boundary, ReplayError, TensorSpec
 from lightning_smddp.pipeline.runtime.spans import SpanRecorder, action
 from lightning_smddp.pipeline.runtime.split_backward import Roots, SplitBackward, backward
+from lightning_smddp.pipeline.runtime.stage_program import Observers, StageProgram
 from lightning_smddp.pipeline.runtime.staged_step import RunningStep
 from lightning_smddp.pipeline.runtime.step_exchange import Failure
-from lightning_smddp.pipeline.runtime.step_run import Observers, StageProgram
+from lightning_smddp.pipeline.runtime.step_run import run_stage
 from lightning_smddp.wire.pytree import map_leaves
 from lightning_smddp.wording import counted
 
@@ -57,7 +58,7 @@ class StageBody(Protocol):
 
 
 class ReplayedStage:
-    """What a stage computes: its part of the step that runs now, by :class:`~.step_run.StageProgram`.
+    """What a stage computes: its part of the step that runs now, by :class:`~.stage_program.StageProgram`.
 
     Args:
         stage: which one.
@@ -110,7 +111,7 @@ class ReplayedStage:
         observers = Observers(running.observe)
         with running.step.around(self.stage, index, microbatch, keep=is_last):
             step = functools.partial(running.step, microbatch)
-            sent, result = replay.run(step, received, shapes, observers, running.step.seed_of(index))
+            sent, result = run_stage(replay, step, received, shapes, observers, running.step.seed_of(index))
         if not is_last:
             return sent
         loss: Tensor | None = None

@@ -13,8 +13,8 @@ from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.partition.cuts import StageCuts
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.remote import Boundary, Shapes, TensorSpec
+from lightning_smddp.pipeline.runtime.stage_program import Observer, StageProgram
 from lightning_smddp.pipeline.runtime.step_exchange import Failure
-from lightning_smddp.pipeline.runtime.step_run import Observer, StageProgram
 
 
 class Step(Protocol):

@@ -15,9 +15,8 @@ two stages, with other dropout, hooks that fire twice and buffers that are writt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,21 +24,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_smddp._compat.torch import BackwardHook, set_apply_handler, without_subclass_functions
-from lightning_smddp.pipeline.capture.boundaries import seen_before
-from lightning_smddp.pipeline.capture.graph import Node, StepGraph
+from lightning_smddp.pipeline.capture.graph import Node
 from lightning_smddp.pipeline.capture.ops import Kind, is_autograd_function, kind_of, name_of, sets_flag
 from lightning_smddp.pipeline.capture.patches import Compiled, Eager
 from lightning_smddp.pipeline.capture.user_code import user_location
 from lightning_smddp.pipeline.runtime.remote import AS_TRACED, OTHER_COURSE, ReplayError, Shape, Shapes, constants_of
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor, absent_answer, active_run, set_active_run
 from lightning_smddp.pipeline.runtime.run_modes import Reads, Watch
-from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
-from lightning_smddp.pipeline.runtime.wrappers import Forward, Wrappers
+from lightning_smddp.pipeline.runtime.stage_program import NOBODY, Observers, StageProgram
+from lightning_smddp.pipeline.runtime.wrappers import Forward
 from lightning_smddp.seeding import seeded
 from lightning_smddp.wire.pytree import leaves, map_leaves, rebuild
-
-Observer: TypeAlias = Callable[[Node, bool, Any], None]
-"""(node, whether it ends, its result then): called around each own unit."""
+from lightning_smddp.wording import counted
 
 _MIRRORED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge"}  # `real > remote` arrives as `remote < real`
 _CACHES = {"past_key_values", "layer_past"}  # of transformers: a second run in the backward pass would fill them twice
@@ -49,127 +45,31 @@ class StageDone(BaseException):
     """The step has come to the next stage's first unit. No ``Exception``: user code must not catch it."""
 
 
-@dataclass(frozen=True)
-class Observers:
-    """Who wants to know what of a run.
-
-    Attributes:
-        node: called around each unit that is run here.
-        shapes: takes down what is found here; those of earlier operations are found by doing them once, on zeros.
-        reads: takes down what Python code reads of the batch.
-    """
-
-    node: Observer | None = None
-    shapes: Shapes | None = None
-    reads: list[str] | None = None
-
-
-NOBODY = Observers()
-
-
-class StageProgram:
-    """What a stage does in a step, the same for all its runs.
+def run_stage(
+    program: StageProgram,
+    step: Callable[[], Any],
+    received: Sequence[Tensor],
+    shapes: Shapes,
+    observers: Observers = NOBODY,
+    seed: int | None = None,
+) -> tuple[tuple[Tensor, ...], Any]:
+    """Run ``step`` for the stage of ``program``, within :meth:`Wrappers.active`.
 
     Args:
-        graph: the step.
-        plan: the stage's part of it.
-        wrappers: of the module that the step belongs to.
-        checkpointing: keep only the inputs of units for backward, and run units again in it.
+        program: what the stage does.
+        step: the user's step on one micro-batch.
+        received: what the stage before sent.
+        shapes: what values of earlier stages look like.
+        observers: of this run.
+        seed: of the random numbers of this micro-batch, the same on all stages; None: they go on from where they are.
 
-    Attributes:
-        absent: names of the parameters that are on the meta device, by identity.
-        remote: operations before the stage that must come, in their order.
-        watches: whether it runs under :class:`Watch`.
+    Returns:
+        What the next stage receives (empty on the last), and what the step returned (None unless last).
+
+    Raises:
+        ReplayError: the step took another path than when it was traced.
     """
-
-    def __init__(
-        self,
-        graph: StepGraph,
-        plan: StagePlan,
-        wrappers: Wrappers,
-        checkpointing: bool = False,
-    ) -> None:
-        root = wrappers.root
-        self.graph = graph
-        self.plan = plan
-        self.wrappers = wrappers
-        self.device = wrappers.device
-        self.checkpointing = checkpointing
-        self.names = {id(parameter): name for name, parameter in root.named_parameters()}
-        self.absent = {id(p): name for name, p in root.named_parameters() if p.is_meta}
-        self.is_last = plan.end == len(graph.nodes)
-        self.remote = self._find_remote()
-        # What the user's code writes to buffers, of the batch alone, an earlier stage writes: maybe on this rank.
-        written = {name for node in graph.nodes[: plan.begin] if node.module is None for name in node.buffers}
-        self.written = {id(buffer): name for name, buffer in root.named_buffers() if name in written}
-        self.watches = graph.mixes_draws or bool(written) or self._sends_unseen()
-        self.kept = self._find_kept()
-        self.inputs = [frozenset(node.inputs) for node in graph.nodes]
-        self._changed = {graph.values[r.new].memory for n in graph.nodes[plan.begin : plan.end] for r in n.rebinds}
-
-    def _find_remote(self) -> frozenset[int]:
-        """Operations before the stage that are not of the batch and of parameters that are here alone."""
-        held = set(self.names.values()).difference(self.absent.values())
-        real: set[int] = set()
-        remote: set[int] = set()
-        for node in self.graph.nodes[: self.plan.begin]:
-            if node.module is not None:
-                continue
-            if real.issuperset(node.inputs) and held.issuperset(node.parameters):
-                real.update(node.outputs)
-            elif node.rebinds or not all(kind == "argument" for kind, _ in node.returned.sources) or node.reads:
-                remote.add(node.index)  # what only returns its argument need not come: `as_tensor` does not
-        return frozenset(remote)
-
-    def _sends_unseen(self) -> bool:
-        """Whether it sends what no unit sees, nor it has received, nor made again."""
-        if self.is_last:
-            return False
-        seen = seen_before(self.graph, self.plan.end).union(self.plan.receives)
-        unseen = [value for value in self.plan.sends if value not in seen]
-        return any(self.graph.producers[value] not in self.plan.again for value in unseen)
-
-    def _find_kept(self) -> set[int]:
-        """Values whose tensors a run has to keep: what is sent, and what that was before it was changed in place."""
-        kept = set(self.plan.sends)
-        for node in reversed(self.graph.nodes[: self.plan.end]):
-            kept.update(rebind.old for rebind in node.rebinds if rebind.new in kept and rebind.old is not None)
-        return kept
-
-    def as_traced(self, value: int, tensor: Tensor) -> Tensor:
-        """Received tensors are contiguous: give them the strides of old, and memory of their own if it is changed."""
-        known = self.graph.values[value]
-        shape = Shape(tuple(tensor.shape), known.stride, tensor.dtype, tensor.requires_grad)
-        if known.shape == shape.shape and not shape.is_contiguous() and shape.is_dense():
-            strided = torch.empty_strided(shape.shape, shape.stride, dtype=shape.dtype, device=tensor.device)
-            return strided.copy_(tensor)
-        return tensor.clone() if known.memory in self._changed else tensor
-
-    def run(
-        self,
-        step: Callable[[], Any],
-        received: Sequence[Tensor],
-        shapes: Shapes,
-        observers: Observers = NOBODY,
-        seed: int | None = None,
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        """Run ``step`` for this stage, within :meth:`Wrappers.active`.
-
-        Args:
-            step: the user's step on one micro-batch.
-            received: what the stage before sent.
-            shapes: what values of earlier stages look like.
-            observers: of this run.
-            seed: of the random numbers of this micro-batch, the same on all stages; None: they go on from where they
-                are.
-
-        Returns:
-            What the next stage receives (empty on the last), and what the step returned (None unless last).
-
-        Raises:
-            ReplayError: the step took another path than when it was traced.
-        """
-        return StageRun(self, received, shapes, observers).execute(step, seed)
+    return StageRun(program, received, shapes, observers).execute(step, seed)
 
 
 class StageRun:
@@ -484,8 +384,8 @@ class StageRun:
         sources = node.returned.sources
         if len(found) != len(sources):
             raise ReplayError(
-                f"{node.name} returned {len(found)} things where it returned {len(sources)} when it was traced. "
-                f"{OTHER_COURSE}"
+                f"{node.name} returned {counted(len(found), 'thing')} where it returned {len(sources)} when it was "
+                f"traced. {OTHER_COURSE}"
             )
         record = self.observers.shapes
         keeps_all = self.program.watches or record is not None or node.index in self.plan.again

@@ -27,8 +27,9 @@ from lightning_smddp.pipeline.partition.microbatches import MicroBatch, signatur
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.runtime.path_numbers import PathNumbers
 from lightning_smddp.pipeline.runtime.remote import OTHER_COURSE, ReplayError, Shapes
+from lightning_smddp.pipeline.runtime.stage_program import Observers, StageProgram
 from lightning_smddp.pipeline.runtime.staged_step import StagedStep, Step, TracedPath
-from lightning_smddp.pipeline.runtime.step_run import Observers, StageProgram
+from lightning_smddp.pipeline.runtime.step_run import run_stage
 from lightning_smddp.wire.objects import gather
 from lightning_smddp.wire.stream import broadcast_object
 
@@ -100,7 +101,7 @@ def _run_stage(
     try:
         with step.around(None, index, microbatch, keep=replay.is_last):
             observers = Observers(shapes=found)
-            sent, _ = replay.run(lambda: step(microbatch), received, shapes, observers, step.seed_of(index))
+            sent, _ = run_stage(replay, lambda: step(microbatch), received, shapes, observers, step.seed_of(index))
     except ReplayError:
         return {"other_path": True}
     finally:
@@ -316,7 +317,7 @@ class TraceCache:
                 self.runtime.wrappers.generators.preserved(),
                 step.around(None, index, microbatch, keep=False),
             ):
-                staged.probe.run(lambda: step(microbatch), (), shapes, observers, step.seed_of(index))
+                run_stage(staged.probe, lambda: step(microbatch), (), shapes, observers, step.seed_of(index))
         except ReplayError as error:
             self._reason, _, _ = str(error).partition(f" {OTHER_COURSE}")
             return None
