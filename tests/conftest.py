@@ -46,7 +46,6 @@ LONGEST = [
     "tests/strategies/test_pipeline_schedules.py",
     "tests/supervision/test_failures.py",
     "tests/strategies/test_pipeline_features.py",
-    "tests/strategies/test_left_behind.py",
     "tests/sharding/test_fsdp_averaging.py",
     "tests/communication/test_sharded_collectives.py",
     "tests/sharding/test_one_word.py",

@@ -66,6 +66,7 @@ class _Traced(NamedTuple):
     kind: str
     value: Any
     is_made: bool
+    is_sum: bool  # a number became a tensor: `self.hits += tensor` writes into that from the next batch on
 
     @property
     def is_number(self) -> bool:
@@ -97,6 +98,10 @@ class _Seen:
     def changes(self) -> list[Change]:
         """What has been done since."""
         return list(self.before.changes_to(Snapshot.of(self.owners, self._follows), self.copies))
+
+    def was_number(self, place: Place) -> bool:
+        """Whether an attribute, itself, was one before."""
+        return len(place) == 2 and type(self.before.attributes[place[0]].get(place[1])) in (int, float)
 
     def put_back(self, changed: Collection[tuple[str, str]]) -> None:
         """Let these owners' attributes be what they were."""
@@ -289,7 +294,10 @@ class AttributeScopes:
             self._learning = None
         with without_torch_functions():
             found = seen.changes()
-            self._traced = [_Traced(place, kind, value, depends_on_module(value)) for place, kind, value in found]
+            self._traced = [
+                _Traced(place, kind, value, depends_on_module(value), seen.was_number(place) and type(value) is Tensor)
+                for place, kind, value in found
+            ]
             seen.put_back({traced.place[:2] for traced in self._traced if traced.is_state})
 
     def learn(self, units: Mapping[str, bool]) -> None:
@@ -315,7 +323,7 @@ class AttributeScopes:
                 if not traced.is_state:
                     continue
                 self._followed.setdefault(place[0], set()).add(place[1])
-            if traced.kind == "write":
+            if traced.kind == "write" or traced.is_sum:
                 self._written[place] = None
             if type(traced.value) in (int, bool):
                 self.counts[in_words(place)] = None

@@ -166,7 +166,7 @@ def _changed_items(place: Place, before: dict[Any, Any], now: dict[Any, Any], co
         where = (*place, key)
         if copies.get(where, _MISSING) is not value:
             yield where, "set", value
-        elif write_count(value):
+        elif isinstance(value, RemoteTensor) or write_count(value):  # another stage has written into it, or this one
             yield where, "write", value
     for key in before:
         if key not in now:

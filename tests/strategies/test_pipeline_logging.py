@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +296,8 @@ class Idle(Net):
 
 
 def idle_in_validation(bench: Bench) -> Any:
+    # Behind `net` there is no module that the last stage could begin with.
+    warnings.filterwarnings("ignore", "`validation_step` runs in lockstep")
     return bench.fit(Idle(), pipeline={"split": ["regularised"]}, max_epochs=1)
 
 
