@@ -85,6 +85,11 @@ class Generators:
             if "numpy" in sys.modules:
                 sys.modules["numpy"].random.seed(number % _NUMPY_SEEDS)
 
+    def states_of_torch(self) -> list[Any]:
+        """Of torch's generators, the modules' own among them."""
+        own = [held.get_state() for held in self.held() if isinstance(held, torch.Generator)]
+        return [generator.get_state() for generator in self.torch] + own
+
     def states(self) -> list[Any]:
         """What each of them goes on from."""
         found: list[Any] = [generator.get_state() for generator in self.torch]
@@ -153,8 +158,9 @@ class SeededCall:
         self.number = torch.default_generator.initial_seed()
         with without_torch_functions():
             self.before = generators.states()
+            drawn_from = generators.states_of_torch()
             generators.seed(self.number)
-            self.is_behind_draws = not same(self.before[: len(generators.torch)], generators.states())
+            self.is_behind_draws = not same(drawn_from, generators.states_of_torch())
             generators.seed(mix(self.number, 1))
             self.fresh = generators.states()
 
@@ -191,6 +197,9 @@ def wrapped_forwards(root: nn.Module, wrap: Callable[[str, Forward], Forward], n
             whole = compiled_call(module)
             if whole is not None:  # else the wrapper would be compiled
                 key = COMPILED_CALL
+            elif attributes.get(COMPILED_CALL) is not None:  # its hooks are compiled with it: it is not, here
+                wrapped.append((attributes, COMPILED_CALL, attributes[COMPILED_CALL]))
+                attributes[COMPILED_CALL] = None
             wrapped.append((attributes, key, attributes.get(key)))
             attributes[key] = wrap(name, whole or module.forward)
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -68,7 +67,7 @@ def selected(bench: Bench) -> Any:
 
 
 class Rehearsed(Net):
-    """Rows of earlier batches join each batch once there are any: weights that fit the first batch fit no more."""
+    """Rows of earlier batches join each batch once there are any: other sizes, of batches of one kind."""
 
     def __init__(self) -> None:
         super().__init__(count=24)
@@ -82,12 +81,7 @@ class Rehearsed(Net):
 
 
 def rehearsed(bench: Bench) -> Any:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = bench.fit(Rehearsed())
-    said = [str(warning.message) for warning in caught if "does something else than" in str(warning.message)]
-    assert len(said) == (bench.pipeline is not None and torch.distributed.get_rank() == 0), said
-    return result
+    return bench.fit(Rehearsed())
 
 
 class Kept(Net):
@@ -191,8 +185,8 @@ def test_another_course_behind_the_last_module() -> None:
 
 
 @pytest.mark.slow
-def test_weights_that_fit_no_more() -> None:
-    """The rest of training has one micro-batch for each batch."""
+def test_rows_that_the_step_adds() -> None:
+    """Sizes change within one kind of micro-batch: dry runs see it."""
     Matrix([rehearsed]).compare(rehearsed)
 
 

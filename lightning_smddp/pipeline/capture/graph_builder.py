@@ -133,7 +133,7 @@ def _seeded_calls(trace: Trace) -> tuple[set[int], bool]:
                 continue
             stack.append((call, is_dirty))
             is_dirty = has_bound_draw = False
-        if index < len(trace.events) and trace.events[index].random:
+        if index < len(trace.events) and trace.events[index].is_seeded:
             event = trace.events[index]
             mixes = mixes or has_bound_draw
             is_dirty = True
@@ -144,7 +144,7 @@ def _seeded_calls(trace: Trace) -> tuple[set[int], bool]:
 def _calls_that_draw(trace: Trace) -> set[int]:
     found: set[int] = set()
     begun = [call.index for call in trace.calls if call.draws_in_python]
-    begun += [event.call for event in trace.events if event.random and event.call is not None]
+    begun += [event.call for event in trace.events if event.is_seeded and event.call is not None]
     for index in begun:
         call: int | None = index
         while call is not None and call not in found:

@@ -103,6 +103,7 @@ class Event:
     buffers_read: tuple[str, ...] = ()  # of those that the step changes somewhere
     parameters_changed: tuple[str, ...] = ()  # in place
     random: bool = False
+    is_seeded: bool = False  # random, and drawn from generators that seeds are given to
     free: bool = False  # no bound input: known by its function
     reads: bool = False
     decided_by: Deciding | None = None  # whose values the size of its result depends on

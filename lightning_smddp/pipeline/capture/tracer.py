@@ -249,6 +249,12 @@ class _Tracer(TorchFunctionMode, Notes):
             elif source is not None and call.reads and isinstance(leaf, (int, float, complex, str)):
                 call.obstacle = f"its result{where} is a Python value that may come out of a tensor"
 
+    def _draws_from_known(self, arguments: list[Any]) -> bool:
+        """Whether a random operation draws from a generator that is seeded: torch's default one, or a module's."""
+        given = [leaf for leaf in arguments if isinstance(leaf, torch.Generator)]
+        known = [*self.generators.torch, *self.generators.held()]
+        return not given or any(generator is own for generator in given for own in known)
+
     def _states_of_python(self) -> list[Any]:
         """Of all generators but torch's default ones."""
         with without_torch_functions():
@@ -325,6 +331,7 @@ class _Tracer(TorchFunctionMode, Notes):
             location="",
             returned=Template(None, ()),
             random=drew,
+            is_seeded=drew and self._draws_from_known(arguments),
             seconds=seconds,
         )
         self._record(event, given, arguments, result, mutated)

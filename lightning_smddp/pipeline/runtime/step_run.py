@@ -321,6 +321,8 @@ class StageRun:
         if index >= plan.end:
             self.stop()
         self.position = index + 1
+        if self.observers.reads is not None:
+            self._read_sizes(name, found)
         wrappers = self.program.wrappers
         if index >= plan.begin:
             if node.is_seeded:
@@ -331,6 +333,12 @@ class StageRun:
             seeded(wrappers.generators, lambda: None)
         self._rebind(node, found)
         return result
+
+    def _read_sizes(self, name: str, found: list[Any]) -> None:
+        """In a dry run: rows that the step itself has added to the batch show in no kind of micro-batch."""
+        sizes = [tuple(leaf.shape) for leaf in found if isinstance(leaf, Tensor) and type(leaf) is not RemoteTensor]
+        if sizes and self.observers.reads is not None:
+            self.observers.reads.append(f"module {name!r} with inputs of the sizes {sizes}")
 
     def _note_arguments(self, node: Node, found: list[Any]) -> None:
         """Values that are seen as the arguments of a unit, as they are when it begins."""
