@@ -10,9 +10,6 @@ DEFECTS: dict[str, str] = {
     "tests/strategies/test_left_behind.py::test_hooks_read_what_a_step_has_left": (
         "DEFECT: the first value that hooks read of a kept attribute is not accumulation's"
     ),
-    "tests/strategies/test_lockstep.py::test_as_in_one_process": (
-        "DEFECT: what lockstep evaluation does to metrics is put back behind each batch"
-    ),
     "tests/strategies/test_more_causes.py::test_sizes_that_depend_on_values_are_refused": (
         "DEFECT: sizes that depend on values are not refused at the trace but fail later"
     ),
@@ -24,9 +21,6 @@ DEFECTS: dict[str, str] = {
     ),
     "tests/strategies/test_pipeline_launchers.py::test_pytorch_lightning": (
         "Failed in the last run of all tests; cause not looked at"
-    ),
-    "tests/strategies/test_pipeline_logging.py::test_equals_one_process": (
-        "DEFECT: what lockstep evaluation does to metrics is put back behind each batch"
     ),
     "tests/strategies/test_pipeline_precision.py::test_weights_are_cast_once_for_all_micro_batches": (
         "A rank casts fewer than four weights since stages begin at units, or DEFECT; not examined"

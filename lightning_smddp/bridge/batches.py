@@ -199,8 +199,9 @@ class Batches:
                 with self.recorder.lockstep(whole.size, partitioned.view.plain):
                     output = step(microbatch)
                 results = self.recorder.results([output], plain=partitioned.view.plain)
-            finally:
+            except BaseException:
                 step.forget()
+                raise
         return self.recorder.apply(results)
 
     # ---- results ----

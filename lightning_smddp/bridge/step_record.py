@@ -18,7 +18,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, TypeAlias
 
@@ -175,7 +175,7 @@ class StepRecorder:
     @contextmanager
     def lockstep(self, size: int, plain: Plain) -> Iterator[None]:
         """Around a step that all ranks run alike, on a whole batch; ``plain`` makes tensors those of this rank."""
-        with self._recording(0, _Record(size, size), True, plain):
+        with self.scopes.within(0, 0), self._recording(0, _Record(size, size), True, plain):
             yield
 
     @contextmanager
@@ -257,6 +257,8 @@ class StepRecorder:
             if trains and _adds_losses(records):
                 output = _with_sum_of_losses(output, parts)
         changes = self.scopes.changes(stage)
+        if plain is not None:
+            changes = replace(changes, changes=plain(changes.changes))
         stops = bool(getattr(trainer, "should_stop", False))
         return StepResults(logs, output, changes, self.metrics.called(), stops)
 
