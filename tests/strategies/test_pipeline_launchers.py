@@ -171,5 +171,7 @@ def fit_with_pytorch_lightning(strategy: str) -> Any:
 @pytest.mark.slow
 def test_pytorch_lightning() -> None:
     expected = fit_with_pytorch_lightning("auto")
+    del expected["losses"]  # of batches; in a pipeline the step keeps one for each micro-batch
     for result in run_trainer_ranks(fit_with_pytorch_lightning, 2, "smddp_pipeline"):
+        del result["losses"]
         assert_same(result, expected)

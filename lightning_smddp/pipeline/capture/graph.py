@@ -117,6 +117,7 @@ class StepGraph:
         drawing: modules that draw random numbers, or are called behind draws: each call is seeded.
         mixes_draws: whether several draws between the same modules are seeded one by one, as not all stages do all.
         calls_compiled: whether code between units is compiled.
+        calls_apply: whether there are ``autograd.Function``s between units, or regions of ``torch.utils.checkpoint``.
         next_unit: node -> the first unit there or behind.
         unit_names: the units, as a set.
         possible_cuts: see :func:`~lightning_smddp.pipeline.capture.boundaries.possible_cuts`; None until it is asked.
@@ -140,6 +141,7 @@ class StepGraph:
     drawing: frozenset[str] = frozenset()
     mixes_draws: bool = False
     calls_compiled: bool = False
+    calls_apply: bool = False
     next_unit: list[int] = field(default_factory=list)
     unit_names: frozenset[str] = frozenset()
     possible_cuts: list[int] | None = None

@@ -64,6 +64,7 @@ def build_graph(trace: Trace, modules: Modules, is_small: IsSmall) -> StepGraph:
         drawing=frozenset(drawing.intersection(drawing_candidates(modules.root))),
         mixes_draws=mixes_draws,
         calls_compiled=any(event.compiled for event in trace.events if builder.is_between(event)),
+        calls_apply=any(node.region is not None or is_autograd_function(node.function) for node in builder.nodes),
     )
 
 

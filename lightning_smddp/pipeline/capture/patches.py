@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, TypeAlias
 
@@ -40,16 +40,17 @@ def patched_forwards(
     wrap: Callable[[str, Forward], Forward],
     names: Mapping[str, Any] | None = None,
     compiled: bool = False,
+    sees_apply: bool = True,
 ) -> Iterator[None]:
     """Replace the ``forward`` of each submodule (or of those in ``names``) by ``wrap(name, forward)``.
 
-    Hooks still fire. While active, function modes see each ``autograd.Function`` as one operation. With ``compiled``,
-    a module that was compiled by its ``compile()`` is replaced as that, so that it still runs compiled.
+    Hooks still fire. With ``compiled``, a module that was compiled by its ``compile()`` is replaced as that, so that it
+    still runs compiled. With ``sees_apply`` each ``autograd.Function`` is one operation, which breaks compiled code.
     """
     patched: list[tuple[nn.Module, Any]] = []
     calls: list[tuple[nn.Module, Any]] = []
     try:
-        with visible_autograd_functions():
+        with visible_autograd_functions() if sees_apply else nullcontext():
             found = root.named_modules() if names is None else [(name, root.get_submodule(name)) for name in names]
             for name, module in found:
                 if module is root:

@@ -45,7 +45,8 @@ class Wrappers:
         self.generators.python = any(graph.draws for graph in graphs)
         self.is_active = True
         try:
-            with patched_forwards(self.root, self._wrap, names, compiled=True):
+            sees_apply = any(graph.calls_apply for graph in graphs)
+            with patched_forwards(self.root, self._wrap, names, compiled=True, sees_apply=sees_apply):
                 yield
         finally:
             self.is_active = False
