@@ -7,9 +7,6 @@ empty. A name without brackets stands for all of its cases, as cases that share 
 from __future__ import annotations
 
 DEFECTS: dict[str, str] = {
-    "tests/strategies/test_left_behind.py::test_hooks_read_what_a_step_has_left": (
-        "DEFECT: the first value that hooks read of a kept attribute is not accumulation's"
-    ),
     "tests/strategies/test_more_causes.py::test_sizes_that_depend_on_values_are_refused": (
         "DEFECT: sizes that depend on values are not refused at the trace but fail later"
     ),
@@ -18,9 +15,6 @@ DEFECTS: dict[str, str] = {
     ),
     "tests/strategies/test_pipeline_courses.py::test_another_course_behind_the_last_module": (
         "DEFECT: dry runs end at the last unit, and a new course behind it is an error"
-    ),
-    "tests/strategies/test_pipeline_launchers.py::test_pytorch_lightning": (
-        "Failed in the last run of all tests; cause not looked at"
     ),
     "tests/strategies/test_pipeline_precision.py::test_weights_are_cast_once_for_all_micro_batches": (
         "A rank casts fewer than four weights since stages begin at units, or DEFECT; not examined"
