@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
@@ -45,14 +45,6 @@ def mode_within_backwards(mode: TorchFunctionMode) -> Iterator[None]:
         yield
     finally:
         setattr(torch.autograd, "_engine_run_backward", original)  # noqa: B010
-
-
-def registered_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """The dict in which ``module`` has its buffers.
-
-    Remove when one that was replaced can be put back by public means, even if it is not persistent.
-    """
-    return module._buffers
 
 
 def makes_its_results(function: Any) -> bool:

@@ -29,7 +29,7 @@ from lightning_smddp._compat.torch import (
     without_torch_functions,
 )
 from lightning_smddp.bridge.absent import absent_like
-from lightning_smddp.pipeline.capture.patches import set_within
+from lightning_smddp.pipeline.capture.preserve_state import set_within
 from lightning_smddp.pipeline.capture.tracer import open_modules
 from lightning_smddp.pipeline.runtime.remote_tensor import active_run
 from lightning_smddp.wire.pytree import map_leaves, tensors

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch_memory import MemoryRecord, recorded_memory
-from lightning_smddp.pipeline.capture.clock import Clock
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
+from lightning_smddp.pipeline.capture.tracer import Clock
 
 _CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.pipeline.capture.patches import set_within
+from lightning_smddp.pipeline.capture.preserve_state import set_within
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict, whole_state_dict
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers

@@ -29,7 +29,7 @@ from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError
-from lightning_smddp.pipeline.capture.patches import set_within
+from lightning_smddp.pipeline.capture.preserve_state import set_within
 from lightning_smddp.pipeline.mesh import Groups
 from lightning_smddp.pipeline.partition.loss_weights import LossWeight
 from lightning_smddp.pipeline.partition.loss_weights import Option as LossWeightOption

@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_smddp.pipeline.capture.foreign_writes import ForeignWrites
 from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.pipeline.capture.preserve_state import kept_parameters
 from tests.strategies.pipeline_learners import Bench, Case, Cases, Matrix, Net
 
 pytestmark = pytest.mark.slow
@@ -155,16 +155,14 @@ def test_equals_one_process(case: Case) -> None:
 
 
 def test_what_was_there_is_put_back() -> None:
-    kept, foreign = torch.arange(4.0), ForeignWrites()
-    foreign.note(kept[2:])
-    kept.mul_(2)
-    foreign.note(kept)  # what was before the first write counts
-    made = torch.ones(2)
-    foreign.note(made)
-    made.zero_()
-    del made
-    (place,) = foreign.locations()
+    root, other = torch.nn.Linear(2, 2), torch.arange(4.0)
+    weight = root.weight.clone()
+    with kept_parameters(root) as written, torch.no_grad():
+        other[2:].add_(1)
+        other.mul_(2)  # what was before the first write counts
+        root.weight.zero_()
+        torch.ones(2).zero_()
+        (place,) = written.locations()
     assert "test_foreign_writes.py" in place
-    foreign.put_back()
-    assert kept.tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert foreign.locations() == []
+    assert other.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert torch.equal(root.weight, weight)

@@ -8,10 +8,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.capture.ops import is_inplace
+from lightning_smddp.pipeline.capture.ops import is_inplace, user_location
 from lightning_smddp.pipeline.capture.records import Call, Deciding, Event, Trace, deciding_tensors, sizes_that_vary
 from lightning_smddp.pipeline.capture.tracking import ALIAS, Tracking
-from lightning_smddp.pipeline.capture.user_code import user_location
 
 T = TypeVar("T")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import sys
 from enum import Enum
+from types import FrameType
 from typing import Any
 
 import torch
@@ -133,3 +135,32 @@ def device_answer(name: str, dtype: torch.dtype, device: torch.device) -> Any:
     if name == "type":
         return torch.empty(0, dtype=dtype, device=device).type()
     return name == f"is_{device.type}"
+
+
+# ---- the user's code that runs now -----------------------------------------------------------------------------------
+
+_NO_USERS = ("torch.", "lightning_smddp.", "contextlib")  # files whose code is not the user's
+
+
+def user_location() -> str:
+    """``file:line`` of the innermost code that is neither torch's nor ours."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name != "torch" and not name.startswith(_NO_USERS):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
+
+
+def is_in_compiled_code() -> bool:
+    """Whether the code that runs now was given to ``torch.compile``, and runs as it is for the moment."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == "torch._dynamo.eval_frame":
+            return True
+        if name.startswith(("lightning.", "pytorch_lightning.")):
+            return False
+        frame = frame.f_back
+    return False

@@ -9,10 +9,11 @@ stage can do it by itself. A dispatch mode below watches for tensors made by wha
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +26,10 @@ from lightning_smddp._compat.torch import (
     checkpoint_region,
     has_full_backward_hooks,
     in_checkpoint,
+    visible_autograd_functions,
     without_torch_function,
     without_torch_functions,
 )
-from lightning_smddp.pipeline.capture.clock import Clock
 from lightning_smddp.pipeline.capture.effects import Effects
 from lightning_smddp.pipeline.capture.graph import refuse_backward
 from lightning_smddp.pipeline.capture.notes import Notes, each_once
@@ -36,11 +37,12 @@ from lightning_smddp.pipeline.capture.ops import (
     Kind,
     asks_for_device,
     device_answer,
+    is_in_compiled_code,
     kind_of,
     name_of,
     sets_flag,
+    user_location,
 )
-from lightning_smddp.pipeline.capture.patches import Eager, Forward, patched_forwards
 from lightning_smddp.pipeline.capture.records import (
     Call,
     Event,
@@ -48,8 +50,7 @@ from lightning_smddp.pipeline.capture.records import (
     Trace,
 )
 from lightning_smddp.pipeline.capture.tracking import EXTENSION, is_plain
-from lightning_smddp.pipeline.capture.user_code import is_in_compiled_code, user_location
-from lightning_smddp.seeding import Generators, SeededCall, drawing_candidates, same
+from lightning_smddp.seeding import Forward, Generators, SeededCall, drawing_candidates, same, wrapped_forwards
 from lightning_smddp.wire.pytree import items, leaves, map_leaves, tensors
 
 _NOTHING = torch.empty(0)
@@ -59,6 +60,40 @@ Step: TypeAlias = Callable[[], Any]
 """Runs the user's step on one micro-batch, and returns what that returns."""
 Fetch: TypeAlias = Callable[[str], Tensor]
 """The values of a parameter, by its first name."""
+
+
+class Instant(NamedTuple):
+    """A moment: seconds by the clock, and of the processor time that this process has had."""
+
+    wall: float
+    processor: float
+
+    def until(self, end: Instant) -> float:
+        """Seconds to ``end`` without those in which other processes had the processor.
+
+        Threads of this process that work at the same time make its processor time longer than that by the clock.
+        """
+        return min(end.wall - self.wall, end.processor - self.processor)
+
+
+class Clock:
+    """Tells moments of work on ``device``. Of a device's work the host's processor time says nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def read(self) -> Instant:
+        """The moment at which the host is; a device may be behind it."""
+        wall = time.perf_counter()
+        if self._device.type == "cpu":
+            return Instant(wall, time.process_time())
+        return Instant(wall, wall)
+
+    def now(self) -> Instant:
+        """When the device has done what it was given so far."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self.read()
 
 
 def trace(step: Step, module: nn.Module, device: torch.device, fetch: Fetch | None = None) -> Trace:
@@ -143,7 +178,14 @@ class _Tracer(TorchFunctionMode, Notes):
         outer = getattr(_active, "tracer", None)
         _active.tracer = self
         try:
-            with Eager(), patched_forwards(self.module, self._wrap), saving, _Unseen(self), self:
+            with (
+                visible_autograd_functions(),
+                torch.compiler.set_stance("force_eager"),  # else compiled code would leave our modes out
+                saving,
+                wrapped_forwards(self.module, self._wrap, list(self.modules)[1:]),
+                _Unseen(self),
+                self,
+            ):
                 result = step()
         finally:
             _active.tracer = outer

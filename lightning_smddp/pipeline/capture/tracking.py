@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_smddp._compat.torch import storage_key
+from lightning_smddp.pipeline.capture.ops import user_location
 from lightning_smddp.pipeline.capture.records import HIDDEN, Call, Event, Rebind, Template, Trace, Value
-from lightning_smddp.pipeline.capture.user_code import user_location
 from lightning_smddp.wire.pytree import leaves, map_leaves
 
 EXTENSION = "it calls operations that torch's function modes do not see (an extension's, say)"

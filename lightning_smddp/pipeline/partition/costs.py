@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.capture.boundaries import boundary_bytes, possible_cuts
-from lightning_smddp.pipeline.capture.clock import Clock, Instant
 from lightning_smddp.pipeline.capture.graph import StepGraph
-from lightning_smddp.pipeline.capture.tracer import Step
+from lightning_smddp.pipeline.capture.tracer import Clock, Instant, Step
 from lightning_smddp.pipeline.partition.resources import Resources
 from lightning_smddp.planner.problem import NodeCost, PartitionProblem
 from lightning_smddp.wire.pytree import tensors

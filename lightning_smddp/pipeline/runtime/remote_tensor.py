@@ -14,8 +14,7 @@ from torch import Tensor
 
 from lightning_smddp._compat.torch import READ_NUMBER, shaped_wrapper, without_subclass_functions
 from lightning_smddp.pipeline.capture.graph import StepGraph
-from lightning_smddp.pipeline.capture.ops import Kind, asks_for_device, device_answer, kind_of, name_of
-from lightning_smddp.pipeline.capture.user_code import user_location
+from lightning_smddp.pipeline.capture.ops import Kind, asks_for_device, device_answer, kind_of, name_of, user_location
 from lightning_smddp.pipeline.runtime.remote import ReplayError, Shape
 from lightning_smddp.wire.pytree import LEAF_TYPES, leaves, map_leaves
 

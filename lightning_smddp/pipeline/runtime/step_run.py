@@ -15,6 +15,7 @@ two stages, with other dropout, hooks that fire twice and buffers that are writt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,20 +26,28 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_smddp._compat.torch import BackwardHook, set_apply_handler, without_subclass_functions
 from lightning_smddp.pipeline.capture.graph import Node
-from lightning_smddp.pipeline.capture.ops import Kind, is_autograd_function, kind_of, name_of, sets_flag
-from lightning_smddp.pipeline.capture.patches import Compiled, Eager
-from lightning_smddp.pipeline.capture.user_code import user_location
+from lightning_smddp.pipeline.capture.ops import (
+    Kind,
+    is_autograd_function,
+    kind_of,
+    name_of,
+    sets_flag,
+    user_location,
+)
 from lightning_smddp.pipeline.runtime.remote import AS_TRACED, OTHER_COURSE, ReplayError, Shape, Shapes, constants_of
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor, absent_answer, active_run, set_active_run
 from lightning_smddp.pipeline.runtime.run_modes import Reads, Watch
 from lightning_smddp.pipeline.runtime.stage_program import NOBODY, Observers, StageProgram
-from lightning_smddp.pipeline.runtime.wrappers import Forward
-from lightning_smddp.seeding import seeded
+from lightning_smddp.seeding import Forward, seeded
 from lightning_smddp.wire.pytree import leaves, map_leaves, rebuild
 from lightning_smddp.wording import counted
 
 _MIRRORED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge"}  # `real > remote` arrives as `remote < real`
 _CACHES = {"past_key_values", "layer_past"}  # of transformers: a second run in the backward pass would fill them twice
+
+
+def _stance(name: str, matters: bool) -> AbstractContextManager[object]:
+    return torch.compiler.set_stance(name) if matters else nullcontext()
 
 
 class StageDone(BaseException):
@@ -119,25 +128,18 @@ class StageRun:
         outer, outer_handler = active_run(), set_apply_handler(self.autograd_function)
         set_active_run(self)
         result = None
-        eager = Eager() if self.graph.calls_compiled else None
         try:
-            if eager is not None:
-                eager.__enter__()
             if seed is not None:
                 wrappers.generators.seed(seed)
-            if watch is None:
+            # Compiled code between units would run through us unseen; units run compiled.
+            with _stance("force_eager", self.graph.calls_compiled), watch or nullcontext():
                 result = step()
-            else:
-                with watch:
-                    result = step()
             self._check_end()
             if program.is_last:
                 result = self._real_result(result)
         except StageDone:
             pass
         finally:
-            if eager is not None:
-                eager.__exit__()
             set_active_run(outer)
             set_apply_handler(outer_handler)
             self.is_over = True
@@ -368,7 +370,7 @@ class StageRun:
         observe = self.observers.node
         if observe is not None:
             observe(node, False, None)
-        with Compiled(self.graph.calls_compiled):
+        with _stance("default", self.graph.calls_compiled):
             if self.program.checkpointing and torch.is_grad_enabled() and not node.rebinds:
                 kwargs = {**kwargs, **dict.fromkeys(_CACHES & kwargs.keys())}
                 result = self.do(checkpoint, (forward, *args), {**kwargs, "use_reentrant": False})

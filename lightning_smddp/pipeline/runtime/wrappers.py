@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_smddp._compat.torch import visible_autograd_functions
 from lightning_smddp.pipeline.capture.graph import StepGraph
-from lightning_smddp.pipeline.capture.patches import patched_forwards
 from lightning_smddp.pipeline.runtime.remote_tensor import active_run
-from lightning_smddp.seeding import Generators, seeded
-
-Forward: TypeAlias = Callable[..., Any]
+from lightning_smddp.seeding import Forward, Generators, seeded, wrapped_forwards
 
 
 class Wrappers:
@@ -45,8 +43,8 @@ class Wrappers:
         self.generators.python = any(graph.draws for graph in graphs)
         self.is_active = True
         try:
-            sees_apply = any(graph.calls_apply for graph in graphs)
-            with patched_forwards(self.root, self._wrap, names, compiled=True, sees_apply=sees_apply):
+            apply = visible_autograd_functions() if any(graph.calls_apply for graph in graphs) else nullcontext()
+            with apply, wrapped_forwards(self.root, self._wrap, list(names)):
                 yield
         finally:
             self.is_active = False

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import swap_contents, without_torch_function
 from lightning_smddp._compat.torch_steps import hooks_of, install_hooks
-from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, sets_flag
-from lightning_smddp.pipeline.capture.user_code import user_location
+from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, sets_flag, user_location
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.runtime.remote_tensor import active_run
 from lightning_smddp.wire.pytree import LEAF_TYPES, leaves

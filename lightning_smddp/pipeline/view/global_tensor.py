@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import disabled_torch_function, wrapper_subclass
-from lightning_smddp.pipeline.capture.user_code import user_location
+from lightning_smddp.pipeline.capture.ops import user_location
 
 Extent: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int, str]
 """What a tensor shows of its memory: shape, strides, offset, dtype."""

@@ -23,8 +23,7 @@ from lightning_smddp._compat.torch import (
     without_torch_function,
 )
 from lightning_smddp._compat.torch_steps import mode_within_backwards
-from lightning_smddp.pipeline.capture.ops import Kind, asks_for_device, kind_of, name_of
-from lightning_smddp.pipeline.capture.user_code import user_location
+from lightning_smddp.pipeline.capture.ops import Kind, asks_for_device, kind_of, name_of, user_location
 from lightning_smddp.pipeline.view.global_tensor import (
     Call,
     GlobalStorage,

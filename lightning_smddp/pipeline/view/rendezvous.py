@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_smddp.communication.host_numbers import from_numbers
-from lightning_smddp.pipeline.capture.user_code import user_location
+from lightning_smddp.pipeline.capture.ops import user_location
 from lightning_smddp.pipeline.mesh import Channel
 from lightning_smddp.pipeline.view.global_tensor import GlobalViewError, key_of
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import swap_contents, without_torch_function
-from lightning_smddp.pipeline.capture.user_code import user_location
+from lightning_smddp.pipeline.capture.ops import user_location
 from lightning_smddp.pipeline.mesh import Channel, Ownership
 from lightning_smddp.pipeline.view.global_tensor import GlobalStorage, GlobalTensor, GlobalViewError, key_of
 from lightning_smddp.pipeline.view.module_tensors import GRADIENT, ModuleTensor, ModuleTensors, ViewGradients
