@@ -124,6 +124,7 @@ class AttributeScopes:
 
     Attributes:
         counts: integers and flags that traces saw change between modules, in words.
+        changed: everything that they saw change, in words.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class AttributeScopes:
         self.warn = warn
         self._warned: set[Place] = set()
         self.counts: dict[str, None] = {}
+        self.changed: dict[str, None] = {}
         self._ignored = ignored
         self._followed: dict[str, set[str]] = {}  # by owner, but of the LightningModule
         self._written: dict[Place, None] = {}  # tensors that are written in place
@@ -309,6 +311,7 @@ class AttributeScopes:
         numbers = []
         for traced in self._traced:
             place = traced.place
+            self.changed[in_words(place)] = None
             owner = place[0].partition("->")[0]
             unit = next((name for name in units if f"{owner}.".startswith(f"{name}.")), None)
             if unit is not None:

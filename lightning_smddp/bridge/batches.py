@@ -196,7 +196,7 @@ class Batches:
         microbatch = MicroBatch(whole.value, whole.size, 1.0)
         with partitioned.inside_view(waits=False):
             try:
-                with self.recorder.lockstep(whole.size, partitioned.view.plain):
+                with self.recorder.microbatch(0, 0, whole.size, None, keep=True, plain=partitioned.view.plain):
                     output = step(microbatch)
                 results = self.recorder.results([output], plain=partitioned.view.plain)
             except BaseException:

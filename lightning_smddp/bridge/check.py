@@ -7,15 +7,14 @@ between. The pipeline then runs the same two, through its schedule, the stash an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import astuple, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from lightning_smddp._compat.torch_steps import hooks_of
 from lightning_smddp.bridge.metrics import patched
@@ -36,28 +35,19 @@ from lightning_smddp.pipeline.runtime.stage_program import StageProgram
 from lightning_smddp.pipeline.runtime.step_run import run_stage
 from lightning_smddp.pipeline.runtime.wrappers import Wrappers
 from lightning_smddp.seeding import seeded_modules
-from lightning_smddp.wire.objects import UnsendableError, broadcast, gather
-from lightning_smddp.wire.pytree import copied, leaves, map_leaves
-from lightning_smddp.wire.stream import broadcast_object
+from lightning_smddp.wire.objects import broadcast, gather
+from lightning_smddp.wire.pytree import copied, map_leaves
 from lightning_smddp.wording import USE_INSTEAD
 
 _WEIGHTS = (2 / 3, 1 / 3)  # unequal, so that wrong ones show
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class Baseline:
-    """What the loop gave.
-
-    Attributes:
-        loss: the weighted sum of the micro-batches' losses.
-        norms: of the gradients, by parameter.
-        carried: attributes that the first micro-batch has left something in, which the next one may have read.
-    """
+class Baseline(NamedTuple):
+    """What the loop gave: the weighted sum of the losses, and norms of the gradients, by parameter."""
 
     loss: float
-    norms: Mapping[str, float]
-    carried: Sequence[str]
+    norms: dict[str, float]
 
 
 def checked(microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -80,8 +70,7 @@ def run_baseline(
         StepFailedError: on every rank: the step fails.
     """
     parts = checked(microbatches)
-    found = decided_by_first(lambda: asdict(_loop(step, parts, setup, graph)), setup.world)
-    return Baseline(**found)
+    return Baseline(*decided_by_first(lambda: tuple(_loop(step, parts, setup, graph)), setup.world))
 
 
 def _loop(step: LightningStep, parts: Sequence[MicroBatch], setup: RunSetup, graph: StepGraph) -> Baseline:
@@ -90,7 +79,6 @@ def _loop(step: LightningStep, parts: Sequence[MicroBatch], setup: RunSetup, gra
     everything = StagePlan(0, 0, len(graph.nodes), frozenset(), (), ())
     program = StageProgram(graph, everything, wrappers)
     made: dict[str, Tensor] = {}  # gradients, on the host: the whole model's may be too much for one device
-    before = _attributes(module)
     with ExitStack() as stack:
         stack.enter_context(explained_shortage(is_whole=True))
         stack.enter_context(preserve_state(module, setup.device))
@@ -117,8 +105,7 @@ def _loop(step: LightningStep, parts: Sequence[MicroBatch], setup: RunSetup, gra
                 loss = loss_of(result, step.hook) * part.weight
                 total += float(loss.detach())
                 loss.backward()
-        carried = [name for name, value in _attributes(module).items() if not _same(before.get(name), value)]
-    return Baseline(total, {name: norm_of(gradient) for name, gradient in made.items()}, carried)
+    return Baseline(total, {name: norm_of(gradient) for name, gradient in made.items()})
 
 
 @contextmanager
@@ -142,25 +129,6 @@ def _taken_gradients(module: nn.Module, made: dict[str, Tensor]) -> Iterator[Non
         yield
 
 
-def _attributes(module: nn.Module) -> dict[str, list[Any]]:
-    """By name what a step may leave for the next one: tensors and numbers in attributes of modules, but metrics."""
-    found = {}
-    for path, part in module.named_modules():
-        if isinstance(part, Metric):
-            continue
-        for name, value in vars(part).items():
-            if not name.startswith("_") and isinstance(value, (Tensor, int, float, list, tuple, dict)):
-                found[f"self.{path}.{name}" if path else f"self.{name}"] = leaves(value)
-    return found
-
-
-def _same(before: list[Any] | None, now: list[Any]) -> bool:
-    if before is None or len(before) != len(now):
-        return False
-    pairs = zip(before, now, strict=True)
-    return all(one is other or (type(one) in (int, float) and one == other) for one, other in pairs)
-
-
 def _ignored(*args: Any, **kwargs: Any) -> None:
     pass
 
@@ -174,61 +142,45 @@ def check_at_start(
     microbatches: Sequence[MicroBatch],
     baseline: Baseline,
 ) -> None:
-    """Compare with the loop. Collective over all ranks. Fills ``partitioned.findings``.
+    """Compare the first pipeline with the loop. Collective over all ranks. Fills ``partitioned.findings``.
 
     Raises:
-        VerificationError: on every rank, also of pipelines in which the numbers are the same.
+        VerificationError: on every rank.
     """
     setup = partitioned.setup
-    failure: VerificationError | None = None
-    try:
-        partitioned.findings = _findings(partitioned, step, checked(microbatches), baseline)
-        _require_equal(partitioned, baseline)
-    except VerificationError as error:
-        failure = error
-    except ReplayError as error:
-        failure = VerificationError(str(error), partitioned.findings)
-    # Pipelines are compared apart, but all ranks stop together: else those of the others would wait for this one.
-    texts = gather(None if failure is None else str(failure), setup.world)
-    found = [text for text in texts if text is not None]
-    if found:
-        raise failure or VerificationError(found[0], partitioned.findings)
+    found: Any = None
+    if setup.groups.replica == 0:
+        found = _outcome(partitioned, step, checked(microbatches), baseline)
+    text, findings = broadcast(found, setup.world)
+    partitioned.findings = [Finding(*finding) for finding in findings]
+    if text is not None:
+        raise VerificationError(text, partitioned.findings)
 
 
-def _require_equal(partitioned: PartitionedModule, baseline: Baseline) -> None:
-    try:
-        require_equal(partitioned.findings, partitioned.tolerance)
-    except VerificationError as error:
-        if not baseline.carried:
-            raise
-        text = (
-            f"{error} The step also leaves something in {', '.join(baseline.carried[:4])}. If the next micro-batch "
-            "reads it, that is it: in a pipeline the first stage begins that one before the last stage has ended this. "
-            f"{USE_INSTEAD}"
-        )
-        raise VerificationError(text, error.findings) from None
-
-
-def _findings(
+def _outcome(
     partitioned: PartitionedModule,
     step: LightningStep,
     parts: Sequence[MicroBatch],
     baseline: Baseline,
-) -> list[Finding]:
-    """Of all pipelines, which run the micro-batches of the first rank; of the first one where they cannot be sent."""
-    setup = partitioned.setup
-    if setup.num_replicas > 1:
-        pairs = [(part.size, part.weight, part.value) for part in parts]
-        try:
-            sent = broadcast_object(pairs, setup.world, 0, setup.device)
-        except UnsendableError:  # on every rank
-            found = []
-            if setup.groups.replica == 0:
-                found = [asdict(finding) for finding in _compared(partitioned, step, parts, baseline)]
-            found = broadcast(found, setup.world)
-            return [Finding(**finding) for finding in found]
-        parts = [MicroBatch(value, size, weight) for size, weight, value in sent]
-    return _compared(partitioned, step, parts, baseline)
+) -> tuple[str | None, list[tuple[Any, ...]]]:
+    """Of the first pipeline: what is wrong, if anything, and all comparisons. Collective over it."""
+    findings: list[Finding] = []
+    text = None
+    try:
+        findings = _compared(partitioned, step, parts, baseline)
+        require_equal(findings, partitioned.tolerance)
+    except ReplayError as error:
+        text = str(error)
+    except VerificationError as error:
+        text = str(error)
+        changed = list(step.recorder.scopes.changed)
+        if changed:
+            text += (
+                f" The step also leaves something in {', '.join(changed[:4])}. If the next micro-batch reads it, that "
+                "is it: in a pipeline the first stage begins that one before the last stage has ended this. "
+                f"{USE_INSTEAD}"
+            )
+    return text, [astuple(finding) for finding in findings]
 
 
 def _compared(
@@ -239,7 +191,7 @@ def _compared(
 ) -> list[Finding]:
     setup, stash, runtime = partitioned.setup, partitioned.stash, partitioned.runtime
     trial = step.unscaled()
-    local: list[Any] = [None, {}]  # the loss, and norms of the gradients that this rank speaks for
+    norms: dict[str, float] = {}
     with preserve_state(setup.module, setup.device), without_own_dropout(setup.module, setup.device):
         try:
             paths = partitioned.paths_of(trial, parts)
@@ -251,20 +203,14 @@ def _compared(
         stash.stash()
         stash.restore(1.0)
         stash.tied.sum()
-        ownership, rank = partitioned.plan.ownership, setup.groups.pipeline_rank
         for name, parameter in stash.parameters.items():
-            if parameter.grad is not None and ownership.owner(name) == rank:
-                local[1][name] = norm_of(parameter.grad)
-    if outputs:
-        local[0] = 0.0
-        for part, output in zip(parts, outputs, strict=True):
-            if part.weight and output is not None:
-                local[0] += part.weight * float(loss_of(output, trial.hook, detached=True))
-    norms: dict[str, float] = {}
-    losses = []
-    for loss, some in gather(local, setup.groups.pipeline):
-        norms.update(some)
-        losses.append(loss)
-    (actual,) = [loss for loss in losses if loss is not None]
+            if parameter.grad is not None:
+                norms[name] = norm_of(parameter.grad)
+    loss = 0.0
+    for part, output in zip(parts, outputs, strict=False):  # none where the step does not end
+        if part.weight and output is not None:
+            loss += part.weight * float(loss_of(output, trial.hook, detached=True))
+    losses, norms_by_rank = zip(*gather((loss, norms), setup.groups.pipeline), strict=True)
     plan = partitioned.plan
-    return compare(plan.graph.nodes, plan.stage_of_node, baseline.loss, actual, baseline.norms, norms)
+    actual = {name: norm for of_rank in norms_by_rank for name, norm in of_rank.items()}
+    return compare(plan.graph.nodes, plan.stage_of_node, baseline.loss, losses[setup.last_rank], baseline.norms, actual)

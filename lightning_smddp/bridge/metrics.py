@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -69,16 +69,6 @@ def patched(functions: Iterable[tuple[nn.Module, str, Callable[..., Any]]]) -> I
 # ---- in a step -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Method:
-    """A method of the metric that is called ``name``, as it is while nothing is patched."""
-
-    name: str
-    metric: AnyMetric
-    method: str
-    original: Callable[..., Any]
-
-
 class StepMetrics:
     """A module's metrics while steps run: called where the step ends, once for each micro-batch, in order.
 
@@ -93,8 +83,7 @@ class StepMetrics:
     def __init__(self, module: nn.Module, pipeline: PipelineMetrics | None = None) -> None:
         self.module = module
         self.pipeline = pipeline
-        self._metrics: dict[str, AnyMetric] = {}
-        self._names: dict[int, str] = {}
+        self._names: dict[int, str] | None = None  # by id; None before the first batch
         self._functions: list[tuple[nn.Module, str, Callable[..., Any]]] = []
         self._results: dict[tuple[str, str, bool], Any] = {}  # of a metric's method, with gradients or without
         self._called: dict[str, None] = {}  # in this batch
@@ -102,30 +91,24 @@ class StepMetrics:
         self._needed: list[Any] | None = None
         self._plain: Callable[[Any], Any] | None = None
         self._busy = False
-        self._is_known = False
 
     def find(self) -> None:
         """Look for the module's metrics: at the first batch, and where there may be others."""
-        self._is_known = True
         metrics = named_metrics(self.module)
         if self.pipeline is not None:
             self.pipeline.refresh(metrics)
-        if list(map(id, metrics.values())) == list(self._names):
+        names = {id(metric): name for name, metric in metrics.items()}
+        if names == self._names:
             return
-        self._metrics = metrics
-        self._names = {id(metric): name for name, metric in metrics.items()}
+        self._names = names
         self._functions = []
         for name, metric in metrics.items():
             for method in _METHODS:
-                # `forward` as the class has it: whoever wrapped the instance's wants to see the user's modules only.
-                original = getattr(metric, method)
-                if method == "forward":
-                    original = type(metric).forward.__get__(metric)
-                self._functions.append((metric, method, self._wrapped(_Method(name, metric, method, original))))
+                self._functions.append((metric, method, self._wrapped(name, metric, method)))
 
     def name_of(self, metric: Metric) -> str | None:
         """Its name in the module."""
-        return self._names.get(id(metric))
+        return (self._names or {}).get(id(metric))
 
     @contextmanager
     def patched(self, needed: list[Any] | None, plain: Callable[[Any], Any] | None) -> Iterator[None]:
@@ -135,10 +118,10 @@ class StepMetrics:
             needed: gets what calls need where the step ends; None elsewhere.
             plain: makes arguments tensors of this rank, where they may be others.
         """
-        if not self._is_known:
+        if self._names is None:
             self.find()
         self._needed, self._plain = needed, plain
-        local = nullcontext() if self.pipeline is None else self.pipeline.local()
+        local = nullcontext() if self.pipeline is None else set_within(self.pipeline, "is_local", True)
         with local, patched(self._functions):
             yield
 
@@ -146,7 +129,7 @@ class StepMetrics:
         """Names of those that were called in this batch."""
         return list(self._called)
 
-    def end(self, called: Collection[str]) -> None:
+    def end(self, called: Iterable[str]) -> None:
         """The batch is over, in which ``called`` were called where the step ends. On all ranks."""
         self._called.clear()
         self._before.clear()
@@ -159,68 +142,65 @@ class StepMetrics:
         self._called.clear()
         self._before.clear()
 
-    def _wrapped(self, called: _Method) -> Callable[..., Any]:
+    def _wrapped(self, name: str, metric: AnyMetric, method: str) -> Callable[..., Any]:
+        # `forward` as the class has it: whoever wrapped the instance's wants to see the user's modules only.
+        original = type(metric).forward.__get__(metric) if method == "forward" else getattr(metric, method)
+
         def call(*args: Any, **kwargs: Any) -> Any:
             # What a metric calls of itself, or of the metrics in it, is a part of the user's call.
             if self._busy:
-                return called.original(*args, **kwargs)
-            self._busy = True
-            try:
-                return self._call(called, args, kwargs)
-            finally:
-                self._busy = False
+                return original(*args, **kwargs)
+            with set_within(self, "_busy", True):
+                open_modules(f"it calls `self.{name}`")
+                return self._call(name, metric, functools.partial(original, *args, **kwargs), method)
 
         return call
 
-    def _call(self, called: _Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        open_modules(f"it calls `self.{called.name}`")
-        has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors((args, kwargs)))
-        key = (called.name, called.method, has_gradient)
+    def _call(self, name: str, metric: AnyMetric, call: functools.partial[Any], method: str) -> Any:
+        given = (call.args, call.keywords)
+        has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors(given))
+        key = (name, method, has_gradient)
         if key not in self._results and self._needed is not None:
-            self._results[key] = self._tried(called, args, kwargs)
+            self._results[key] = _tried(metric, call)
         result = self._results.get(key)
-        if any(tensor.requires_grad for tensor in tensors(result)):
-            return self._as_part_of_step(called, args, kwargs)
+        if any(tensor.requires_grad for tensor in tensors(result)):  # a loss: a part of the step on each stage
+            if self._needed is not None:
+                self._note(name, metric)
+                return call()
+            with _isolated(metric):
+                return call()
         if self._plain is not None:
-            args, kwargs = self._plain((args, kwargs))
-        args, kwargs = touched((args, kwargs))
+            given = self._plain(given)
+        given = map_leaves(lambda leaf: touch(leaf) if isinstance(leaf, Tensor) else leaf, given)
         if self._needed is None:
             with without_torch_functions():
-                return map_leaves(functools.partial(_absent, called.name), result)
-        self._needed.append((args, kwargs))
+                return map_leaves(functools.partial(_absent, name), result)
+        self._needed.append(given)
         run = active_run()
         if run is not None:  # before its first module a stage hands out stand-ins of what it has received
-            args, kwargs = map_leaves(run.real, (args, kwargs))
+            given = map_leaves(run.real, given)
         with without_torch_functions():
-            self._note(called)
-            return called.original(*args, **kwargs)
+            self._note(name, metric)
+            return call.func(*given[0], **given[1])
 
-    def _tried(self, called: _Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the call returns, to know it by from here on."""
-        with without_torch_functions(), isolated(called.metric), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it will warn again
-            result = called.original(*args, **kwargs)
-            if isinstance(called.metric, BaseAggregator):  # sums and means are no losses, and read what they are given
-                result = detached(result)
-            return map_leaves(_like, result)
-
-    def _as_part_of_step(self, called: _Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._needed is None:
-            with isolated(called.metric):
-                return called.original(*args, **kwargs)
-        self._note(called)
-        return called.original(*args, **kwargs)
-
-    def _note(self, called: _Method) -> None:
+    def _note(self, name: str, metric: AnyMetric) -> None:
         """The metric is about to change: keep what it was before the batch."""
-        if called.name in self._called:
-            return
-        self._called[called.name] = None
-        self._before += _saved(called.metric)
+        if name not in self._called:
+            self._called[name] = None
+            self._before += _saved(metric)
+
+
+def _tried(metric: AnyMetric, call: Callable[[], Any]) -> Any:
+    """What a call returns, to know it by from here on: zeros, with gradients or without."""
+    with without_torch_functions(), _isolated(metric), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it will warn again
+        # Sums and means are no losses, and read what they are given.
+        is_loss = not isinstance(metric, BaseAggregator)
+        return map_leaves(functools.partial(_like, is_loss=is_loss), call())
 
 
 @contextmanager
-def isolated(metric: AnyMetric) -> Iterator[None]:
+def _isolated(metric: AnyMetric) -> Iterator[None]:
     """Let ``metric`` be used without a trace."""
     saved = _saved(metric)
     try:
@@ -251,11 +231,6 @@ def _saved(metric: AnyMetric) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     return saved
 
 
-def touched(structure: Any) -> Any:
-    """``structure`` with its tensors touched."""
-    return map_leaves(lambda leaf: touch(leaf) if isinstance(leaf, Tensor) else leaf, structure)
-
-
 def touch(tensor: Tensor) -> Tensor:
     """Detach ``tensor``. Whoever traces a step learns by it where that is needed."""
     if has_torch_function((tensor,)):
@@ -264,10 +239,10 @@ def touch(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def _like(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return torch.zeros_like(leaf, requires_grad=leaf.requires_grad)
-    return leaf
+def _like(leaf: Any, is_loss: bool) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.zeros_like(leaf, requires_grad=leaf.requires_grad and is_loss)
 
 
 def _absent(name: str, leaf: Any) -> Any:
@@ -292,29 +267,6 @@ def never() -> bool:
 _ATTRIBUTES = ("compute", "dist_sync_fn", "distributed_available_fn")
 
 
-def members(metric: nn.Module) -> dict[str, Metric]:
-    """``metric`` and the metrics in it, by name within it."""
-    found = {}
-    for name, part in metric.named_modules():
-        if isinstance(part, Metric):
-            found[name] = part
-    return found
-
-
-def owners(metrics: Iterable[str]) -> dict[str, str]:
-    """For each metric the outermost metric or collection that it is part of."""
-    found: dict[str, str] = {}
-    for name in sorted(metrics, key=len):  # what a metric is part of has a shorter name, and comes before it
-        parts = name.split(".")
-        found[name] = name
-        for length in range(1, len(parts)):
-            prefix = ".".join(parts[:length])
-            if prefix in found:
-                found[name] = prefix
-                break
-    return found
-
-
 @dataclass
 class _Among:
     """torchmetrics' ``dist_sync_fn``: exchange among ``group`` where the metric names no group of its own."""
@@ -322,24 +274,13 @@ class _Among:
     group: dist.ProcessGroup | None
 
     def __call__(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        if group is None:
-            group = self.group
-        return gather_all_tensors(tensor, group)
+        return gather_all_tensors(tensor, self.group if group is None else group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Among:
         return self  # process groups cannot be copied
 
     def __reduce__(self) -> Any:
         return _Among, (None,)  # nor sent to another process
-
-
-@dataclass(frozen=True)
-class _Patched:
-    """A metric, what its attributes were, and what is in place of its ``compute``."""
-
-    metric: Metric
-    before: dict[str, Any]
-    compute: Callable[..., Any]
 
 
 @dataclass
@@ -355,6 +296,9 @@ class PipelineMetrics:
         src: the rank in ``group`` where the step ends.
         device: where collectives take their tensors from.
         replicas: the ranks that hold the same stage in other pipelines; None if there is one pipeline only.
+
+    Attributes:
+        is_local: ``compute`` does not talk to the pipeline's other ranks: a step is running.
     """
 
     module: nn.Module
@@ -362,12 +306,12 @@ class PipelineMetrics:
     src: int
     device: torch.device
     replicas: dist.ProcessGroup | None = None
-    steps: int = field(default=0, init=False)  # that were noted
-    _changed: set[str] = field(default_factory=set, init=False)
-    _owners: dict[str, str] = field(default_factory=dict, init=False)
-    _metrics: dict[str, AnyMetric] = field(default_factory=dict, init=False)
-    _patched: dict[int, _Patched] = field(default_factory=dict, init=False)  # by id
-    _local: bool = field(default=False, init=False)
+    is_local: bool = field(default=False, init=False)
+    _changed: set[str] = field(default_factory=set, init=False)  # names of outermost metrics
+    _outermost: dict[str, AnyMetric] = field(default_factory=dict, init=False)  # metrics and collections, in no other
+    _owners: dict[str, str] = field(default_factory=dict, init=False)  # of each metric: the outermost one that it is in
+    _patched: dict[int, tuple[Metric, dict[str, Any]]] = field(default_factory=dict, init=False)  # what attributes were
+    _computes: dict[int, Callable[..., Any]] = field(default_factory=dict, init=False)  # in place of `compute`
 
     def __post_init__(self) -> None:
         """Take over the metrics that the module has now; later ones are found by :meth:`refresh`."""
@@ -378,34 +322,30 @@ class PipelineMetrics:
 
         A trial of the step puts back the attributes of all modules: a metric that was patched in it is patched again.
         """
-        if metrics.keys() != self._metrics.keys():
-            self._owners = owners(metrics)
-        self._metrics = metrics
-        for name, metric in metrics.items():
-            if isinstance(metric, Metric) and not self._is_patched(metric):
-                self._patch(name, metric)
+        self._outermost, self._owners = {}, {}
+        for name, metric in metrics.items():  # what a metric is in comes before it
+            owner = next((other for other in self._outermost if name.startswith(f"{other}.")), name)
+            self._outermost.setdefault(owner, metric)
+            self._owners[name] = owner
+            if isinstance(metric, Metric) and vars(metric)["compute"] is not self._computes.get(id(metric)):
+                self._patch(owner, metric)
 
-    def _is_patched(self, metric: Metric) -> bool:
-        known = self._patched.get(id(metric))
-        return known is not None and vars(metric)["compute"] is known.compute
-
-    def _patch(self, name: str, metric: Metric) -> None:
+    def _patch(self, owner: str, metric: Metric) -> None:
         if isinstance(metric.dist_sync_fn, _Among):  # a copy of a patched metric
             metric.dist_sync_fn = None
         if metric.distributed_available_fn is never:
             metric.distributed_available_fn = jit_distributed_available
-        before = {key: vars(metric)[key] for key in _ATTRIBUTES}
+        self._patched[id(metric)] = (metric, {key: vars(metric)[key] for key in _ATTRIBUTES})
         # `compute` is called on all ranks alike, and only the rank where the step ends has the state: so that is sent
         # first. What `forward` returns is for one batch alone, and needs no state of another rank.
         compute = metric.compute
 
         def shared_compute(*args: Any, **kwargs: Any) -> Any:
-            if not self._local and not computes_batch_value(metric):
-                self.share([self._owners.get(name, name)])
+            if not self.is_local and not computes_batch_value(metric):
+                self.share([owner])
             return compute(*args, **kwargs)
 
-        vars(metric)["compute"] = shared_compute
-        self._patched[id(metric)] = _Patched(metric, before, shared_compute)
+        vars(metric)["compute"] = self._computes[id(metric)] = shared_compute
         # By itself torchmetrics would exchange states among all ranks of the world: that of a pipeline, which all its
         # ranks then have, would count once for each of them.
         if self.replicas is None or self.replicas.size() == 1:
@@ -413,48 +353,37 @@ class PipelineMetrics:
         elif metric.dist_sync_fn is None:
             metric.dist_sync_fn = _Among(self.replicas)
 
-    def local(self) -> AbstractContextManager[None]:
-        """In this context ``compute`` does not talk to the pipeline's other ranks."""
-        return set_within(self, "_local", True)
-
-    def note_changes(self, metrics: Collection[str]) -> None:
+    def note_changes(self, metrics: Iterable[str]) -> None:
         """A step has changed these, on the rank where it ends. To be called after every step, on every rank."""
-        self.steps += 1
-        if not self._metrics.keys() >= set(metrics):
+        names = set(metrics)
+        if not self._owners.keys() >= names:
             self.refresh(named_metrics(self.module))
-        self._changed |= {self._owners.get(name, name) for name in metrics}
+        self._changed |= {self._owners.get(name, name) for name in names}
 
     def share(self, names: Iterable[str] | None = None) -> None:
         """Give all ranks the states of metrics that changed: of outermost ``names``, or all. Collective.
 
         Needed before metrics with persistent states are saved.
         """
-        changed = self._changed
-        if names is not None:
-            changed = changed & set(names)
-        wanted = sorted(changed)
-        if not wanted:
-            return
-        self._changed -= set(wanted)
-        found = {}
-        states = {}
+        wanted = sorted(self._changed if names is None else self._changed.intersection(names))
+        self._changed.difference_update(wanted)
+        found = []
         for owner in wanted:
-            if owner not in self._metrics:
-                continue
-            for name, metric in members(self._metrics[owner]).items():
-                key = f"{owner}:{name}"
-                found[key] = metric
-                states[key] = (metric.update_count, metric.metric_state)
+            if owner in self._outermost:
+                found += [part for part in self._outermost[owner].modules() if isinstance(part, Metric)]
+        if not found:
+            return
+        states = [(metric.update_count, metric.metric_state) for metric in found]
         received = broadcast_object(states, self.group, self.src, self.device)
         if self.group.rank() == self.src:
             return
-        for name, (count, state) in received.items():
-            for attribute, value in state.items():
-                setattr(found[name], attribute, value)
-            set_update_count(found[name], count)
+        for metric, (count, state) in zip(found, received, strict=True):
+            vars(metric).update(state)
+            set_update_count(metric, count)
 
     def close(self) -> None:
         """Give every metric its own ``compute`` and synchronization again."""
-        for patched in self._patched.values():
-            vars(patched.metric).update(patched.before)
+        for metric, before in self._patched.values():
+            vars(metric).update(before)
         self._patched.clear()
+        self._computes.clear()

@@ -15,11 +15,10 @@ from __future__ import annotations
 import inspect
 import numbers
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import compress
+from itertools import compress, count
 from typing import Any, TypeAlias
 
 import torch
@@ -29,7 +28,7 @@ from torchmetrics import Metric
 from lightning_smddp._compat.torch import forward_cache, set_forward_cache, without_torch_functions
 from lightning_smddp.bridge.attribute_scopes import AttributeChanges, AttributeScopes
 from lightning_smddp.bridge.attributes import apply_changes
-from lightning_smddp.bridge.metrics import PipelineMetrics, StepMetrics, detached, touch
+from lightning_smddp.bridge.metrics import PipelineMetrics, StepMetrics, detached, patched, touch
 from lightning_smddp.pipeline.capture.tracer import open_modules
 from lightning_smddp.pipeline.partition.outputs import merge_outputs, weighted_mean
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
@@ -39,20 +38,31 @@ _NAMES: dict[Any, str] = {
     "mean": "mean", "avg": "mean", torch.mean: "mean", "sum": "sum", torch.sum: "sum", sum: "sum",
     "max": "max", torch.max: "max", max: "max", "min": "min", torch.min: "min", min: "min",
 }  # fmt: skip
-_OF_TENSORS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
-_OF_NUMBERS: dict[str, Callable[[Any], Any]] = {"sum": sum, "max": max, "min": min}
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+_CPU = torch.device("cpu")
 
 Plain: TypeAlias = Callable[[Any], Any]
 
 
 @dataclass
 class Log:
-    """A call of ``self.log``: the value, of a metric what it showed last; and this metric's name."""
+    """A call of ``self.log``.
+
+    Attributes:
+        name: that was given.
+        value: as it was then; of a metric what it showed last.
+        metric: the metric's name in the module; None for other values.
+        options: the call's others.
+        given: what was logged, itself, until the step ends.
+        is_loss: whether that is the loss.
+    """
 
     name: str
     value: Any
     metric: str | None
     options: dict[str, Any]
+    given: Any = None
+    is_loss: bool = False
 
 
 @dataclass
@@ -63,41 +73,30 @@ class _Record:
         size: its rows.
         weight: of its loss.
         logs: by name, and which call with it.
-        given: what was logged, itself, until the step ends.
         touched: what else is needed at its end.
-        losses: of ``logs`` those that are the loss.
     """
 
     size: int
     weight: float
     logs: dict[tuple[str, int], Log] = field(default_factory=dict)
-    given: dict[tuple[str, int], Any] = field(default_factory=dict)
     touched: list[Any] = field(default_factory=list)
-    losses: set[tuple[str, int]] = field(default_factory=set)
-    counts: Counter[str] = field(default_factory=Counter)
 
-    def add(self, log: Log, value: Any) -> None:
-        """Remember ``log``; ``value`` is what was given."""
-        key = (log.name, self.counts[log.name])
-        self.counts[log.name] += 1
-        self.logs[key] = log
-        self.given[key] = value
+    def add(self, log: Log) -> None:
+        """Remember ``log``."""
+        number = next(number for number in count() if (log.name, number) not in self.logs)
+        self.logs[log.name, number] = log
 
     def close(self, touched: Mapping[int, Tensor], output: Any) -> None:
-        """The step has returned ``output``. Let go of the graph.
-
-        Args:
-            touched: by the id of a tensor, what it is here.
-            output: see above.
-        """
-        loss = output.get("loss") if isinstance(output, dict) else output
-        for key, value in self.given.items():
-            if isinstance(value, RemoteTensor):
-                self.logs[key].value = touched[id(value)].clone()
-            are_tensors = isinstance(value, Tensor) and isinstance(loss, Tensor)
-            if are_tensors and touched[id(value)].data_ptr() == touched[id(loss)].data_ptr():
-                self.losses.add(key)
-        self.given.clear()
+        """The step has returned ``output``. Let go of the graph; ``touched``: by a tensor's id, what it is here."""
+        loss = touched.get(id(_loss_in(output)))
+        for log in self.logs.values():
+            value = touched.get(id(log.given))
+            if value is None:
+                continue  # a number, or a metric
+            if isinstance(log.given, RemoteTensor):
+                log.value = value.clone()
+            log.is_loss = loss is not None and value.data_ptr() == loss.data_ptr()
+            log.given = None
         self.touched.clear()
 
 
@@ -161,39 +160,25 @@ class StepRecorder:
         size: int,
         weight: float | None,
         keep: bool,
+        plain: Plain | None = None,
     ) -> Iterator[None]:
         """Around a run of ``stage``, or one for nothing (None), on micro-batch ``index`` of ``size`` rows.
 
-        What it does is kept for :meth:`results` if ``keep``, which is so where the step ends.
+        What it does is kept for :meth:`results` if ``keep``, which is so where the step ends. In lockstep, where all
+        ranks run all of the step, ``plain`` makes tensors those of this rank.
         """
+        record = _Record(size, size if weight is None else weight)
+        log = self._recording_log(record, self.module.log) if keep else self._ignored_log
         with (
             self.scopes.within(stage, index),
-            self._recording(index, _Record(size, size if weight is None else weight), keep),
+            patched([(self.module, "log", log)]),
+            self.metrics.patched(record.touched if keep else None, plain),
         ):
-            yield
-
-    @contextmanager
-    def lockstep(self, size: int, plain: Plain) -> Iterator[None]:
-        """Around a step that all ranks run alike, on a whole batch; ``plain`` makes tensors those of this rank."""
-        with self.scopes.within(0, 0), self._recording(0, _Record(size, size), True, plain):
-            yield
-
-    @contextmanager
-    def _recording(self, index: int, record: _Record, keep: bool, plain: Plain | None = None) -> Iterator[None]:
-        attributes = vars(self.module)
-        original = self.module.log
-        patched = attributes.get("log")
-        attributes["log"] = self._recording_log(record, original) if keep else self._ignored_log
-        self._running = record if keep else None
-        try:
-            with self.metrics.patched(record.touched if keep else None, plain):
+            self._running = record if keep else None
+            try:
                 yield
-        finally:
-            self._running = None
-            if patched is None:
-                del attributes["log"]
-            else:
-                attributes["log"] = patched
+            finally:
+                self._running = None
         if keep:
             self._records[index] = record
 
@@ -207,7 +192,7 @@ class StepRecorder:
             return output
         left = self.scopes.left()
         values = [value for _, _, value in left]
-        found = tensors((list(record.given.values()), record.touched, values, output))
+        found = tensors(([log.given for log in record.logs.values()], record.touched, values, output))
         touched = {id(tensor): touch(tensor) for tensor in found}
         with without_torch_functions():
             self.scopes.settle(left, touched)
@@ -235,7 +220,7 @@ class StepRecorder:
             outputs: what the step returned for each micro-batch, in order.
             stage: the last one.
             trains: whether it is a training step. For which it returns None, those micro-batches do not count.
-            plain: see :meth:`lockstep`.
+            plain: see :meth:`microbatch`.
 
         Raises:
             UncombinableError: there is no rule for what the step returned.
@@ -251,11 +236,11 @@ class StepRecorder:
             logs = _combined_logs(records)
             if plain is not None:
                 logs, outputs = plain((logs, list(outputs)))
-            sizes = [record.size for record in records]
             parts = [detached(output) for output in outputs]
-            output = merge_outputs(parts, sizes, _weights(records))
-            if trains and _adds_losses(records):
-                output = _with_sum_of_losses(output, parts)
+            output = merge_outputs(parts, [record.size for record in records], _weights(records))
+            if trains and output is not None and _adds_losses(records):
+                loss = sum(map(_loss_in, parts))
+                output = {**output, "loss": loss} if isinstance(output, dict) else loss
         changes = self.scopes.changes(stage)
         if plain is not None:
             changes = replace(changes, changes=plain(changes.changes))
@@ -293,11 +278,11 @@ class StepRecorder:
             with without_torch_functions():
                 if isinstance(value, Metric) and reduction is not None:
                     metric = self.metrics.name_of(value) or options.get("metric_attribute")
-                    record.add(Log(name, detached(forward_cache(value)), metric, options), None)
+                    record.add(Log(name, detached(forward_cache(value)), metric, options))
                     return
                 is_number = isinstance(value, numbers.Number) or (isinstance(value, Tensor) and value.numel() == 1)
                 if is_number and reduction is not None:
-                    record.add(Log(name, _number(value), None, options), value)
+                    record.add(Log(name, _number(value), None, options, value))
                     return
             original(*args, **kwargs)
 
@@ -329,7 +314,7 @@ def reduction_name(reduce_fx: Any) -> str | None:
     return _NAMES.get(key)
 
 
-def reduce_logged(reduction: str, values: Sequence[Any], weights: Sequence[float]) -> Any:
+def reduce_logged(reduction: str, values: Sequence[Any], weights: Sequence[float]) -> Tensor:
     """One value out of those of micro-batches: numbers, or tensors with one element.
 
     Args:
@@ -337,25 +322,22 @@ def reduce_logged(reduction: str, values: Sequence[Any], weights: Sequence[float
         values: of each micro-batch that has one.
         weights: of these. A mean leaves out what weighs nothing; it is floating-point, also of integers.
     """
-    device = next((value.device for value in values if isinstance(value, Tensor)), None)
-    if device is None:
-        if reduction != "mean":
-            return _OF_NUMBERS[reduction](values)
-        return values[0] if all(value == values[0] for value in values) else weighted_mean(values, weights)
+    device = next((value.device for value in values if isinstance(value, Tensor)), _CPU)
     parts = [torch.as_tensor(value, device=device).squeeze() for value in values]
     if reduction != "mean":
-        return _OF_TENSORS[reduction](torch.stack(parts))
+        return _REDUCTIONS[reduction](torch.stack(parts))
     # In double precision where the device has that; the mean has single precision, unless the values have more.
     dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
     precise = torch.float32 if device.type == "mps" else torch.float64
-    return weighted_mean([part.to(precise) for part in parts], weights).to(dtype)
+    mean: Tensor = weighted_mean([part.to(precise) for part in parts], weights).to(dtype)
+    return mean
 
 
 def _combined_logs(records: Sequence[_Record]) -> list[Log]:
-    """Each call once, over the micro-batches that made it, in an order that keeps to those of the micro-batches."""
+    """Each call once, over the micro-batches that made it."""
     adds = _adds_losses(records)
     combined = []
-    for key in _merged_order([list(record.logs) for record in records]):
+    for key in dict.fromkeys(key for record in records for key in record.logs):
         having = [record for record in records if key in record.logs]
         logs = [record.logs[key] for record in having]
         options = dict(logs[-1].options)
@@ -365,14 +347,20 @@ def _combined_logs(records: Sequence[_Record]) -> list[Log]:
             options["batch_size"] = sum(weights)
         values = [log.value for log in logs]
         reduction = options["reduce_fx"]
-        if logs[-1].metric is not None:
-            value = _combined_caches(values, weights)
-        elif adds and reduction == "mean" and all(key in record.losses for record in having):
-            value = reduce_logged("sum", values, weights)
-        else:
+        if adds and reduction == "mean" and all(log.is_loss for log in logs):
+            reduction = "sum"
+        if logs[-1].metric is None:
             value = reduce_logged(reduction, values, weights)
+        elif all(isinstance(value, Tensor) and value.is_floating_point() for value in values):
+            value = weighted_mean(values, weights)  # of what the metric showed
+        else:
+            value = values[-1]  # as of a metric that was updated alone
         combined.append(Log(key[0], value, logs[-1].metric, options))
     return combined
+
+
+def _loss_in(output: Any) -> Any:
+    return output.get("loss") if isinstance(output, dict) else output
 
 
 def _adds_losses(records: Sequence[_Record]) -> bool:
@@ -380,43 +368,12 @@ def _adds_losses(records: Sequence[_Record]) -> bool:
     return len(records) > 1 and all(record.weight == 1 for record in records)
 
 
-def _with_sum_of_losses(output: Any, outputs: Sequence[Any]) -> Any:
-    if isinstance(output, dict) and "loss" in output:
-        return {**output, "loss": sum(other["loss"] for other in outputs)}
-    return sum(outputs) if isinstance(output, Tensor) else output
-
-
-def _combined_caches(values: list[Any], weights: Sequence[float]) -> Any:
-    """What a metric showed: a mean where that is floating-point; else the last, as of one that was updated alone."""
-    if all(isinstance(value, Tensor) and value.is_floating_point() for value in values):
-        return weighted_mean(values, weights)
-    return values[-1]
-
-
 def _weights(records: Sequence[_Record]) -> list[float]:
-    """Of means: where losses are added, each weighing 1, rows; where nothing weighs anything, the same for all."""
+    """Of means: where losses are added, rows; where nothing weighs anything, the same for all."""
+    if _adds_losses(records):
+        return [float(record.size) for record in records]
     weights = [record.weight for record in records]
-    if len(set(weights)) == 1:
-        weights = [float(record.size) for record in records] if weights[0] == 1 else [1.0] * len(weights)
-    return weights
-
-
-def _merged_order(sequences: Sequence[Sequence[Any]]) -> list[Any]:
-    """All keys, in an order that keeps to that of each sequence where they agree.
-
-    A call that only some micro-batches make comes behind the one that it followed there: [a, c] and [a, b] give
-    [a, b, c].
-    """
-    merged: list[Any] = []
-    for sequence in sequences:
-        position = 0
-        for key in sequence:
-            if key in merged:
-                position = merged.index(key) + 1
-            else:
-                merged.insert(position, key)
-                position += 1
-    return merged
+    return weights if any(weights) else [1.0] * len(weights)
 
 
 def _number(value: Any) -> Any:
