@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from lightning_smddp._compat.torch import without_torch_functions, write_count
 from lightning_smddp.bridge.absent import absent_tensor
 from lightning_smddp.bridge.attributes import (
-    MOST_MEMBERS,
     Change,
     Snapshot,
     apply_changes,
@@ -68,6 +67,13 @@ class _Traced(NamedTuple):
     is_made: bool
     is_sum: bool  # a number became a tensor: `self.hits += tensor` writes into that from the next batch on
 
+    @classmethod
+    def of(cls, before: Snapshot, change: Change) -> _Traced:
+        place, kind, value = change
+        old = before.attributes[place[0]].get(place[1]) if len(place) == 2 else None
+        is_sum = type(old) in (int, float) and type(value) is Tensor
+        return cls(place, kind, value, depends_on_module(value), is_sum)
+
     @property
     def is_number(self) -> bool:
         return type(self.value) in (int, float)
@@ -76,42 +82,6 @@ class _Traced(NamedTuple):
     def is_state(self) -> bool:
         found = leaves(self.value)
         return self.kind != "set" or any(type(leaf) in (int, float) or isinstance(leaf, Tensor) for leaf in found)
-
-
-class _Seen:
-    """Everything whose attributes a step may change, as it is now; copies of tensors take what is written in place."""
-
-    def __init__(self, module: nn.Module, ignored: frozenset[str]) -> None:
-        self.ignored = ignored
-        with without_torch_functions():
-            self.owners = {name: vars(owner) for name, owner in owners_in(module).items()}
-            self.before = Snapshot.of(self.owners, self._follows)
-            # Writes to tensors of other objects are refused, so the copies are made where all can see that.
-            places = [place for place, _ in self.before.tensors() if not place[0]]
-        self.copies = _with_copies(module, places)
-
-    def _follows(self, owner: str, attribute: str) -> bool:
-        if owner:
-            return not is_of_module(attribute) and attribute != "_trainer"
-        return attribute not in self.ignored
-
-    def changes(self) -> list[Change]:
-        """What has been done since."""
-        return list(self.before.changes_to(Snapshot.of(self.owners, self._follows), self.copies))
-
-    def was_number(self, place: Place) -> bool:
-        """Whether an attribute, itself, was one before."""
-        return len(place) == 2 and type(self.before.attributes[place[0]].get(place[1])) in (int, float)
-
-    def put_back(self, changed: Collection[tuple[str, str]]) -> None:
-        """Let these owners' attributes be what they were."""
-
-        def is_changed(owner: str, attribute: str) -> bool:
-            if owner:
-                return (owner, attribute) in changed
-            return attribute not in self.ignored
-
-        self.before.only(is_changed).put_back(self.owners, is_changed)
 
 
 class AttributeScopes:
@@ -141,14 +111,12 @@ class AttributeScopes:
         self._ignored = ignored
         self._followed: dict[str, set[str]] = {}  # by owner, but of the LightningModule
         self._written: dict[Place, None] = {}  # tensors that are written in place
-        self._learning: _Seen | None = None  # during a trace
+        self._learning: tuple[Snapshot, dict[Place, Tensor]] | None = None  # before a trace, and copies as below
         self._traced: list[_Traced] = []  # by the last trace
         self._undecided: dict[Place, _Traced] = {}  # until a batch shows whether the last stage changes them
         self._elsewhere: dict[Place, Tensor | None] = {}  # what hooks find there; None for what there is
-        self._owners: dict[str, dict[str, Any]] = {}  # during a batch, as all below
-        self._starts: dict[int, int] = {}
         self._base: Snapshot | None = None  # before the batch
-        self._stage: int | None = None  # whose scope is in place
+        self._stage = -1  # whose scope is in place; -1 for none
         self._left: dict[Any, Snapshot] = {}  # by stage, and by ("dry", micro-batch)
         self._copies: dict[int, dict[Place, Tensor]] = {}  # by stage, of what is written in place
 
@@ -166,25 +134,22 @@ class AttributeScopes:
         with without_torch_functions():
             base = self._begin()
             self._leave()
-            self._put(self._left.get(("dry", index - 1), base))
+            self._left.get(("dry", index - 1), base).put_back()
         _with_copies(self.module, self._written)
         try:
             yield
         finally:
             with without_torch_functions():
-                self._left["dry", index] = self._look()
-                self._put(base)
+                self._left["dry", index] = base.again()
+                base.put_back()
             if stops is not None:
                 trainer.should_stop = stops
 
     def left(self) -> list[Change]:
         """What the run that is under way, and those before it, have left in attributes of the LightningModule."""
         with without_torch_functions():
-            if self._learning is not None:
-                found = self._learning.changes()
-            else:
-                copies = {} if self._stage is None else self._copies[self._stage]
-                found = list(self._begin().changes_to(self._look(), copies))
+            before, copies = self._learning or (self._begin(), self._copies.get(self._stage, {}))
+            found = list(before.changes_to(before.again(), copies))
         return [change for change in found if not change[0][0] or change[0][0].startswith("->")]
 
     def settle(self, left: Sequence[Change], touched: Mapping[int, Tensor]) -> None:
@@ -223,7 +188,7 @@ class AttributeScopes:
         Args:
             elsewhere: see :class:`AttributeChanges`, on all ranks.
         """
-        found = self._changes_of(max((stage for stage in self._copies), default=None))
+        found = self._changes_of(max(self._copies, default=-1))
         self._decide(elsewhere, [place for place, _, _ in found])
         self.drop()
         for change in found:
@@ -233,74 +198,69 @@ class AttributeScopes:
     def drop(self) -> None:
         """Throw away what runs have done."""
         if self._base is not None:
-            self._put(self._base)
-        self._base = self._stage = None
+            self._base.put_back()
+        self._base = None
+        self._stage = -1
         self._left.clear()
         self._copies.clear()
 
     def _begin(self) -> Snapshot:
         if self._base is None:
             owners = {name: owner_named(self.module, name) for name in ("", *self._followed)}
-            self._owners = {name: vars(owner) for name, owner in owners.items() if owner is not None}
-            self._starts = {}
-            base = self._look()
-            for container, _, members in base.members.values():
-                if len(members) > MOST_MEMBERS:
-                    self._starts[id(container)] = len(members)
-            self._base = base
-            if self._starts:
-                self._base = self._look()
+            attributes = {name: vars(owner) for name, owner in owners.items() if owner is not None}
+            self._base = Snapshot(attributes, self._follows)
         return self._base
 
     def _enter(self, stage: int) -> None:
         if self._stage == stage:
             return
+        base = self._begin()
         self._leave()
-        self._put(self._left.get(stage, self._begin()))
+        self._left.get(stage, base).put_back()
         if stage not in self._copies:
             self._copies[stage] = _with_copies(self.module, self._written)
         self._stage = stage
 
     def _leave(self) -> None:
-        if self._stage is not None:
-            self._left[self._stage] = self._look()
-        self._stage = None
+        if self._stage >= 0:
+            self._left[self._stage] = self._begin().again()
+        self._stage = -1
 
-    def _changes_of(self, stage: int | None) -> list[Change]:
+    def _changes_of(self, stage: int) -> list[Change]:
         self._leave()
-        if self._base is None or stage is None or stage not in self._left:
+        if self._base is None or stage not in self._left:
             return []
         found = self._base.changes_to(self._left[stage], self._copies[stage])
         return [change for change in found if not any(isinstance(leaf, RemoteTensor) for leaf in leaves(change[2]))]
 
-    def _look(self) -> Snapshot:
-        return Snapshot.of(self._owners, self._follows, self._starts)
-
-    def _put(self, state: Snapshot) -> None:
-        state.put_back(self._owners, self._follows)
-
     def _follows(self, owner: str, attribute: str) -> bool:
-        if owner:
-            return attribute in self._followed[owner]
-        return attribute not in self._ignored
+        return attribute in self._followed[owner] if owner else attribute not in self._ignored
 
     # ---- what a trace sees ----
 
     @contextmanager
     def learning(self) -> Iterator[None]:
         """Around a traced run of the step: what does it change, of anything?"""
-        self._learning = seen = _Seen(self.module, self._ignored)
+
+        def is_seen(owner: str, attribute: str) -> bool:
+            if owner:
+                return not is_of_module(attribute) and attribute != "_trainer"
+            return attribute not in self._ignored
+
+        with without_torch_functions():
+            before = Snapshot({name: vars(owner) for name, owner in owners_in(self.module).items()}, is_seen)
+            # Writes to tensors of other objects are refused, so the copies are made where all can see that.
+            places = [place for place, _ in before.tensors() if not place[0]]
+        self._learning = before, _with_copies(self.module, places)
         try:
             yield
+            with without_torch_functions():
+                found = list(before.changes_to(before.again(), self._learning[1]))
+                self._traced = [_Traced.of(before, change) for change in found]
+                states = {traced.place[:2] for traced in self._traced if traced.is_state}
+                before.put_back(lambda *attribute: is_seen(*attribute) and (not attribute[0] or attribute in states))
         finally:
             self._learning = None
-        with without_torch_functions():
-            found = seen.changes()
-            self._traced = [
-                _Traced(place, kind, value, depends_on_module(value), seen.was_number(place) and type(value) is Tensor)
-                for place, kind, value in found
-            ]
-            seen.put_back({traced.place[:2] for traced in self._traced if traced.is_state})
 
     def learn(self, units: Mapping[str, bool]) -> None:
         """Follow what the last trace has seen change between modules, and say what changes inside of ``units``.

@@ -6,7 +6,6 @@ import numbers
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -32,60 +31,60 @@ Change: TypeAlias = tuple[Place, str, Any]
 ``members``: a container has these now."""
 
 
-@dataclass
 class Snapshot:
     """Attributes of some objects at one time, and what is in the containers among them.
+
+    Args:
+        owners: whose attributes.
+        follows: which of them.
+        starts: from which position on long lists are looked at, by their ids; None: from their present end on.
 
     Attributes:
         attributes: by owner.
         members: by place, a container, and a copy of its members; of a long list only from a position on.
     """
 
-    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    members: dict[Place, tuple[Any, int, Any]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, owners: Owners, follows: Follows, starts: Mapping[int, int] | None = None) -> Snapshot:
-        """How things are now. ``starts``: from which position on long lists are looked at, by their ids."""
-        found = cls()
+    def __init__(self, owners: Owners, follows: Follows, starts: dict[int, int] | None = None) -> None:
+        self.owners = owners
+        self.follows = follows
+        self.attributes: dict[str, dict[str, Any]] = {}
+        self.members: dict[Place, tuple[Any, int, Any]] = {}
+        self._is_first = starts is None
+        self._starts = starts or {}
         for name, own in owners.items():
             kept = {attribute: value for attribute, value in own.items() if follows(name, attribute)}
-            found.attributes[name] = kept
+            self.attributes[name] = kept
             for attribute, value in kept.items():
-                if isinstance(value, _CONTAINERS):
-                    found._look_into((name, attribute), value, starts or {})
-        return found
+                self._look_into((name, attribute), value)
 
-    def _look_into(self, place: Place, container: Any, starts: Mapping[int, int]) -> None:
-        start = starts.get(id(container), 0)
-        if len(container) > MOST_MEMBERS and not isinstance(container, list):
+    def again(self) -> Snapshot:
+        """The same attributes as they are now."""
+        return Snapshot(self.owners, self.follows, self._starts)
+
+    def _look_into(self, place: Place, container: Any) -> None:
+        is_long = isinstance(container, _CONTAINERS) and len(container) > MOST_MEMBERS
+        if not isinstance(container, _CONTAINERS) or (is_long and not isinstance(container, list)):
             return
-        members = container[start:] if start else container.copy()
+        if self._is_first and is_long:
+            self._starts[id(container)] = len(container)
+        start = self._starts.get(id(container), 0)
+        members: Any = container[start:] if isinstance(container, list) else container.copy()
         self.members[place] = (container, start, members)
         if len(place) == 2 and not isinstance(container, set) and len(members) <= MOST_MEMBERS:
             for key, member in _items(members):
-                if isinstance(member, _CONTAINERS):
-                    self._look_into((*place, key), member, starts)
+                self._look_into((*place, key), member)
 
-    def only(self, follows: Follows) -> Snapshot:
-        """Of these attributes alone."""
-        found = Snapshot()
+    def put_back(self, follows: Follows | None = None) -> None:
+        """Let attributes be so again, or these of them. Containers that are as they were are not written."""
+        follows = follows or self.follows
         for name, kept in self.attributes.items():
-            found.attributes[name] = {attribute: value for attribute, value in kept.items() if follows(name, attribute)}
-        for place, members in self.members.items():
-            if follows(*place[:2]):
-                found.members[place] = members
-        return found
-
-    def put_back(self, owners: Owners, follows: Follows) -> None:
-        """Let attributes be so again. Containers that are as they were are not written."""
-        for name, kept in self.attributes.items():
-            own = owners[name]
+            own = self.owners[name]
             for attribute in [other for other in own if other not in kept and follows(name, other)]:
                 del own[attribute]
-            own.update(kept)
-        for container, start, members in self.members.values():
-            if len(container) != start + len(members) or not _begins_with(container, members, start):
+            own.update((attribute, value) for attribute, value in kept.items() if follows(name, attribute))
+        for place, (container, start, members) in self.members.items():
+            is_same = len(container) == start + len(members) and _begins_with(container, members, start)
+            if not is_same and follows(*place[:2]):
                 _set_members(container, start, members)
 
     def changes_to(self, now: Snapshot, copies: Mapping[Place, Tensor]) -> Iterator[Change]:
