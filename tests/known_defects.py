@@ -10,17 +10,8 @@ DEFECTS: dict[str, str] = {
     "tests/strategies/test_more_causes.py::test_sizes_that_depend_on_values_are_refused": (
         "DEFECT: sizes that depend on values are not refused at the trace but fail later"
     ),
-    "tests/strategies/test_pipeline_compiled.py::test_units_run_compiled": (
-        "DEFECT: a checkpointed compiled module compiles nothing on one rank"
-    ),
     "tests/strategies/test_pipeline_courses.py::test_another_course_behind_the_last_module": (
         "DEFECT: dry runs end at the last unit, and a new course behind it is an error"
-    ),
-    "tests/strategies/test_pipeline_precision.py::test_weights_are_cast_once_for_all_micro_batches": (
-        "A rank casts fewer than four weights since stages begin at units, or DEFECT; not examined"
-    ),
-    "tests/strategies/test_synchronisations.py::test_of_a_pipeline_step": (
-        "DEFECT: the host waits a third time for labels that the device has changed"
     ),
     "tests/strategies/test_tasks.py::test_equals_one_process": (
         "DEFECT: sizes that follow a batch's lengths are remembered by shapes alone; it fails the start of all"

@@ -224,7 +224,7 @@ class Batches:
             self._exchanges[step.key] = partitioned.runtime.exchange()
         try:
             shared: StepResults | str
-            shared, self.share = self._exchanges[step.key].run((results, share), self.sync.digest, run.failures)
+            shared, self.share = self._exchanges[step.key].run((results, share), self.sync.digest(), run.failures)
         except Exception:
             step.forget()
             raise

@@ -10,10 +10,10 @@ from typing import Any
 
 from lightning_smddp.bridge.module_states import RunSetup, warn_on_first_rank
 from lightning_smddp.bridge.step import LightningStep
+from lightning_smddp.pipeline.partition.batch_sync import BatchSync
 from lightning_smddp.pipeline.partition.loss_weights import LossWeight, given_weight
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, Splitter, UnclearBatchError, has_time_first
 from lightning_smddp.pipeline.partition.resources import looks_at_other_rows
-from lightning_smddp.pipeline.runtime.host_values import HostValues
 from lightning_smddp.planner.schedules import auto_num_microbatches
 from lightning_smddp.wire.pytree import leaves
 
@@ -30,20 +30,20 @@ class MicroBatcher:
 
     Args:
         setup: of the run; the module's method ``split_batch`` is used if it has one.
-        values: what the host knows of the batch on the device.
+        sync: knows the present batch.
 
     Attributes:
         chosen: the weights that the trial of ``loss_weight="auto"`` has found; None before it.
         count: in how many micro-batches the last batch ran.
     """
 
-    def __init__(self, setup: RunSetup, values: HostValues) -> None:
+    def __init__(self, setup: RunSetup, sync: BatchSync) -> None:
         self.setup = setup
         self.options = setup.options
         self.splitter = splitter_for(setup.module, self.options.partition)
         self.chosen: LossWeight | None = None
         self.count = 1
-        self._values = values
+        self._sync = sync
         self._whole: set[Any] = set()  # keys of steps whose batches are one micro-batch each
         self._said: set[str] = set()
 
@@ -53,7 +53,8 @@ class MicroBatcher:
         self.count = len(parts)
         if len(parts) == 1:
             return parts
-        return self.loss_weight(batch, step).apply(parts, self._values.of)
+        on_host = self._sync.on_host if self.splitter.split_batch is None else None  # cut by rows, as its parts are
+        return self.loss_weight(batch, step).apply(parts, on_host, self._sync.values_of)
 
     def loss_weight(self, batch: Any, step: LightningStep) -> LossWeight:
         """How micro-batches of ``step`` count: as the user said, as the trial has found, else by rows.

@@ -36,7 +36,6 @@ from lightning_smddp.pipeline.partition.hardware import fits_on_devices
 from lightning_smddp.pipeline.partition.loss_weights import COUNTED_BY_ROWS, LossWeight, has_ignored
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.on_all_ranks import own_error
-from lightning_smddp.pipeline.runtime.host_values import HostValues
 from lightning_smddp.pipeline.state.grad_reduce import give_back_clipping, take_over_clipping
 from lightning_smddp.pipeline.view.view import GlobalView
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
@@ -70,14 +69,13 @@ class PipelinedModule:
         self.known_plan: Mapping[str, Any] | None = None
         self.watching = False
         self.marking = True
-        self.host_values = HostValues()
         self.sync = BatchSync(setup.groups.host, setup.device)
         replicas = None
         if setup.num_replicas > 1:
             replicas = setup.groups.data_parallel_group
         self.metrics = PipelineMetrics(module, setup.groups.pipeline, setup.last_rank, setup.device, replicas)
         self.recorder = StepRecorder(module, self.metrics, warn_on_first_rank)
-        self.batcher = MicroBatcher(setup, self.host_values)
+        self.batcher = MicroBatcher(setup, self.sync)
         self._batches = Batches(setup, self.batcher, self.recorder, self.sync)
         self._optimizers: list[Optimizer] = []
         self.shards: list[OptimizerShards] = []
@@ -248,7 +246,7 @@ class PipelinedModule:
                 self.metrics.share()
                 if partitioned.gather_on_hosts():
                     self.state = WholeAgain(partitioned)
-        self.host_values.forget()
+        self.sync.on_host = None
         self.metrics.close()
         if self._precision_plugin is not None:
             give_back_clipping(self._precision_plugin)

@@ -180,8 +180,8 @@ class TrainerStrategy(_Base):
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Tell the supervision that a batch begins, stop there if all are to stop, and move it."""
         self._supervision.batch_begins()
-        with self._moving_batch(batch):
-            return super().batch_to_device(batch, *args, **kwargs)
+        self._moves_batch(batch)
+        return super().batch_to_device(batch, *args, **kwargs)
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Any:
@@ -405,9 +405,8 @@ class TrainerStrategy(_Base):
     def _training_ends(self) -> None:
         """Behind the last batch of a fit."""
 
-    def _moving_batch(self, batch: Any) -> AbstractContextManager[None]:
-        """Around the code that moves ``batch`` to the device."""
-        return nullcontext()
+    def _moves_batch(self, batch: Any) -> None:
+        """Before ``batch`` is moved to the device."""
 
     def _averaging(self) -> AbstractContextManager[None]:
         """Around Lightning's backward pass, in which gradients are averaged; a strategy says how."""

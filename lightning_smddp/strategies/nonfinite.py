@@ -161,12 +161,10 @@ def changes_gradients(trainer: Any, *hooks: str) -> bool:
 
 
 def changes_batch(trainer: Any) -> bool:
-    """Whether the user's code gets a batch when it is on the device."""
-    hook = "on_after_batch_transfer"
-    if is_changed_hook(trainer.lightning_module, hook):
-        return True
-    data = getattr(trainer, "datamodule", None)
-    return data is not None and is_changed_hook(data, hook)
+    """Whether the user's code moves a batch to the device, or gets it there."""
+    owners = [trainer.lightning_module, getattr(trainer, "datamodule", None)]
+    hooks = ("transfer_batch_to_device", "on_after_batch_transfer")
+    return any(is_changed_hook(owner, hook) for owner in owners if owner is not None for hook in hooks)
 
 
 def loss_watchers(trainer: Any) -> list[Any]:

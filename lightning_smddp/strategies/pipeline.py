@@ -314,13 +314,11 @@ class PipelineParallel(PipelineRanks):
     # ---- steps ----
 
     @override
-    def _moving_batch(self, batch: Any) -> AbstractContextManager[None]:
+    def _moves_batch(self, batch: Any) -> None:
         """Note what the host knows of the batch; not of what a hook of the user's makes of it."""
         on_host = self.root_device.type == "cpu"  # where the batch itself can be read
-        if self._pipelined is None or on_host or changes_batch(self._trainer):
-            return nullcontext()
-        self._pipelined.sync.note(batch)
-        return self._pipelined.host_values.noted()
+        if not (self._pipelined is None or on_host or changes_batch(self._trainer)):
+            self._pipelined.sync.note(batch)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -129,7 +129,7 @@ def synced() -> dict[str, Any]:
         batches = []
         for batch in batches_of(rank, kind):
             batches.append(sync.same(batch, kind)["x"])
-            digests.append(sync.digest)
+            digests.append(sync.digest())
         found[kind] = batches, digests, len(meetings)
     with pytest.raises(ValueError, match="have different batches, and that of the first cannot be sent") as refused:
         BatchSync(Channel(group, torch.device("cpu")), torch.device("cpu")).same(Own(x=rank), "own")

@@ -39,8 +39,11 @@ class CountedCasts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def train_counted(cases: list[dict[str, Any]], precision: str = "bf16-mixed") -> list[tuple[dict[str, Any], int, int]]:
-    """For each case what training gave, the most casts of a weight in a later step, and how many weights were cast."""
+Counted = tuple[dict[str, Any], dict[str, int]]
+
+
+def train_counted(cases: list[dict[str, Any]], precision: str = "bf16-mixed") -> list[Counted]:
+    """For each case what training gave, and of each parameter that was cast how often, at the most, in a later step."""
     results = []
     for options in cases:
         trainer = Bench({"num_microbatches": 4, **options}).trainer(precision=precision)
@@ -55,14 +58,16 @@ def train_counted(cases: list[dict[str, Any]], precision: str = "bf16-mixed") ->
 
         trainer.strategy.training_step = counted
         model = Net(layers=6)
+        parameters = list(model.named_parameters())
         trainer.fit(model)
         weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-        results.append((weights, max(most.values()), len(most)))
+        casts = {name: most[id(parameter)] for name, parameter in parameters if id(parameter) in most}
+        results.append((weights, casts))
     return results
 
 
 @pytest.fixture(scope="module")
-def everyones() -> list[list[tuple[dict[str, Any], int, int]]]:
+def everyones() -> list[list[Counted]]:
     return run_trainer_ranks(train_counted, 2, CASES)
 
 
@@ -70,9 +75,15 @@ def everyones() -> list[list[tuple[dict[str, Any], int, int]]]:
 @pytest.mark.parametrize(("case", "casts"), list(enumerate([1, 1, 8])))
 def test_weights_are_cast_once_for_all_micro_batches(everyones: Any, case: int, casts: int) -> None:
     """With checkpoints, which keep no copies, each forward and each backward casts."""
-    for results in everyones:
-        _, most, count = results[case]
-        assert (most, count >= 4) == (casts, True)
+    assert_cast([results[case][1] for results in everyones], casts)
+
+
+def assert_cast(of_ranks: list[dict[str, int]], casts: int) -> None:
+    """Together the ranks cast all parameters, each on the rank of its stage and so often."""
+    counts = Counter[str]()
+    for found in of_ranks:
+        counts.update(found)
+    assert counts == dict.fromkeys(dict(Net(layers=6).named_parameters()), casts)
 
 
 @pytest.mark.slow
@@ -90,10 +101,10 @@ def test_trains_as_one_process_does(everyones: Any, case: int) -> None:
 def test_on_devices(precision: str) -> None:
     model = Net(layers=6)
     Bench().trainer(accelerator="cpu").fit(model)
-    for results in run_trainer_ranks(train_counted, 2, CASES[1:2], precision):
-        for weights, most, count in results:
-            assert (most, count >= 2) == (1, True)
-            assert_same(weights, dict(model.state_dict()), 5e-2)
+    results = [found for (found,) in run_trainer_ranks(train_counted, 2, CASES[1:2], precision)]
+    assert_cast([casts for _, casts in results], 1)
+    for weights, _ in results:
+        assert_same(weights, dict(model.state_dict()), 5e-2)
 
 
 def test_the_copies_count_as_memory() -> None:

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from lightning_smddp._compat.torch import DispatchMode, operator_facts, storage_key
 from lightning_smddp._compat.torch_steps import makes_its_results, storage_again
 from lightning_smddp.pipeline.capture.ops import user_location
+from lightning_smddp.pipeline.capture.patches import Eager
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from lightning_smddp.pipeline.view.global_tensor import GlobalTensor
 from lightning_smddp.seeding import Generators
@@ -99,7 +100,7 @@ def kept_parameters(root: nn.Module) -> Iterator[WrittenTensors]:
     """
     written = WrittenTensors(root)
     try:
-        with written:
+        with Eager(), written:  # dynamo never again compiles code that it meets under a dispatch mode
             yield written
     finally:
         written.put_back()

@@ -40,7 +40,7 @@ class BatchSync:
         device: where batches are.
 
     Attributes:
-        digest: of the present batch, the same on all ranks where they have the same.
+        on_host: the present batch as it was before it was moved to the device; None where that is not known.
     """
 
     def __init__(self, host: Channel, device: torch.device) -> None:
@@ -48,12 +48,14 @@ class BatchSync:
         self._device = device
         self._compared: dict[Any, int] = {}  # by kind
         self._differ: set[Any] = set()  # kinds
-        self._on_host: int | None = None
-        self.digest = 0
+        self._noted: Any = None
+        self._sample: Tensor | None = None
+        self._described = b""
+        self.on_host: Any = None
 
     def note(self, batch: Any) -> None:
         """The next batch is ``batch``, which is moved to the device as it is: no need to read it there."""
-        self._on_host = sampled_digest(batch)
+        self._noted = batch
 
     def same(self, batch: Any, kind: Any) -> Any:
         """The first rank's batch. Collective for the first ones of a kind, and where they differ.
@@ -66,19 +68,38 @@ class BatchSync:
             ValueError: on every rank: batches differ, and the first one's cannot be sent.
         """
         batch = map_leaves(lambda leaf: list(leaf) if isinstance(leaf, _ONCE) else leaf, batch)
-        noted, self._on_host = self._on_host, None
+        self.on_host, self._noted = self._noted, None
+        self._described, self._sample = b"", None
         if self._group.size() == 1:
             return batch
         if kind not in self._differ and self._compared.get(kind, 0) >= _COMPARED:
-            self.digest = noted if noted is not None else sampled_digest(batch)
+            self._described, self._sample = _sampled(batch if self.on_host is None else self.on_host)
             return batch
-        self.digest = 0
         self._compared[kind] = self._compared.get(kind, 0) + 1
         if kind not in self._differ:
             if self._are_equal(batch):
                 return batch
             self._differ.add(kind)
+        self.on_host = None
         return self._first_ranks(batch)
+
+    def digest(self) -> int:
+        """Of the present batch, the same on all ranks where they have the same; 0 for those that were compared."""
+        if not self._described and self._sample is None:
+            return 0
+        return _digest_of(self._described, self._sample)
+
+    def values_of(self, numbers: Tensor) -> list[float]:
+        """The values of a vector of 64-bit floats; if it is on a device, the sample comes in the same copy."""
+        sample = self._sample
+        values: list[float]
+        if sample is None or sample.device != numbers.device:
+            values = numbers.tolist()
+            return values
+        both = torch.cat([numbers.view(torch.uint8), sample]).cpu()
+        self._sample = both[8 * len(numbers) :]
+        values = both[: 8 * len(numbers)].view(torch.float64).tolist()
+        return values  # noqa: RET504  mypy knows no type of it
 
     def _are_equal(self, batch: Any) -> bool:
         """Collective."""
@@ -150,23 +171,33 @@ def full_digest(batch: Any) -> int:
 
 def sampled_digest(batch: Any) -> int:
     """The same by shapes and a few elements of tensors, plain values, and types of other objects."""
-    digest = hashlib.blake2b(digest_size=8)
+    return _digest_of(*_sampled(batch))
+
+
+def _sampled(batch: Any) -> tuple[bytes, Tensor | None]:
+    """What tells batches apart: a text, and a few elements of tensors, as bytes, on the device of the first."""
+    described: list[str] = []
     samples: list[Tensor] = []
     for leaf in leaves(batch):
         if isinstance(leaf, np.ndarray) and leaf.dtype != object:
             leaf = torch.from_numpy(leaf)
         if isinstance(leaf, Tensor):
-            shape = "" if leaf.is_nested else list(leaf.shape)
-            digest.update(f"{leaf.dtype}{shape}".encode())
+            described.append(f"{leaf.dtype}{'' if leaf.is_nested else list(leaf.shape)}")
             if _is_dense(leaf) and leaf.numel():
                 flat = leaf.detach().reshape(-1)
                 samples.append(_bytes_of(flat[:: -(-len(flat) // _SAMPLED)]))
         elif isinstance(leaf, (str, bytes, int, float, bool, complex, type(None))):
-            digest.update(repr(leaf).encode())
+            described.append(repr(leaf))
         else:
-            digest.update(type(leaf).__qualname__.encode())
-    if samples:
-        digest.update(torch.cat([sample.to(samples[0].device) for sample in samples]).cpu().numpy().data)
+            described.append(type(leaf).__qualname__)
+    sample = torch.cat([sample.to(samples[0].device) for sample in samples]) if samples else None
+    return "".join(described).encode(), sample
+
+
+def _digest_of(described: bytes, sample: Tensor | None) -> int:
+    digest = hashlib.blake2b(described, digest_size=8)
+    if sample is not None:
+        digest.update(sample.cpu().numpy().data)
     return _number(digest)
 
 

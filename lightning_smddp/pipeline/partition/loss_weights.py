@@ -15,9 +15,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_smddp._compat.torch import write_count
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.outputs import place_text
-from lightning_smddp.pipeline.runtime.host_values import HostOf
 from lightning_smddp.wire.pytree import Path, items
 
 IGNORED = -100  # torch's and transformers' label of what does not count
@@ -49,12 +49,18 @@ class LossWeight:
     path: Path = ()
     function: Callable[[Any], Any] | None = field(default=None, compare=False)
 
-    def apply(self, microbatches: Sequence[MicroBatch], host_of: HostOf | None = None) -> list[MicroBatch]:
+    def apply(
+        self,
+        microbatches: Sequence[MicroBatch],
+        on_host: Any = None,
+        values_of: Callable[[Tensor], list[float]] = Tensor.tolist,
+    ) -> list[MicroBatch]:
         """The same micro-batches with these weights; by rows where there is no such tensor, or nothing counts.
 
         Args:
             microbatches: of one batch.
-            host_of: where values on a device are looked up. What is not known there is asked of the device: once.
+            on_host: the batch before it was moved to a device and cut by rows, if that is known.
+            values_of: reads a vector of 64-bit floats.
 
         Raises:
             ValueError: the user's function returned no weight.
@@ -63,27 +69,29 @@ class LossWeight:
             return list(microbatches)
         if self.kind == "sum":
             return [replace(microbatch, weight=1.0) for microbatch in microbatches]
-        counts = self._counts(microbatches, host_of)
+        if self.function is not None:
+            counts = [_weight_of(self.function(microbatch.value)) for microbatch in microbatches]
+        else:
+            found = self._counted(microbatches, self.counted(on_host))
+            # One stacked tensor, and so at most one wait for a device, however many micro-batches there are.
+            counts = values_of(torch.stack([self.count(tensor) for tensor in found])) if found else []
         total = sum(counts)
         if not total > 0:
             return list(microbatches)
         return [replace(part, weight=count / total) for part, count in zip(microbatches, counts, strict=True)]
 
-    def _counts(self, microbatches: Sequence[MicroBatch], host_of: HostOf | None) -> list[float]:
-        if self.function is not None:
-            return [_weight_of(self.function(microbatch.value)) for microbatch in microbatches]
-        tensors = [self.counted(microbatch.value) for microbatch in microbatches]
-        found = [tensor for tensor in tensors if tensor is not None]
-        if len(found) < len(tensors):
+    def _counted(self, microbatches: Sequence[MicroBatch], on_host: Tensor | None) -> Sequence[Tensor]:
+        """The tensor at ``path`` of each micro-batch, or the same on the host; nothing if one has none."""
+        found = [self.counted(microbatch.value) for microbatch in microbatches]
+        there = [tensor for tensor in found if tensor is not None]
+        if len(there) < len(found):
             return []
-        if host_of is not None:
-            on_host = [host_of(tensor) for tensor in found]
-            known = [tensor for tensor in on_host if tensor is not None]
-            if len(known) == len(found):  # a stack has to be of one device
-                found = known
-        # One stacked tensor, and so at most one wait for a device, however many micro-batches there are.
-        counts: list[float] = torch.stack([self.count(tensor) for tensor in found]).tolist()
-        return counts
+        sizes = [len(tensor) for tensor in there]
+        is_moved = on_host is not None and sum(sizes) == len(on_host)
+        if is_moved and not any(tensor.is_inference() or write_count(tensor) for tensor in there):
+            assert on_host is not None
+            return on_host.split(sizes)
+        return there
 
     def counted(self, value: Any) -> Tensor | None:
         """The tensor at ``path`` in a batch, if there is one with rows."""
