@@ -15,7 +15,6 @@ from torch.nn.parameter import is_lazy
 from lightning_smddp._compat.torch import DispatchMode, operator_facts, storage_key
 from lightning_smddp._compat.torch_steps import makes_its_results, storage_again
 from lightning_smddp.pipeline.capture.ops import user_location
-from lightning_smddp.pipeline.capture.patches import Eager
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from lightning_smddp.pipeline.view.global_tensor import GlobalTensor
 from lightning_smddp.seeding import Generators
@@ -100,7 +99,8 @@ def kept_parameters(root: nn.Module) -> Iterator[WrittenTensors]:
     """
     written = WrittenTensors(root)
     try:
-        with Eager(), written:  # dynamo never again compiles code that it meets under a dispatch mode
+        # Dynamo never again compiles code that it meets under a dispatch mode.
+        with torch.compiler.set_stance("force_eager"), written:
             yield written
     finally:
         written.put_back()

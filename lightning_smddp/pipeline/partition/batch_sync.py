@@ -99,7 +99,7 @@ class BatchSync:
         both = torch.cat([numbers.view(torch.uint8), sample]).cpu()
         self._sample = both[8 * len(numbers) :]
         values = both[: 8 * len(numbers)].view(torch.float64).tolist()
-        return values  # noqa: RET504  mypy knows no type of it
+        return values
 
     def _are_equal(self, batch: Any) -> bool:
         """Collective."""

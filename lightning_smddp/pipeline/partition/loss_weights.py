@@ -90,7 +90,7 @@ class LossWeight:
         is_moved = on_host is not None and sum(sizes) == len(on_host)
         if is_moved and not any(tensor.is_inference() or write_count(tensor) for tensor in there):
             assert on_host is not None
-            return on_host.split(sizes)
+            return torch.split(on_host, sizes)
         return there
 
     def counted(self, value: Any) -> Tensor | None:
