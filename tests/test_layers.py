@@ -209,7 +209,8 @@ def test_files_and_functions_are_small() -> None:
 
 RETIRED = {
     "Ghost": "RemoteTensor",
-    "Splitting": "StageCuts",
+    "Splitting": "StagePlan",
+    "StageCuts": "StagePlan",
     "Division": "PartitionPlan",
     "DividedModule": "PartitionedModule",
     "StagedModule": "PipelinedModule",
@@ -237,7 +238,7 @@ RETIRED_NAMES = {
     "rehearsal_plan": "probe_plan",
     "seals": "must_be_whole",
     "set_aside": "stash",
-    "splitting": "stage_cuts",
+    "splitting": "stages",
     "survey": "infer_shapes",
     "untouched": "preserve_state",
     "user_place": "user_location",

@@ -18,9 +18,8 @@ from lightning_smddp.bridge.step_record import StepRecorder, StepResults
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.partition.batch_sync import BatchSync
-from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.partition.on_all_ranks import StepFailedError, own_error
-from lightning_smddp.pipeline.partition.outputs import UncombinableError
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UncombinableError
+from lightning_smddp.pipeline.partition.plan import StepFailedError, own_error
 from lightning_smddp.pipeline.runtime.casts import kept_casts, may_keep_casts
 from lightning_smddp.pipeline.runtime.engine import StepRun
 from lightning_smddp.pipeline.runtime.remote import ReplayError

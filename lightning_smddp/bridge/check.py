@@ -24,9 +24,9 @@ from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.objects import with_same_memory
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
-from lightning_smddp.pipeline.partition.hardware import explained_shortage
+from lightning_smddp.pipeline.partition.costs import explained_shortage
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.partition.on_all_ranks import decided_by_first
+from lightning_smddp.pipeline.partition.plan import decided_by_first
 from lightning_smddp.pipeline.partition.self_check import Finding, VerificationError, compare, norm_of, require_equal
 from lightning_smddp.pipeline.runtime.draws import without_own_dropout
 from lightning_smddp.pipeline.runtime.remote import ReplayError, Shapes
@@ -80,7 +80,7 @@ def _loop(step: LightningStep, parts: Sequence[MicroBatch], setup: RunSetup, gra
     program = StageProgram(graph, everything, wrappers)
     made: dict[str, Tensor] = {}  # gradients, on the host: the whole model's may be too much for one device
     with ExitStack() as stack:
-        stack.enter_context(explained_shortage(is_whole=True))
+        stack.enter_context(explained_shortage())
         stack.enter_context(preserve_state(module, setup.device))
         stack.enter_context(kept_parameters(module))
         stack.callback(step.forget)

@@ -20,7 +20,7 @@ from lightning_smddp.pipeline.partition.loss_weights import (
     has_ignored,
 )
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.partition.on_all_ranks import own_error
+from lightning_smddp.pipeline.partition.plan import own_error
 from lightning_smddp.wire.objects import broadcast
 from lightning_smddp.wire.pytree import tensors
 

@@ -12,8 +12,13 @@ from lightning_smddp.bridge.module_states import RunSetup, warn_on_first_rank
 from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.pipeline.partition.batch_sync import BatchSync
 from lightning_smddp.pipeline.partition.loss_weights import LossWeight, given_weight
-from lightning_smddp.pipeline.partition.microbatches import MicroBatch, Splitter, UnclearBatchError, has_time_first
-from lightning_smddp.pipeline.partition.resources import looks_at_other_rows
+from lightning_smddp.pipeline.partition.microbatches import (
+    MicroBatch,
+    Splitter,
+    UnclearBatchError,
+    has_time_first,
+    looks_at_other_rows,
+)
 from lightning_smddp.planner.schedules import auto_num_microbatches
 from lightning_smddp.wire.pytree import leaves
 

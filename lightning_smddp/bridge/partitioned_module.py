@@ -21,16 +21,14 @@ from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.records import Modules
-from lightning_smddp.pipeline.partition.assignment import follow
-from lightning_smddp.pipeline.partition.cuts import StageCuts
-from lightning_smddp.pipeline.partition.hardware import fits_on_hosts
+from lightning_smddp.pipeline.partition.assignment import follow, nodes_by_stage
+from lightning_smddp.pipeline.partition.costs import Resources, fits_on_hosts
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.partition.on_all_ranks import own_error
-from lightning_smddp.pipeline.partition.plan import PartitionPlan, build_on_all, record, require_same
-from lightning_smddp.pipeline.partition.resources import Resources
+from lightning_smddp.pipeline.partition.plan import PartitionPlan, build_on_all, own_error, record, require_same
 from lightning_smddp.pipeline.partition.self_check import EXACT, MIXED, Finding
 from lightning_smddp.pipeline.partition.split import is_within
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
+from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
 from lightning_smddp.pipeline.runtime.staged_step import StagedStep, TracedPath
 from lightning_smddp.pipeline.runtime.trace_cache import TraceCache
 from lightning_smddp.pipeline.state.buffers import SharedBuffers
@@ -99,7 +97,7 @@ class PartitionedModule(ModuleState):
 
     def remember_first(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> None:
         """The plan's graph is the path of ``step``, traced on the last of ``microbatches``. Collective."""
-        staged = self._stage(self.plan.graph, self.plan.stage_cuts)
+        staged = self._stage(self.plan.graph, self.plan.stages)
         last = len(microbatches) - 1
         self._add(step, staged).remember(staged, step, microbatches[last], last)
 
@@ -155,9 +153,9 @@ class PartitionedModule(ModuleState):
         self.recorder.scopes.learn(units_here(graph, cuts, setup))
         return self._stage(graph, cuts)
 
-    def _stage(self, graph: StepGraph, stage_cuts: StageCuts) -> StagedStep:
-        self.buffers.learn(graph, stage_cuts)
-        return self.runtime.stage(graph, stage_cuts)
+    def _stage(self, graph: StepGraph, stages: tuple[StagePlan, ...]) -> StagedStep:
+        self.buffers.learn(graph, stages)
+        return self.runtime.stage(graph, stages)
 
     def _units(self) -> set[str]:
         """Modules that stay whole in other steps: the units, and modules that the first step did not call."""
@@ -328,7 +326,7 @@ class PartitionedModule(ModuleState):
             False if a host lacks memory for that: then the parts stay on their ranks, with a warning.
         """
         setup = self.setup
-        if fits_on_hosts(setup.module, setup.world, setup.device):
+        if fits_on_hosts(setup.module, setup.world):
             self.view.close()
             gather_full(setup.module, self.plan.ownership, setup.groups.pipeline, setup.device, to=CPU)
             return True
@@ -362,10 +360,10 @@ def seed_of_batch(setup: RunSetup, step: LightningStep, run_seed: int) -> int:
     return mix(seed, setup.groups.replica) if setup.groups.replica else seed
 
 
-def units_here(graph: StepGraph, cuts: StageCuts, setup: RunSetup) -> dict[str, bool]:
+def units_here(graph: StepGraph, stages: Sequence[StagePlan], setup: RunSetup) -> dict[str, bool]:
     """Modules that are placed whole, and whether this rank has them."""
     found: dict[str, bool] = {}
-    for stage, node in cuts.nodes_by_stage(graph):
+    for stage, node in nodes_by_stage(graph, stages):
         if node.module is not None:
             is_here = setup.rank_of_stage[stage] == setup.groups.pipeline_rank
             found[node.module] = found.get(node.module, False) or is_here

@@ -21,10 +21,9 @@ from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.mesh import held_parameters
-from lightning_smddp.pipeline.partition.hardware import links_between
+from lightning_smddp.pipeline.partition.costs import Resources, in_flight, links_between, resources_for
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import PartitionPlan, Trial, divide
-from lightning_smddp.pipeline.partition.resources import Resources, in_flight, resources_for
 from lightning_smddp.pipeline.partition.self_check import VerificationError
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.state.absent import release, set_contents
@@ -94,7 +93,7 @@ class Partitioning:
 
     def _partitioned(self, plan: PartitionPlan, resources: Resources) -> PartitionedModule:
         setup, step = self.setup, self.step
-        step.recorder.scopes.learn(units_here(plan.graph, plan.stage_cuts, setup))
+        step.recorder.scopes.learn(units_here(plan.graph, plan.stages, setup))
         baseline = None
         if step.trains:
             refuse_changes(plan.graph.once_a_batch)

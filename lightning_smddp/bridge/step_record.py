@@ -30,7 +30,7 @@ from lightning_smddp.bridge.attribute_scopes import AttributeChanges, AttributeS
 from lightning_smddp.bridge.attributes import apply_changes
 from lightning_smddp.bridge.metrics import PipelineMetrics, StepMetrics, detached, patched, touch
 from lightning_smddp.pipeline.capture.tracer import open_modules
-from lightning_smddp.pipeline.partition.outputs import merge_outputs, weighted_mean
+from lightning_smddp.pipeline.partition.microbatches import merge_outputs, weighted_mean
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from lightning_smddp.wire.pytree import tensors
 

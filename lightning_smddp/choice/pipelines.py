@@ -21,16 +21,12 @@ from lightning_smddp.pipeline.capture.graph_builder import build_graph
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
 from lightning_smddp.pipeline.capture.records import Modules, Trace
 from lightning_smddp.pipeline.capture.tracer import trace
-from lightning_smddp.pipeline.partition.assignment import homes_of
-from lightning_smddp.pipeline.partition.costs import time_nodes
-from lightning_smddp.pipeline.partition.cuts import StageCuts
-from lightning_smddp.pipeline.partition.hardware import LOOPBACK
+from lightning_smddp.pipeline.partition.assignment import cut_into_stages, homes_of
+from lightning_smddp.pipeline.partition.costs import LOOPBACK, best_share, in_flight, resources_for, time_nodes
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, rows_of
-from lightning_smddp.pipeline.partition.resources import in_flight, resources_for
 from lightning_smddp.pipeline.partition.split import choose_units, is_within, partition
 from lightning_smddp.pipeline.runtime.remote import ReplayError
-from lightning_smddp.pipeline.runtime.schedules import orders, parse
-from lightning_smddp.planner.schedules import parse_action, simulated_bound
+from lightning_smddp.pipeline.runtime.schedules import parse
 from lightning_smddp.seeding import Generators
 from lightning_smddp.strategies.checks import refusal_of_training
 from lightning_smddp.strategies.options import CommunicationOptions, GradientOptions
@@ -164,14 +160,13 @@ class _Pipeline:
         with preserve_state(self.module, _CPU):
             times = time_nodes(self.graph, run, self._loss, self.module, _CPU)
         found = partition(self.graph, resources, times, None, checkpointing)
-        self.cuts = StageCuts.at(self.graph, found.cuts)
-        plans = self.cuts.plans(len(self.graph.nodes))
+        self.stages = cut_into_stages(self.graph, found.cuts)
         refuse_changes(self.graph.once_a_batch)
         # What training keeps differs from what the runs for times kept, where units are checkpointed.
-        self.timing_profiles = profile_stages(self.graph, plans, run, self._loss, self.module, False)
+        self.timing_profiles = profile_stages(self.graph, self.stages, run, self._loss, self.module, False)
         self.profiles = self.timing_profiles
         if checkpointing:
-            self.profiles = profile_stages(self.graph, plans, run, self._loss, self.module, checkpointing)
+            self.profiles = profile_stages(self.graph, self.stages, run, self._loss, self.module, checkpointing)
 
     def _traced(self, run: Callable[[], Any]) -> Trace:
         with preserve_state(self.module, _CPU), kept_parameters(self.module):
@@ -232,7 +227,7 @@ class _Pipeline:
         """Those that a rank with these stages has; of a tied one there is a copy on each rank that uses it."""
         named = dict(self.module.named_parameters())
         found = []
-        for name, homes in homes_of(self.graph, self.cuts, list(named)).items():
+        for name, homes in homes_of(self.graph, self.stages, list(named)).items():
             if set(homes) & set(stages):
                 found.append(named[name])
         return found
@@ -272,16 +267,11 @@ class _Pipeline:
 
     def _seconds(self) -> float:
         """All micro-batches through the slowest rank, their messages there and back, and its waiting for others."""
-        # `bound` is the share of a step's time in which ranks compute at best, by the schedule's orders with equal
-        # stages. The rest of it they wait for each other.
         count = len(self.microbatches)
         of_rank = [0.0] * self.ranks
         for profile, rank in zip(self.profiles, self.rank_of_stage, strict=True):
             of_rank[rank] += profile.seconds
             if profile.received:
                 of_rank[rank] += 2 * LOOPBACK.seconds(profile.received)
-        actions_of = {}
-        for rank, texts in orders(self.options.schedule, self.ranks, self.num_stages, count).items():
-            actions_of[rank] = [parse_action(text) for text in texts]
-        bound = simulated_bound(actions_of)
-        return count * max(of_rank) / bound
+        # The rest of a step's time ranks wait for each other.
+        return count * max(of_rank) / best_share(self.options.schedule, self.rank_of_stage, count)

@@ -20,7 +20,7 @@ from torch.utils.data import DistributedSampler
 
 from lightning_smddp._compat.trainer import averages_weights, is_compiled_module
 from lightning_smddp.communication.consistency import require_initialized
-from lightning_smddp.pipeline.partition.resources import looks_at_other_rows
+from lightning_smddp.pipeline.partition.microbatches import looks_at_other_rows
 from lightning_smddp.sharding.optimizer_shards import all_parameters
 from lightning_smddp.sharding.optimizer_trial import Granularity, granularity, why_not_one_by_one
 from lightning_smddp.sharding.sharded_optimizers import refuse_own_sharding, splits_parameters

@@ -18,7 +18,7 @@ from lightning_smddp._compat.fsdp import move_undivided
 from lightning_smddp.communication.compression import Compression
 from lightning_smddp.communication.nonfinite import agreed, bad_gradients
 from lightning_smddp.communication.sharded_collectives import ShardedCollectives
-from lightning_smddp.pipeline.partition.hardware import fits_on_hosts
+from lightning_smddp.pipeline.partition.costs import fits_on_hosts
 from lightning_smddp.pipeline.state.deferred_init import materialize
 from lightning_smddp.sharding.fully_sharded import FullySharded, ShardingPlan
 from lightning_smddp.sharding.units import Wrap, find_units
@@ -162,7 +162,7 @@ def make_whole(sharded: FullySharded, device: torch.device) -> dict[int, Tensor]
     sharded.reshard()
     sharded.hold_memory(False)
     # Asked of all hosts: where one has no room, no rank gathers, as none can do so alone.
-    if not fits_on_hosts(module, world, device):
+    if not fits_on_hosts(module, world):
         if dist.get_rank() == 0:
             warnings.warn(
                 f"{type(module).__name__} stays divided: a host has too little memory for the whole of it on each "

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lightning_smddp.pipeline.partition.costs import problem_of
+from lightning_smddp.pipeline.partition.costs import Resources, best_share, problem_of
 from lightning_smddp.pipeline.partition.loss_weights import LossWeight
-from lightning_smddp.pipeline.partition.microbatches import MicroBatch
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch, looks_at_other_rows
 from lightning_smddp.pipeline.partition.plan import PartitionPlan
-from lightning_smddp.pipeline.partition.resources import Resources, best_share, looks_at_other_rows
 from lightning_smddp.planner.advice import Setting, advice
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.tables import print_table
@@ -99,7 +98,7 @@ def _of_stages(plan: PartitionPlan, resources: Resources, module: nn.Module) -> 
     seconds: dict[int, float] = {}
     # Stages in the order of the model. A parameter that several stages use is counted with each of them, and once with
     # a rank that has several of these.
-    for stage in plan.stage_cuts.plans(len(plan.graph.nodes)):
+    for stage in plan.stages:
         number = stage.stage
         rank = resources.rank_of_stage[number]
         nodes = plan.graph.nodes[stage.begin : stage.end]

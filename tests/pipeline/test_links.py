@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_smddp.pipeline.mesh import PipelineMesh
-from lightning_smddp.pipeline.partition.hardware import LOOPBACK, NETWORK, NVLINK, WITHIN_RANK, links_between
+from lightning_smddp.pipeline.partition.costs import LOOPBACK, NETWORK, NVLINK, WITHIN_RANK, links_between
 from lightning_smddp.planner.partition import best_partition
 from lightning_smddp.planner.problem import Link, NodeCost, PartitionProblem
 

@@ -14,8 +14,7 @@ from torch import nn
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.records import Modules, Trace
-from lightning_smddp.pipeline.partition.on_all_ranks import OnAllRanks
-from lightning_smddp.pipeline.partition.plan import build_on_all
+from lightning_smddp.pipeline.partition.plan import OnAllRanks, build_on_all
 from lightning_smddp.pipeline.runtime.remote import Shape
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from tests.ranks import run_in_threads
@@ -66,8 +65,8 @@ def body(group: dist.ProcessGroup, attempt: Callable[..., Any]) -> str:
         (same, "fine"),
         (fails_first, "The step failed on rank 1 while it was traced: KeyError('mine')"),
         (swallows, "The step failed on rank 1 while it was traced: KeyError('mine')"),
-        (returns_early, "another course on each rank: while it was traced it came to a on rank 0, its end on rank 1"),
-        (elsewhere, "another course on each rank: while it was traced it came to place 0 on rank 0"),
+        (returns_early, "another path on each rank: while it was traced it came to a on rank 0, its end on rank 1"),
+        (elsewhere, "another path on each rank: while it was traced it came to place 0 on rank 0"),
     ],
 )
 def test_what_ends_one_ends_all(attempt: Callable[..., Any], message: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_smddp.pipeline.partition.outputs import UncombinableError, merge_outputs
+from lightning_smddp.pipeline.partition.microbatches import UncombinableError, merge_outputs
 
 Pair = namedtuple("Pair", ["first", "second"])
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_smddp.pipeline.mesh import Ownership
-from lightning_smddp.pipeline.partition import hardware
-from lightning_smddp.pipeline.partition.hardware import available_host_bytes, fits_on_devices, fits_on_hosts
+from lightning_smddp.pipeline.partition import costs
+from lightning_smddp.pipeline.partition.costs import available_host_bytes, fits_on_devices, fits_on_hosts
 from lightning_smddp.pipeline.state.absent import release
 from lightning_smddp.pipeline.state.state_dict import gather_full
 from tests.ranks import run_ranks
@@ -24,10 +24,10 @@ def answers(free: list[float], on_meta: bool, hosts: list[str]) -> tuple[bool, b
     """On devices and on hosts with so much free, by rank."""
     assert dist.group.WORLD is not None
     mine, host = free[dist.get_rank()], hosts[dist.get_rank()]
-    hardware.free_device_bytes, hardware.available_host_bytes = lambda _: mine, lambda: mine
-    hardware.node_identity = lambda: host
+    costs.free_device_bytes, costs.available_host_bytes = lambda _: mine, lambda: mine
+    costs.node_identity = lambda: host
     module = MEGABYTES.to("meta") if on_meta else MEGABYTES
-    return fits_on_devices(module, dist.group.WORLD, CPU), fits_on_hosts(module, dist.group.WORLD, CPU)
+    return fits_on_devices(module, dist.group.WORLD, CPU), fits_on_hosts(module, dist.group.WORLD)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_all_ranks_answer_alike(
 
 
 def test_free_memory_of_a_host_and_its_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "_GROUPS", tmp_path)
+    monkeypatch.setattr(costs, "_GROUPS", tmp_path)
     whole = available_host_bytes()
     assert 0 < whole < 1e15
     (tmp_path / "memory.max").write_text("3000000\n")

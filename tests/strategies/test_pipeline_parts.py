@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_smddp.pipeline.partition import hardware
+from lightning_smddp.pipeline.partition import costs
 from tests.ranks import run_trainer_ranks
 from tests.strategies.pipeline_learners import Bench, Evaluated, assert_same
 
@@ -18,7 +18,7 @@ RANK = "RANK"
 
 def fit_on_small_hosts(path: str) -> tuple[list[str], int, list[str]]:
     """Warnings; parameters without memory after fit; the error of going on."""
-    hardware.available_host_bytes = lambda: 0.0 if os.environ[RANK] == "1" else 1e15
+    costs.available_host_bytes = lambda: 0.0 if os.environ[RANK] == "1" else 1e15
     model, trainer = Evaluated(), Bench({}).trainer(max_epochs=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -39,7 +39,7 @@ def test_parts_stay_where_a_host_has_too_little_memory(tmp_path: Path) -> None:
 def fit_on_small_devices() -> list[Any]:
     """One device seems to be smaller than the others, so the model is never whole on any of them."""
     if os.environ[RANK] == "1":
-        hardware.free_device_bytes = lambda _: 0.0
+        costs.free_device_bytes = lambda _: 0.0
     model, trainer = Evaluated(), Bench({}).trainer(max_epochs=1, num_sanity_val_steps=1)
     trainer.fit(model)
     devices = sorted({parameter.device.type for parameter in model.parameters()})

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_smddp.pipeline.capture.tracer import trace
-from lightning_smddp.pipeline.partition.resources import resources_for
+from lightning_smddp.pipeline.partition.costs import resources_for
 from lightning_smddp.pipeline.runtime.casts import cast_type, kept_casts, look_for_casts, may_keep_casts
 from tests.ranks import run_trainer_ranks
 from tests.strategies.pipeline_learners import Bench, Net, assert_same

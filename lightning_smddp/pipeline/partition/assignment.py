@@ -1,168 +1,139 @@
-"""Which stages, and so which ranks, have which parameters and buffers; other steps cut so that they fit."""
+"""What each stage does in a step; which stages, and so which ranks, have which parameters and buffers."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import groupby, pairwise
 from os.path import commonprefix
 
-from lightning_smddp.pipeline.capture.boundaries import boundary_bytes, possible_cuts
-from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
+from lightning_smddp.pipeline.capture.boundaries import boundary_bytes, boundary_values, possible_cuts
+from lightning_smddp.pipeline.capture.graph import Node, SplitError, StepGraph
 from lightning_smddp.pipeline.mesh import Ownership
-from lightning_smddp.pipeline.partition.cuts import StageCuts
-from lightning_smddp.pipeline.partition.resources import Resources
 from lightning_smddp.pipeline.partition.split import what_forbids
+from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
 
 
-def homes_of(graph: StepGraph, stage_cuts: StageCuts, all_parameters: Collection[str]) -> dict[str, tuple[int, ...]]:
+def cut_into_stages(graph: StepGraph, cuts: Sequence[int]) -> tuple[StagePlan, ...]:
+    """The stages of ``graph`` if it is cut before the nodes ``cuts``."""
+    if not graph.nodes:  # the step returns at once
+        return tuple(StagePlan(stage, 0, 0, frozenset(), (), ()) for stage in range(len(cuts) + 1))
+    sent, again = boundary_values(graph, cuts)
+    crossing = [(), *sent, ()]
+    stages = []
+    for stage, (begin, end) in enumerate(pairwise([0, *cuts, len(graph.nodes)])):
+        stages.append(StagePlan(stage, begin, end, again[stage], crossing[stage], crossing[stage + 1]))
+    return tuple(stages)
+
+
+def nodes_by_stage(graph: StepGraph, stages: Sequence[StagePlan]) -> Iterator[tuple[int, Node]]:
+    """All nodes of ``graph`` in order, each with the stage that it belongs to."""
+    for plan in stages:
+        for node in graph.nodes[plan.begin : plan.end]:
+            yield plan.stage, node
+
+
+def homes_of(
+    graph: StepGraph, stages: Sequence[StagePlan], all_parameters: Collection[str]
+) -> dict[str, tuple[int, ...]]:
     """For each parameter the stages that use it; those that no node uses go to that of a twin, or of neighbours."""
-    homes: dict[str, set[int]] = defaultdict(set)
-    for stage, node in stage_cuts.nodes_by_stage(graph):
+    homes: dict[str, tuple[int, ...]] = {}
+    for stage, node in nodes_by_stage(graph, stages):
         for name in node.parameters:
-            homes[name].add(stage)
-    placed = {name: tuple(sorted(stages)) for name, stages in homes.items()}
+            homes[name] = tuple(sorted({stage, *homes.get(name, ())}))
     # Those that no node uses have to be somewhere, too: hooks and other steps may use them.
-    for name in all_parameters:
-        if name not in placed:
-            twin = _twin(name, homes)
-            placed[name] = (neighbour_stage(name, homes) if twin is None else min(homes[twin]),)
-    return placed
+    unused = {name: (_nearest_stage(name, homes),) for name in all_parameters if name not in homes}
+    return {**homes, **unused}
 
 
-def _twin(name: str, homes: Mapping[str, Collection[int]]) -> str | None:
-    """A parameter that the step uses whose name ends as ``name`` does, in two parts or more; the most alike one.
+def _nearest_stage(name: str, homes: Mapping[str, Sequence[int]]) -> int:
+    """The stage of the placed parameter whose name is most like ``name``: its twin, else one near it in the tree.
 
     A teacher that follows a student, or an average of the weights, is a copy of modules under another name. Beside
     the original nothing has to be sent to update it.
     """
+    parts = name.split(".")
 
-    # "teacher.layers.0.weight" and "student.layers.0.weight" end alike in three parts. One alone ("weight") says
-    # nothing.
-    def common_parts(other: str) -> int:
-        return len(commonprefix([name.split(".")[::-1], other.split(".")[::-1]]))
+    def likeness(other: str) -> tuple[int, int, int]:
+        others = other.split(".")
+        # "teacher.layers.0.weight" and "student.layers.0.weight" end alike in three parts. One ("weight") says nothing.
+        ending = len(commonprefix([parts[::-1], others[::-1]]))
+        return ending if ending > 1 else 0, len(commonprefix([parts, others])), -min(homes[other])
 
-    best = max(homes, key=common_parts, default=name)
-    return best if best != name and common_parts(best) > 1 else None
-
-
-def neighbour_stage(name: str, homes: Mapping[str, Collection[int]]) -> int:
-    """The first stage of the parameters that are nearest to ``name`` in the tree of modules."""
-    # From the innermost module that holds it outwards: the first that has a parameter with a stage.
-    prefix = name
-    while "." in prefix:
-        prefix = prefix.rpartition(".")[0]
-        near: set[int] = set()
-        for other, stages in homes.items():
-            if other.startswith(f"{prefix}."):
-                near.update(stages)
-        if near:
-            return min(near)
-    return 0
+    return min(homes[max(homes, key=likeness)]) if homes else 0
 
 
-def follow(graph: StepGraph, homes: Mapping[str, tuple[int, ...]], num_stages: int) -> StageCuts:
-    """Cut another step (validation, say) so that each stage uses its own parameters only.
+def follow(graph: StepGraph, homes: Mapping[str, tuple[int, ...]], num_stages: int) -> tuple[StagePlan, ...]:
+    """Cut another step (validation, say) so that each stage uses its own parameters only, where fewest bytes cross.
 
     Raises:
         SplitError: the step needs stages in another order than the one that the parameters were placed for.
     """
-    # Stages only ascend through a step. Parameters that several stages have leave room: a node is done by a stage
-    # between the earliest that may do it after the nodes before, and the latest that may before the nodes after.
-    used = [node.index for node in graph.nodes if node.parameters]
-    holders = {index: _holders(graph.nodes[index].parameters, homes, num_stages) for index in used}
-    earliest: dict[int, int] = {}
-    stage = 0
-    for index in used:
-        later = [holder for holder in holders[index] if holder >= stage]
-        if not later:
-            where = ", ".join(map(str, sorted(holders[index]))) or "different ones"
-            raise SplitError(
-                f"{graph.nodes[index].name} is used behind units of stage {stage}, but its parameters are on stage "
-                f"{where}: this step uses the modules in another order than the one that the model was split by. Use "
-                "the same order in all steps, or strategy='smddp'."
-            )
-        stage = earliest[index] = min(later)
-    latest: dict[int, int] = {}
-    stage = num_stages - 1
-    for index in reversed(used):
-        stage = latest[index] = max(holder for holder in holders[index] if holder <= stage)
-    return StageCuts.at(graph, _cheapest_cuts(graph, holders, earliest, latest, num_stages))
+    if not any(node.parameters for node in graph.nodes):
+        return cut_into_stages(graph, [0] * (num_stages - 1))  # a step that uses no parameter is the last stage's alone
+    # By where a stage may begin: the bytes that cross before it at least, and the cuts of that.
+    options: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    for stage in range(num_stages - 1):
+        longer: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for begin, (crossed, cuts) in options.items():
+            end = _end_of_stage(graph, begin, stage, homes)
+            for cut in possible_cuts(graph):
+                if begin <= cut <= end:
+                    found = (crossed + boundary_bytes(graph, cut), (*cuts, cut))
+                    longer[cut] = min(longer.get(cut, found), found)
+        options = longer
+    complete = []
+    for begin, option in options.items():
+        if _end_of_stage(graph, begin, num_stages - 1, homes) == len(graph.nodes):
+            complete.append(option)
+    if not complete:
+        used = [str(min(homes[name])) for node in graph.nodes for name in node.parameters[:1]]
+        order = " ".join(stage for stage, _ in groupby(used))
+        raise SplitError(
+            f"This step uses the modules of stages in the order {order}, and cannot be cut so that each stage uses its "
+            f"own alone.{what_forbids(graph)} Use modules in the same order in all steps, or strategy='smddp'."
+        )
+    return cut_into_stages(graph, min(complete)[1])
 
 
-def _holders(parameters: Collection[str], homes: Mapping[str, tuple[int, ...]], num_stages: int) -> set[int]:
-    """The stages that have all of them."""
-    return set(range(num_stages)).intersection(*(homes[name] for name in parameters))
-
-
-def _cheapest_cuts(
-    graph: StepGraph,
-    holders: Mapping[int, set[int]],
-    earliest: Mapping[int, int],
-    latest: Mapping[int, int],
-    num_stages: int,
-) -> list[int]:
-    """First nodes of the stages 1..: between the last node that must be earlier and the first that must not."""
-    if not holders:
-        return [0] * (num_stages - 1)  # a step that uses no parameter is the last stage's alone
-    cuts: list[int] = []
-    for stage in range(1, num_stages):
-        # Nodes without parameters lie between the last node of an earlier stage and the first of this or a later one,
-        # and may be on either side: the cut is where the fewest bytes cross.
-        low = max((index for index in holders if latest[index] < stage), default=0) + 1
-        high = min((index for index in holders if earliest[index] >= stage), default=len(graph.nodes) - 1)
-        first = max([low, *cuts])
-        last = max(high, low)
-        # The stage before has all parameters of its nodes.
-        begin = cuts[-1] if cuts else 0
-        end = min((index for index in holders if index >= begin and stage - 1 not in holders[index]), default=last)
-        allowed = [cut for cut in possible_cuts(graph) if first <= cut <= min(last, end)]
-        if not allowed:
-            raise SplitError(
-                f"This step cannot be cut where stage {stage} begins, between {graph.nodes[low - 1].name} and "
-                f"{graph.nodes[high].name}.{what_forbids(graph)}"
-            )
-        cuts.append(min(allowed, key=lambda cut: boundary_bytes(graph, cut)))
-    return cuts
+def _end_of_stage(graph: StepGraph, begin: int, stage: int, homes: Mapping[str, tuple[int, ...]]) -> int:
+    """Behind the last node of a ``stage`` from ``begin`` on that has all parameters it uses."""
+    for node in graph.nodes[begin:]:
+        if any(stage not in homes[name] for name in node.parameters):
+            return node.index
+    return len(graph.nodes)
 
 
 def ownership_of(
     graph: StepGraph,
-    stage_cuts: StageCuts,
+    stages: Sequence[StagePlan],
     homes: Mapping[str, Sequence[int]],
-    resources: Resources,
-    all_buffers: Sequence[str] = (),
+    rank_of_stage: Sequence[int],
+    all_buffers: Collection[str],
 ) -> Ownership:
     """Ranks instead of stages.
 
     A buffer that the step changes belongs to the rank of the node that does. Others may be changed by a later step (a
     BatchNorm that is unfrozen): they belong to where they are read, else to where parameters near them are.
     """
-    ranks = resources.rank_of_stage
-    buffers: dict[str, int] = {}
+    changed: dict[str, set[int]] = defaultdict(set)
     units: dict[str, int] = {}  # and their stages
-    for stage, node in stage_cuts.nodes_by_stage(graph):
+    for stage, node in nodes_by_stage(graph, stages):
         if node.module is not None:
             units[node.module] = stage
         for name in node.buffers:
-            other = buffers.setdefault(name, ranks[stage])
-            if other != ranks[stage]:
-                raise SplitError(
-                    f"Buffer {name!r} is changed on ranks {other} and {ranks[stage]} of the pipeline: the "
-                    "module that changes it is called in several stages. Cut elsewhere by `split=`."
-                )
-    for name in all_buffers:
-        if name not in buffers:
-            stage = _stage_of_buffer(name, units, homes)
-            buffers[name] = ranks[stage]
-    parameters = {}
-    for name, stages in homes.items():
-        holders = [ranks[stage] for stage in stages]
-        parameters[name] = tuple(dict.fromkeys(holders))  # several stages may be on one rank
-    return Ownership(parameters, buffers, max(ranks) + 1)
-
-
-def _stage_of_buffer(name: str, units: Mapping[str, int], homes: Mapping[str, Sequence[int]]) -> int:
-    for unit, stage in units.items():
-        if name.startswith(f"{unit}."):
-            return stage
-    return neighbour_stage(name, homes)
+            changed[name].add(rank_of_stage[stage])
+    buffers = {}
+    for name in dict.fromkeys([*all_buffers, *changed]):
+        around = [stage for unit, stage in units.items() if name.startswith(f"{unit}.")]
+        stage = around[0] if around else _nearest_stage(name, homes)
+        ranks = sorted(changed.get(name, {rank_of_stage[stage]}))
+        if len(ranks) > 1:
+            raise SplitError(
+                f"Buffer {name!r} is changed on ranks {ranks[0]} and {ranks[1]} of the pipeline: the module that "
+                "changes it is called in several stages. Cut elsewhere by `split=`."
+            )
+        buffers[name] = ranks[0]
+    # Several stages may be on one rank.
+    parameters = {name: tuple(dict.fromkeys(rank_of_stage[home] for home in found)) for name, found in homes.items()}
+    return Ownership(parameters, buffers, max(rank_of_stage) + 1)

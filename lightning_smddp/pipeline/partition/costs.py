@@ -1,31 +1,234 @@
-"""Seconds and bytes of each node of a step: what a partition is judged by."""
+"""What a partition is judged by: seconds and bytes of each node of a step, memory, and what messages cost.
+
+Ranks that decide by memory decide alike, as each hears what the others have.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.pipeline.capture.boundaries import boundary_bytes, possible_cuts
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.tracer import Clock, Instant, Step
-from lightning_smddp.pipeline.partition.resources import Resources
-from lightning_smddp.planner.problem import NodeCost, PartitionProblem
+from lightning_smddp.pipeline.mesh import named_tensors
+from lightning_smddp.pipeline.runtime.schedules import Schedule, orders
+from lightning_smddp.planner.problem import Link, NodeCost, PartitionProblem
+from lightning_smddp.planner.schedules import Action, parse_action, simulated_bound
+from lightning_smddp.wire.objects import gather
 from lightning_smddp.wire.pytree import tensors
 
 LossIn: TypeAlias = Callable[[Any], Tensor | None]
 """The loss in what a step returned; None if there is none."""
 
 _BACKWARD_OF_FORWARD = 2.0  # time of a backward where only the forward was measured
+_MARGIN = 1.05  # times the module's bytes, for what a host needs besides
+_GROUPS = Path("/sys/fs/cgroup")
+
+# What messages cost is taken for known, by kind: a measurement tells how busy hosts are. The cores of hosts
+# without devices copy, and cannot compute meanwhile.
+LOOPBACK = Link(latency_s=1e-4, bytes_per_s=2e9)
+NVLINK = Link(latency_s=1e-5, bytes_per_s=100e9, unhidden=0.0)
+NETWORK = Link(latency_s=1e-4, bytes_per_s=3e9, unhidden=0.0)
+WITHIN_RANK = Link(latency_s=0.0, bytes_per_s=math.inf, unhidden=0.0)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What there is to place stages on.
+
+    Attributes:
+        rank_of_stage: rank in the pipeline of each stage.
+        in_flight: micro-batches whose activations each stage keeps at once.
+        parameter_bytes: of each parameter, with its gradient and optimizer state.
+        memory_limit: bytes of a rank, or None.
+        links: between the ranks of each stage and the next.
+    """
+
+    rank_of_stage: tuple[int, ...]
+    in_flight: tuple[int, ...]
+    parameter_bytes: Mapping[str, int]
+    memory_limit: float | None = None
+    links: tuple[Link, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of all ranks together; a rank may have several."""
+        return len(self.rank_of_stage)
+
+
+def resources_for(
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    rank_of_stage: Sequence[int],
+    flights: Sequence[int],
+    links: tuple[Link, ...],
+    memory_limit: float | None = None,
+    casts_weights: bool = False,
+    num_shares: int = 1,
+) -> Resources:
+    """What stages of ``module`` may use.
+
+    Args:
+        module: whose parameters take memory.
+        optimizers: that keep states of them.
+        rank_of_stage: for each stage the rank that runs it.
+        flights: see :func:`in_flight`.
+        links: between neighbouring stages' ranks.
+        memory_limit: bytes of a rank.
+        casts_weights: steps run under autocast, which keeps a copy of weights in 16 bits for as long as a step takes.
+        num_shares: replicas that share the optimizers' states.
+    """
+    # Of optimizers, the one that keeps most counts for all parameters: which of them steps one is not looked up.
+    states = max([_state_copies(optimizer) for optimizer in optimizers], default=0) / num_shares
+    sizes = {}  # by parameter, in bytes
+    for name, parameter in module.named_parameters():
+        sizes[name] = parameter.nbytes
+        if parameter.requires_grad and optimizers:
+            sizes[name] = int(parameter.nbytes * (2 + states))  # the parameter, its gradient, the optimizer's states
+        if casts_weights and parameter.requires_grad and parameter.dtype == torch.float32:
+            sizes[name] += parameter.numel() * torch.bfloat16.itemsize
+    return Resources(tuple(rank_of_stage), tuple(flights), sizes, memory_limit, links)
+
+
+def _state_copies(optimizer: Optimizer) -> int:
+    """Tensors of a parameter's size that an optimizer keeps for it, by its options."""
+    options = optimizer.defaults
+    if "betas" in options:  # Adam's kind: means of gradients and of their squares
+        return 2
+    if options.get("momentum") or "alpha" in options:  # SGD's momentum, RMSprop's mean of squares
+        return 1
+    return 0
+
+
+def in_flight(schedule: Schedule, rank_of_stage: Sequence[int], num_microbatches: int) -> list[int]:
+    """For each stage the most micro-batches between their forward and their backward."""
+    most = [0] * len(rank_of_stage)
+    held = [0] * len(rank_of_stage)  # micro-batches that are between their forward and their backward now
+    for actions in _actions(schedule, rank_of_stage, num_microbatches).values():
+        for stage, kind, _ in actions:
+            if kind == "F":
+                held[stage] += 1
+                most[stage] = max(most[stage], held[stage])
+            elif kind != "W":  # a whole backward, or the part that gives the inputs' gradients
+                held[stage] -= 1
+    return most
+
+
+def best_share(schedule: Schedule, rank_of_stage: Sequence[int], num_microbatches: int) -> float:
+    """Of a step's time, how much ranks compute at best, with equal stages: a share of 1."""
+    return simulated_bound(_actions(schedule, rank_of_stage, num_microbatches))
+
+
+def _actions(schedule: Schedule, rank_of_stage: Sequence[int], num_microbatches: int) -> dict[int, list[Action]]:
+    """What each rank does, in order."""
+    texts = orders(schedule, max(rank_of_stage) + 1, len(rank_of_stage), num_microbatches)
+    return {rank: list(map(parse_action, of_rank)) for rank, of_rank in texts.items()}
+
+
+def links_between(
+    rank_of_stage: Sequence[int],
+    pipelines: Sequence[Sequence[int]],
+    hosts: Sequence[str],
+    device_type: str,
+) -> tuple[Link, ...]:
+    """The link between each stage and the next; of several pipelines the slowest.
+
+    Args:
+        rank_of_stage: rank in the pipeline of each stage.
+        pipelines: for each of them its ranks.
+        hosts: identity of each rank's.
+        device_type: where the messages are.
+    """
+    links = []
+    for sender, receiver in pairwise(rank_of_stage):
+        if sender == receiver:
+            links.append(WITHIN_RANK)
+        elif device_type == "cpu":
+            links.append(LOOPBACK)
+        elif all(hosts[ranks[sender]] == hosts[ranks[receiver]] for ranks in pipelines):
+            links.append(NVLINK)
+        else:
+            links.append(NETWORK)
+    return tuple(links)
+
+
+# ---- room for a whole module -----------------------------------------------------------------------------------------
+
+
+def available_host_bytes() -> float:
+    """What this process may still take of its host's memory, of its container's if that is less; inf if unknown."""
+    found = math.inf
+    with suppress(OSError, AttributeError):
+        line = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        found = 1024.0 * int(line[1])  # type: ignore[index]  # without such a line: unknown
+    with suppress(OSError, ValueError):  # "max" is no limit
+        limit = int((_GROUPS / "memory.max").read_text())
+        found = min(found, max(0, limit - int((_GROUPS / "memory.current").read_text())))
+    return found
+
+
+def free_device_bytes(device: torch.device) -> float:
+    """Of a CUDA device; inf for others."""
+    if device.type != "cuda":
+        return math.inf
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def fits_on_devices(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether every rank's device has room for all of ``module``. Collective over ``group``, all ranks.
+
+    As much again is for the trace, and for the gradients of its last modules.
+    """
+    size = sum(parameter.nbytes for parameter in module.parameters())
+    return all(gather(2 * size <= free_device_bytes(device), group))
+
+
+def fits_on_hosts(module: nn.Module, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of each host can have the whole ``module`` there. Collective over ``group``, all ranks."""
+    needed = sum(tensor.nbytes for tensor in named_tensors(module).values() if tensor.device.type != "cpu")
+    # Ranks of one host are told by its identity: what they need adds up, and each may have found another rest.
+    wanted: dict[str, float] = defaultdict(float)
+    available: dict[str, float] = defaultdict(lambda: math.inf)
+    for host, size, free in gather((node_identity(), needed, available_host_bytes()), group):
+        wanted[host] += size
+        available[host] = min(available[host], free)
+    return all(_MARGIN * wanted[host] <= available[host] for host in wanted)
+
+
+@contextmanager
+def explained_shortage() -> Iterator[None]:
+    """Around a run of the training step on one device: where that is out of memory, the error says what to do.
+
+    Raises:
+        torch.OutOfMemoryError: as it came, with the cure.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(
+            f"{error} This was a run of the step on one micro-batch, by which a pipeline is planned. More "
+            "micro-batches (`num_microbatches=`) make each of them smaller. The whole model is on each device then, "
+            "unless `PipelineStrategy(meta_init=True)` is given and layers are made in `configure_model`."
+        ) from error
+
+
+# ---- nodes -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -45,19 +248,31 @@ class NodeTimes:
 def problem_of(graph: StepGraph, resources: Resources, times: NodeTimes, checkpointing: bool) -> PartitionProblem:
     """What the partition has to solve."""
     costs = []
-    for node in graph.nodes:
-        forward, backward = times.forward[node.index], times.backward[node.index]
-        is_unit = node.module is not None
+    kinds: dict[Hashable, list[int]] = defaultdict(list)  # indices of the nodes of each kind
+    for node, forward, backward in zip(graph.nodes, times.forward, times.backward, strict=True):
         kept = node.activation_bytes
-        if checkpointing and is_unit:  # its forward runs again in the backward, and nothing is kept in between
-            backward += forward
-            kept = 0
-        costs.append(NodeCost(node.name, forward, backward, kept, node.parameters, is_unit))
+        kind: Hashable = node.index  # an operation between units is of no kind
+        if node.module is not None:
+            # Layers are of one kind if their names differ in numbers only ("blocks.3.mlp" is as "blocks.4.mlp"), and
+            # parameters, activations and outputs are as large.
+            sizes = [resources.parameter_bytes[name] for name in node.parameters]
+            shapes = [graph.values[value].shape for value in node.outputs]
+            kind = (re.sub(r"\d+", "#", node.name), tuple(sizes), tuple(shapes), kept)
+            if checkpointing:  # its forward runs again in the backward, and nothing is kept in between
+                backward += forward
+                kept = 0
+        kinds[kind].append(node.index)
+        costs.append(NodeCost(node.name, forward, backward, kept, node.parameters, node.module is not None))
+    for alike in kinds.values():  # one measurement of each may be cold, or disturbed
+        forward = median(costs[index].forward_s for index in alike)
+        backward = median(costs[index].backward_s for index in alike)
+        for index in alike:
+            costs[index] = replace(costs[index], forward_s=forward, backward_s=backward)
     cut_bytes = [math.inf] * (len(costs) + 1)
     for cut in possible_cuts(graph):
         cut_bytes[cut] = boundary_bytes(graph, cut)
     return PartitionProblem(
-        nodes=_evened(costs, graph, resources),
+        nodes=costs,
         parameter_bytes=resources.parameter_bytes,
         cut_bytes=cut_bytes,
         rank_of_stage=resources.rank_of_stage,
@@ -67,31 +282,6 @@ def problem_of(graph: StepGraph, resources: Resources, times: NodeTimes, checkpo
     )
 
 
-def _evened(costs: list[NodeCost], graph: StepGraph, resources: Resources) -> list[NodeCost]:
-    """The same times for layers of one kind: one measurement of each may be cold, or disturbed.
-
-    Layers are of one kind if their names differ in numbers only, and parameters, activations and outputs are as large.
-    """
-    kinds: dict[Hashable, list[int]] = defaultdict(list)  # indices of the nodes of each kind
-    for node, cost in zip(graph.nodes, costs, strict=True):
-        name: str | int = node.index  # an operation between units is of no kind
-        if node.module is not None:
-            name = re.sub(r"\d+", "#", node.name)  # "blocks.3.mlp" is as "blocks.4.mlp"
-        sizes = [resources.parameter_bytes.get(parameter, 0) for parameter in node.parameters]
-        shapes = [graph.values[value].shape for value in node.outputs]
-        kinds[name, tuple(sizes), tuple(shapes), cost.activation_bytes].append(node.index)
-    evened = list(costs)
-    for alike in kinds.values():
-        forward = median(costs[index].forward_s for index in alike)
-        backward = median(costs[index].backward_s for index in alike)
-        for index in alike:
-            evened[index] = replace(costs[index], forward_s=forward, backward_s=backward)
-    return evened
-
-
-# ---- a timed run -----------------------------------------------------------------------------------------------------
-
-
 def time_nodes(graph: StepGraph, step: Step, loss_of: LossIn, root: nn.Module, device: torch.device) -> NodeTimes:
     """Run the step once, forward, and backward if it has a loss; no gradients stay.
 
@@ -99,27 +289,30 @@ def time_nodes(graph: StepGraph, step: Step, loss_of: LossIn, root: nn.Module, d
     counts with the unit behind them.
     """
     watch = _UnitWatch(Clock(device))
-    with _dropped_gradients(root), watch.on({name: root.get_submodule(name) for name in graph.units}):
+    with ExitStack() as stack:
+        for name in graph.units:
+            unit = root.get_submodule(name)
+            stack.callback(unit.register_forward_pre_hook(watch.begins, prepend=True).remove)
+            stack.callback(unit.register_forward_hook(partial(watch.ends, name)).remove)
+        for parameter in root.parameters():
+            if parameter.requires_grad:
+                stack.callback(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # to compile it anew for the hooks takes long
         loss = loss_of(step())
         if loss is not None and loss.requires_grad:
             watch.enter(None)
             loss.backward()
-            watch.leave()
+            watch.enter(None)
+    times = NodeTimes.of_trace(graph)
     calls = Counter(node.module for node in graph.nodes)
-    traced = NodeTimes.of_trace(graph)
-    forward, backward = [], []
     for node in graph.nodes:
         if node.module is None:
-            forward.append(node.seconds)
-            backward.append(0.0)
-        elif node.module in watch.forward:
-            forward.append(watch.forward[node.module] / calls[node.module])
-            backward.append(watch.backward[node.module] / calls[node.module])
-        else:  # its `forward` was called, and no hooks
-            forward.append(traced.forward[node.index])
-            backward.append(traced.backward[node.index])
-    backward[-1] += watch.backward[None]
-    return NodeTimes(forward, backward)
+            times.backward[node.index] = 0.0
+        elif node.module in watch.forward:  # else its `forward` was called, and no hooks
+            times.forward[node.index] = watch.forward[node.module] / calls[node.module]
+            times.backward[node.index] = watch.backward[node.module] / calls[node.module]
+    times.backward[-1] += watch.backward[None]
+    return times
 
 
 class _UnitWatch:
@@ -136,19 +329,12 @@ class _UnitWatch:
         self._begun: list[Instant] = []  # calls of units that are in calls of others
         self._running: tuple[Instant, str | None] | None = None  # backward: since when, which unit
 
-    @contextmanager
-    def on(self, units: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Watch their calls."""
-        with ExitStack() as handles:
-            for name, unit in units.items():
-                begins = unit.register_forward_pre_hook(lambda *_: self._begun.append(self.clock.now()), prepend=True)
-                ends = unit.register_forward_hook(partial(self._ends, name))
-                handles.callback(begins.remove)
-                handles.callback(ends.remove)
-            with torch.compiler.set_stance("force_eager"):  # to compile it anew for the hooks takes long
-                yield
+    def begins(self, unit: nn.Module, arguments: Any) -> None:
+        """Before its forward."""
+        self._begun.append(self.clock.now())
 
-    def _ends(self, name: str, unit: nn.Module, arguments: Any, result: Any) -> None:
+    def ends(self, name: str, unit: nn.Module, arguments: Any, result: Any) -> None:
+        """Behind its forward."""
         begun = self._begun.pop()
         if self._begun:
             return
@@ -159,27 +345,14 @@ class _UnitWatch:
                 tensor.register_hook(lambda gradient: self.enter(name))
 
     def enter(self, name: str | None) -> None:
-        """The backward of this unit begins."""
-        self.leave()
-        self._running = (self.clock.now(), name)
-
-    def leave(self) -> None:
-        """The time since then is that of the unit that has been running."""
+        """The backward of this unit begins: the time until now is that of the one that has been running."""
+        now = self.clock.now()
         if self._running is not None:
-            since, name = self._running
-            self.backward[name] += since.until(self.clock.now())
-            self._running = None
+            since, running = self._running
+            self.backward[running] += since.until(now)
+        self._running = (now, name)
 
 
-@contextmanager
-def _dropped_gradients(root: nn.Module) -> Iterator[None]:
+def _drop_gradient(parameter: Tensor) -> None:
     """The whole model's gradients may be too much for one rank."""
-
-    def drop(parameter: Tensor) -> None:
-        parameter.grad = None
-
-    with ExitStack() as handles:
-        for parameter in root.parameters():
-            if parameter.requires_grad:
-                handles.callback(parameter.register_post_accumulate_grad_hook(drop).remove)
-        yield
+    parameter.grad = None

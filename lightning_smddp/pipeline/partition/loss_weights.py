@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_smddp._compat.torch import write_count
-from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.partition.outputs import place_text
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch, place_text
 from lightning_smddp.wire.pytree import Path, items
 
 IGNORED = -100  # torch's and transformers' label of what does not count

@@ -1,6 +1,6 @@
-"""A batch of any structure in micro-batches: by the user's functions, else along the dimension of its rows.
+"""A batch of any structure in micro-batches, and what a step returned for each of them as one value again.
 
-What belongs to the rows of a batch of N rows:
+A batch is cut by the user's functions, else along the dimension of its rows. What belongs to the rows of a batch of N:
 
 * a tensor or array whose first dimension is N;
 * a list or tuple of N entries, one per row: strings, numbers, tensors of any sizes, dicts. It is a collection of fields
@@ -29,16 +29,20 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_smddp.pipeline.capture.objects import attributes_of, describe, is_plain
-from lightning_smddp.pipeline.partition.outputs import place_text
-from lightning_smddp.wire.pytree import Path, leaves, members_of, with_members
+from lightning_smddp.wire.pytree import Path, items, leaves, members_of, tensors, with_members
 
 SplitBatch: TypeAlias = Callable[[Any, int], Sequence[Any]]
 _ARRAYS = (Tensor, np.ndarray)
-_SHOWN = 8  # members of each container in messages
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_SHOWN = 16  # tensors of a batch in messages
 
 
 class UnclearBatchError(ValueError):
     """A batch cannot be cut: its rows are not clear, or something in it has no rows that are known here."""
+
+
+class UncombinableError(ValueError):
+    """There is no rule that makes one value of those of micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +84,14 @@ class Splitter:
         """
         if self.split_batch is not None:
             return max([self.whole(batch).size, *loader_sizes])
-        if self.batch_size_fn is not None:
-            rows = self._told(self.batch_size_fn, batch)
-            loader_sizes = [rows]
-        else:
+        rows = self._told(batch)
+        if rows is None:
             rows = _find_rows(batch, loader_sizes)
-        arrays = list(_outer_arrays(batch))
-        if any(self._may_have_time_first(array, arrays, rows, loader_sizes) for array in arrays):
-            raise UnclearBatchError(f"the first dimension ({rows}) may be that of time: {sizes_text(batch)}")
+        else:
+            loader_sizes = [rows]
+        for array in _carriers(batch):
+            if isinstance(array, _ARRAYS) and self._may_have_time_first(array, rows, loader_sizes):
+                raise UnclearBatchError(f"the first dimension ({rows}) may be that of time: {_sizes_text(batch)}")
         return rows
 
     def cut(self, batch: Any, count: int, rows: int) -> list[MicroBatch]:
@@ -97,59 +101,47 @@ class Splitter:
             UnclearBatchError: something in it cannot be cut, or can be read in two ways.
             ValueError: what ``split_batch`` returns is wrong.
         """
-        if self.split_batch is not None and count == 1:
+        if self.split_batch is None:
+            return split(batch, count, rows, is_told=self.batch_size_fn is not None)
+        if count == 1:
             return [self.whole(batch)]
-        if self.split_batch is not None:
-            return self._by_hook(self.split_batch, batch, count, rows)
-        return split(batch, count, rows, is_told=self.batch_size_fn is not None)
+        parts = list(self.split_batch(batch, count))
+        if not all(type(part) is tuple and len(part) == 2 and type(part[1]) is int for part in parts):
+            parts = [(part, self.whole(part).size) for part in parts]
+            sizes, expected = [size for _, size in parts], self.whole(batch).size
+            if parts and sum(sizes) != expected:
+                raise ValueError(
+                    f"split_batch returned batches that seem to have {sizes} rows, of {expected} in all: their weights "
+                    "in the loss are not clear. Return pairs of a batch and its number of rows instead of batches."
+                )
+        sizes = [size for _, size in parts]
+        if min(sizes, default=0) < 1:
+            raise ValueError(
+                f"split_batch returned batches of {sizes} rows for num_microbatches={count}. Return one batch at "
+                "least, and in each one row at least."
+            )
+        return [MicroBatch(value, size, size / sum(sizes)) for value, size in parts]
 
     def whole(self, batch: Any) -> MicroBatch:
         """All of a batch as one micro-batch."""
-        rows = rows_of(batch)
-        if self.batch_size_fn is not None:
-            rows = self._told(self.batch_size_fn, batch)
-        return MicroBatch(batch, max(1, rows), 1.0)
+        rows = self._told(batch)
+        return MicroBatch(batch, max(1, rows_of(batch) if rows is None else rows), 1.0)
 
-    def _may_have_time_first(self, array: Any, arrays: list[Any], rows: int, loader_sizes: Collection[int]) -> bool:
+    def _may_have_time_first(self, array: Any, rows: int, loader_sizes: Collection[int]) -> bool:
         if array.ndim < 2:
             return False
         first, second = array.shape[:2]
         if self.time_first and (first == second == rows or not loader_sizes):
             return True
-        # A last batch may have another size than the loader says; what has rows alone shows which dimension these are.
-        is_unlikely = bool(loader_sizes) and rows not in loader_sizes and second in loader_sizes
-        return (second == rows != first) or (is_unlikely and all(other.ndim > 1 for other in arrays))
+        return second != first and (second == rows or (rows not in loader_sizes and second in loader_sizes))
 
-    @staticmethod
-    def _told(batch_size_fn: Callable[[Any], int], batch: Any) -> int:
-        size = batch_size_fn(batch)
-        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+    def _told(self, batch: Any) -> int | None:
+        if self.batch_size_fn is None:
+            return None
+        size = self.batch_size_fn(batch)
+        if type(size) is not int or size < 0:
             raise ValueError(f"batch_size_fn returned {size!r} for a batch. It has to return its number of rows.")
         return size
-
-    def _by_hook(self, hook: SplitBatch, batch: Any, count: int, rows: int) -> list[MicroBatch]:
-        parts = list(hook(batch, count))
-        if not parts:
-            raise ValueError(f"split_batch returned no batches for num_microbatches={count}. Return one at least.")
-        if all(map(_is_pair, parts)):
-            values, sizes = map(list, zip(*parts, strict=True))
-        else:
-            values, sizes = parts, [self.whole(part).size for part in parts]
-            expected = self.whole(batch).size
-            if sum(sizes) != expected:
-                raise ValueError(
-                    f"split_batch returned batches that seem to have {sizes} rows, of {expected} in all: their weights "
-                    "in the loss are not clear. Return pairs of a batch and its number of rows instead of batches."
-                )
-        if min(sizes) < 1:
-            raise ValueError(f"split_batch returned batches of {sizes} rows. Each has to have one at least.")
-        total = sum(sizes)
-        return [MicroBatch(value, size, size / total) for value, size in zip(values, sizes, strict=True)]
-
-
-def _is_pair(part: Any) -> bool:
-    """Whether it is a batch with its number of rows, and no batch: a pair of tensors has no int."""
-    return type(part) is tuple and len(part) == 2 and type(part[1]) is int
 
 
 def has_time_first(root: nn.Module) -> bool:
@@ -157,13 +149,9 @@ def has_time_first(root: nn.Module) -> bool:
     return any(getattr(module, "batch_first", None) is False for module in root.modules())
 
 
-def rows_of(batch: Any) -> int:
-    """The number of rows that a batch seems to have."""
-    votes = _votes(batch)
-    if not votes:
-        return 1
-    (rows, _), *_ = votes.most_common(1)
-    return max(1, rows)
+def looks_at_other_rows(module: nn.Module) -> list[str]:
+    """Names of layers that normalise over the rows they are given."""
+    return [name for name, part in module.named_modules() if isinstance(part, _BATCH_NORMS) and part.training]
 
 
 def split(batch: Any, count: int, rows: int | None = None, is_told: bool = False) -> list[MicroBatch]:
@@ -183,9 +171,9 @@ def split(batch: Any, count: int, rows: int | None = None, is_told: bool = False
     if rows is None:
         rows = _find_rows(batch, ())
     paths = frozenset(_row_paths(batch, rows, is_told))
-    number = min(count, rows)
     if is_told and not paths:
-        raise UnclearBatchError(f"{rows} rows were told, but nothing in the batch has as many: {sizes_text(batch)}")
+        raise UnclearBatchError(f"{rows} rows were told, but nothing in the batch has as many: {_sizes_text(batch)}")
+    number = min(count, rows)
     if number <= 1 or not paths:
         return [MicroBatch(batch, max(1, rows), 1.0)]
     smaller, bigger = divmod(rows, number)  # 8 rows in 3 parts are 3, 3 and 2
@@ -204,88 +192,80 @@ def signature(microbatch: Any) -> str:
 
     Equal signatures mean that stages exchange tensors of equal shapes, as far as shapes do not depend on values.
     """
-    value = microbatch
-    if isinstance(microbatch, MicroBatch):
-        value = microbatch.value
-    if isinstance(value, Tensor):
-        if value.requires_grad:
-            return f"{describe(value)}, grad"
-        return describe(value)
-    if isinstance(value, np.ndarray):
-        return f"numpy {value.dtype}{list(value.shape)}"
+    value = microbatch.value if isinstance(microbatch, MicroBatch) else microbatch
+    if isinstance(value, Tensor) and value.requires_grad:
+        return f"{describe(value)}, grad"
     children = members_of(value)
     if children is not None:
         texts = [f"{key}={signature(child)}" for key, child in children]
         return f"{type(value).__name__}({', '.join(texts)})"
-    if is_plain(value):
-        return type(value).__name__
-    return describe(value)
+    return type(value).__name__ if is_plain(value) else describe(value)
 
 
 # ---- how many rows ---------------------------------------------------------------------------------------------------
 
 
+def rows_of(batch: Any) -> int:
+    """The number of rows that a batch seems to have, at least 1."""
+    votes = _votes(batch)
+    return max(1, max(votes, key=votes.__getitem__, default=1))
+
+
 def _find_rows(batch: Any, loader_sizes: Collection[int]) -> int:
     """The most common number of rows; of equally common ones that of the loader."""
     votes = _votes(batch)
-    if not votes:
-        return 1
-    most = max(votes.values())
+    most = max(votes.values(), default=0)
     likely = [rows for rows, count in votes.items() if count == most]
-    of_loader = [rows for rows in loader_sizes if rows in votes]
-    if len(likely) > 1 and not of_loader:
-        raise UnclearBatchError(
-            f"the batch may have {likely[0]} or {likely[1]} rows: {sizes_text(batch)}; "
-            "say which with PartitionOptions(batch_size_fn=...), a function of the batch"
-        )
-    return likely[0] if len(likely) == 1 else of_loader[0]
+    if len(likely) < 2:
+        return likely[0] if likely else 1
+    for size in loader_sizes:
+        if size in votes:
+            return size
+    raise UnclearBatchError(
+        f"the batch may have {likely[0]} or {likely[1]} rows: {_sizes_text(batch)}; "
+        "say which with PartitionOptions(batch_size_fn=...), a function of the batch"
+    )
 
 
 def _votes(batch: Any) -> Counter[int]:
-    """How often each number of rows is found."""
-    if _is_sequence(batch) and _is_list_of_samples(batch):
-        return Counter([len(batch)])
-    votes = Counter(_length(array) for array in _outer_arrays(batch))
-    return votes or Counter(_lengths(batch))
+    """How often each number of rows is found: by tensors, else by lists and other objects."""
+    carriers = list(_carriers(batch))
+    arrays = [_length(carrier) for carrier in carriers if isinstance(carrier, _ARRAYS)]
+    return Counter(arrays or [rows for carrier in carriers for rows in _readings(carrier)])
 
 
-def _outer_arrays(value: Any, outermost: bool = True) -> Iterator[Any]:
-    """Tensors and arrays that are in no list or tuple, but an outermost one that holds fields."""
+def _carriers(value: Any, outermost: bool = True) -> Iterator[Any]:
+    """What may have rows: tensors and arrays, lists that are in no other list, and objects with slices."""
     if isinstance(value, _ARRAYS):
         if _can_be_cut(value) and value.ndim:
             yield value
-    elif (outermost or not _is_sequence(value)) and not isinstance(value, PackedSequence):
-        if outermost and _is_sequence(value) and _is_list_of_samples(value):
-            return
-        for _, child in members_of(value) or []:
-            yield from _outer_arrays(child, outermost=False)
-
-
-def _lengths(value: Any, outermost: bool = True) -> Iterator[int]:
-    """What lists and objects that are in no other list may have as rows: their entries, or the rows of their fields."""
-    is_list = _is_sequence(value)
-    if is_list and not (outermost and any(members_of(entry) for entry in value)):
-        found = {_length(array) for array in _arrays_in(value)}
-        if len(found) != 1:
-            found = {len(value)}
-        elif _are_alike(value):
-            found.add(len(value))
-        yield from found
         return
-    length = None if is_list else _sliced_length(value)
-    if length is not None:
-        yield length
-    for _, child in members_of(value) or []:
-        yield from _lengths(child, outermost=False)
+    is_list = _is_sequence(value) and not (outermost and _is_list_of_fields(value))
+    if is_list or _sliced_length(value) is not None:
+        yield value
+    elif not isinstance(value, PackedSequence):
+        for _, child in members_of(value) or ():
+            yield from _carriers(child, outermost=False)
 
 
-def _is_list_of_samples(value: Sequence[Any]) -> bool:
-    """Whether a whole batch is a list of samples as the dataset returned them: alike, and not fields of one size."""
-    if len(value) < 2 or not _are_alike(value) or any(members_of(entry) is None for entry in value):
+def _is_list_of_fields(values: Sequence[Any]) -> bool:
+    """Whether a whole batch holds fields, and neither samples as the dataset returned them nor strings and numbers."""
+    containers = [members_of(entry) is not None for entry in values]
+    if len(values) > 1 and all(containers) and _are_alike(values) and _readings(values) == {len(values)}:
         return False
-    # Alike containers that hold nothing but tensors of one length may as well be a few batches of that many rows.
+    return any(containers) or any(isinstance(entry, _ARRAYS) for entry in values)
+
+
+def _readings(value: Any) -> set[int]:
+    """The numbers of rows that a list or an object may stand for: its entries, or the rows of fields in it."""
     arrays = _arrays_in(value)
-    return len({_length(array) for array in arrays}) != 1 or len(arrays) != len(leaves(value))
+    sizes = {_length(array) for array in arrays}
+    if not _is_sequence(value) or len(sizes) != 1:
+        return {len(value)}
+    if not _are_alike(value):
+        return sizes
+    # Alike entries that hold nothing but tensors of one length may as well be a few batches of that many rows.
+    return sizes | {len(value)} if len(arrays) == len(leaves(value)) else {len(value)}
 
 
 # ---- cutting ---------------------------------------------------------------------------------------------------------
@@ -328,8 +308,7 @@ def _take(value: Any, rows: slice, paths: frozenset[Path], path: Path = ()) -> A
     if path in paths:
         return value[rows]
     children = members_of(value)
-    depth = len(path)
-    if children is None or not any(inner[:depth] == path for inner in paths):
+    if children is None or not any(inner[: len(path)] == path for inner in paths):
         return value
     return with_members(value, [(key, _take(child, rows, paths, (*path, key))) for key, child in children])
 
@@ -340,29 +319,26 @@ def _can_be_cut(array: Any) -> bool:
 
 def _sliced_length(value: Any) -> int | None:
     """The length of an object whose slices are of its type, and of the length that was asked for; None for others."""
-    if isinstance(value, (*_ARRAYS, list, tuple, str, bytes)) or type(value) is dict:
+    if isinstance(value, (*_ARRAYS, list, tuple, dict, str, bytes)) or not _has_items(value):
         return None
-    if not (hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")):
-        return None
-    fewer = len(value) - 1
+    length = len(value)
     try:
-        part = value[:fewer]
+        part = value[: length - 1]
     except Exception:  # whatever its method raises: it has no rows to slice
         return None
-    return fewer + 1 if fewer >= 0 and type(part) is type(value) and len(part) == fewer else None
+    return length if length and type(part) is type(value) and len(part) == length - 1 else None
+
+
+def _has_items(value: Any) -> bool:
+    return hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")
 
 
 def _is_opaque(value: Any) -> bool:
     """Whether there may be rows in ``value``, which is no container, that nobody knows how to take."""
     if is_plain(value):
         return False
-    if isinstance(value, Tensor) or (hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")):
-        return True
     held = leaves(list(attributes_of(value).values()))
-    return any(isinstance(leaf, _ARRAYS) for leaf in held)
-
-
-# ---- structure -------------------------------------------------------------------------------------------------------
+    return isinstance(value, Tensor) or _has_items(value) or any(isinstance(leaf, _ARRAYS) for leaf in held)
 
 
 def _is_sequence(value: Any) -> bool:
@@ -393,14 +369,93 @@ def _kind(value: Any) -> Any:
     return type(value), tuple((key, _kind(child)) for key, child in children)
 
 
-def sizes_text(value: Any, path: Path = ()) -> str:
-    """Where the batch's tensors and lists are, and how many rows each could have."""
-    where = place_text(path)
-    if isinstance(value, _ARRAYS):
-        return f"{where} has shape {list(value.shape)}" if _can_be_cut(value) else ""
-    texts = [f"{where} has {len(value)} entries"] if _is_sequence(value) else []
-    for key, child in (members_of(value) or [])[:_SHOWN]:
-        text = sizes_text(child, (*path, key))
-        if text:
-            texts.append(text)
-    return ", ".join(texts)
+def _sizes_text(batch: Any) -> str:
+    """How many rows each tensor of a batch could have."""
+    texts = [f"{place_text(path)} has shape {list(leaf.shape)}" for path, leaf in items(batch) if _has_shape(leaf)]
+    return ", ".join(texts[:_SHOWN])
+
+
+def _has_shape(leaf: Any) -> bool:
+    return isinstance(leaf, _ARRAYS) and _can_be_cut(leaf)
+
+
+def place_text(path: tuple[Any, ...], what: str = "batch") -> str:
+    """A place in a structure, as Python code has it: ``batch['x'][0]``."""
+    return what + "".join(f"[{key!r}]" for key in path)
+
+
+# ---- putting together ------------------------------------------------------------------------------------------------
+
+
+def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float], path: Path = ()) -> Any:
+    """What a step returned for the batch, from what it returned for each micro-batch.
+
+    ==================================================== ================================================
+    tensors and arrays of ``k * size`` rows, one k       concatenated
+    lists of ``size`` entries                            concatenated
+    floating-point tensors without dimensions, floats    means by weight, without what weighs nothing
+    integer and bool tensors without dimensions          sums: they count
+    other tensors, if they are equal everywhere          that
+    mappings, dataclasses, other sequences               member by member
+    anything else that holds no tensors                  the last
+    ==================================================== ================================================
+
+    Args:
+        outputs: of each micro-batch, at least one.
+        sizes: rows of each micro-batch.
+        weights: of each micro-batch, not all 0.
+        path: of ``outputs`` in what the step returned, for messages.
+
+    Raises:
+        UncombinableError: tensors, or containers of tensors, that no rule is for, with their place and shapes.
+    """
+    first = outputs[0]
+    if len(outputs) == 1:
+        return first
+    if all(isinstance(output, Tensor) for output in outputs):
+        return _merge_tensors(outputs, sizes, weights, path)
+    if all(isinstance(output, np.ndarray) for output in outputs):
+        arrays = [torch.from_numpy(output) for output in outputs]
+        return _merge_tensors(arrays, sizes, weights, path).numpy()
+    if all(isinstance(output, float) for output in outputs):
+        return weighted_mean(outputs, weights)
+    if isinstance(first, list) and [len(output) for output in outputs] == list(sizes):
+        return [entry for output in outputs for entry in output]
+    members = [dict(members_of(output) or ()) for output in outputs]
+    if members[0] and all(member.keys() == members[0].keys() for member in members):
+        merged = []
+        for key in members[0]:
+            value = merge_outputs([member[key] for member in members], sizes, weights, (*path, key))
+            merged.append((key, value))
+        return with_members(first, merged)
+    if tensors(outputs):
+        kinds = [type(output).__name__ for output in outputs]
+        raise UncombinableError(f"{place_text(path, 'output')} differs in its structure between micro-batches: {kinds}")
+    return outputs[-1]
+
+
+def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Without what weighs nothing: a mean over no labels is NaN."""
+    pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
+    return sum(value * weight for value, weight in pairs) / sum(weights)
+
+
+def _merge_tensors(outputs: Sequence[Tensor], sizes: Sequence[int], weights: Sequence[float], path: Path) -> Tensor:
+    first = outputs[0]
+    shapes = [list(output.shape) for output in outputs]
+    if not any(shapes):
+        if first.is_floating_point() or first.is_complex():
+            mean: Tensor = weighted_mean(outputs, weights)
+            return mean
+        return torch.stack(list(outputs)).sum()
+    if all(shapes):
+        others = {tuple(shape[1:]) for shape in shapes}
+        rows = {shape[0] / size for shape, size in zip(shapes, sizes, strict=True)}  # of output for a row of the batch
+        if len(others) == 1 and len(rows) == 1 and rows.pop().is_integer():
+            return torch.cat(list(outputs))
+    if all(torch.equal(output, first) for output in outputs):
+        return first
+    raise UncombinableError(
+        f"{place_text(path, 'output')} has shapes {shapes} for micro-batches of {list(sizes)} rows: its first "
+        "dimension is no multiple of the rows, or other dimensions differ"
+    )

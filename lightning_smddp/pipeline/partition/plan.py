@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,15 +16,18 @@ from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, pre
 from lightning_smddp.pipeline.capture.records import Modules, Trace
 from lightning_smddp.pipeline.capture.tracer import Fetch, Step, trace
 from lightning_smddp.pipeline.mesh import Ownership
-from lightning_smddp.pipeline.partition.assignment import homes_of, ownership_of
-from lightning_smddp.pipeline.partition.costs import LossIn, NodeTimes, time_nodes
-from lightning_smddp.pipeline.partition.cuts import StageCuts
-from lightning_smddp.pipeline.partition.hardware import explained_shortage
-from lightning_smddp.pipeline.partition.on_all_ranks import OnAllRanks, decided_by_first
-from lightning_smddp.pipeline.partition.resources import Resources
+from lightning_smddp.pipeline.partition.assignment import cut_into_stages, homes_of, nodes_by_stage, ownership_of
+from lightning_smddp.pipeline.partition.costs import LossIn, NodeTimes, Resources, explained_shortage, time_nodes
 from lightning_smddp.pipeline.partition.split import choose_units, is_within, partition
-from lightning_smddp.planner.partition import Partition
-from lightning_smddp.wire.objects import gather
+from lightning_smddp.pipeline.runtime.remote import ReplayError
+from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
+from lightning_smddp.wire.objects import broadcast, gather
+
+Result = TypeVar("Result")
+
+
+class StepFailedError(SplitError):
+    """The step itself raised something while it was run for nothing: on this rank its cause, or on another one."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class PartitionPlan:
     """How a model was divided.
 
     Attributes:
-        graph, stage_cuts: the step that it was divided by.
+        graph, stages: the step that it was divided by.
         ownership: which pipeline ranks hold which parameters.
         homes: for each parameter the stages that use it.
         times: of the graph's nodes.
@@ -42,7 +44,7 @@ class PartitionPlan:
     """
 
     graph: StepGraph
-    stage_cuts: StageCuts
+    stages: tuple[StagePlan, ...]
     ownership: Ownership
     homes: Mapping[str, tuple[int, ...]]
     times: NodeTimes
@@ -53,7 +55,7 @@ class PartitionPlan:
     @property
     def stage_of_node(self) -> list[int]:
         """The stage of each node of the graph."""
-        return [stage for stage, _ in self.stage_cuts.nodes_by_stage(self.graph)]
+        return [stage for stage, _ in nodes_by_stage(self.graph, self.stages)]
 
     @property
     def is_exact(self) -> bool:
@@ -74,45 +76,6 @@ class Trial:
     traced: Step
     loss_of: LossIn
     fetch: Fetch | None = None
-
-
-def record(
-    step: Step,
-    root: nn.Module,
-    device: torch.device,
-    group: dist.ProcessGroup,
-    fetch: Fetch | None = None,
-) -> Trace:
-    """Trace ``step`` on every rank; see :func:`trace`. Collective: an error on one rank is raised on all."""
-    together = OnAllRanks(group)
-
-    def fetch_together(name: str) -> Tensor:
-        assert fetch is not None
-        together.check(f"parameter {name!r}")
-        return fetch(name)
-
-    is_whole = fetch is None
-    borrow = None
-    if not is_whole:
-        borrow = fetch_together
-
-    def attempt() -> Trace:
-        with explained_shortage(is_whole), preserve_state(root, device), kept_parameters(root) as foreign:
-            traced = trace(step, root, device, borrow)
-            traced.foreign_writes = tuple(foreign.locations())
-            return traced
-
-    return together.run(attempt)
-
-
-def build_on_all(
-    traced: Trace,
-    modules: Modules,
-    is_small: IsSmall,
-    group: dist.ProcessGroup,
-) -> StepGraph:
-    """:func:`build_graph` on every rank. Collective: an error on one rank is raised on all."""
-    return OnAllRanks(group).run(lambda: build_graph(traced, modules, is_small))
 
 
 def divide(
@@ -137,66 +100,47 @@ def divide(
     modules = Modules(traced, root)
     if split is not None or (known is not None and len(known["stage_seconds"]) != resources.num_stages):
         known = None
-    graph = _graph_of(known, traced, modules, root) if known is not None else None
-    # The step may be another one than that which an earlier decision was made for: then it is decided anew, by all.
-    if not all(gather(graph is not None, group)):
-        graph = None
-    if graph is None:
-        known = None
 
-        def choose() -> tuple[str, ...]:
-            return choose_units(traced, modules, resources, split, checkpointing).units
+    def choose() -> Sequence[str]:
+        if known is not None and _is_same_step(known, traced, modules, root):
+            units: Sequence[str] = known["splitting"]["units"]
+            return units
+        return choose_units(traced, modules, resources, split, checkpointing).units
 
-        units = decided_by_first(choose, group)
-        graph = build_on_all(traced, modules, is_within(units), group)
+    # Measured times differ between ranks, and with them the best units and cuts. So one rank decides, and all work out
+    # from its words, plain data, what follows: graph, homes and owners are the same functions of the same values.
+    units = decided_by_first(choose, group)
+    graph = build_on_all(traced, modules, is_within(units), group)
     require_same(graph, group)
 
-    def decide() -> dict[str, Any]:
+    def decide() -> tuple[dict[str, Any], dict[str, Any]]:
         times = _measure(graph, trial, root, device)
-        if known is not None:
-            decision = dict(known)
-        else:
-            found = partition(graph, resources, times, split, checkpointing)
-            decision = _decision(graph, found)
-        decision["times"] = asdict(times)
-        return decision
+        if known is not None and known["digest"] == graph.digest():
+            return dict(known), asdict(times)
+        found = partition(graph, resources, times, split, checkpointing)
+        decision = {  # checkpoints keep it, so keys stay as they are
+            "splitting": {"units": list(graph.units), "cuts": list(found.cuts)},
+            "stage_seconds": found.stage_seconds,
+            "stage_memory": found.stage_memory,
+            "digest": graph.digest(),
+        }
+        return decision, asdict(times)
 
-    # Measured times differ between ranks, and with them the best cuts. So one rank decides, and all work out from its
-    # words, plain data, what follows: graph, homes and owners are the same functions of the same values everywhere.
-    decision = decided_by_first(decide, group)
-    return _plan_of(decision, graph, root, resources)
-
-
-def _measure(
-    graph: StepGraph,
-    trial: Trial,
-    root: nn.Module,
-    device: torch.device,
-) -> NodeTimes:
-    """By a run of the whole step on this rank; the trace's times where it has not the whole model."""
-    if trial.fetch is not None:
-        return NodeTimes.of_trace(graph)
-    # Parameters are copied, to be put back, only where the step was seen to change something that lasts.
-    kept: AbstractContextManager[object] = kept_parameters(root) if graph.once_a_batch else nullcontext()
-    with explained_shortage(is_whole=True), preserve_state(root, device), kept:
-        return time_nodes(graph, trial.traced, trial.loss_of, root, device)
+    decision, times = decided_by_first(decide, group)
+    return _plan_of(graph, decision, NodeTimes(**times), root, resources)
 
 
 def _plan_of(
-    decision: dict[str, Any],
-    graph: StepGraph,
-    root: nn.Module,
-    resources: Resources,
+    graph: StepGraph, decision: dict[str, Any], times: NodeTimes, root: nn.Module, resources: Resources
 ) -> PartitionPlan:
-    """What follows from a decision, the same on every rank; measurements are taken out of it."""
-    times = NodeTimes(**decision.pop("times"))
-    stage_cuts = StageCuts.at(graph, decision["splitting"]["cuts"])
-    homes = homes_of(graph, stage_cuts, [name for name, _ in root.named_parameters()])
+    """What follows from a decision, the same on every rank."""
+    stages = cut_into_stages(graph, decision["splitting"]["cuts"])
+    homes = homes_of(graph, stages, [name for name, _ in root.named_parameters()])
     buffers = [name for name, _ in root.named_buffers()]
     return PartitionPlan(
         graph=graph,
-        stage_cuts=stage_cuts,
-        ownership=ownership_of(graph, stage_cuts, homes, resources, buffers),
+        stages=stages,
+        ownership=ownership_of(graph, stages, homes, resources.rank_of_stage, buffers),
         homes=homes,
         times=times,
         stage_seconds=tuple(decision["stage_seconds"]),
@@ -205,62 +149,169 @@ def _plan_of(
     )
 
 
-def _decision(graph: StepGraph, found: Partition) -> dict[str, Any]:
-    """What is decided of a step, in JSON. Checkpoints keep it, so keys stay as they are."""
-    return {
-        "splitting": StageCuts.at(graph, found.cuts).to_json(),
-        "stage_seconds": found.stage_seconds,
-        "stage_memory": found.stage_memory,
-        "digest": graph.digest(),
-    }
-
-
-def _graph_of(
-    known: Mapping[str, Any],
-    traced: Trace,
-    modules: Modules,
-    root: nn.Module,
-) -> StepGraph | None:
-    """The step's graph with the units of an earlier decision, if it is the one that was decided on."""
+def _is_same_step(known: Mapping[str, Any], traced: Trace, modules: Modules, root: nn.Module) -> bool:
+    """Whether the step is the one that an earlier decision was made for."""
     # Units whose modules are gone make no graph; equal ones may make another graph, as the code may have changed.
     units = known["splitting"]["units"]
     if not dict(root.named_modules()).keys() >= set(units):
-        return None
+        return False
     try:
-        graph = build_graph(traced, modules, is_within(units))
+        return build_graph(traced, modules, is_within(units)).digest() == str(known["digest"])
     except SplitError:
-        return None
-    return graph if graph.digest() == known["digest"] else None
+        return False
+
+
+def _measure(graph: StepGraph, trial: Trial, root: nn.Module, device: torch.device) -> NodeTimes:
+    """By a run of the whole step on this rank; the trace's times where it has not the whole model.
+
+    Also where the step changes something that lasts: a second run would do that once more.
+    """
+    if trial.fetch is not None or graph.once_a_batch:
+        return NodeTimes.of_trace(graph)
+    with explained_shortage(), preserve_state(root, device):
+        return time_nodes(graph, trial.traced, trial.loss_of, root, device)
+
+
+# ---- on all ranks together -------------------------------------------------------------------------------------------
+
+
+def record(
+    step: Step,
+    root: nn.Module,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    fetch: Fetch | None = None,
+) -> Trace:
+    """Trace ``step`` on every rank; see :func:`trace`. Collective: an error on one rank is raised on all."""
+    together = OnAllRanks(group)
+    borrow: Fetch | None = None
+    if fetch is not None:
+
+        def borrow(name: str) -> Tensor:
+            together.check(f"parameter {name!r}")
+            return fetch(name)
+
+    def attempt() -> Trace:
+        with explained_shortage(), preserve_state(root, device), kept_parameters(root) as foreign:
+            traced = trace(step, root, device, borrow)
+            traced.foreign_writes = tuple(foreign.locations())
+            return traced
+
+    return together.run(attempt)
+
+
+def build_on_all(traced: Trace, modules: Modules, is_small: IsSmall, group: dist.ProcessGroup) -> StepGraph:
+    """:func:`build_graph` on every rank. Collective: an error on one rank is raised on all."""
+    return OnAllRanks(group).run(lambda: build_graph(traced, modules, is_small))
 
 
 def require_same(graph: StepGraph, group: dist.ProcessGroup) -> None:
-    """Raise ``SplitError`` on every rank if the step took another course on one of them. Collective.
+    """Raise ``SplitError`` on every rank if the step takes another path on one of them. Collective.
 
-    The same where it writes foreign tensors on one. From then on all ranks agree on whether it draws random numbers
-    in Python.
+    The same where it writes tensors on one that were there before it. From then on all ranks agree on whether it draws
+    random numbers in Python.
     """
-    gathered = gather([graph.digest(), graph.draws, graph.foreign_writes], group)
+    gathered = gather((graph.digest(), graph.draws, graph.foreign_writes), group)
     graph.draws = any(draws for _, draws, _ in gathered)
     for _, _, locations in gathered:
-        refuse_foreign_writes(locations)
+        if locations:
+            raise SplitError(
+                f"The step writes a tensor in place at {locations[0]} that was there before it: in a callback, a "
+                "layer, a list, another object or a global variable. Stages would write it for each micro-batch, and "
+                "not on all ranks. Keep it in an attribute of the LightningModule itself, with memory of its own, or "
+                "assign a new one."
+            )
     # A short digest first. Only where one differs do all ranks, which know that alike, send their lines for a message.
     differing = [rank for rank, (digest, _, _) in enumerate(gathered) if digest != gathered[0][0]]
-    if not differing:
-        return
-    other = differing[0]
-    lines = gather(graph.lines(), group)
-    position, first, second = first_difference(lines[0], lines[other])
-    raise SplitError(
-        f"The step takes another course on rank {other} than on rank 0: its item {position} is {second}, on rank 0 it "
-        f"is {first}. Control flow may depend neither on the rank nor on random numbers."
-    )
-
-
-def refuse_foreign_writes(locations: Sequence[str]) -> None:
-    """Raise ``SplitError`` if a step writes tensors in place that were there before it (``file:line`` of each)."""
-    if locations:
+    if differing:
+        other = differing[0]
+        lines = gather(graph.lines(), group)
+        position, first, second = first_difference(lines[0], lines[other])
         raise SplitError(
-            f"The step writes a tensor in place at {locations[0]} that was there before it: in a callback, a layer, a "
-            "list, another object or a global variable. Stages would write it for each micro-batch, and not on all "
-            "ranks. Keep it in an attribute of the LightningModule itself, with memory of its own, or assign a new one."
+            f"The step takes another path on rank {other} than on rank 0: its node {position} is {second}, on rank 0 "
+            f"it is {first}. Control flow may depend neither on the rank nor on random numbers."
         )
+
+
+class OnAllRanks:
+    """Runs a function on every rank of ``group``.
+
+    Its collectives are announced by :meth:`check`: a rank that has come to its end, or to an error, is known to those
+    that would wait for it there.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._failure: str | None = None  # why there are no more collectives
+
+    def check(self, location: str) -> None:
+        """Before a collective at ``location`` (file:line of the user's code). Collective.
+
+        Raises:
+            StepFailedError: another rank does not come there.
+        """
+        self._tell(location)
+        if self._failure is not None:
+            raise StepFailedError(self._failure)
+
+    def run(self, attempt: Callable[[], Result]) -> Result:
+        """What ``attempt`` returns, if no rank fails. Collective.
+
+        Raises:
+            SplitError: on every rank, where one has failed; what ``attempt`` raised here is its cause.
+        """
+        try:
+            result = attempt()
+        except SplitError as error:
+            self._tell("its end", repr(error))
+            raise
+        except Exception as error:
+            self._tell("its end", repr(error))
+            raise StepFailedError(self._failure) from error
+        self.check("its end")
+        return result
+
+    def _tell(self, location: str, error: str | None = None) -> None:
+        # Each rank sends one message: where it has come to, and its error. So all of them take part in this exchange
+        # wherever they are, and nobody is left alone in the user's own collective. After a failure all ranks know of
+        # it, and nobody waits here any more.
+        if self._failure is not None:
+            return
+        told = gather((location, error), self.group)
+        for rank, (_, failure) in enumerate(told):
+            if failure is not None:
+                self._failure = f"The step failed on rank {rank} while it was traced: {failure}"
+                return
+        if any(other != told[0] for other in told):
+            places = ", ".join(f"{place} on rank {rank}" for rank, (place, _) in enumerate(told))
+            self._failure = f"The step takes another path on each rank: while it was traced it came to {places}."
+
+
+def own_error(error: Exception) -> BaseException:
+    """What the user's code raised here, if it is that."""
+    if isinstance(error, StepFailedError) and error.__cause__ is not None:
+        return error.__cause__
+    return error
+
+
+def decided_by_first(decide: Callable[[], Any], group: dist.ProcessGroup) -> Any:
+    """What ``decide`` returns on the first rank, or its error, on every rank. Collective.
+
+    Raises:
+        SplitError: the first rank's ``SplitError`` or ``ReplayError``, with its text.
+        StepFailedError: any other error there; its cause is known on the first rank alone.
+    """
+    answer: tuple[Any, SplitError | None] = (None, None)
+    cause: Exception | None = None
+    if group.rank() == 0:
+        try:
+            answer = (decide(), None)
+        except (SplitError, ReplayError) as error:
+            answer = (None, SplitError(str(error)))
+        except Exception as error:
+            cause = error
+            answer = (None, StepFailedError(f"The step failed on rank 0 while it was tried: {error!r}"))
+    value, failure = broadcast(answer, group)
+    if failure is not None:
+        raise failure from cause
+    return value

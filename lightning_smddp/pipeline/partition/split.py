@@ -9,8 +9,7 @@ from lightning_smddp.pipeline.capture.boundaries import obstacle_to, starts_of_s
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import IsSmall, build_graph
 from lightning_smddp.pipeline.capture.records import Modules, Trace
-from lightning_smddp.pipeline.partition.costs import NodeTimes, problem_of
-from lightning_smddp.pipeline.partition.resources import Resources
+from lightning_smddp.pipeline.partition.costs import NodeTimes, Resources, problem_of
 from lightning_smddp.planner.partition import Partition, best_partition, given_partition
 from lightning_smddp.planner.problem import PartitionError
 

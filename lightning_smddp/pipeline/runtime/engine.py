@@ -17,13 +17,12 @@ from lightning_smddp.communication.device_watch import mark
 from lightning_smddp.communication.groups import connect_pairs
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.mesh import Channel, Groups
-from lightning_smddp.pipeline.partition.cuts import StageCuts
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.remote import Boundary
 from lightning_smddp.pipeline.runtime.schedules import Schedule, for_microbatches
 from lightning_smddp.pipeline.runtime.spans import SpanRecorder
 from lightning_smddp.pipeline.runtime.stage import ReplayedStage, Stage, StageBody
-from lightning_smddp.pipeline.runtime.stage_graph import probe_plan
+from lightning_smddp.pipeline.runtime.stage_graph import StagePlan, probe_plan
 from lightning_smddp.pipeline.runtime.stage_program import Observer, StageProgram
 from lightning_smddp.pipeline.runtime.staged_step import RunningStep, StagedStep, Step, TracedPath
 from lightning_smddp.pipeline.runtime.step_exchange import Failure, StepExchange
@@ -101,14 +100,13 @@ class PipelineRuntime:
         """Whether this rank's replay sees the end of the step."""
         return self.last_rank == self.groups.pipeline_rank
 
-    def stage(self, graph: StepGraph, stage_cuts: StageCuts) -> StagedStep:
+    def stage(self, graph: StepGraph, stages: tuple[StagePlan, ...]) -> StagedStep:
         """This rank's part of a step."""
-        plans = stage_cuts.plans(len(graph.nodes))
         replays = {}
         for stage in self._stages:
-            replays[stage] = StageProgram(graph, plans[stage], self.wrappers, self.checkpointing)
+            replays[stage] = StageProgram(graph, stages[stage], self.wrappers, self.checkpointing)
         probe = StageProgram(graph, probe_plan(graph), self.wrappers)
-        return StagedStep(graph, stage_cuts, replays, probe)
+        return StagedStep(graph, stages, replays, probe)
 
     def run(
         self,

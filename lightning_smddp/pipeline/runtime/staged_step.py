@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from lightning_smddp.pipeline.capture.graph import StepGraph
-from lightning_smddp.pipeline.partition.cuts import StageCuts
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.remote import Boundary, Shapes, TensorSpec
+from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
 from lightning_smddp.pipeline.runtime.stage_program import Observer, StageProgram
 from lightning_smddp.pipeline.runtime.step_exchange import Failure
 
@@ -56,13 +56,13 @@ class StagedStep:
 
     Attributes:
         graph: of the step on that path.
-        stage_cuts: where it is cut.
+        stages: what each stage does.
         replays: by stage, for those of this rank.
         probe: runs the step's Python code without doing any node, see :func:`~.stage_graph.probe_plan`.
     """
 
     graph: StepGraph
-    stage_cuts: StageCuts
+    stages: tuple[StagePlan, ...]
     replays: dict[int, StageProgram]
     probe: StageProgram
 
@@ -72,7 +72,7 @@ class StagedStep:
         if known_boundary is not None:
             return known_boundary
         specs = []
-        for value in self.stage_cuts.live[stage]:
+        for value in self.stages[stage].sends:
             known = shapes.values[value]
             requires_grad = known.requires_grad and train
             specs.append(TensorSpec(known.shape, known.dtype, requires_grad))

@@ -84,7 +84,7 @@ def infer_shapes(
             shapes.merge(report["shapes"])
             received = report["sent"]
             if stage < runtime.num_stages - 1:
-                _require_gradients(received, staged.stage_cuts.live[stage], shapes, train)
+                _require_gradients(received, staged.stages[stage].sends, shapes, train)
     return shapes
 
 

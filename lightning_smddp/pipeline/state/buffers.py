@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.mesh import Ownership
-from lightning_smddp.pipeline.partition.cuts import StageCuts
+from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
 from lightning_smddp.pipeline.view.view import GlobalView
 from lightning_smddp.wire.stream import Spec, broadcast_tensors
 
@@ -37,10 +37,10 @@ class SharedBuffers:
         self._changed_in_hooks = view.changed_buffers
         self._used_elsewhere: set[str] = set()
 
-    def learn(self, graph: StepGraph, stage_cuts: StageCuts) -> None:
+    def learn(self, graph: StepGraph, stages: Sequence[StagePlan]) -> None:
         """Note which ranks use which buffers in a step."""
         ranks_of_unit: dict[str, set[int]] = {}
-        for plan in stage_cuts.plans(len(graph.nodes)):
+        for plan in stages:
             rank = self.rank_of_stage[plan.stage]
             for node in graph.nodes[plan.begin : plan.end]:
                 if node.module is not None:
