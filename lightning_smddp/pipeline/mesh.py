@@ -53,12 +53,10 @@ class PipelineMesh:
                 f"of nodes times devices). Valid here: {', '.join(divisors)}."
             )
         # 8 ranks in pipelines of 4: (0 1 2 3) and (4 5 6 7), or spread, (0 2 4 6) and (1 3 5 7).
-        replicas = world_size // pipeline_parallel_size
-        ranks = range(world_size)
+        ranks = torch.arange(world_size)
         if placement == "cluster":
-            size = pipeline_parallel_size
-            return cls(tuple(tuple(ranks[start : start + size]) for start in range(0, world_size, size)))
-        return cls(tuple(tuple(ranks[replica::replicas]) for replica in range(replicas)))
+            return cls(tuple(map(tuple, ranks.view(-1, pipeline_parallel_size).tolist())))
+        return cls(tuple(map(tuple, ranks.view(pipeline_parallel_size, -1).T.tolist())))
 
     @property
     def num_replicas(self) -> int:
@@ -150,19 +148,13 @@ class Ownership:
     buffers: Mapping[str, int]
     num_ranks: int
 
-    def __post_init__(self) -> None:
-        for name, ranks in self.parameters.items():
-            assert len(set(ranks)) == len(ranks) > 0, f"{name}: {ranks}"
-
     def is_mine(self, name: str, rank: int) -> bool:
         """Whether ``rank``, one of the pipeline, has the values of parameter ``name``."""
         return rank in self.parameters[name]
 
     def owner(self, name: str) -> int:
         """The rank that speaks for a parameter or buffer."""
-        if name in self.parameters:
-            return self.parameters[name][0]
-        return self.buffers[name]
+        return self.parameters[name][0] if name in self.parameters else self.buffers[name]
 
     def held_by(self, rank: int) -> list[str]:
         """Names of the parameters that ``rank`` holds, in the module's order."""
@@ -180,22 +172,17 @@ class Ownership:
     def check(self, module: nn.Module) -> None:
         """Raise ``ValueError`` if ``module``'s parameters are not the ones that were placed."""
         names = {name for name, _ in module.named_parameters()}
-        placed = set(self.parameters)
-        if names == placed:
-            return
-        new = sorted(names - placed)
-        lost = sorted(placed - names)
-        raise ValueError(
-            f"{type(module).__name__}'s parameters changed after it was divided among {self.num_ranks} ranks: "
-            f"{new or 'none'} came, {lost or 'none'} went. Create all layers in `__init__` or `configure_model`."
-        )
+        changed = sorted(names ^ self.parameters.keys())
+        if changed:
+            raise ValueError(
+                f"{type(module).__name__}'s parameters changed after it was divided among {self.num_ranks} ranks: "
+                f"{changed} came or went. Create all layers in `__init__` or `configure_model`."
+            )
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, each once, by their first name."""
-    tensors: dict[str, Tensor] = dict(module.named_parameters())
-    tensors.update(module.named_buffers())
-    return tensors
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def held_parameters(module: nn.Module, ownership: Ownership, rank: int) -> dict[str, nn.Parameter]:

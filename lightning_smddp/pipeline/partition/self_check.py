@@ -38,13 +38,10 @@ class Finding:
     @property
     def difference(self) -> float:
         """Relative; infinite if one of the two is not finite and the other is."""
-        both_nan = math.isnan(self.expected) and math.isnan(self.actual)
-        if both_nan or self.expected == self.actual:
+        if self.expected == self.actual or (math.isnan(self.expected) and math.isnan(self.actual)):
             return 0.0
-        if not math.isfinite(self.expected) or not math.isfinite(self.actual):
-            return math.inf
-        size = max(abs(self.expected), _SMALL * self.scale, 1e-30)
-        return abs(self.actual - self.expected) / size
+        found = abs(self.actual - self.expected) / max(abs(self.expected), _SMALL * self.scale, 1e-30)
+        return math.inf if math.isnan(found) else found
 
 
 def norm_of(gradient: Tensor) -> float:
@@ -63,19 +60,18 @@ def compare(
     actual: Mapping[str, float],
 ) -> list[Finding]:
     """The loss, then each unit's gradient norm, in the order of the step; bare parameters under their own names."""
-    squares = [norm**2 for norm in expected.values() if math.isfinite(norm)]
-    total = math.sqrt(sum(squares))
-    findings = [Finding("loss", None, expected_loss, actual_loss, abs(expected_loss))]
+    total = math.hypot(*filter(math.isfinite, expected.values()))
+    groups: dict[str, tuple[int, list[str]]] = {}  # by title: stage, and names of parameters
     seen: set[str] = set()
-    for node in nodes:
-        # A parameter that several nodes use counts for the first of them.
-        names = [name for name in node.parameters if name not in seen]
-        seen.update(names)
-        groups = {node.module: names} if node.module is not None else {name: [name] for name in names}
-        for title, group in groups.items():
-            if any(name in expected or name in actual for name in group):
-                norms = _norm(group, expected), _norm(group, actual)
-                findings.append(Finding(title, stage_of_node[node.index], *norms, total))
+    for node, stage in zip(nodes, stage_of_node, strict=True):
+        for name in node.parameters:  # one that several nodes use counts for the first of them
+            if name not in seen and (name in expected or name in actual):
+                seen.add(name)
+                groups.setdefault(node.module or name, (stage, []))[1].append(name)
+    findings = [Finding("loss", None, expected_loss, actual_loss, abs(expected_loss))]
+    for title, (stage, names) in groups.items():
+        norms = [math.hypot(*(of.get(name, 0.0) for name in names)) for of in (expected, actual)]
+        findings.append(Finding(title, stage, norms[0], norms[1], total))
     return findings
 
 
@@ -86,19 +82,15 @@ def require_equal(findings: Sequence[Finding], tolerance: float) -> None:
         return
     loss = findings[0]
     lines = [f"the loss is {loss.actual:.7g}, in one process it is {loss.expected:.7g}"]
-    units = [finding for finding in wrong if finding.name != "loss"]
-    if units:
-        last = units[-1]
+    *others, last = [finding for finding in wrong if finding.name != "loss"] or [loss]
+    if last is not loss:
         lines.append(
             f"the gradient of {last.name!r} (stage {last.stage}) has norm {last.actual:.7g}, in one process "
             f"{last.expected:.7g}"
         )
-        others = [finding.name for finding in units[:-1]]
-        if others:
-            names = ", ".join(others[:_NAMED])
-            if len(others) > _NAMED:
-                names += " ..."
-            lines.append(f"so have {len(others)} other units: {names}")
+    if others:
+        names = ", ".join(finding.name for finding in others[:_NAMED])
+        lines.append(f"so have {len(others)} other units: {names}{' ...' if len(others) > _NAMED else ''}")
     raise VerificationError(
         f"The pipeline does not compute what the step computes on one rank: {'; '.join(lines)}. Something passes "
         "between modules in a way that cannot be seen: a Python number made from a tensor, an object that is changed, "
@@ -106,8 +98,3 @@ def require_equal(findings: Sequence[Finding], tolerance: float) -> None:
         "modules of each stage by `split=`. (`PartitionOptions(check=False)` turns this check off, not the error.)",
         findings,
     )
-
-
-def _norm(names: Sequence[str], norms: Mapping[str, float]) -> float:
-    squares = [norms.get(name, 0.0) ** 2 for name in names]
-    return math.sqrt(sum(squares))

@@ -33,8 +33,8 @@ def choose_units(
     Raises:
         SplitError: there is no way to make so many stages; the message says why.
     """
-    if split is not None:
-        return _units_for(trace, modules, split)
+    if split is not None:  # no more is opened than what has to be for stages to begin at the named modules
+        return build_graph(trace, modules, lambda name: not any(wanted.startswith(f"{name}.") for wanted in split))
     # A greedy search: each round cuts the step with the units that there are, and opens the one that stands in the way.
     # One module more may be no gain, and two may be, as where both halves of a model are one module each: so it goes on
     # for some rounds without success, and the best graph of all is what counts.
@@ -42,9 +42,8 @@ def choose_units(
     best: StepGraph | None = None
     best_seconds = math.inf
     failures = 0
-    error: PartitionError | None = None
     for _ in range(_ROUNDS):
-        graph = build_graph(trace, modules, _is_closed(opened))
+        graph = build_graph(trace, modules, lambda name: name not in opened)
         found: Partition | None = None
         slowest = math.inf
         try:
@@ -52,12 +51,11 @@ def choose_units(
             slowest = max(found.stage_seconds)
         except PartitionError as failure:  # too few units, say
             error = failure
+        failures += 1
         if slowest < _GAIN * best_seconds:
             best = graph
             best_seconds = slowest
             failures = 0
-        else:
-            failures += 1
         if best is not None and failures > _PATIENCE:
             break
         if found is not None and _is_balanced(found, resources):
@@ -67,7 +65,7 @@ def choose_units(
             candidate = _to_open(graph, found, modules, must=True)
         if candidate is None:
             break
-        opened = opened | {candidate}
+        opened.add(candidate)
     if best is None:
         raise _explained(error, modules, graph)
     return best
@@ -81,19 +79,11 @@ def _is_balanced(partition: Partition, resources: Resources) -> bool:
     return max(partition.stage_seconds) <= limit
 
 
-def _is_closed(opened: frozenset[str]) -> IsSmall:
-    return lambda name: name not in opened
-
-
-def _first_opened(modules: Modules, num_stages: int) -> frozenset[str]:
+def _first_opened(modules: Modules, num_stages: int) -> set[str]:
     """Modules that take more than half a stage's share of the time."""
-    total = 0.0
-    for call in modules.trace.calls:
-        if call.parent is None:
-            total += modules.seconds(call.module)
+    total = sum(modules.seconds(call.module) for call in modules.trace.calls if call.parent is None)
     share = total / (2 * num_stages)
-    slow = [name for name in modules.calls if modules.seconds(name) > share]
-    return frozenset(name for name in slow if _can_open(name, modules))
+    return {name for name in modules.calls if modules.seconds(name) > share and _can_open(name, modules)}
 
 
 def _can_open(name: str, modules: Modules, must: bool = False) -> bool:
@@ -112,23 +102,10 @@ def _to_open(graph: StepGraph, partition: Partition | None, modules: Modules, mu
         begin, end = partition.bounds[slowest]
         groups = [graph.nodes[begin:end], graph.nodes]
     for nodes in groups:
-        units = []
-        for node in nodes:
-            if node.module is not None and _can_open(node.module, modules, must):
-                units.append(node)
+        units = [node for node in nodes if node.module is not None and _can_open(node.module, modules, must)]
         if units:
-            longest = max(units, key=lambda node: node.seconds)
-            return longest.module
+            return max(units, key=lambda node: node.seconds).module
     return None
-
-
-def _units_for(trace: Trace, modules: Modules, split: Sequence[str]) -> StepGraph:
-    """Open no more than what has to be opened for stages to begin at the named modules."""
-
-    def is_small(name: str) -> bool:
-        return not any(wanted.startswith(f"{name}.") for wanted in split)
-
-    return build_graph(trace, modules, is_small)
 
 
 def partition(
@@ -157,19 +134,15 @@ def what_forbids(graph: StepGraph) -> str:
     for cut in starts_of_stages(graph):
         reason = obstacle_to(graph, cut)
         if reason is not None:
-            name = graph.nodes[cut].name
-            return f" No stage may begin with {name}: {reason}."
+            return f" No stage may begin with {graph.nodes[cut].name}: {reason}."
     return ""
 
 
-def _explained(error: PartitionError | None, modules: Modules, graph: StepGraph) -> SplitError:
+def _explained(error: PartitionError, modules: Modules, graph: StepGraph) -> SplitError:
     reasons = [f"{name!r} is opened, as {why}" for name, why in modules.obstacles.items()]
     reasons += [f"{name!r} is better placed whole, as {why}" for name, why in modules.better_whole.items()]
     reasons += [f"{name!r} is placed whole, as {why}" for name, why in modules.must_be_whole.items()]
-    hint = ""
-    if reasons:
-        listed = "; ".join(reasons[:_NAMED])
-        hint = f" Of the modules, {listed}."
+    hint = f" Of the modules, {'; '.join(reasons[:_NAMED])}." if reasons else ""
     return SplitError(f"{error}.{what_forbids(graph)}{hint}")
 
 
