@@ -132,7 +132,7 @@ def trained(bench: Bench, model: type[Writing], expected: str) -> Any:
     """What was trained; on the first rank with a warning about a step that has ``expected`` in it, if any."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = bench.fit(model(), max_epochs=2, num_sanity_val_steps=0, callbacks=[Queue()])
+        result = bench.fit(model(), max_epochs=1, num_sanity_val_steps=0, callbacks=[Queue()])
     found = [str(warning.message) for warning in caught if "_step` runs" in str(warning.message)]
     first = bench.pipeline is not None and dist.get_rank() == 0
     assert [expected in text for text in found] == [True] * (first and bool(expected)), found

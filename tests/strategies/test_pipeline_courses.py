@@ -10,27 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import CLASSES, samples
 from tests.strategies.pipeline_learners import Bench, Case, Matrix, Net, name_of
-
-
-class Numbered(Net):
-    """What it does between modules, and which modules it calls, depends on numbers that all ranks know."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        x = self.net[:4](batch[0])
-        if self.current_epoch >= 1:
-            x = x * 2
-        if batch_idx % 3 == 1:
-            x = self.net[4:8](x)
-        if self.global_step > 6:
-            x = x + 0.1 * x.sin()
-        return F.cross_entropy(self.net[8:](x), batch[1])
-
-
-def numbered(bench: Bench) -> Any:
-    return bench.fit(Numbered(layers=7, count=24), max_epochs=3)
 
 
 class Mixed(Net):
@@ -81,23 +62,7 @@ class Rehearsed(Net):
 
 
 def rehearsed(bench: Bench) -> Any:
-    return bench.fit(Rehearsed())
-
-
-class Kept(Net):
-    """An attribute shows what the first stage made; the loss does not need it."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        x = self.net[:2](batch[0])
-        self.codes = x.argmax(1)
-        return F.cross_entropy(self.net[2:](x), batch[1])
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.losses += self.codes.tolist()
-
-
-def kept(bench: Bench) -> Any:
-    return bench.fit(Kept(layers=5, count=24), {"split": ["net.4"]})
+    return bench.fit(Rehearsed(), {"num_microbatches": "auto"})
 
 
 class Annealed(Net):
@@ -149,28 +114,22 @@ def tasks(bench: Bench) -> Any:
     return bench.fit(Tasks(), {}, accumulate_grad_batches=2)
 
 
-class Keeping(Net):
-    """Keeps activations of earlier stages on itself, for hooks."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        x = self.net[:4](batch[0])
-        self.features = x
-        self.kept.append(x.detach())
-        return F.cross_entropy(self.net[4:](x), batch[1])
-
-    def on_train_epoch_start(self) -> None:
-        self.kept: list[Tensor] = []
+class Plain(Net):
+    """Its course depends on nothing, and no module draws random numbers."""
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.losses += [self.features.sum().item(), self.kept[-1].sum().item(), len(self.kept)]
+        graph = self.trainer.strategy._pipelined.partitioned.plan.graph
+        self.reads = (graph.reads_of_batch, graph.draws)
 
 
-def keeping(bench: Bench) -> Any:
-    return bench.fit(Keeping(layers=6, count=24))
+def plain(bench: Bench) -> Any:
+    model = Plain(count=16)
+    bench.fit(model)
+    return model.reads
 
 
-CASES = [numbered, mixed, selected, kept, keeping, tasks]
-TWO = Matrix(CASES, pipeline={"num_microbatches": 4})
+CASES = [mixed, selected, rehearsed, tasks]
+TWO = Matrix([*CASES, plain], pipeline={"num_microbatches": 4})
 
 
 @pytest.mark.slow
@@ -185,26 +144,6 @@ def test_another_course_behind_the_last_module() -> None:
 
 
 @pytest.mark.slow
-def test_rows_that_the_step_adds() -> None:
-    """Sizes change within one kind of micro-batch: dry runs see it."""
-    Matrix([rehearsed]).compare(rehearsed)
-
-
-class Plain(Net):
-    """Its course depends on nothing, and no module draws random numbers."""
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        graph = self.trainer.strategy._pipelined.partitioned.plan.graph
-        self.reads = (graph.reads_of_batch, graph.draws)
-
-
-def plain(bench: Bench) -> Any:
-    model = Plain(count=16)
-    bench.fit(model, {"num_microbatches": 4})
-    return model.reads
-
-
-@pytest.mark.slow
 def test_nothing_is_taken_for_a_read_of_the_batch() -> None:
     """Else each micro-batch would be rehearsed for itself, in each step."""
-    assert run_trainer_ranks(plain, 2, Bench({})) == [((), False)] * 2
+    assert TWO.results(plain) == [((), False)] * 2

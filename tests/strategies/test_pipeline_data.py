@@ -227,15 +227,19 @@ CASES = [
     shuffled,
     stream,
     augmented_after_transfer,
-    workers,
     dicts,
-    dataclasses,
-    rows,
     combined,
-    without_sampler_of_lightning,
 ]
 # Where the ranks' batches come from is nothing to the pipeline.
-MORE_CASES = [own_sampler, weighted_sampler, augmented]
+MORE_CASES = [
+    own_sampler,
+    weighted_sampler,
+    augmented,
+    workers,
+    dataclasses,
+    rows,
+    without_sampler_of_lightning,
+]
 TWO = Matrix(CASES)
 MORE = Matrix(MORE_CASES)
 

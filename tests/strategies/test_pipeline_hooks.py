@@ -187,14 +187,19 @@ def timer(bench: Bench) -> Any:
 CASES: list[Case] = [
     hooks,
     limits,
-    fast_dev_run,
-    val_steps_across_epochs,
     several_loaders,
     data_module,
     stops_itself,
-    optimist,
 ]
-MORE_CASES: list[Case] = [overfit, without_sanity_check, max_steps, timer]  # Lightning's own loops do all of it
+MORE_CASES: list[Case] = [  # Lightning's own loops do all of it
+    fast_dev_run,
+    val_steps_across_epochs,
+    optimist,
+    overfit,
+    without_sanity_check,
+    max_steps,
+    timer,
+]
 TWO = Matrix(CASES)
 MORE = Matrix(MORE_CASES)
 

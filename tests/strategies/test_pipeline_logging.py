@@ -304,13 +304,12 @@ def idle_in_validation(bench: Bench) -> Any:
 CASES = [
     idle_in_validation,
     logs,
-    metrics,
-    outputs,
     early_stopping,
     best_checkpoints,
     loggers,
 ]
-MORE_CASES = [early_stopping_on_training_loss, progress_bar]  # `logs` sees what the bar shows
+# `logs` sees what the bar shows; tests/strategies/test_contract.py has metrics and outputs.
+MORE_CASES = [metrics, outputs, early_stopping_on_training_loss, progress_bar]
 TWO = Matrix(CASES)
 MORE = Matrix(MORE_CASES)
 

@@ -41,10 +41,10 @@ SCHEDULES: list[tuple[str, dict[str, Any]]] = [
     ("looped_bfs", {"num_microbatches": 5}),
     ("interleaved_zero_bubble", {"stages_per_rank": 1}),
     ("interleaved_1f1b", {"split": ["net.2", "net.4", "net.13"]}),
-    ("interleaved_1f1b", {"activation_checkpointing": True}),
-    ("1f1b", {"num_microbatches": 8}),
 ]
 MORE_SCHEDULES: list[tuple[str, dict[str, Any]]] = [
+    ("interleaved_1f1b", {"activation_checkpointing": True}),
+    ("1f1b", {"num_microbatches": 8}),
     ("dualpipev", {}),
     ("1f1b", {"num_microbatches": 1}),
     ("interleaved", {"stages_per_rank": 3}),
@@ -69,11 +69,11 @@ def sequences(bench: Bench) -> Any:
 
 BATCHES: list[Case] = [
     functools.partial(batches_of, batch_size=8, count=25),  # the last batch has one row
-    functools.partial(batches_of, batch_size=10, count=23, num_microbatches=7),
-    functools.partial(batches_of, batch_size=2, count=5, num_microbatches=5),
     sequences,
 ]
 MORE_BATCHES: list[Case] = [
+    functools.partial(batches_of, batch_size=10, count=23, num_microbatches=7),
+    functools.partial(batches_of, batch_size=2, count=5, num_microbatches=5),
     functools.partial(batches_of, batch_size=7, count=38),
     functools.partial(batches_of, batch_size=7, count=38, num_microbatches=4),
     functools.partial(batches_of, batch_size=1, count=6),
