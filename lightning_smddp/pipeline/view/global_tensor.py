@@ -1,19 +1,29 @@
-"""A tensor whose values are on one rank of a pipeline."""
+"""Tensors whose values are on one rank of a pipeline: those of a module as all ranks see them, and what is made of them.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import disabled_torch_function, wrapper_subclass
-from lightning_smddp.pipeline.capture.ops import user_location
+from lightning_smddp.pipeline.capture.user_code import user_location
+from lightning_smddp.pipeline.mesh import Ownership
+from lightning_smddp.wire.pytree import LEAF_TYPES, leaves, map_leaves
+from lightning_smddp.wire.stream import Spec, broadcast_tensors
+
+if TYPE_CHECKING:
+    from lightning_smddp.pipeline.view.view import GlobalView
+
+GRADIENT = "grad:"  # before the name of a parameter: its gradient
 
 Extent: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int, str]
-"""What a tensor shows of its memory: shape, strides, offset, dtype."""
+"""What a tensor covers of its memory: shape, strides, offset, dtype."""
 
 
 class GlobalViewError(RuntimeError):
@@ -33,17 +43,12 @@ class Call(NamedTuple):
 
     def leaves(self) -> list[Any]:
         """The arguments, with those in containers each for itself."""
-        found: list[Any] = []
-        map_arguments(found.append, (self.args, self.kwargs))
-        return found
-
-    def global_tensors(self) -> list[GlobalTensor]:
-        """Those among the arguments, in order."""
-        return [leaf for leaf in self.leaves() if isinstance(leaf, GlobalTensor)]
+        return leaves((self.args, self.kwargs))
 
     def run(self, change: Callable[[Any], Any]) -> Any:
         """The result, with what ``change`` makes of each of the :meth:`leaves` in its place."""
-        return self.function(*map_arguments(change, self.args), **map_arguments(change, self.kwargs))
+        args, kwargs = map_leaves(change, (self.args, self.kwargs))
+        return self.function(*args, **kwargs)
 
     def key(self, name: str) -> int:
         """What tells its result from others: alike on ranks that have run the same code."""
@@ -72,23 +77,6 @@ class GlobalStorage:
         self.name = name
         self.copies: dict[Extent, Tensor] = {}
 
-    def written(self, key: int) -> None:
-        """Note that its values are others now."""
-        self.key = key
-        self.copies.clear()
-
-
-class TensorView(Protocol):
-    """What tensors ask of the :class:`~.view.GlobalView` that made them."""
-
-    device: torch.device
-
-    @property
-    def is_entered(self) -> bool: ...  # noqa: D102
-    def remember(self, tensor: GlobalTensor) -> None: ...  # noqa: D102
-    def run(self, call: Call) -> Any: ...  # noqa: D102
-    def plain(self, structure: Any) -> Any: ...  # noqa: D102
-
 
 # What there is of one tensor:
 #     on its owner      meta (shape, strides), local (the values)
@@ -107,7 +95,7 @@ class GlobalTensor(Tensor):
         global_storage: shared with its views.
     """
 
-    global_view: TensorView
+    global_view: GlobalView
     owner: int
     local: Tensor | None
     meta: Tensor
@@ -115,12 +103,7 @@ class GlobalTensor(Tensor):
 
     @staticmethod
     def __new__(
-        cls,
-        view: TensorView,
-        owner: int,
-        meta: Tensor,
-        local: Tensor | None,
-        storage: GlobalStorage,
+        cls, view: GlobalView, owner: int, meta: Tensor, local: Tensor | None, storage: GlobalStorage
     ) -> GlobalTensor:
         """A tensor like ``meta`` with the values ``local``, which ranks other than ``owner`` do not have."""
         self: GlobalTensor = wrapper_subclass(cls, meta, view.device)
@@ -136,19 +119,16 @@ class GlobalTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        function: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Called outside of the view, and inside of it where modes are off."""
+        """Called for each operator that gets one, also in backward passes."""
         call = Call(function, tuple(args), dict(kwargs or {}))
-        tensor = call.global_tensors()[0]
-        if tensor.global_view.is_entered:
-            return tensor.global_view.run(call)
+        tensor = next(leaf for leaf in call.leaves() if isinstance(leaf, GlobalTensor))
+        view = tensor.global_view
+        if view.is_entered:
+            return view.run(call)
         if function is torch.ops.aten.detach.default:  # autograd's own, which reads nothing
-            return tensor.alias()
+            return GlobalTensor(view, tensor.owner, tensor.meta.detach(), tensor.local, tensor.global_storage)
         raise OutsideViewError(
             f"{function} at {user_location()} uses {tensor.describe()}, whose values are on rank {tensor.owner} of the "
             "pipeline. Other ranks' tensors can be used in hooks and callbacks, where all ranks run the same code, but "
@@ -158,13 +138,9 @@ class GlobalTensor(Tensor):
 
     @property
     def extent(self) -> Extent:
-        """What it shows of its memory."""
+        """What it covers of its memory."""
         meta = self.meta
         return tuple(meta.shape), tuple(meta.stride()), int(meta.storage_offset()), str(meta.dtype)
-
-    def alias(self) -> GlobalTensor:
-        """Another object for the same values."""
-        return GlobalTensor(self.global_view, self.owner, self.meta.detach(), self.local, self.global_storage)
 
     def describe(self) -> str:
         """The tensor as error messages name it: its parameter's name, if it has one, and its shape."""
@@ -180,14 +156,15 @@ class GlobalTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy with memory of its own, where this one's values are."""
-        if id(self) in memo:
-            return memo[id(self)]
-        copy: Any = self.detach().clone()
-        copy.requires_grad_(self.requires_grad)
-        if isinstance(self, nn.Parameter):
-            copy = nn.Parameter(copy, self.requires_grad)
-        memo[id(self)] = copy
-        return copy
+        if id(self) not in memo:
+            copy: Any = self.detach().clone().requires_grad_(self.requires_grad)
+            if isinstance(self, nn.Parameter):
+                copy = nn.Parameter(copy, self.requires_grad)
+            memo[id(self)] = copy
+        return memo[id(self)]
+
+
+LEAF_TYPES.add(GlobalTensor)
 
 
 def key_of(*facts: Any) -> int:
@@ -195,13 +172,183 @@ def key_of(*facts: Any) -> int:
     return zlib.crc32(repr(facts).encode())
 
 
-def map_arguments(function: Callable[[Any], Any], structure: Any) -> Any:
-    """``structure`` of tuples, lists and dicts with ``function`` applied to all that is none of these."""
-    if isinstance(structure, dict):
-        return {key: map_arguments(function, child) for key, child in structure.items()}
-    if not isinstance(structure, (tuple, list)):
-        return function(structure)
-    members = [map_arguments(function, child) for child in structure]
-    if hasattr(structure, "_fields"):  # a named tuple takes its members one by one
-        return type(structure)(*members)
-    return type(structure)(members)
+@dataclass
+class ModuleTensor:
+    """A parameter or buffer of the module.
+
+    Attributes:
+        name: its first one.
+        tensor: what the module holds under that name: the values, or a tensor on the meta device.
+        ranks: all that have its values. Those of the first one, its owner, count.
+        global_tensor: what user code gets in its place; None before that has asked for it.
+    """
+
+    name: str
+    tensor: Tensor
+    ranks: tuple[int, ...]
+    global_tensor: GlobalTensor | None = None
+
+    @property
+    def owner(self) -> int:
+        """The rank whose values count."""
+        return self.ranks[0]
+
+
+class ModuleTensors:
+    """All of a module's, and the gradients that user code sees: from the first look at one to the hook's end.
+
+    Attributes:
+        gradients_known: whether the global tensors have the gradients.
+
+    Args:
+        module: divided.
+        ownership: who holds what. A buffer that is not in it is the same on all ranks: it stays a plain tensor.
+        view: of the module.
+    """
+
+    def __init__(self, module: nn.Module, ownership: Ownership, view: GlobalView) -> None:
+        self.view = view
+        self.gradients_known = False
+        self.by_name: dict[str, ModuleTensor] = {}
+        for name, parameter in module.named_parameters():
+            self.by_name[name] = ModuleTensor(name, parameter, ownership.parameters[name])
+        for name, buffer in module.named_buffers():
+            if name in ownership.buffers:
+                self.by_name[name] = ModuleTensor(name, buffer, (ownership.buffers[name],))
+        self._by_id = {id(found.tensor): found for found in self.by_name.values()}
+
+    def find(self, tensor: object) -> ModuleTensor | None:
+        """The one that ``tensor`` is; None for any other object."""
+        found = self._by_id.get(id(tensor))
+        if found is None or found.tensor is not tensor:  # an id is used again when its object is gone
+            return None
+        return found
+
+    def as_global(self, found: ModuleTensor) -> GlobalTensor:
+        """Its global tensor, up to date: the module's own may have got other memory since."""
+        self.view.is_used = True
+        tensor = found.tensor
+        present = found.global_tensor
+        if present is None:
+            with torch.inference_mode(False):  # it stays when a validation is over
+                present = self._like(found, GlobalStorage(key_of(found.name), found.name))
+                present.requires_grad_(tensor.requires_grad)
+            found.global_tensor = present
+        if found.owner == self.view.rank and (present.local is None or present.local.data_ptr() != tensor.data_ptr()):
+            present.local = tensor.detach()
+        return present
+
+    def _like(self, found: ModuleTensor, storage: GlobalStorage, local: Tensor | None = None) -> GlobalTensor:
+        """A global tensor laid out as ``found``."""
+        like = found.tensor
+        meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+        return GlobalTensor(self.view, found.owner, meta, local, storage)
+
+    def named(self, name: str) -> GlobalTensor:
+        """A parameter or buffer, or a gradient as it is on its owner now."""
+        found = self.by_name[name.removeprefix(GRADIENT)]
+        if name.startswith(GRADIENT):
+            return self._like(found, GlobalStorage(key_of(name), name), self.own_gradient(found))
+        return self.as_global(found)
+
+    def moved(self, found: ModuleTensor, value: Tensor) -> GlobalTensor:
+        """``value`` where ``found`` is."""
+        storage = GlobalStorage(0)
+        if isinstance(value, GlobalTensor):
+            if value.owner == found.owner:
+                return value
+            storage.key = value.global_storage.key
+            (value,) = self.view.fetch([value])
+        local = None
+        if found.owner == self.view.rank:
+            local = torch.empty_like(found.tensor).copy_(value.detach())
+        return self._like(found, storage, local)
+
+    # ---- gradients ----
+
+    def gradient(self, found: ModuleTensor) -> Tensor | None:
+        """``.grad`` of a parameter. The first look at any is collective: who has one is not known elsewhere."""
+        self._load_gradients()
+        return self.as_global(found).grad
+
+    def set_gradient(self, found: ModuleTensor, value: Tensor | None) -> None:
+        """What ``parameter.grad = value`` does. Collective as :meth:`gradient`, and where values have to be moved."""
+        self._load_gradients()
+        key = value.global_storage.key if isinstance(value, GlobalTensor) else 0
+        # Autograd and the optimizer's step work where the parameter is.
+        self.as_global(found).grad = None if value is None else self.moved(found, value)
+        self.view.note_write(GRADIENT + found.name, key)
+
+    def _load_gradients(self) -> None:
+        """Give the global tensors the gradients that parameters have on their owners. Collective the first time."""
+        if self.gradients_known:
+            return
+        for name in self.view.names_with_gradient():
+            found = self.by_name[name]
+            if found.tensor.requires_grad:
+                self.as_global(found).grad = self.named(GRADIENT + name)
+        self.gradients_known = True
+
+    def own_gradient(self, found: ModuleTensor) -> Tensor | None:
+        """The gradient that a parameter has on its owner, laid out as the parameter; None on other ranks."""
+        tensor = found.tensor
+        if found.owner != self.view.rank or tensor.grad is None:
+            return None
+        if tensor.grad.stride() != tensor.stride():
+            tensor.grad = torch.empty_like(tensor).copy_(tensor.grad)
+        return tensor.grad.detach()
+
+    def with_gradient(self) -> list[str]:
+        """Names of the parameters that this rank owns and that have one."""
+        return [name for name, found in self.by_name.items() if self.own_gradient(found) is not None]
+
+    # ---- the hook's end ----
+
+    def write_back(self, changed: Set[str | None]) -> None:
+        """Ranks that hold a tied parameter get its owner's values, and parameters get the gradients made in the hook.
+
+        Collective if something has to be sent.
+
+        Args:
+            changed: names of tensors and gradients; None stands for new ones.
+        """
+        for _, found in sorted(self.by_name.items()):  # alike on all ranks, as collectives need it
+            present = found.global_tensor
+            if present is None:  # user code has not asked for it
+                continue
+            is_tied = len(found.ranks) > 1
+            if is_tied and found.name in changed:
+                self._send(found, found.tensor.detach())
+            gradient = present.grad
+            if gradient is None and not self.gradients_known:  # nobody has looked, so None says nothing
+                continue
+            if gradient is not None:  # a backward pass may have made it on another rank
+                gradient = self.moved(found, gradient)
+            if self.view.rank in found.ranks:
+                _set_gradient(found.tensor, gradient)
+            # All ranks that hold a tied parameter have its gradient; the view has changed it on the owner alone.
+            if is_tied and gradient is not None and changed & {gradient.global_storage.name, GRADIENT + found.name}:
+                self._send(found, found.tensor.grad)
+
+    def _send(self, found: ModuleTensor, values: Tensor | None) -> None:
+        """Write the owner's ``values`` into those of all ranks that hold ``found``. Collective."""
+        mine = [values] if values is not None and self.view.rank in found.ranks else None
+        broadcast_tensors([Spec.of(found.tensor)], mine, self.view.group, found.owner, self.view.device)
+
+    def forget_gradients(self) -> None:
+        """Other code may change gradients from here on."""
+        self.gradients_known = False
+        for found in self.by_name.values():
+            if found.global_tensor is not None:
+                found.global_tensor.grad = None
+
+
+def _set_gradient(tensor: Tensor, gradient: GlobalTensor | None) -> None:
+    """``.grad`` becomes ``gradient``, or room for what the owner will send of it."""
+    if gradient is None:
+        tensor.grad = None
+    elif gradient.local is None:
+        if tensor.grad is None:
+            tensor.grad = torch.zeros_like(tensor)
+    elif tensor.grad is None or tensor.grad.data_ptr() != gradient.local.data_ptr():
+        tensor.grad = gradient.local.detach()

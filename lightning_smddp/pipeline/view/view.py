@@ -1,4 +1,15 @@
-"""The whole of a divided module, for code that all ranks of a pipeline run alike. See the package's docstring."""
+"""The whole of a divided module, for code that all ranks of a pipeline run alike. See the package's docstring.
+
+Nearly always all ranks have come to the same place of a hook and need the same values, which their owners send. Code
+under ``if trainer.is_global_zero:``, and loggers that do nothing on other ranks, run on the first rank alone. The
+others are at the hook's end then, or have gone on to where the next collective of training begins; there they send the
+parameters, gradients and buffers that it asks for, until it has come there too::
+
+    first rank:  hook ... asks for `p` ... end | training step
+    others:      hook, end |      sends `p`    | training step
+
+There ranks also compare what the hooks have changed. Where nothing was asked for, that one small message is all.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +24,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import swap_contents, without_torch_function
-from lightning_smddp.pipeline.capture.ops import user_location
+from lightning_smddp.communication.host_numbers import from_numbers
+from lightning_smddp.pipeline.capture.user_code import user_location
 from lightning_smddp.pipeline.mesh import Channel, Ownership
-from lightning_smddp.pipeline.view.global_tensor import GlobalStorage, GlobalTensor, GlobalViewError, key_of
-from lightning_smddp.pipeline.view.module_tensors import GRADIENT, ModuleTensor, ModuleTensors, ViewGradients
-from lightning_smddp.pipeline.view.operations import (
-    Operations,
-    ViewFunctions,
-    ViewOperations,
-    refuse_new_parameters,
-    values_into_buffers,
+from lightning_smddp.pipeline.view.global_tensor import (
+    Call,
+    GlobalStorage,
+    GlobalTensor,
+    GlobalViewError,
+    ModuleTensors,
+    key_of,
 )
-from lightning_smddp.pipeline.view.rendezvous import Rendezvous, Request, needed_alone
+from lightning_smddp.pipeline.view.operations import ViewFunctions, run_operator
+from lightning_smddp.wire.objects import gather
 from lightning_smddp.wire.pytree import leaves, map_leaves
 from lightning_smddp.wire.stream import Spec, broadcast_tensors
+
+_END, _VALUES = 0, 1  # why a rank meets the others: it is at a hook's end, or behind it; it needs values
+
+_CURE = (
+    "What changes parameters, or computes with tensors of other ranks, has to run on all ranks alike, not under "
+    "`if trainer.is_global_zero:`. The first rank alone can read parameters, gradients and buffers: "
+    "`p.detach().cpu()` is a plain tensor, with which it may compute."
+)
 
 
 class GlobalView:
@@ -55,6 +75,7 @@ class GlobalView:
         host: Channel | None = None,
     ) -> None:
         self.module = module
+        self.ownership = ownership
         self.group = group
         self.device = device
         self.rank = group.rank()
@@ -63,15 +84,13 @@ class GlobalView:
         self.is_used = False
         self.tensors = ModuleTensors(module, ownership, self)
         self.find = self.tensors.find
-        self.rendezvous = Rendezvous(host or Channel(group, device), self._answer)
-        self.gradients = ViewGradients(self)
-        self.run = Operations(self).run
+        self._host = host or Channel(group, device)
+        self._written: dict[str, int] = {}  # since ranks compared it: tensors of the module, and what tells how
+        self._last_write = "nothing"
         self._alive: weakref.WeakValueDictionary[int, GlobalTensor] = weakref.WeakValueDictionary()
         self._made = 0  # tensors
         self._copied: weakref.WeakSet[GlobalStorage] = weakref.WeakSet()
         self._modes: ExitStack | None = None
-        self._functions = ViewFunctions(self)
-        self._operators = ViewOperations(self)
         self._modules = {id(child) for child in module.modules()}
 
     # ---- entering ----
@@ -122,10 +141,21 @@ class GlobalView:
             self._push()
 
     def settle(self) -> None:
-        """Before a collective of training: answer the first rank, if it is still in a hook. Collective if it may be."""
-        if self.pending:
-            self.pending = False
-            self.rendezvous.end()
+        """Before a collective of training: answer the first rank, if it is still in a hook. Collective if it may be.
+
+        Raises:
+            GlobalViewError: on every rank, where they changed different parameters, or the same ones differently.
+        """
+        if not self.pending:
+            return
+        self.pending = False
+        key = 0
+        what = "is at the end of a hook"
+        if self._written:
+            key = key_of(self._written)
+            what = f"has changed {self._last_write}"
+        self._meet(_END, key, what)
+        self._written.clear()
 
     def _push(self) -> None:
         self.is_used = False
@@ -133,15 +163,34 @@ class GlobalView:
         # torch's hooks for registrations are called for every module there is; these two look for those of ours.
         hooks = nn.modules.module
         handles = [
-            hooks.register_module_parameter_registration_hook(refuse_new_parameters(self._modules)),
-            hooks.register_module_buffer_registration_hook(values_into_buffers(self, self._modules)),
+            hooks.register_module_parameter_registration_hook(self._refuse_new_parameter),
+            hooks.register_module_buffer_registration_hook(self._value_into_buffer),
         ]
         for handle in handles:
             self._modes.callback(handle.remove)
         # Functions above autograd see the module's own parameters, and put global tensors in their place; autograd's
-        # operators on these come to the dispatch mode below, which knows where values are.
-        self._modes.enter_context(cast(Any, self._operators))
-        self._modes.enter_context(cast(Any, self._functions))
+        # operators on these come to `run`.
+        self._modes.enter_context(ViewFunctions(self))
+
+    def _refuse_new_parameter(self, module: nn.Module, name: str, parameter: Any) -> None:
+        """Called for the registration of any parameter: the module's own may not be replaced in a hook."""
+        if id(module) in self._modules and parameter is not module._parameters.get(name):
+            raise GlobalViewError(
+                f"Parameter {name!r} of a {type(module).__name__} is replaced by another one at {user_location()}, "
+                "in a hook: a pipeline has divided the parameters that it had. Change its values "
+                "(`p.data.copy_(...)`), or make the change in `__init__` or `configure_model`."
+            )
+
+    def _value_into_buffer(self, module: nn.Module, name: str, value: Any) -> Any:
+        """Called for the registration of any buffer: a new value for one of the module's goes into the old tensor."""
+        before = module._buffers.get(name)
+        if id(module) not in self._modules or value is before or not isinstance(value, Tensor):
+            return value
+        with without_torch_function():  # our own looks at tensors are not the user's
+            if before is None or not self.find(before):
+                return self.plain(value)
+            self.set_data(before, value)
+        return before
 
     def _pop(self) -> None:
         assert self._modes is not None
@@ -150,23 +199,97 @@ class GlobalView:
 
     def _end(self, waits: bool) -> None:
         self.pending = True
-        changed = {None, *self.rendezvous.written}
+        changed = {None, *self._written}
         try:
-            if waits or self.rendezvous.written:
+            if waits or self._written:
                 self.settle()
             if self.is_used:
-                self.tensors.share(changed)
-                self.gradients.write_back(changed)
+                self.tensors.write_back(changed)
         finally:
             self._forget()
 
     def _forget(self) -> None:
         """Copies are old as soon as other code runs."""
-        for storage in list(self._copied):
+        for storage in self._copied:
             storage.copies.clear()
         self._copied.clear()
         if self.is_used:
-            self.gradients.forget()
+            self.tensors.forget_gradients()
+
+    # ---- where ranks meet ----
+
+    def _meet(self, why: int, key: int, what: str) -> bool:
+        """Come for ``what``, and answer the first rank as long as it alone asks for values. Collective.
+
+        Returns:
+            Whether all ranks have come for the same, as ``key`` tells; else this is the first one, which alone did.
+
+        Raises:
+            GlobalViewError: on every rank: they have come for what does not fit.
+        """
+        local = from_numbers([why, key], torch.int64, self._host.device)
+        while True:
+            rows = [torch.empty_like(local) for _ in range(self._host.group.size())]
+            dist.all_gather(rows, local, group=self._host.group)
+            requests = [tuple(row.tolist()) for row in rows]
+            first = requests[0]
+            if all(request == first for request in requests):
+                return True
+            if first[0] == _END:
+                everyones = gather(what, self._host.group)
+                lines = "; ".join(f"rank {rank} {theirs}" for rank, theirs in enumerate(everyones))
+                raise GlobalViewError(
+                    f"The ranks of a pipeline do different things in a hook or callback: {lines}. {_CURE}"
+                )
+            if requests[self.rank] == first:
+                return False
+            self._exchange(what)
+
+    def _exchange(self, what: str, wanted: Sequence[GlobalTensor] = ()) -> tuple[list[Tensor], list[str]]:
+        """Send what the first rank alone asks for. Collective.
+
+        Args:
+            what: this rank is here for, in words.
+            wanted: on the first rank; on the others nothing.
+
+        Returns:
+            On the first rank the values; on all the names of parameters with a gradient.
+
+        Raises:
+            GlobalViewError: on every rank, if they are none of the module's, or other ranks have changed them since.
+        """
+        found = [self._name_of(tensor) for tensor in wanted]
+        everyones = gather((found, what, self._written, self.tensors.with_gradient()), self._host.group)
+        names, what, written, _ = everyones[0]
+        are_known = None not in names
+        for _, _, theirs, _ in everyones:
+            are_known = are_known and all(theirs.get(name) == written.get(name) for name in names)
+        if not are_known:
+            raise GlobalViewError(
+                f"Rank 0 of the pipeline alone {what}: no parameter, gradient or buffer, or one that other ranks have "
+                f"changed since. {_CURE}"
+            )
+        sent = self._broadcast([self.tensors.named(name) for name in names])
+        values = []
+        for tensor, value in zip(wanted, sent, strict=False):
+            shape, strides, offset, _ = tensor.extent
+            values.append(value.as_strided(shape, strides, offset))
+        return values, [name for _, _, _, gradients in everyones for name in gradients]
+
+    def _name_of(self, tensor: GlobalTensor) -> str | None:
+        """Of the module's parameter, gradient or buffer whose memory this is; None if there is none."""
+        name = tensor.global_storage.name
+        if name is None or self.tensors.named(name).dtype != tensor.dtype:
+            return None
+        return name
+
+    def names_with_gradient(self) -> list[str]:
+        """The parameters that have one, on whatever rank. Collective."""
+        what = f"needs gradients at {user_location()}"
+        if not self._meet(_VALUES, 0, what):
+            return self._exchange(what)[1]
+        everyones = gather(self.tensors.with_gradient(), self._host.group)
+        return [name for theirs in everyones for name in theirs]
 
     # ---- tensors ----
 
@@ -175,34 +298,43 @@ class GlobalView:
         self._made += 1
         self._alive[self._made] = tensor
 
+    def run(self, call: Call) -> Any:
+        """The result of an operator call that has global tensors among its arguments."""
+        self.is_used = True
+        return run_operator(self, call)
+
     def as_global(self, structure: Any) -> Any:
         """``structure`` with global tensors in place of the module's parameters and buffers."""
-        if not any(self.find(leaf) for leaf in leaves(structure)):
-            return structure
 
         def replaced(leaf: Any) -> Any:
             found = self.find(leaf)
             return leaf if found is None else self.tensors.as_global(found)
 
-        return map_leaves(replaced, structure)
+        if any(self.find(leaf) for leaf in leaves(structure)):
+            return map_leaves(replaced, structure)
+        return structure
 
     def own_object(self, tensor: GlobalTensor) -> Tensor:
         """The module's own tensor, if ``tensor`` is what stands for it; else ``tensor``."""
         found = self.tensors.by_name.get(tensor.global_storage.name or "")
-        if found is not None and found.global_tensor is tensor:
-            return found.tensor
-        return tensor
+        return found.tensor if found is not None and found.global_tensor is tensor else tensor
 
     # ---- changes ----
 
-    def note_write(self, tensor: GlobalTensor, key: int) -> None:
+    def changed(self, tensor: GlobalTensor, key: int) -> None:
         """An operation has changed ``tensor``; ``key`` tells how."""
         storage = tensor.global_storage
-        storage.written(key)
+        storage.key = key
+        storage.copies.clear()
         if storage.name is not None:
-            self.rendezvous.note_write(storage.name, key)
-            if storage.name in self.tensors.buffers:
-                self.changed_buffers.add(storage.name)
+            self.note_write(storage.name, key)
+
+    def note_write(self, name: str, key: int) -> None:
+        """The parameter, buffer or gradient ``name`` has changed; ``key`` tells how."""
+        self._written[name] = key
+        self._last_write = f"{name!r} last, at {user_location()}"
+        if name in self.ownership.buffers:
+            self.changed_buffers.add(name)
 
     def set_data(self, target: Tensor, value: Tensor) -> None:
         """What ``target.data = value`` does.
@@ -223,18 +355,15 @@ class GlobalView:
                 "and dtype have to stay, and tensors made of parameters stay such. Use `.copy_()`."
             )
         if found is None:
-            for name in ("owner", "local", "meta", "global_storage"):
+            for name in _ATTRIBUTES[1:]:
                 setattr(target, name, getattr(value, name))
             return
         # `value` is on one rank or on all; the owner takes it, and the other holders get it from there.
         current = self.tensors.as_global(found)
-        key = value.global_storage.key if isinstance(value, GlobalTensor) else 0
-        if isinstance(value, GlobalTensor) and value.owner != found.owner:
-            value = self.fetch([value])[0]
-        local = value.local if isinstance(value, GlobalTensor) else value.detach().clone()
+        moved = self.tensors.moved(found, value)
         if self.rank in found.ranks:  # others than the owner get their values at the hook's end
-            found.tensor.data = torch.empty_like(found.tensor) if local is None else local.detach()
-        self.note_write(current, key_of("data", key, current.global_storage.key))
+            found.tensor.data = torch.empty_like(found.tensor) if moved.local is None else moved.local.detach()
+        self.changed(current, key_of("data", moved.global_storage.key, current.global_storage.key))
         self.tensors.as_global(found)  # has other memory now
 
     # ---- values ----
@@ -276,93 +405,38 @@ class GlobalView:
             if tensor.extent not in tensor.global_storage.copies:
                 missing[id(tensor.global_storage), tensor.extent] = tensor
         if missing:
-            self._fetch_missing(list(missing.values()))
-            self._copied.update(tensor.global_storage for tensor in missing.values())
+            self._fetch(list(missing.values()))
         values = []
         for tensor in tensors:
             copy = tensor.global_storage.copies[tensor.extent]
             values.append(copy if tensor.local is None else tensor.local)
         return values
 
-    def _fetch_missing(self, missing: Sequence[GlobalTensor]) -> None:
+    def _fetch(self, missing: Sequence[GlobalTensor]) -> None:
         names = ", ".join(tensor.describe() for tensor in missing[:3])
         key = key_of([(tensor.global_storage.key, tensor.extent) for tensor in missing])
-        if not self.rendezvous.meet(Request.VALUES, f"the values of {names} at {user_location()}", key):
-            for tensor, copy in zip(missing, self._exchange(missing), strict=True):
-                tensor.global_storage.copies[tensor.extent] = copy
-            return
-        by_owner: dict[int, list[GlobalTensor]] = {}
-        for tensor in missing:
-            by_owner.setdefault(tensor.owner, []).append(tensor)
-        for owner, chosen in sorted(by_owner.items()):
-            values = [self._room_or_values(tensor) for tensor in chosen]
-            broadcast_tensors([Spec.of(value) for value in values], values, self.group, owner, self.device)
-            for tensor, value in zip(chosen, values, strict=True):
-                tensor.global_storage.copies[tensor.extent] = value
-
-    def _room_or_values(self, tensor: GlobalTensor) -> Tensor:
-        """A contiguous tensor: on the owner of ``tensor`` its values, elsewhere room for them."""
-        if tensor.local is None:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-        return tensor.local.detach().contiguous()
-
-    def of_owner(self, value: Any, owner: int, what: str, key: int) -> Any:
-        """What ``owner`` has found out, which is no tensor, on every rank. Collective."""
-        if not self.rendezvous.meet(Request.VALUES, what, key):
-            self._exchange([], f"Rank 0 of the pipeline alone asks for {what}. Do so on all ranks.")
-        return self.rendezvous.broadcast(value, owner)
-
-    # ---- what the first rank alone asks for ----
-
-    def _exchange(self, wanted: Sequence[GlobalTensor] | None, problem: str | None = None) -> list[Tensor]:
-        """The values of ``wanted``, which the first rank alone asks for; None on the others, which answer. Collective.
-
-        Raises:
-            GlobalViewError: on every rank, if the values are none of the module's, or with this ``problem``.
-        """
-        changes: dict[str, int | None] = {}  # what this rank has done to each
-        for tensor in wanted or ():
-            name, dtype = tensor.global_storage.name, tensor.extent[-1]
-            if name is None or str(self._named(name).tensor.dtype) != dtype:
-                problem = problem or needed_alone(f"{tensor.describe()} at {user_location()}", 0)
-            else:
-                changes[name] = self.rendezvous.written.get(name)
-        changes, problem, place = self.rendezvous.broadcast((changes, problem, user_location()), 0)
-        # The others may have gone on and changed it. All ranks hear of that before anything is sent.
-        outdated = [name for name, change in changes.items() if self.rendezvous.written.get(name) != change]
-        if problem is None and outdated:
-            problem = needed_alone(f"{outdated[0]!r} at {place}, which other ranks have changed since,", 0)
-        for reported in self.rendezvous.gather(problem):
-            if reported is not None:
-                raise GlobalViewError(reported)
-        received = {name: self._sent(name) for name in changes}
-        values = []
-        for tensor in wanted or ():
-            shape, strides, offset, _ = tensor.extent
-            values.append(received[str(tensor.global_storage.name)].as_strided(shape, strides, offset))
-        return values
-
-    def _answer(self, request: Request) -> None:
-        """Take part in what the first rank asks for alone. Collective."""
-        if request is Request.GRADIENTS:
-            self.gradients.announce()
+        what = f"needs the values of {names} at {user_location()}"
+        if self._meet(_VALUES, key, what):
+            values = self._broadcast(missing)
         else:
-            self._exchange(None)
+            values, _ = self._exchange(what, missing)
+        for tensor, copy in zip(missing, values, strict=True):
+            tensor.global_storage.copies[tensor.extent] = copy
+            self._copied.add(tensor.global_storage)
 
-    def _named(self, name: str) -> ModuleTensor:
-        """The parameter or buffer of this name, or the parameter whose gradient it is."""
-        return self.tensors.by_name[name.removeprefix(GRADIENT)]
-
-    def _sent(self, name: str) -> Tensor:
-        """A parameter, buffer or gradient on all ranks, laid out as on its owner. Collective."""
-        found = self._named(name)
-        like = found.tensor
-        values = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
-        if found.owner == self.rank:
-            source = self.gradients.here(found) if name.startswith(GRADIENT) else like.detach()
-            if source is not None:
-                values.copy_(source)
-        broadcast_tensors([Spec.of(values)], [values], self.group, found.owner, self.device)
+    def _broadcast(self, tensors: Sequence[GlobalTensor]) -> list[Tensor]:
+        """Each one's values on every rank. Collective."""
+        values = []
+        by_owner: dict[int, list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.local is None:
+                value = torch.empty_like(tensor.meta, device=self.device)
+            else:
+                value = tensor.local.detach()
+            values.append(value)
+            by_owner.setdefault(tensor.owner, []).append(value)
+        for owner, chosen in sorted(by_owner.items()):
+            broadcast_tensors([Spec.of(value) for value in chosen], chosen, self.group, owner, self.device)
         return values
 
     # ---- the end ----
@@ -378,21 +452,23 @@ class GlobalView:
                 kept.setdefault((tensor.owner, tensor.global_storage.key, tensor.extent), []).append(tensor)
         # What was made alike is in the same order on all ranks. Where one has fewer, as it alone ran other code, it is
         # not known which are which, and using them stays an error.
-        counts = {what: len(tensors) for what, tensors in kept.items()}
-        everyones = self.rendezvous.gather(counts)
-        for what in sorted(counts.keys() & set.intersection(*map(set, everyones)), key=repr):
-            if all(theirs[what] == counts[what] for theirs in everyones):
-                for tensor in kept[what]:
-                    self._make_plain(tensor)
+        everyones = gather({what: len(tensors) for what, tensors in kept.items()}, self._host.group)
+        for what, tensors in sorted(kept.items(), key=repr):
+            if all(theirs.get(what) == len(tensors) for theirs in everyones):
+                for tensor in tensors:
+                    (value,) = self._broadcast([tensor])
+                    _make_plain(tensor, value)
         for found in self.tensors.by_name.values():
             found.global_tensor = None
 
-    def _make_plain(self, tensor: GlobalTensor) -> None:
-        """Turn the object into an ordinary tensor or parameter with its values. Collective."""
-        value = self._room_or_values(tensor)
-        broadcast_tensors([Spec.of(value)], [value], self.group, tensor.owner, self.device)
-        plain = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
-        swap_contents(tensor, value.requires_grad_(tensor.requires_grad))
-        for name in ("global_view", "owner", "local", "meta", "global_storage"):
-            vars(tensor).pop(name, None)
-        cast(Any, tensor).__class__ = plain
+
+_ATTRIBUTES = ("global_view", "owner", "local", "meta", "global_storage")
+
+
+def _make_plain(tensor: GlobalTensor, value: Tensor) -> None:
+    """Turn the object into an ordinary tensor or parameter of this ``value``."""
+    plain = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
+    swap_contents(tensor, value.requires_grad_(tensor.requires_grad))
+    for name in _ATTRIBUTES:
+        vars(tensor).pop(name, None)
+    cast(Any, tensor).__class__ = plain
