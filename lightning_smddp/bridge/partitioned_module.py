@@ -31,12 +31,10 @@ from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
 from lightning_smddp.pipeline.runtime.staged_step import StagedStep, TracedPath
 from lightning_smddp.pipeline.runtime.trace_cache import TraceCache
-from lightning_smddp.pipeline.state.buffers import SharedBuffers
-from lightning_smddp.pipeline.state.grad_reduce import clip_by_norm, share_overflow
+from lightning_smddp.pipeline.state.gradients import GradientStash, clip_by_norm, share_overflow
 from lightning_smddp.pipeline.state.optimizer import OptimizerPartition
 from lightning_smddp.pipeline.state.replicas import ReplicaGradients
-from lightning_smddp.pipeline.state.stash import GradientStash
-from lightning_smddp.pipeline.state.state_dict import full_state_dict, gather_full, partial_state_dict
+from lightning_smddp.pipeline.state.state_dict import SharedBuffers, full_state_dict, partial_state_dict, unshard
 from lightning_smddp.pipeline.view.view import GlobalView
 from lightning_smddp.seeding import mix, step_seed
 from lightning_smddp.sharding.optimizer_states import whole_states
@@ -97,7 +95,7 @@ class PartitionedModule(ModuleState):
 
     def remember_first(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> None:
         """The plan's graph is the path of ``step``, traced on the last of ``microbatches``. Collective."""
-        staged = self._stage(self.plan.graph, self.plan.stages)
+        staged = self._stage(step, self.plan.graph, self.plan.stages)
         last = len(microbatches) - 1
         self._add(step, staged).remember(staged, step, microbatches[last], last)
 
@@ -151,10 +149,11 @@ class PartitionedModule(ModuleState):
             refuse_changes(graph.once_a_batch)
         cuts = follow(graph, self.plan.homes, self.runtime.num_stages)
         self.recorder.scopes.learn(units_here(graph, cuts, setup))
-        return self._stage(graph, cuts)
+        return self._stage(step, graph, cuts)
 
-    def _stage(self, graph: StepGraph, stages: tuple[StagePlan, ...]) -> StagedStep:
-        self.buffers.learn(graph, stages)
+    def _stage(self, step: LightningStep, graph: StepGraph, stages: tuple[StagePlan, ...]) -> StagedStep:
+        if step.trains:
+            self.buffers.note_training(graph)
         return self.runtime.stage(graph, stages)
 
     def _units(self) -> set[str]:
@@ -193,7 +192,7 @@ class PartitionedModule(ModuleState):
         with ExitStack() as stack:
             if not view.is_entered:
                 for partition in self.optimizers:
-                    stack.enter_context(partition.shown_whole())
+                    stack.enter_context(partition.unsharded())
             stack.enter_context(patched([(module, "log", view.plain_log(module.log))]))
             stack.enter_context(view.entered(waits))
             stack.enter_context(self.recorder.scopes.absent_shown())
@@ -206,7 +205,7 @@ class PartitionedModule(ModuleState):
             partitions = self.optimizers if self.view.is_entered else []
             stack.enter_context(self.view.left())
             for partition in partitions:
-                stack.enter_context(partition.shown_own())
+                stack.enter_context(partition.resharded())
             yield
 
     # ---- gradients ----
@@ -328,7 +327,7 @@ class PartitionedModule(ModuleState):
         setup = self.setup
         if fits_on_hosts(setup.module, setup.world):
             self.view.close()
-            gather_full(setup.module, self.plan.ownership, setup.groups.pipeline, setup.device, to=CPU)
+            unshard(setup.module, self.plan.ownership, setup.groups.pipeline, setup.device, to=CPU)
             return True
         leave_in_parts(setup.module, BY_MEMORY)
         warn_on_first_rank(f"{type(setup.module).__name__} stays in parts, each on its rank: {BY_MEMORY}.")

@@ -26,14 +26,11 @@ from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import PartitionPlan, Trial, divide
 from lightning_smddp.pipeline.partition.self_check import VerificationError
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
-from lightning_smddp.pipeline.state.absent import release, set_contents
-from lightning_smddp.pipeline.state.buffers import SharedBuffers
-from lightning_smddp.pipeline.state.deferred_init import materialize
-from lightning_smddp.pipeline.state.grad_reduce import TiedGradients, create_tied_groups
+from lightning_smddp.pipeline.state.gradients import GradientStash, TiedGradients, create_tied_groups
+from lightning_smddp.pipeline.state.meta_parameters import initialize_deferred, release, set_contents
 from lightning_smddp.pipeline.state.optimizer import OptimizerPartition
 from lightning_smddp.pipeline.state.replicas import ReplicaGradients
-from lightning_smddp.pipeline.state.stash import GradientStash
-from lightning_smddp.pipeline.state.state_dict import gather_full
+from lightning_smddp.pipeline.state.state_dict import SharedBuffers, unshard
 from lightning_smddp.pipeline.view.view import GlobalView
 from lightning_smddp.seeding import Generators, run_seed
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
@@ -111,7 +108,7 @@ class Partitioning:
             stash=stash,
             runtime=self._runtime(stash),
             view=view,
-            buffers=SharedBuffers(view, plan.ownership, setup.rank_of_stage),
+            buffers=SharedBuffers(view),
             run_seed=self._seed,
         )
         self._require_right(partitioned, baseline)
@@ -134,7 +131,7 @@ class Partitioning:
                 check_at_start(partitioned, step, self.microbatches, baseline)
         except VerificationError:
             partitioned.close()
-            gather_full(setup.module, partitioned.plan.ownership, setup.groups.pipeline, setup.device)
+            unshard(setup.module, partitioned.plan.ownership, setup.groups.pipeline, setup.device)
             raise
 
     # ---- the plan ----
@@ -177,7 +174,7 @@ class Partitioning:
             return parameter.detach().to(setup.device, copy=True)
         if name in self.before.weights:
             return self.before.weights[name].to(setup.device)
-        materialize(setup.module, [name], setup.device, self._seed)
+        initialize_deferred(setup.module, [name], setup.device, self._seed)
         value = parameter.detach()
         set_contents(parameter, torch.empty_like(parameter, device="meta"))
         return value
@@ -193,7 +190,7 @@ class Partitioning:
         named = dict(module.named_parameters())
         weights = self.before.weights
         missing = [name for name in held if named[name].is_meta and name not in weights]
-        materialize(module, missing, device, self._seed)
+        initialize_deferred(module, missing, device, self._seed)
         for name in held:
             parameter = named[name]
             if parameter.is_meta:

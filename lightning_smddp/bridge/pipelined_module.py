@@ -36,7 +36,7 @@ from lightning_smddp.pipeline.partition.costs import fits_on_devices
 from lightning_smddp.pipeline.partition.loss_weights import COUNTED_BY_ROWS, LossWeight, has_ignored
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import own_error
-from lightning_smddp.pipeline.state.grad_reduce import give_back_clipping, take_over_clipping
+from lightning_smddp.pipeline.state.gradients import give_back_clipping, take_over_clipping
 from lightning_smddp.pipeline.view.view import GlobalView
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 from lightning_smddp.wire.pytree import tensors

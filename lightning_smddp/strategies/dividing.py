@@ -19,7 +19,7 @@ from lightning_smddp.communication.compression import Compression
 from lightning_smddp.communication.nonfinite import agreed, bad_gradients
 from lightning_smddp.communication.sharded_collectives import ShardedCollectives
 from lightning_smddp.pipeline.partition.costs import fits_on_hosts
-from lightning_smddp.pipeline.state.deferred_init import materialize
+from lightning_smddp.pipeline.state.meta_parameters import initialize_deferred
 from lightning_smddp.sharding.fully_sharded import FullySharded, ShardingPlan
 from lightning_smddp.sharding.units import Wrap, find_units
 from lightning_smddp.sharding.whole_states import whole
@@ -123,7 +123,7 @@ def divide(
     # all of them.
     def fill(names: Sequence[str]) -> None:
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-            materialize(module, names, place.device, seed)
+            initialize_deferred(module, names, place.device, seed)
 
     mesh = options.make_mesh(place.device.type, place.ranks_per_node)
     collectives = ShardedCollectives(mesh, place.limit, place.compression)

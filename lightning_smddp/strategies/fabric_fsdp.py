@@ -19,7 +19,7 @@ from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.sharded_collectives import ShardedCollectives
 from lightning_smddp.communication.topology import discover
 from lightning_smddp.communication.unit_memory import UnitMemory
-from lightning_smddp.pipeline.state.deferred_init import parameters_on_meta
+from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
 from lightning_smddp.pipeline.state.state_dict import broadcast_initial
 from lightning_smddp.sharding.clipping import clip_by_norm
 from lightning_smddp.sharding.fully_sharded import FullySharded

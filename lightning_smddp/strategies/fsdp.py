@@ -28,8 +28,8 @@ from lightning_smddp.communication.consistency import check_trainable
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.sharded_collectives import ShardedCollectives
 from lightning_smddp.communication.unit_memory import UnitMemory
-from lightning_smddp.pipeline.state.deferred_init import parameters_on_meta
-from lightning_smddp.pipeline.state.grad_reduce import give_back_clipping, take_over_clipping
+from lightning_smddp.pipeline.state.gradients import give_back_clipping, take_over_clipping
+from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
 from lightning_smddp.pipeline.state.state_dict import broadcast_initial
 from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.sharding.averaged_copies import AveragedCopies

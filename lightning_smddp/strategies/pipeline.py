@@ -4,7 +4,7 @@ The first batch is traced and cut by ``bridge/partitioning.py``. A micro-batch's
 :meth:`PipelineParallel.training_step`, ``bridge/pipelined_module.py`` (what the module is now), ``bridge/batches.py``
 (one batch), ``pipeline/runtime/engine.py`` (one run of its micro-batches, by torch's schedule), ``stage.py`` (one
 stage's forward, backward and messages), ``replay.py`` (the stage's part of the step), ``bridge/step.py`` (calls the
-user's ``training_step``). Backward is part of this: ``pipeline/state/stash.py`` takes its gradients away,
+user's ``training_step``). Backward is part of this: ``pipeline/state/gradients.py`` takes its gradients away,
 and puts them into ``.grad`` when Lightning calls ``backward``, as the returned loss is connected to it.
 """
 
@@ -36,8 +36,8 @@ from lightning_smddp.pipeline.partition.loss_weights import Option as LossWeight
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.self_check import Finding
 from lightning_smddp.pipeline.runtime.schedules import parse
-from lightning_smddp.pipeline.state.deferred_init import parameters_on_meta
-from lightning_smddp.pipeline.state.stash import connected, factor_of
+from lightning_smddp.pipeline.state.gradients import connected, factor_of
+from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
 from lightning_smddp.pipeline.state.state_dict import broadcast_initial, load_full_state_dict
 from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards

@@ -23,7 +23,7 @@ from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
 from lightning_smddp.pipeline.runtime.stage_program import Observers, StageProgram
 from lightning_smddp.pipeline.runtime.step_run import run_stage
 from lightning_smddp.pipeline.runtime.wrappers import Wrappers
-from lightning_smddp.pipeline.state.absent import AbsentParameter, set_contents
+from lightning_smddp.pipeline.state.meta_parameters import AbsentParameter, set_contents
 from lightning_smddp.seeding import Generators, seeded_modules
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_smddp.pipeline.mesh import Ownership
-from lightning_smddp.pipeline.state.absent import AbsentParameterError, may_be_absent, release, set_contents
+from lightning_smddp.pipeline.state.meta_parameters import AbsentParameterError, may_be_absent, release, set_contents
 
 
 def divided() -> nn.Sequential:

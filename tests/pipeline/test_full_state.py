@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.mesh import Ownership
-from lightning_smddp.pipeline.state.absent import may_be_absent, release
+from lightning_smddp.pipeline.state.meta_parameters import may_be_absent, release
 from lightning_smddp.pipeline.state.state_dict import (
     broadcast_initial,
     full_state_dict,
-    gather_full,
     load_full_state_dict,
+    unshard,
 )
 from lightning_smddp.wire import stream
 from lightning_smddp.wire.stream import Spec, broadcast_tensors, gather_tensors
@@ -180,7 +180,7 @@ def come_back(group: dist.ProcessGroup) -> None:
         for parameter in model.parameters():
             if not parameter.is_meta:
                 parameter.add_(1)
-    gather_full(model, OWNERSHIP, group)
+    unshard(model, OWNERSHIP, group)
     assert all(new is old for new, old in zip(model.parameters(), before, strict=True))
     assert model.favourites[1] is model.body.weight
     for parameter, reference in zip(model.parameters(), trained().parameters(), strict=True):
@@ -188,7 +188,7 @@ def come_back(group: dist.ProcessGroup) -> None:
     model(torch.arange(5)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     release(model, OWNERSHIP, group.rank())  # and once more
-    gather_full(model, OWNERSHIP, group)
+    unshard(model, OWNERSHIP, group)
 
 
 def test_every_rank_starts_from_the_first() -> None:

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_smddp.pipeline.mesh import Ownership
-from lightning_smddp.pipeline.state.absent import release
-from lightning_smddp.pipeline.state.state_dict import gather_full
+from lightning_smddp.pipeline.state.meta_parameters import release
+from lightning_smddp.pipeline.state.state_dict import unshard
 from lightning_smddp.pipeline.view.global_tensor import GlobalViewError
 from lightning_smddp.pipeline.view.view import GlobalView
 from tests.ranks import run_ranks
@@ -312,7 +312,7 @@ def on_rank(hook: Hook, times: int = 2) -> Any:
         with view.entered():
             results.append(view.plain(hook(net)))
     gradients = {n: p.grad for n, p in net.named_parameters() if ownership.is_mine(n, rank)}
-    gather_full(net, ownership, group)
+    unshard(net, ownership, group)
     return results, dict(net.state_dict()), gradients, [p.requires_grad for p in net.parameters()]
 
 
@@ -511,7 +511,7 @@ def kept(_: Any = None) -> Any:
     except GlobalViewError as error:
         message = str(error)
     view.close()
-    gather_full(net, ownership, group)
+    unshard(net, ownership, group)
     kinds = {type(value) for value in average.values()} | {type(p) for p in clone.parameters()}
     return message, kinds, average, dict(clone.state_dict())
 

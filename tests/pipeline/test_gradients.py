@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from lightning_smddp.communication.norms import norm_over_ranks
 from lightning_smddp.pipeline.mesh import Ownership, held_parameters
-from lightning_smddp.pipeline.state.absent import release
-from lightning_smddp.pipeline.state.grad_reduce import (
+from lightning_smddp.pipeline.state.gradients import (
     TiedGradients,
     clip_by_norm,
     create_tied_groups,
     share_overflow,
 )
+from lightning_smddp.pipeline.state.meta_parameters import release
 from lightning_smddp.pipeline.state.optimizer import OptimizerPartition
 from tests.communication.errors import message_of
 from tests.pipeline.models import OWNERSHIP, seeded, tied, train_step

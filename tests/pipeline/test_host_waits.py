@@ -18,7 +18,7 @@ from lightning_smddp.pipeline.mesh import Channel, Ownership
 from lightning_smddp.pipeline.partition.loss_weights import LossWeight
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.step_exchange import StepExchange
-from lightning_smddp.pipeline.state.grad_reduce import (
+from lightning_smddp.pipeline.state.gradients import (
     TiedGradients,
     clip_by_norm,
     create_tied_groups,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.state.deferred_init import materialize, parameters_on_meta
+from lightning_smddp.pipeline.state.meta_parameters import initialize_deferred, parameters_on_meta
 from tests.pipeline.models import OWNERSHIP, Tied, assert_same
 
 CPU = torch.device("cpu")
@@ -84,18 +84,18 @@ def test_values_given_to_a_parameter_stay() -> None:
 
     model = on_meta(Pretrained)
     assert model.layer.bias.is_meta
-    materialize(model, all_names(model), CPU, seed=0)
+    initialize_deferred(model, all_names(model), CPU, seed=0)
     assert torch.equal(model.layer.weight, torch.eye(2))
 
 
 def test_values_do_not_depend_on_the_division() -> None:
     whole = on_meta(Tied)
-    materialize(whole, all_names(whole), CPU, seed=3)
+    initialize_deferred(whole, all_names(whole), CPU, seed=3)
     for rank in range(2):
         part = on_meta(Tied)
         torch.manual_seed(rank)  # and not on the ranks' generators, which stay as they are
         state = torch.get_rng_state()
-        materialize(part, OWNERSHIP.held_by(rank), CPU, seed=3)
+        initialize_deferred(part, OWNERSHIP.held_by(rank), CPU, seed=3)
         assert torch.equal(state, torch.get_rng_state())
         for name, parameter in part.named_parameters():
             if OWNERSHIP.is_mine(name, rank):
@@ -104,13 +104,13 @@ def test_values_do_not_depend_on_the_division() -> None:
                 assert parameter.is_meta
         assert part.head.weight is part.embedding.weight is part.favourites[0]
     other = on_meta(Tied)
-    materialize(other, all_names(other), CPU, seed=4)
+    initialize_deferred(other, all_names(other), CPU, seed=4)
     assert not torch.equal(other.body.weight, whole.body.weight)
 
 
 def test_values_are_those_of_the_constructor_in_distribution() -> None:
     model = on_meta(lambda: nn.Linear(400, 400))
-    materialize(model, all_names(model), CPU, seed=0)
+    initialize_deferred(model, all_names(model), CPU, seed=0)
     assert 0.045 < model.weight.abs().max() <= 0.05  # uniform up to 1 / sqrt(400)
     (model(torch.ones(1, 400)).sum()).backward()
     assert model.weight.grad is not None
@@ -122,8 +122,8 @@ def test_one_parameter_of_a_module_draws_what_it_draws_in_the_whole(names: list[
     assert not whole.first.is_meta  # replaced by the constructor's own initialisation: taken for given values
     whole, part = Scaled().to("meta"), Scaled().to("meta")
     first = part.first
-    materialize(whole, ["first", "second"], CPU, seed=1)
-    materialize(part, names, CPU, seed=1)
+    initialize_deferred(whole, ["first", "second"], CPU, seed=1)
+    initialize_deferred(part, names, CPU, seed=1)
     assert torch.equal(part.second, whole.second)
     assert part.first is first
     assert first.is_meta is ("first" not in names)
@@ -132,7 +132,7 @@ def test_one_parameter_of_a_module_draws_what_it_draws_in_the_whole(names: list[
 
 def test_buffers_on_meta_get_values_on_every_rank() -> None:
     model = Tied().to("meta")
-    materialize(model, OWNERSHIP.held_by(0), CPU, seed=0)
+    initialize_deferred(model, OWNERSHIP.held_by(0), CPU, seed=0)
     assert model.norm.weight.is_meta
     assert torch.equal(model.norm.running_var, torch.ones(6))
     assert model.norm.num_batches_tracked.item() == 0
@@ -140,14 +140,14 @@ def test_buffers_on_meta_get_values_on_every_rank() -> None:
 
 def test_the_model_around_initialises_what_is_inside() -> None:
     model = on_meta(Root)
-    materialize(model, all_names(model), CPU, seed=0)
+    initialize_deferred(model, all_names(model), CPU, seed=0)
     assert abs(model.inner[0].weight.std().item() - 0.01) < 1e-3
     assert torch.equal(model.inner[1].weight, torch.ones(2))
 
 
 def test_attention_of_torch() -> None:
     model = on_meta(lambda: nn.TransformerEncoderLayer(8, 2, 8))
-    materialize(model, all_names(model), CPU, seed=0)
+    initialize_deferred(model, all_names(model), CPU, seed=0)
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
@@ -156,15 +156,15 @@ def test_a_module_without_initialiser_is_named() -> None:
     with pytest.raises(
         ValueError, match=r"Uninitialised '1' has weight on the meta .* Define `reset_parameters\(self\)`"
     ):
-        materialize(model, all_names(model), CPU, seed=0)
-    materialize(model, ["0.weight"], CPU, seed=0)  # not this rank's
+        initialize_deferred(model, all_names(model), CPU, seed=0)
+    initialize_deferred(model, ["0.weight"], CPU, seed=0)  # not this rank's
     assert model[1].weight.is_meta
 
 
 def test_real_parameters_stay_as_they_are() -> None:
     model = on_meta(Root)
     model.inner[0].weight = nn.Parameter(torch.full((500, 500), 7.0))  # `_init_weights(model)` would fill it
-    materialize(model, all_names(model), CPU, seed=0)
+    initialize_deferred(model, all_names(model), CPU, seed=0)
     assert bool((model.inner[0].weight == 7).all())
     assert not model.inner[1].weight.is_meta
 
@@ -172,14 +172,14 @@ def test_real_parameters_stay_as_they_are() -> None:
 def test_what_an_initialiser_forgets_is_named() -> None:
     model = on_meta(lambda: nn.ModuleDict({"a": Forgetful()}))
     with pytest.raises(ValueError, match=r"initialisation of Forgetful 'a' leaves bias without values"):
-        materialize(model, all_names(model), CPU, seed=0)
+        initialize_deferred(model, all_names(model), CPU, seed=0)
 
 
 def test_a_buffer_without_initialiser_is_named() -> None:
     model = nn.Module()
     model.register_buffer("mask", torch.zeros(2, device="meta"))
     with pytest.raises(ValueError, match="Module has mask on the meta device"):
-        materialize(model, [], CPU, seed=0)
+        initialize_deferred(model, [], CPU, seed=0)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -198,7 +198,7 @@ def test_models_of_transformers(family: str) -> None:
         with parameters_on_meta():
             model = kind(config)
     assert all(parameter.is_meta for parameter in model.parameters())
-    materialize(model, all_names(model), CPU, seed=0)
+    initialize_deferred(model, all_names(model), CPU, seed=0)
     expected = kind(config)
     for (name, parameter), reference in zip(model.named_parameters(), expected.parameters(), strict=True):
         assert close(parameter, reference), name

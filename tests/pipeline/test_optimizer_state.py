@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, SGD, Adafactor, Adam, AdamW, Optimizer, RMSprop
 
-from lightning_smddp.pipeline.state.absent import release
+from lightning_smddp.pipeline.state.meta_parameters import release
 from lightning_smddp.pipeline.state.optimizer import OptimizerPartition
 from tests.pipeline.models import OWNERSHIP, Tied, assert_same, tied, train_step
 from tests.ranks import run_in_threads

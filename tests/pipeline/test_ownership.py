@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from lightning_smddp.pipeline.mesh import Ownership, held_parameters
-from lightning_smddp.pipeline.state.absent import release
+from lightning_smddp.pipeline.state.meta_parameters import release
 from tests.pipeline.models import OWNERSHIP, tied
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.partition import costs
 from lightning_smddp.pipeline.partition.costs import available_host_bytes, fits_on_devices, fits_on_hosts
-from lightning_smddp.pipeline.state.absent import release
-from lightning_smddp.pipeline.state.state_dict import gather_full
+from lightning_smddp.pipeline.state.meta_parameters import release
+from lightning_smddp.pipeline.state.state_dict import unshard
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ def gather_beside_parts() -> tuple[list[str], int]:
     ownership = Ownership({"0.weight": (0,), "1.weight": (1,)}, {}, 2)
     release(module, ownership, dist.get_rank())
     before = torch.cuda.memory_stats(device)["allocated_bytes.all.current"]
-    gather_full(module, ownership, group, device, to=CPU)
+    unshard(module, ownership, group, device, to=CPU)
     places = [parameter.device.type for parameter in module.parameters()]
     return places, torch.cuda.memory_stats(device)["allocated_bytes.all.current"] - before
 

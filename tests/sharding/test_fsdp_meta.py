@@ -46,19 +46,19 @@ def held(module: nn.Module) -> int:
 def fit_late(meta_init: bool, path: str | None = None, save: str | None = None) -> tuple[Outcome, int, int]:
     """What training left, the most elements that were held in setup, and how many the module has."""
     seed_everything(5, verbose=False)
-    fill, most = dividing.materialize, [0]
+    fill, most = dividing.initialize_deferred, [0]
 
     def watched(module: nn.Module, *args: Any) -> None:
         fill(module, *args)
         most.append(held(module))
 
-    dividing.materialize = watched
+    dividing.initialize_deferred = watched
     model = Late()
     trainer = make_trainer(fully_sharded(meta_init=meta_init), max_epochs=2 if path else 1)
     try:
         trainer.fit(model, ckpt_path=path)
     finally:
-        dividing.materialize = fill
+        dividing.initialize_deferred = fill
     if save is not None:
         trainer.save_checkpoint(save)
     return outcome(model, trainer), max(most), sum(p.numel() for p in model.parameters())

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain, compress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,27 +32,14 @@ def require_divisible(optimizer: Optimizer) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Group:
-    """What a parameter group has in the whole model.
-
-    Attributes:
-        parameters: those of all ranks.
-        labels: "param_names" of an optimizer that was built from named parameters, else None.
-    """
-
-    parameters: list[nn.Parameter]
-    labels: list[str] | None
-
-
 class OptimizerPartition:
     """Reduces ``optimizer`` to the parameters of one rank, and saves and loads the state of the whole.
 
     Between ranks states go by parameter name; in what is saved parameters have torch's numbers.
 
     Args:
-        optimizer: of the complete model; its ``param_groups`` keep their number, order and options, and lose other
-            ranks' parameters. A group may become empty.
+        optimizer: of the complete model; its ``param_groups`` keep their number, order and options (also the names of
+            named parameters), and lose other ranks' parameters. A group may become empty.
         names: for each parameter of the model (by ``id``) its first name.
         ownership: who holds what.
         rank: this one, in the pipeline.
@@ -69,12 +55,12 @@ class OptimizerPartition:
         self.rank = rank
         self.placeholder: nn.Parameter | None = None
         self._names = names
-        self._groups: list[_Group] = []  # of the whole model
+        self._groups: list[list[nn.Parameter]] = []  # of the whole model
         self.refresh()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those of this rank, in the optimizer's order."""
+        """Those of this rank, in the optimizer's order: all holders of a tied parameter step it."""
         return [parameter for parameter in self._all() if self._is_mine(parameter)]
 
     @property
@@ -98,40 +84,46 @@ class OptimizerPartition:
                 "Groups may be added during training, not removed."
             )
         for group in groups[len(self._groups) :]:
-            self._require_named(group["params"])
-            self._groups.append(_Group(list(group["params"]), group.get("param_names")))
-        self._filter()
+            for index, parameter in enumerate(group["params"]):
+                if id(parameter) not in self._names:
+                    raise ValueError(
+                        f"{type(self.optimizer).__name__} has a tensor of shape {tuple(parameter.shape)} (number "
+                        f"{index} of its group) that is no parameter of the module, so it is not known which rank "
+                        "trains it. Register it: `self.x = nn.Parameter(...)`."
+                    )
+            self._groups.append(list(group["params"]))
+        self._reshard()
 
     @contextmanager
-    def shown_whole(self) -> Iterator[None]:
+    def unsharded(self) -> Iterator[None]:
         """For hooks: within it the groups have the parameters of all ranks, and others may be added."""
         self.refresh()
-        self._fill()
+        self._unshard()
         try:
             yield
         finally:
             self.refresh()
-            self._filter()
+            self._reshard()
 
     @contextmanager
-    def shown_own(self) -> Iterator[None]:
-        """Within :meth:`shown_whole`: the groups have this rank's parameters again, to be stepped."""
+    def resharded(self) -> Iterator[None]:
+        """Within :meth:`unsharded`: the groups have this rank's parameters again, to be stepped."""
         self.refresh()
-        self._filter()
+        self._reshard()
         try:
             yield
         finally:
-            self._fill()
+            self._unshard()
 
     def add_placeholder(self, device: torch.device) -> nn.Parameter:
         """A parameter of one element, 0, that is stepped along and never saved.
 
         ``GradScaler.step`` needs a gradient in every optimizer, which a rank without used parameters does not have;
-        see ``grad_reduce.share_overflow``.
+        see ``gradients.share_overflow``.
         """
         if self.placeholder is None:
             self.placeholder = nn.Parameter(torch.zeros(1, 1, device=device))
-            self._filter()
+            self._reshard()
         return self.placeholder
 
     def full_state_dict(
@@ -149,23 +141,18 @@ class OptimizerPartition:
             device: where ``group``'s backend has its messages.
             states: of this rank's parameters; None: those that the optimizer has.
         """
-        local = {self._name_of(parameter): state for parameter, state in self._owned(states).items()}
+        local = {self._names[id(parameter)]: state for parameter, state in self._owned(states).items()}
         found: dict[str, Any] = {}
         for of_rank in gathered_objects(local, group, to_all, device):
             found |= of_rank
         if not to_all and group.rank() != 0:
             return {}
-        everything = {}
-        for parameter in self._all():
-            if self._name_of(parameter) in found:
-                everything[parameter] = found[self._name_of(parameter)]
-        with self._whole(everything):
-            return self.optimizer.state_dict()
+        by_name = {self._names[id(parameter)]: parameter for parameter in self._all()}
+        return self._state_dict({parameter: found[name] for name, parameter in by_name.items() if name in found})
 
     def partial_state_dict(self, states: Mapping[Any, Any] | None = None) -> dict[str, Any]:
         """What this rank gives to :meth:`full_state_dict`: its own parameters' state, with the whole's numbers."""
-        with self._whole(self._owned(states)):
-            return self.optimizer.state_dict()
+        return self._state_dict(self._owned(states))
 
     def load_full_state_dict(self, state: Mapping[str, Any], shards: OptimizerShards | None = None) -> None:
         """Load what :meth:`full_state_dict`, or the optimizer of a whole model, saved: this rank's part of it, copied.
@@ -179,38 +166,32 @@ class OptimizerPartition:
         """
         # A saved state knows parameters by number, over all groups. What is of other ranks' is not even copied.
         groups = state["param_groups"]
-        numbers = list(chain.from_iterable(group["params"] for group in groups))
-        others = set()
-        for number, parameter in zip(numbers, self._all(), strict=False):  # else the optimizer says what is wrong
-            if not self._is_mine(parameter):
-                others.add(number)
-        kept = {number: copied(value) for number, value in state["state"].items() if number not in others}
-        loaded = {**state, "state": kept}
-        fits = [len(group["params"]) for group in groups] == [len(whole.parameters) for whole in self._groups]
-        if shards is None or not fits:
-            self._fill()
-            try:
+        numbers = chain.from_iterable(group["params"] for group in groups)
+        numbered = zip(numbers, self._all(), strict=False)  # where they differ the optimizer says what is wrong
+        others = {number for number, parameter in numbered if not self._is_mine(parameter)}
+        loaded = {
+            "state": {number: copied(value) for number, value in state["state"].items() if number not in others},
+            "param_groups": groups,
+        }
+        fits = [len(group["params"]) for group in groups] == list(map(len, self._groups))
+        try:
+            if shards is None or not fits:
+                self._unshard()
                 self.optimizer.load_state_dict(loaded)
-            finally:
-                self._filter()
-            return
-        # Shards of an optimizer know no parameters but this rank's: they get these numbers alone.
-        own_groups = []
-        for group in groups:
-            own = [number for number in group["params"] if number not in others]
-            own_groups.append({**group, "params": own})
-        load_whole_state_dict(shards, {**loaded, "param_groups": own_groups})
-        self._filter()  # also the names that were loaded for the whole
+                return
+            # Shards of an optimizer know no parameters but this rank's: they get these numbers alone.
+            loaded["param_groups"] = [
+                {**group, "params": [number for number in group["params"] if number not in others]} for group in groups
+            ]
+            load_whole_state_dict(shards, loaded)
+        finally:
+            self._reshard()
 
     def _all(self) -> list[nn.Parameter]:
-        return list(chain.from_iterable(whole.parameters for whole in self._groups))
-
-    def _name_of(self, parameter: nn.Parameter) -> str:
-        return self._names[id(parameter)]
+        return list(chain.from_iterable(self._groups))
 
     def _is_mine(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank steps it: all holders of a tied parameter do."""
-        return self.ownership.is_mine(self._name_of(parameter), self.rank)
+        return self.ownership.is_mine(self._names[id(parameter)], self.rank)
 
     def _owned(self, states: Mapping[Any, Any] | None) -> dict[nn.Parameter, Any]:
         """The states that this rank speaks for: of a tied parameter's holders one does."""
@@ -218,67 +199,40 @@ class OptimizerPartition:
             states = self.optimizer.state
         owned = {}
         for parameter in self._all():
-            if parameter in states and self.ownership.owner(self._name_of(parameter)) == self.rank:
+            if parameter in states and self.ownership.owner(self._names[id(parameter)]) == self.rank:
                 owned[parameter] = states[parameter]
         return owned
 
-    def _require_named(self, parameters: list[nn.Parameter]) -> None:
-        for index, parameter in enumerate(parameters):
-            if id(parameter) not in self._names:
-                raise ValueError(
-                    f"{type(self.optimizer).__name__} has a tensor of shape {tuple(parameter.shape)} (number {index} "
-                    "of its group) that is no parameter of the module, so it is not known which rank trains it. "
-                    "Register it: `self.x = nn.Parameter(...)`."
-                )
-
-    def _filter(self) -> None:
+    def _reshard(self) -> None:
         """Leave this rank's parameters in the groups, and their state."""
         # The whole model's groups:  [a b c] [d e]
         #     on rank 0              [a b] []             a group may become empty, but stays with its options
         #     on rank 1              [c] [d e]
-        for group, whole in self._with_groups():
-            mine = [self._is_mine(parameter) for parameter in whole.parameters]
-            group["params"] = list(compress(whole.parameters, mine))
-            if whole.labels is not None:
-                group["param_names"] = list(compress(whole.labels, mine))
+        for group, whole in zip(self.optimizer.param_groups, self._groups, strict=True):
+            group["params"] = list(filter(self._is_mine, whole))
         for parameter in self._all():
             # States are found by the parameter object: of those of other ranks none may stay, or they would be saved
             # twice.
             if not self._is_mine(parameter):
                 self.optimizer.state.pop(parameter, None)
         if self.placeholder is not None:
-            group = self.optimizer.param_groups[0]
-            group["params"].append(self.placeholder)
-            if "param_names" in group:
-                group["param_names"].append("placeholder")
+            self.optimizer.param_groups[0]["params"].append(self.placeholder)
 
-    def _fill(self) -> None:
+    def _unshard(self) -> None:
         """Put the parameters of all ranks into the groups, without the placeholder."""
-        for group, whole in self._with_groups():
-            group["params"] = list(whole.parameters)
-            if whole.labels is not None:
-                group["param_names"] = list(whole.labels)
+        for group, whole in zip(self.optimizer.param_groups, self._groups, strict=True):
+            group["params"] = list(whole)
 
-    def _with_groups(self) -> Iterator[tuple[dict[str, Any], _Group]]:
-        """Each of the optimizer's groups, and what it has in the whole model."""
-        groups = self.optimizer.param_groups
-        assert len(groups) == len(self._groups), "call refresh() after add_param_group()"
-        return zip(groups, self._groups, strict=True)
-
-    @contextmanager
-    def _whole(self, states: Mapping[nn.Parameter, Any]) -> Iterator[None]:
-        """Within it the optimizer has all ranks' parameters, and these states beside what belongs to no parameter."""
+    def _state_dict(self, states: Mapping[nn.Parameter, Any]) -> dict[str, Any]:
+        """As of the whole optimizer, with these states beside what belongs to no parameter."""
         real = self.optimizer.state
         # `Optimizer.state_dict` reads its attribute `state`: for that moment it is another dict, which no step sees.
-        shown: defaultdict[Any, Any] = defaultdict(dict)
-        for key, value in real.items():
-            if not isinstance(key, Tensor):
-                shown[key] = value
-        shown.update(states)
-        self.optimizer.state = shown
-        self._fill()
+        everything: defaultdict[Any, Any] = defaultdict(dict, states)
+        everything.update((key, value) for key, value in real.items() if not isinstance(key, Tensor))
+        self.optimizer.state = everything
+        self._unshard()
         try:
-            yield
+            return self.optimizer.state_dict()
         finally:
             self.optimizer.state = real
-            self._filter()
+            self._reshard()

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -188,14 +187,13 @@ class ReplicaGradients:
                 check_compressible(parameter.dtype, f"The gradient of {name!r}")
         self.plan = self._choose_plan(algorithm, bucket_cap_mb, cache)
         self.buckets: list[GradientBucket] = []
-        self._synchronizer: GradientSynchronizer | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_smddp_replicas")
         self._hooks: list[RemovableHandle] = []
         self._pending: list[futures.Future[Any]] = []
         self.watching = False  # for NaN and inf, before averaging
         self.marking = True  # see `NonFiniteWatch.marks`
         self._launched = 0  # buckets
-        self._remaining: dict[str, int] = {}  # backward passes to come
+        self._remaining: dict[int, int] = {}  # by id of a parameter the backward passes to come
         self._build()
 
     def begin(self, backwards: int | Mapping[str, int] | None, keep: bool = False) -> None:
@@ -210,15 +208,14 @@ class ReplicaGradients:
         # A parameter that was frozen or thawed since needs other buckets, which are built when no average is under way.
         self._wait()
         trained = self._trained()
-        if [id(parameter) for parameter in trained.values()] != self._built_for:
-            self._rebuild()
+        if list(trained) != self._built_for:
+            self._unbuild()
+            self._build()
         self._launched = 0
-        if backwards is None:
-            self._remaining = {}
-        elif isinstance(backwards, int):
-            self._remaining = dict.fromkeys(trained, backwards)
-        else:
-            self._remaining = {name: backwards[name] for name in trained}
+        self._remaining = {}
+        if backwards is not None:
+            for name, parameter in trained.items():
+                self._remaining[id(parameter)] = backwards if isinstance(backwards, int) else backwards[name]
         for hook in self._hooks:
             # Behind hooks that users have registered since: what these make of a gradient is averaged.
             hooks = hook.hooks_dict_ref()
@@ -259,29 +256,21 @@ class ReplicaGradients:
 
         After :meth:`finish`, with ``watching``. Without ``marking``: of this rank alone, empty if there is none.
         """
-        if self._synchronizer is None:
-            return None
         watch = self._synchronizer.watch
         if self.marking and not watch.spoiled():
             return None
         return watch.take_findings()
 
-    def report(self) -> CommunicationReport | None:
-        """What communication cost so far; None where nothing is trained. Collective over the replicas."""
-        if self._synchronizer is None:
-            return None
+    def report(self) -> CommunicationReport:
+        """What communication cost so far. Collective over the replicas."""
         return self._synchronizer.report()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """What compression remembers of this rank's parameters. Collective over the replicas."""
-        if self._synchronizer is None:
-            return {}
         return self._synchronizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Continue from a :meth:`state_dict`, or several merged: what is of this rank's parameters is taken."""
-        if self._synchronizer is None:
-            return
         trained = self._trained()
         local: dict[str, dict[str, Tensor]] = {}
         for part, values in state.items():
@@ -311,60 +300,38 @@ class ReplicaGradients:
 
     def _build(self) -> None:
         trained = self._trained()
-        self._built_for = [id(parameter) for parameter in trained.values()]
-        if not trained:
-            # Perhaps some are later. The groups of the algorithms are made now, where all ranks come: within a step
-            # they do not wait for each other.
-            for name in dict.fromkeys(name for _, name in self.plan.table):
-                self.communicator.algorithm(name, self._compression).close()
-            return
-        held = _Held(trained)
+        self._built_for = list(trained)
+        # Its algorithms make groups here, where all ranks come: within a step they do not wait for each other.
         self._synchronizer = GradientSynchronizer(
-            self.communicator, held, self.plan.table, self._compression, self.recorder
+            self.communicator, _Held(trained), self.plan.table, self._compression, self.recorder
         )
         cap_mb = self.plan.bucket_cap_mb or DEFAULT_BUCKET_MB
         self.buckets = assign_buckets(list(trained.values()), int(cap_mb * 2**20))
-        self._names = {id(parameter): name for name, parameter in trained.items()}
-        for name, parameter in trained.items():
-            hook = partial(self._accumulated, name)
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        for parameter in trained.values():
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
 
     def _unbuild(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        if self._synchronizer is not None:
-            self._synchronizer.close()
-        self._synchronizer = None
-        self.buckets = []
         self._hooks = []
+        self._synchronizer.close()
 
-    def _rebuild(self) -> None:
-        """Parameters were frozen or thawed, on all replicas alike."""
-        state = {} if self._compression is None else self.state_dict()
-        self._unbuild()
-        self._build()
-        if state:
-            self.load_state_dict(state)  # by parameter, so that it fits other buckets
-
-    def _accumulated(self, name: str, parameter: Tensor) -> None:
+    def _accumulated(self, parameter: Tensor) -> None:
         """A backward pass has added to the gradient."""
-        if name not in self._remaining:
+        if id(parameter) not in self._remaining:
             return
         # One pass for each micro-batch and stage: the gradient is complete with the last of them. One more pass would
         # add to a gradient whose mean is under way, on this replica alone.
-        self._remaining[name] -= 1
-        if self._remaining[name] == 0:
+        self._remaining[id(parameter)] -= 1
+        if self._remaining[id(parameter)] == 0:
             self._launch_full()
-        elif self._remaining[name] < 0 and self._is_launched(parameter):
+        elif self._remaining[id(parameter)] < 0:
+            (name,) = [name for name, own in self._parameters.items() if own is parameter]
             raise RuntimeError(
-                f"The gradient of {name!r} was averaged over the replicas already, and now more was added to it: the "
+                f"More was added to the gradient of {name!r}, whose average over the replicas may be under way: the "
                 "parameter is used in more backward passes than there are micro-batches (reentrant activation "
                 "checkpointing does that; use_reentrant=False does not)."
             )
-
-    def _is_launched(self, parameter: Tensor) -> bool:
-        launched = chain.from_iterable(bucket.parameters() for bucket in self.buckets[: self._launched])
-        return any(parameter is member for member in launched)
 
     def _launch_full(self, everything: bool = False) -> None:
         """Start the next buckets in order, as far as they are full."""
@@ -378,11 +345,9 @@ class ReplicaGradients:
 
     def _is_full(self, bucket: GradientBucket) -> bool:
         # Asked at each gradient, so it looks no further than to the first that is missing.
-        names = (self._names[id(parameter)] for parameter in bucket.parameters())
-        return all(self._remaining.get(name, 1) <= 0 for name in names)
+        return all(self._remaining.get(id(parameter), 1) <= 0 for parameter in bucket.parameters())
 
     def _launch(self, bucket: GradientBucket) -> None:
-        assert self._synchronizer is not None
         bucket.collect()
         watch = self._synchronizer.watch
         watch.on = self.watching

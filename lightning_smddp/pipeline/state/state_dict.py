@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_smddp._compat.torch import swap_contents
+from lightning_smddp._compat.torch import swap_contents, without_torch_function
+from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.mesh import Ownership, named_tensors
-from lightning_smddp.pipeline.state.absent import may_be_absent, set_contents
+from lightning_smddp.pipeline.state.meta_parameters import set_contents
+from lightning_smddp.pipeline.view.view import GlobalView
 from lightning_smddp.wire.objects import gather
 from lightning_smddp.wire.stream import CPU, Spec, broadcast_tensors, gather_tensors, gathered_shares
 
@@ -103,13 +105,14 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bo
 
     Missing and unexpected keys and wrong shapes are found for everything, as in the whole module. Not collective.
     """
-    with warnings.catch_warnings(), may_be_absent():
-        # Copying into a parameter on the meta device does nothing, of which torch warns: these are of other ranks.
+    with warnings.catch_warnings(), without_torch_function():
+        # Copying into a parameter on the meta device does nothing, of which torch warns: these are of other ranks. Their
+        # class, which would raise, is not called.
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*", category=UserWarning)
         return module.load_state_dict(state, strict=strict)
 
 
-def gather_full(
+def unshard(
     module: nn.Module,
     ownership: Ownership,
     group: dist.ProcessGroup,
@@ -166,3 +169,57 @@ def _lent(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     finally:
         for tensor, other in changed:
             swap_contents(tensor, other)
+
+
+class SharedBuffers:
+    """Keeps the buffers of a divided module up to date where steps use them.
+
+    Every rank holds every buffer, but a change is made by one rank: by its owner in a hook, by the stage that does it
+    in a step. The others get the new values when a step is about to use them.
+
+    Attributes:
+        trained: whether a training step has run since the last :meth:`share`. It may have changed any.
+
+    Args:
+        view: of the module.
+    """
+
+    def __init__(self, view: GlobalView) -> None:
+        self.view = view
+        self.ownership = view.ownership
+        self.trained = False
+        self._changed_in_hooks = view.changed_buffers
+        self._used_in_training: set[str] = set()
+
+    def note_training(self, graph: StepGraph) -> None:
+        """Note which buffers this training step uses."""
+        self._used_in_training |= graph.buffers_used.keys() & self.ownership.buffers.keys()
+
+    def before_training(self) -> None:
+        """All ranks get what training steps use of what hooks have changed. Collective if that is anything."""
+        # What no training step uses stays on its owner, such as an average of the weights; a later `share` sends it.
+        wanted = self._changed_in_hooks & self._used_in_training
+        self._changed_in_hooks -= wanted
+        self._send(wanted)
+
+    def share(self) -> None:
+        """All ranks get all that has changed. Collective if anything has."""
+        if self.trained:
+            wanted = set(self.ownership.buffers)
+        else:
+            wanted = set(self._changed_in_hooks)
+        self._changed_in_hooks.clear()
+        self.trained = False
+        self._send(wanted)
+
+    def _send(self, wanted: Set[str]) -> None:
+        # One broadcast from each owner, in the order of ranks, with its buffers in the module's order: alike on all.
+        view = self.view
+        by_owner: dict[int, list[Tensor]] = {}
+        for name, buffer in view.module.named_buffers():
+            if name in wanted:
+                owner = self.ownership.buffers[name]
+                by_owner.setdefault(owner, []).append(buffer.detach())
+        for owner, buffers in sorted(by_owner.items()):
+            specs = [Spec.of(buffer) for buffer in buffers]
+            broadcast_tensors(specs, buffers, view.group, owner, view.device)

@@ -1,12 +1,11 @@
-"""Tensors whose values are on one rank of a pipeline: those of a module as all ranks see them, and what is made of them.
-"""
+"""Tensors whose values are on one rank of a pipeline: those of a module, as all ranks see them, and their results."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +16,8 @@ from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.wire.pytree import LEAF_TYPES, leaves, map_leaves
 from lightning_smddp.wire.stream import Spec, broadcast_tensors
 
-if TYPE_CHECKING:
-    from lightning_smddp.pipeline.view.view import GlobalView
+View: TypeAlias = Any
+"""The :class:`~.view.GlobalView`, which is made of what is here."""
 
 GRADIENT = "grad:"  # before the name of a parameter: its gradient
 
@@ -95,7 +94,7 @@ class GlobalTensor(Tensor):
         global_storage: shared with its views.
     """
 
-    global_view: GlobalView
+    global_view: View
     owner: int
     local: Tensor | None
     meta: Tensor
@@ -103,7 +102,7 @@ class GlobalTensor(Tensor):
 
     @staticmethod
     def __new__(
-        cls, view: GlobalView, owner: int, meta: Tensor, local: Tensor | None, storage: GlobalStorage
+        cls, view: View, owner: int, meta: Tensor, local: Tensor | None, storage: GlobalStorage
     ) -> GlobalTensor:
         """A tensor like ``meta`` with the values ``local``, which ranks other than ``owner`` do not have."""
         self: GlobalTensor = wrapper_subclass(cls, meta, view.device)
@@ -206,7 +205,7 @@ class ModuleTensors:
         view: of the module.
     """
 
-    def __init__(self, module: nn.Module, ownership: Ownership, view: GlobalView) -> None:
+    def __init__(self, module: nn.Module, ownership: Ownership, view: View) -> None:
         self.view = view
         self.gradients_known = False
         self.by_name: dict[str, ModuleTensor] = {}

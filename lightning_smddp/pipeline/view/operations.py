@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +22,9 @@ from lightning_smddp.pipeline.view.global_tensor import (
     GlobalTensor,
     GlobalViewError,
     ModuleTensor,
+    View,
     key_of,
 )
-
-if TYPE_CHECKING:
-    from lightning_smddp.pipeline.view.view import GlobalView
 
 # Give a tensor's memory to Python, or make something of its values that is no tensor.
 _READERS = {
@@ -41,7 +39,7 @@ _DRAW_BY_VALUE = {"aten::poisson", "aten::binomial", "aten::_standard_gamma", "a
 class ViewFunctions(TorchFunctionMode):
     """Sees the calls of user code in a hook."""
 
-    def __init__(self, view: GlobalView) -> None:
+    def __init__(self, view: View) -> None:
         super().__init__()
         self.view = view
 
@@ -100,7 +98,7 @@ class ViewFunctions(TorchFunctionMode):
         return result
 
 
-def run_operator(view: GlobalView, call: Call) -> Any:
+def run_operator(view: View, call: Call) -> Any:
     """What one operator call on global tensors gives on this rank."""
     found = [leaf for leaf in call.leaves() if isinstance(leaf, GlobalTensor)]
     facts = operator_facts(call.function)
@@ -128,13 +126,13 @@ def run_operator(view: GlobalView, call: Call) -> Any:
     return _at_owner(view, call, found, facts)
 
 
-def _everywhere(view: GlobalView, call: Call, found: Sequence[GlobalTensor]) -> Any:
+def _everywhere(view: View, call: Call, found: Sequence[GlobalTensor]) -> Any:
     """All ranks fetch what they lack, and do it."""
     copies = _fetch(view, found)
     return call.run(lambda leaf: copies.get(id(leaf), leaf))
 
 
-def _at_owner(view: GlobalView, call: Call, found: Sequence[GlobalTensor], facts: OperatorFacts) -> Any:
+def _at_owner(view: View, call: Call, found: Sequence[GlobalTensor], facts: OperatorFacts) -> Any:
     """The owner of what is written, or of what is read, does it; the other ranks get a result without values."""
     written = [leaf for leaf in facts.written(call.args, call.kwargs) if isinstance(leaf, GlobalTensor)]
     owner = _owner_of(written or found)
@@ -163,12 +161,12 @@ def _at_owner(view: GlobalView, call: Call, found: Sequence[GlobalTensor], facts
     return written[0] if facts.num_returns == 1 else tuple(written)
 
 
-def _fetch(view: GlobalView, tensors: Sequence[GlobalTensor]) -> dict[int, Tensor]:
+def _fetch(view: View, tensors: Sequence[GlobalTensor]) -> dict[int, Tensor]:
     """By id, the values of ``tensors``. Collective if there are any."""
     return dict(zip(map(id, tensors), view.fetch(tensors), strict=True))
 
 
-def _wrap(view: GlobalView, shapes: Any, real: Any, owner: int, found: Sequence[GlobalTensor], key: int) -> Any:
+def _wrap(view: View, shapes: Any, real: Any, owner: int, found: Sequence[GlobalTensor], key: int) -> Any:
     """Global tensors for the tensors in ``shapes``; ``real`` has their values, on the owner."""
     if isinstance(shapes, (tuple, list)):
         members = [None] * len(shapes) if real is None else real
@@ -224,7 +222,7 @@ def _local(leaf: Any) -> Any:
     return leaf.local if isinstance(leaf, GlobalTensor) else leaf
 
 
-def _any_values(view: GlobalView, leaf: Any) -> Any:
+def _any_values(view: View, leaf: Any) -> Any:
     """In place of values of another rank: ones, which are valid as a probability, a weight and a deviation."""
     if isinstance(leaf, GlobalTensor):
         return torch.ones(leaf.shape, dtype=leaf.dtype, device=view.device)
