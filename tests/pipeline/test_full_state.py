@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.mesh import Ownership
-from lightning_smddp.pipeline.state.meta_parameters import may_be_absent, release
+from lightning_smddp.pipeline.state.meta_parameters import release
 from lightning_smddp.pipeline.state.state_dict import (
     broadcast_initial,
     full_state_dict,
@@ -201,8 +201,7 @@ def start(group: dist.ProcessGroup, build: Callable[[int], Tied]) -> dict[str, A
     model = build(group.rank())
     model.norm.running_mean += group.rank()
     broadcast_initial(model, group)
-    with may_be_absent():
-        return model.state_dict()
+    return model.state_dict()
 
 
 def test_what_has_no_memory_is_not_broadcast() -> None:

@@ -19,8 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_smddp._compat.torch import initializer, swap_contents, without_torch_function
 from lightning_smddp._compat.torch_steps import hooks_of, install_hooks
-from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, sets_flag
-from lightning_smddp.pipeline.capture.user_code import user_location
+from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, sets_flag, user_location
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.runtime.remote_tensor import active_run
 from lightning_smddp.wire.pytree import LEAF_TYPES, leaves

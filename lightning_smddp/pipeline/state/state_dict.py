@@ -106,8 +106,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bo
     Missing and unexpected keys and wrong shapes are found for everything, as in the whole module. Not collective.
     """
     with warnings.catch_warnings(), without_torch_function():
-        # Copying into a parameter on the meta device does nothing, of which torch warns: these are of other ranks. Their
-        # class, which would raise, is not called.
+        # Copying into a parameter on the meta device does nothing, of which torch warns: these are of other ranks.
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*", category=UserWarning)
         return module.load_state_dict(state, strict=strict)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import disabled_torch_function, wrapper_subclass
-from lightning_smddp.pipeline.capture.user_code import user_location
+from lightning_smddp.pipeline.capture.ops import user_location
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.wire.pytree import LEAF_TYPES, leaves, map_leaves
 from lightning_smddp.wire.stream import Spec, broadcast_tensors

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import swap_contents, without_torch_function
 from lightning_smddp.communication.host_numbers import from_numbers
-from lightning_smddp.pipeline.capture.user_code import user_location
+from lightning_smddp.pipeline.capture.ops import user_location
 from lightning_smddp.pipeline.mesh import Channel, Ownership
 from lightning_smddp.pipeline.view.global_tensor import (
     Call,
