@@ -201,7 +201,8 @@ def start(group: dist.ProcessGroup, build: Callable[[int], Tied]) -> dict[str, A
     model = build(group.rank())
     model.norm.running_mean += group.rank()
     broadcast_initial(model, group)
-    return model.state_dict()
+    state = model.state_dict(keep_vars=True)
+    return {key: value if value.is_meta else value.detach() for key, value in state.items()}
 
 
 def test_what_has_no_memory_is_not_broadcast() -> None:

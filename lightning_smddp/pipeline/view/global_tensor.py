@@ -68,18 +68,16 @@ class GlobalStorage:
     Attributes:
         key: tells how the values were made; the same on all ranks that have run the same code.
         name: under which the module knows it, with ``grad:`` before that of a gradient; else None.
-        copies: what was fetched of it since it was last written, by extent.
     """
 
     def __init__(self, key: int, name: str | None = None) -> None:
         self.key = key
         self.name = name
-        self.copies: dict[Extent, Tensor] = {}
 
 
 # What there is of one tensor:
 #     on its owner      meta (shape, strides), local (the values)
-#     on other ranks    meta, and a copy in global_storage once its values were fetched
+#     on other ranks    meta, and a copy in the view once its values were fetched
 class GlobalTensor(Tensor):
     """The same tensor on every rank of a pipeline; one of them, its *owner*, has the values.
 

@@ -29,6 +29,7 @@ from lightning_smddp.pipeline.capture.ops import user_location
 from lightning_smddp.pipeline.mesh import Channel, Ownership
 from lightning_smddp.pipeline.view.global_tensor import (
     Call,
+    Extent,
     GlobalStorage,
     GlobalTensor,
     GlobalViewError,
@@ -89,7 +90,7 @@ class GlobalView:
         self._last_write = "nothing"
         self._alive: weakref.WeakValueDictionary[int, GlobalTensor] = weakref.WeakValueDictionary()
         self._made = 0  # tensors
-        self._copied: weakref.WeakSet[GlobalStorage] = weakref.WeakSet()
+        self._copies: dict[GlobalStorage, dict[Extent, Tensor]] = {}  # fetched since the storage was last written
         self._modes: ExitStack | None = None
         self._modules = {id(child) for child in module.modules()}
 
@@ -210,9 +211,7 @@ class GlobalView:
 
     def _forget(self) -> None:
         """Copies are old as soon as other code runs."""
-        for storage in self._copied:
-            storage.copies.clear()
-        self._copied.clear()
+        self._copies.clear()
         if self.is_used:
             self.tensors.forget_gradients()
 
@@ -325,7 +324,7 @@ class GlobalView:
         """An operation has changed ``tensor``; ``key`` tells how."""
         storage = tensor.global_storage
         storage.key = key
-        storage.copies.clear()
+        self._copies.pop(storage, None)
         if storage.name is not None:
             self.note_write(storage.name, key)
 
@@ -337,27 +336,19 @@ class GlobalView:
             self.changed_buffers.add(name)
 
     def set_data(self, target: Tensor, value: Tensor) -> None:
-        """What ``target.data = value`` does.
-
-        A parameter or buffer of the module takes over the values, on the ranks that hold it; any other global tensor
-        becomes what ``value`` is.
+        """What ``target.data = value`` does: the ranks that hold a parameter or buffer take over the values.
 
         Raises:
-            GlobalViewError: ``value`` has another shape or dtype, or is no global tensor for a ``target`` that is one.
+            GlobalViewError: ``value`` has another shape or dtype, or ``target`` is none of the module's.
         """
         found = self.find(target)
-        is_alike = value.shape == target.shape and value.dtype == target.dtype
-        if not is_alike or (found is None and not isinstance(value, GlobalTensor)):
+        if found is None or value.shape != target.shape or value.dtype != target.dtype:
             described = repr(found.name) if found is not None else cast(GlobalTensor, target).describe()
             raise GlobalViewError(
-                f"`.data` of {described} is set at {user_location()} to a tensor of another kind: from shape "
-                f"{tuple(target.shape)}, {target.dtype} to {tuple(value.shape)}, {value.dtype}. In a pipeline shape "
-                "and dtype have to stay, and tensors made of parameters stay such. Use `.copy_()`."
+                f"`.data` of {described} is set at {user_location()}: from shape {tuple(target.shape)}, {target.dtype} "
+                f"to {tuple(value.shape)}, {value.dtype}. In a pipeline only that of a parameter or buffer can be set, "
+                "and shape and dtype have to stay. Use `.copy_()`."
             )
-        if found is None:
-            for name in _ATTRIBUTES[1:]:
-                setattr(target, name, getattr(value, name))
-            return
         # `value` is on one rank or on all; the owner takes it, and the other holders get it from there.
         current = self.tensors.as_global(found)
         moved = self.tensors.moved(found, value)
@@ -402,13 +393,13 @@ class GlobalView:
         # What is missing is decided by copies, never by `local`: so all ranks, the owner too, decide alike and meet.
         missing: dict[tuple[Any, ...], GlobalTensor] = {}
         for tensor in tensors:
-            if tensor.extent not in tensor.global_storage.copies:
-                missing[id(tensor.global_storage), tensor.extent] = tensor
+            if tensor.extent not in self._copies.setdefault(tensor.global_storage, {}):
+                missing[tensor.global_storage, tensor.extent] = tensor
         if missing:
             self._fetch(list(missing.values()))
         values = []
         for tensor in tensors:
-            copy = tensor.global_storage.copies[tensor.extent]
+            copy = self._copies[tensor.global_storage][tensor.extent]
             values.append(copy if tensor.local is None else tensor.local)
         return values
 
@@ -421,8 +412,7 @@ class GlobalView:
         else:
             values, _ = self._exchange(what, missing)
         for tensor, copy in zip(missing, values, strict=True):
-            tensor.global_storage.copies[tensor.extent] = copy
-            self._copied.add(tensor.global_storage)
+            self._copies[tensor.global_storage][tensor.extent] = copy
 
     def _broadcast(self, tensors: Sequence[GlobalTensor]) -> list[Tensor]:
         """Each one's values on every rank. Collective."""
@@ -462,13 +452,10 @@ class GlobalView:
             found.global_tensor = None
 
 
-_ATTRIBUTES = ("global_view", "owner", "local", "meta", "global_storage")
-
-
 def _make_plain(tensor: GlobalTensor, value: Tensor) -> None:
     """Turn the object into an ordinary tensor or parameter of this ``value``."""
     plain = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
     swap_contents(tensor, value.requires_grad_(tensor.requires_grad))
-    for name in _ATTRIBUTES:
+    for name in ("global_view", "owner", "local", "meta", "global_storage"):
         vars(tensor).pop(name, None)
     cast(Any, tensor).__class__ = plain
