@@ -202,7 +202,10 @@ def start(group: dist.ProcessGroup, build: Callable[[int], Tied]) -> dict[str, A
     model.norm.running_mean += group.rank()
     broadcast_initial(model, group)
     state = model.state_dict(keep_vars=True)
-    return {key: value if value.is_meta else value.detach() for key, value in state.items()}
+    with_values = {
+        key: value.detach() for key, value in state.items() if isinstance(value, Tensor) and not value.is_meta
+    }
+    return {**state, **with_values}
 
 
 def test_what_has_no_memory_is_not_broadcast() -> None:
