@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_smddp._compat.torch import without_torch_function
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.state.meta_parameters import release
 from lightning_smddp.pipeline.state.state_dict import (
@@ -201,11 +202,8 @@ def start(group: dist.ProcessGroup, build: Callable[[int], Tied]) -> dict[str, A
     model = build(group.rank())
     model.norm.running_mean += group.rank()
     broadcast_initial(model, group)
-    state = model.state_dict(keep_vars=True)
-    with_values = {
-        key: value.detach() for key, value in state.items() if isinstance(value, Tensor) and not value.is_meta
-    }
-    return {**state, **with_values}
+    with without_torch_function():
+        return model.state_dict()
 
 
 def test_what_has_no_memory_is_not_broadcast() -> None:
