@@ -24,6 +24,7 @@ from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.partition.assignment import cut_into_stages, homes_of
 from lightning_smddp.pipeline.partition.costs import LOOPBACK, best_share, in_flight, resources_for, time_nodes
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, rows_of
+from lightning_smddp.pipeline.partition.plan import refuse_foreign_writes
 from lightning_smddp.pipeline.partition.split import choose_units, is_within, partition
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.schedules import parse
@@ -102,7 +103,7 @@ def estimate_pipelines(
             if reason is not None:
                 raise SplitError(reason)
             pipeline = _Pipeline(first, case, ranks)
-        except (SplitError, ReplayError, UnclearBatchError) as error:
+        except (SplitError, ReplayError) as error:
             estimates.append(Estimate(case.name, case.strategy(meta_init=False), notes=(str(error),)))
         else:
             estimates.append(pipeline.estimate(sizes, state, limit))
@@ -135,7 +136,10 @@ class _Pipeline:
     def _cut(self) -> list[MicroBatch]:
         rows = rows_of(self.first.batch)
         count = count_for(self.options.schedule, self.ranks, self.num_stages, rows, self.module)
-        return self.splitter.cut(self.first.batch, count, rows)
+        try:
+            return self.splitter.cut(self.first.batch, count, rows)
+        except UnclearBatchError:
+            return [self.splitter.whole(self.first.batch)]
 
     def _rows(self) -> int:
         return sum(microbatch.size for microbatch in self.microbatches)
@@ -169,8 +173,10 @@ class _Pipeline:
             self.profiles = profile_stages(self.graph, self.stages, run, self._loss, self.module, checkpointing)
 
     def _traced(self, run: Callable[[], Any]) -> Trace:
-        with preserve_state(self.module, _CPU), kept_parameters(self.module):
-            return trace(run, self.module, _CPU)
+        with preserve_state(self.module, _CPU), kept_parameters(self.module) as written:
+            traced = trace(run, self.module, _CPU)
+            refuse_foreign_writes(written.locations())
+            return traced
 
     def _loss(self, result: Any) -> Tensor:
         return loss_of(result, "training_step")

@@ -73,6 +73,18 @@ class Empty(Small):
         return DataLoader(TensorDataset(torch.zeros(0, 16)), batch_size=1)
 
 
+SUMS = torch.zeros(())
+
+
+class Summing(Small):
+    """Its step writes a tensor that is no attribute of it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        SUMS.add_(loss.detach())
+        return loss
+
+
 class Penalised(Small):
     """No pipeline can follow it: it differentiates within the step."""
 

@@ -31,7 +31,7 @@ def refuse_backward(place: str) -> None:
     """Raise ``SplitError``: a backward pass inside a step, at ``place`` (``file:line``), cannot be divided."""
     raise SplitError(
         f"The step runs a backward pass of its own at {place} (`torch.autograd.grad` or `backward`). A pipeline's "
-        "backward passes through several processes, so it cannot be started inside the step. Use strategy='smddp'."
+        "backward passes through several processes, so it cannot be started inside the step."
     )
 
 

@@ -98,7 +98,7 @@ def _refuse_scripted(modules: Modules) -> None:
         if has_parameters:
             raise SplitError(
                 f"Module {name!r} is scripted (`torch.jit.script`), so its parameters cannot be placed on one rank of "
-                "a pipeline. Train the module that it was made of, and script it afterwards, or use strategy='smddp'."
+                "a pipeline. Train the module that it was made of, and script it afterwards."
             )
 
 

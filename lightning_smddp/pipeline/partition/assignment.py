@@ -91,7 +91,7 @@ def follow(graph: StepGraph, homes: Mapping[str, tuple[int, ...]], num_stages: i
         order = " ".join(stage for stage, _ in groupby(used))
         raise SplitError(
             f"This step uses the modules of stages in the order {order}, and cannot be cut so that each stage uses its "
-            f"own alone.{what_forbids(graph)} Use modules in the same order in all steps, or strategy='smddp'."
+            f"own alone.{what_forbids(graph)} Use modules in the same order in all steps."
         )
     return cut_into_stages(graph, min(complete)[1])
 

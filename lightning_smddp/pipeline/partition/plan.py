@@ -213,14 +213,7 @@ def require_same(graph: StepGraph, group: dist.ProcessGroup) -> None:
     """
     gathered = gather((graph.digest(), graph.draws, graph.foreign_writes), group)
     graph.draws = any(draws for _, draws, _ in gathered)
-    for _, _, locations in gathered:
-        if locations:
-            raise SplitError(
-                f"The step writes a tensor in place at {locations[0]} that was there before it: in a callback, a "
-                "layer, a list, another object or a global variable. Stages would write it for each micro-batch, and "
-                "not on all ranks. Keep it in an attribute of the LightningModule itself, with memory of its own, or "
-                "assign a new one."
-            )
+    refuse_foreign_writes([location for _, _, locations in gathered for location in locations])
     # A short digest first. Only where one differs do all ranks, which know that alike, send their lines for a message.
     differing = [rank for rank, (digest, _, _) in enumerate(gathered) if digest != gathered[0][0]]
     if differing:
@@ -230,6 +223,16 @@ def require_same(graph: StepGraph, group: dist.ProcessGroup) -> None:
         raise SplitError(
             f"The step takes another path on rank {other} than on rank 0: its node {position} is {second}, on rank 0 "
             f"it is {first}. Control flow may depend neither on the rank nor on random numbers."
+        )
+
+
+def refuse_foreign_writes(locations: Sequence[str]) -> None:
+    """Raise ``SplitError`` if a step writes tensors in place that were there before it (``file:line`` of each)."""
+    if locations:
+        raise SplitError(
+            f"The step writes a tensor in place at {locations[0]} that was there before it: in a callback, a layer, a "
+            "list, another object or a global variable. Stages would write it for each micro-batch, and not on all "
+            "ranks. Keep it in an attribute of the LightningModule itself, with memory of its own, or assign a new one."
         )
 
 
