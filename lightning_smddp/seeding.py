@@ -164,13 +164,15 @@ class SeededCall:
             generators.seed(mix(self.number, 1))
             self.fresh = generators.states()
 
-    def end(self) -> None:
-        """The call has returned."""
+    def end(self) -> bool:
+        """The call has returned. Whether it is one that is seeded: it has drawn, or comes behind draws."""
         with without_torch_functions():
-            if self.is_behind_draws or not same(self.fresh, self.generators.states()):
+            is_seeded = self.is_behind_draws or not same(self.fresh, self.generators.states())
+            if is_seeded:
                 self.generators.seed(mix(self.number, 2))
             else:
                 self.generators.restore(self.before)
+        return is_seeded
 
 
 def drawing_candidates(root: nn.Module) -> list[str]:

@@ -20,7 +20,7 @@ from lightning_smddp.bridge.step_record import StepRecorder
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
-from lightning_smddp.pipeline.capture.records import Modules
+from lightning_smddp.pipeline.capture.graph_builder import Modules
 from lightning_smddp.pipeline.partition.assignment import follow, nodes_by_stage
 from lightning_smddp.pipeline.partition.costs import Resources, fits_on_hosts
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
@@ -145,8 +145,6 @@ class PartitionedModule(ModuleState):
         modules = Modules(traced, setup.module)
         graph = build_on_all(traced, modules, is_within(self._units()), group)
         require_same(graph, group)
-        if step.trains:
-            refuse_changes(graph.once_a_batch)
         cuts = follow(graph, self.plan.homes, self.runtime.num_stages)
         self.recorder.scopes.learn(units_here(graph, cuts, setup))
         return self._stage(step, graph, cuts)
@@ -340,16 +338,6 @@ class PartitionedModule(ModuleState):
         if self.replicas is not None:
             self.replicas.close()
             self.stash.replicas = None
-
-
-def refuse_changes(changes: Sequence[str]) -> None:
-    """Raise ``SplitError`` if the step writes parameters, which a pipeline's stages hold apart."""
-    parameters = [change for change in changes if change.startswith("parameter")]
-    if parameters:
-        raise SplitError(
-            f"The step changes {parameters[0]}, which in a pipeline happens once for each micro-batch, while others "
-            "are on their way. Do it in a hook (`on_train_batch_end`)."
-        )
 
 
 def seed_of_batch(setup: RunSetup, step: LightningStep, run_seed: int) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_smddp.bridge.check import Baseline, check_at_start, run_baseline
 from lightning_smddp.bridge.module_states import RunSetup, Unpartitioned
-from lightning_smddp.bridge.partitioned_module import PartitionedModule, refuse_changes, seed_of_batch, units_here
+from lightning_smddp.bridge.partitioned_module import PartitionedModule, seed_of_batch, units_here
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.pipeline.capture.graph import SplitError
@@ -92,10 +92,8 @@ class Partitioning:
         setup, step = self.setup, self.step
         step.recorder.scopes.learn(units_here(plan.graph, plan.stages, setup))
         baseline = None
-        if step.trains:
-            refuse_changes(plan.graph.once_a_batch)
-            if setup.options.partition.check and setup.is_whole():
-                baseline = run_baseline(step, self.microbatches, setup, plan.graph)
+        if step.trains and setup.options.partition.check and setup.is_whole():
+            baseline = run_baseline(step, self.microbatches, setup, plan.graph)
         # Up to here every rank has the whole module, and nothing of it has changed.
         self._keep_own_parameters(plan)
         stash = self._stash(plan)

@@ -10,16 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smddp.bridge.micro_batches import count_for, splitter_for
-from lightning_smddp.bridge.partitioned_module import refuse_changes
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.bridge.step_record import StepRecorder
 from lightning_smddp.choice.estimates import Estimate, Memory, Sizes, fullest
 from lightning_smddp.choice.first_batch import FirstBatch
 from lightning_smddp.choice.stage_profile import profile_stages
 from lightning_smddp.pipeline.capture.graph import SplitError
-from lightning_smddp.pipeline.capture.graph_builder import build_graph
+from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
-from lightning_smddp.pipeline.capture.records import Modules, Trace
+from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.partition.assignment import cut_into_stages, homes_of
 from lightning_smddp.pipeline.partition.costs import LOOPBACK, best_share, in_flight, resources_for, time_nodes
@@ -165,7 +164,6 @@ class _Pipeline:
             times = time_nodes(self.graph, run, self._loss, self.module, _CPU)
         found = partition(self.graph, resources, times, None, checkpointing)
         self.stages = cut_into_stages(self.graph, found.cuts)
-        refuse_changes(self.graph.once_a_batch)
         # What training keeps differs from what the runs for times kept, where units are checkpointed.
         self.timing_profiles = profile_stages(self.graph, self.stages, run, self._loss, self.module, False)
         self.profiles = self.timing_profiles

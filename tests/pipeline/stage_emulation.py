@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from lightning_smddp.pipeline.capture.boundaries import boundary_values, possible_cuts
 from lightning_smddp.pipeline.capture.graph import StepGraph
-from lightning_smddp.pipeline.capture.graph_builder import build_graph
-from lightning_smddp.pipeline.capture.records import Modules
+from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
 from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.runtime.remote import Shapes
 from lightning_smddp.pipeline.runtime.stage import _Received

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.pipeline.capture.graph_builder import Modules
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
-from lightning_smddp.pipeline.capture.records import Modules, Trace
+from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.partition.plan import OnAllRanks, build_on_all
 from lightning_smddp.pipeline.runtime.remote import Shape
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor

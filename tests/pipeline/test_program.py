@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from lightning_smddp.pipeline.capture.boundaries import boundary_values, obstacle_to, possible_cuts
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
-from lightning_smddp.pipeline.capture.graph_builder import build_graph
-from lightning_smddp.pipeline.capture.records import Modules
+from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
 from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.partition.costs import time_nodes
 from tests.pipeline.example_modules import D, Layer, Net
@@ -220,7 +219,6 @@ def test_times_are_those_of_the_module_not_of_the_trace() -> None:
     operations = 30 * 20e-6
     assert 0 < found.nodes[0].seconds < 50 * operations
     assert found.nodes[0].activation_bytes == 30 * 4 * D * 4
-    assert found.forward_seconds >= found.nodes[0].seconds
 
 
 class Waits(torch.autograd.Function):

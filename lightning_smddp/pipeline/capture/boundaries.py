@@ -81,17 +81,14 @@ def boundary_values(graph: StepGraph, cuts: Sequence[int]) -> tuple[list[Values]
     Raises:
         SplitError: something that is needed behind a cut can neither be sent nor be made again.
     """
-    sent: list[Values] = []
-    again: list[frozenset[int]] = []
-    received: Values = ()
-    for begin, end in zip([0, *cuts], [*cuts, len(graph.nodes)], strict=True):
-        sends: Values = ()
-        if end < len(graph.nodes):
-            sends = _fewest(graph, end, received)
-            sent.append(sends)
-        again.append(_repeated(graph, begin, end, received, sends))
-        received = sends
-    return sent, again
+    crossing: list[Values] = [()]
+    for cut in cuts:
+        crossing.append(_fewest(graph, cut, crossing[-1]))
+    crossing.append(())
+    again = []
+    for stage, (begin, end) in enumerate(zip([0, *cuts], [*cuts, len(graph.nodes)], strict=True)):
+        again.append(_recomputed(graph, begin, end, crossing[stage], crossing[stage + 1]))
+    return crossing[1:-1], again
 
 
 def boundary_bytes(graph: StepGraph, cut: int) -> int:
@@ -107,17 +104,14 @@ def nbytes(graph: StepGraph, values: Iterable[int]) -> int:
 
 def seen_before(graph: StepGraph, cut: int) -> set[int]:
     """The values that units before ``cut`` show, returned by or given to them; also what that of ``cut`` is given."""
-    seen: set[int] = set()
-    for node in graph.nodes[: cut + 1]:
-        if node.index == cut:
-            entry: Sequence[int | None] = node.entry if node.module is not None else node.inputs
-            seen.update(value for value in entry if value is not None)
-            break
+    seen: set[int | None] = set()
+    for node in graph.nodes[:cut]:
         if node.module is not None:
-            seen.update(node.outputs)
-            seen.update(value for value in node.entry if value is not None)
+            seen.update(node.outputs, node.entry)
         seen.update(new for old, new, _ in node.rebinds if old in seen)  # the same object, written in place
-    return seen
+    for node in graph.nodes[cut : cut + 1]:
+        seen.update(node.entry if node.module is not None else node.inputs)
+    return {value for value in seen if value is not None}
 
 
 def _fewest(graph: StepGraph, cut: int, received: Values) -> Values:
@@ -131,8 +125,7 @@ def _fewest(graph: StepGraph, cut: int, received: Values) -> Values:
             error = failure
             continue
         choices.append((nbytes(graph, values), values))
-    if not choices:
-        assert error is not None
+    if error is not None and not choices:
         raise error
     return min(choices, key=lambda choice: choice[0])[1]
 
@@ -179,7 +172,7 @@ def _wanted(graph: StepGraph, begin: int, end: int) -> set[int]:
     return {value for value in used if graph.producers.get(value, begin) < begin}
 
 
-def _repeated(graph: StepGraph, begin: int, end: int, received: Values, sends: Values) -> frozenset[int]:
+def _recomputed(graph: StepGraph, begin: int, end: int, received: Values, sends: Values) -> frozenset[int]:
     """Nodes before ``begin`` that a stage does again, for itself, for what it sends, and where Python reads."""
     if begin == 0:
         return frozenset()

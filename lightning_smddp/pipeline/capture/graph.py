@@ -16,11 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_smddp.pipeline.capture.records import (
-    Rebind,
-    Template,
-    Value,
-)
+from lightning_smddp.pipeline.capture.records import InPlaceVersion, OutputSpec, Value
 
 
 class SplitError(ValueError):
@@ -55,43 +51,37 @@ class Node:
         reads: whether Python code gets to see a value of its inputs.
         free: whether it depends on no parameter and no other node. It is one as it draws numbers or changes a buffer.
         varies: whether it makes a tensor whose size depends on values that a module made.
-        checkpointed: whether the user's own code runs it in ``torch.utils.checkpoint``.
-        draws_in_python: whether it is a unit whose code draws from the sources of ``PythonRandom``.
-        call: of a unit, which one of the trace.
         entry: of a unit, the value that each leaf of its arguments is; None for other leaves.
         region: the region of ``torch.utils.checkpoint`` that it is in, by number.
         is_seeded: whether this call of a unit draws, or comes behind draws.
     """
 
     index: int
+    name: str
     inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    rebinds: tuple[Rebind, ...]
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     buffers_read: tuple[str, ...]
-    returned: Template
     random: bool
     location: str
-    seconds: float
     activation_bytes: int
-    name: str = ""
+    region: int | None
     module: str | None = None
     function: Any = None
+    outputs: tuple[int, ...] = ()
+    rebinds: tuple[InPlaceVersion, ...] = ()
+    returned: OutputSpec = OutputSpec()
+    seconds: float = 0.0
     recomputable: bool = False
     reads: bool = False
     free: bool = False
-    checkpointed: bool = False
     varies: bool = False
-    draws_in_python: bool = False
     entry: tuple[int | None, ...] = ()
-    call: int | None = None
-    region: int | None = None
     is_seeded: bool = False
 
 
 class Colocation(NamedTuple):
-    """Items that must be on one stage: no stage may begin at ``first + 1 .. last``."""
+    """Nodes that must be on one stage: no stage may begin at ``first + 1 .. last``."""
 
     first: int
     last: int
@@ -110,7 +100,6 @@ class StepGraph:
         reads_of_batch: where Python code reads values of the batch (``file:line``): shapes may depend on them.
         returned: the values that the step returns.
         draws: whether its code draws random numbers in Python: all stages have to draw the same ones between units.
-        once_a_batch: what would happen once for each micro-batch instead of once for a batch, and where.
         foreign_writes: see :class:`Trace`.
         cast_type: what weights are cast to, if their copies may be kept; see :func:`cast_type`.
         buffers_used: see :class:`Trace`.
@@ -126,7 +115,6 @@ class StepGraph:
     nodes: list[Node]
     values: list[Value]
     units: tuple[str, ...]
-    forward_seconds: float
     producers: dict[int, int] = field(default_factory=dict)
     last_use: dict[int, int] = field(default_factory=dict)
     overwritten: dict[int, int] = field(default_factory=dict)
@@ -134,7 +122,6 @@ class StepGraph:
     reads_of_batch: tuple[str, ...] = ()
     returned: tuple[int, ...] = ()
     draws: bool = False
-    once_a_batch: tuple[str, ...] = ()
     foreign_writes: tuple[str, ...] = ()
     cast_type: torch.dtype | None = None
     buffers_used: Mapping[str, Set[str]] = field(default_factory=dict)
@@ -148,25 +135,21 @@ class StepGraph:
 
     def __post_init__(self) -> None:
         """Find who makes, uses and overwrites each value."""
-        in_memory: dict[int, list[int]] = defaultdict(list)  # storage -> the values in it that are still there
+        in_storage: dict[int, list[int]] = defaultdict(list)  # the values in it that are still there
         for node in self.nodes:
-            for value in node.inputs:
-                self.last_use[value] = node.index
+            self.last_use.update(dict.fromkeys(node.inputs, node.index))
             # Before the node's outputs are added: these are what its changes in place have made of the old values.
-            changed = {self.values[rebind.new].memory for rebind in node.rebinds}
-            for memory in changed:
-                for value in in_memory.pop(memory, ()):
-                    self.overwritten[value] = node.index
+            for storage in {self.values[version.new].storage for version in node.rebinds}:
+                self.overwritten.update(dict.fromkeys(in_storage.pop(storage, ()), node.index))
             for value in node.outputs:
                 self.producers.setdefault(value, node.index)
-                in_memory[self.values[value].memory].append(value)
+                in_storage[self.values[value].storage].append(value)
         # What the step returns is used behind its last node: it crosses every cut behind the node that makes it.
         for value in self.returned:
             if value in self.producers:
                 self.last_use[value] = len(self.nodes)
         self._colocate_views()
         self._colocate_buffers()
-        self._colocate_unsendable()
         self.unit_names = frozenset(self.units)
         self.next_unit = [len(self.nodes)] * (len(self.nodes) + 1)
         for node in reversed(self.nodes):
@@ -182,8 +165,7 @@ class StepGraph:
                 if old not in self.producers:
                     continue
                 if position is not None or new in self.last_use:
-                    memory = self.values[new].memory
-                    makers[memory].append(self.producers[old])
+                    makers[self.values[new].storage].append(self.producers[old])
             reason = f"{node.name} changes a tensor in place of which views are used later"
             for producers in makers.values():
                 first = min(producers)
@@ -198,31 +180,17 @@ class StepGraph:
             for name in {*node.buffers, *node.buffers_read}:
                 users[name].append(node.index)
         for name, indices in users.items():
-            if len(indices) < 2:
-                continue
-            first = self.nodes[indices[0]]
-            last = self.nodes[indices[-1]]
+            first, last = self.nodes[indices[0]], self.nodes[indices[-1]]
             reason = f"{first.name} and {last.name} use buffer {name!r}, which the step changes"
             self.colocations.append(Colocation(first.index, last.index, reason))
 
-    def _colocate_unsendable(self) -> None:
-        """A sparse or nested tensor has no strides, so it stays on the stage that makes it."""
-        for value, last in self.last_use.items():
-            if self.values[value].sendable:
-                continue
-            maker = self.nodes[self.producers[value]]
-            reason = f"the sparse or nested result of {maker.name} cannot be sent"
-            self.colocations.append(Colocation(maker.index, last, reason))
-
     def needed_after(self, cut: int) -> list[int]:
         """Values made before node ``cut`` and used by it or later ones."""
-        used_later = [value for value, last in self.last_use.items() if last >= cut]
-        return [value for value in used_later if self.producers[value] < cut]
+        return [value for value, last in self.last_use.items() if self.producers[value] < cut <= last]
 
     def digest(self) -> str:
         """The same on every rank that traced the same step."""
-        text = "\n".join(self.lines())
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
 
     def lines(self) -> list[str]:
         """A line for each node."""

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain
 from typing import TypeAlias, TypeVar
 
 import torch
+from torch import nn
 
-from lightning_smddp._compat.torch import BACKWARD_HOOK
+from lightning_smddp._compat.torch import BACKWARD_HOOK, has_full_backward_hooks
 from lightning_smddp.pipeline.capture.graph import Colocation, Node, SplitError, StepGraph, refuse_backward
 from lightning_smddp.pipeline.capture.ops import is_autograd_function
-from lightning_smddp.pipeline.capture.records import (
-    HIDDEN,
-    Call,
-    Event,
-    Modules,
-    Rebind,
-    Template,
-    Trace,
-    changes_of_state,
-)
+from lightning_smddp.pipeline.capture.records import OPAQUE, Call, Event, InPlaceVersion, Trace
 from lightning_smddp.pipeline.runtime.casts import cast_type
-from lightning_smddp.seeding import drawing_candidates
 
 T = TypeVar("T")
 
@@ -43,26 +34,19 @@ def build_graph(trace: Trace, modules: Modules, is_small: IsSmall) -> StepGraph:
     builder = _Builder(trace, modules, is_small)
     builder.visit(None)
     units = dict.fromkeys(node.module for node in builder.nodes if node.module is not None)
-    draws_in_python = trace.draws_in_python or any(call.draws_in_python for call in trace.calls)
-    seeded_calls, mixes_draws = _seeded_calls(trace)
-    for node in builder.nodes:
-        node.is_seeded = node.call in seeded_calls
-    drawing = {trace.calls[index].module for index in seeded_calls}
     return StepGraph(
         nodes=builder.nodes,
         values=trace.values,
         units=tuple(units),
-        forward_seconds=trace.seconds,
         colocations=builder.backward_hooks(),
         returned=trace.returned,
         reads_of_batch=_unique(trace.reads_of_batch),
-        draws=draws_in_python,
-        once_a_batch=changes_of_state(trace, modules),
+        draws=trace.draws_in_python,
         foreign_writes=trace.foreign_writes,
         cast_type=cast_type(trace),
         buffers_used=trace.buffers_used,
-        drawing=frozenset(drawing.intersection(drawing_candidates(modules.root))),
-        mixes_draws=mixes_draws,
+        drawing=frozenset(call.module for call in trace.calls if call.is_seeded),
+        mixes_draws=trace.mixes_draws,
         calls_compiled=any(event.compiled for event in trace.events if builder.is_between(event)),
         calls_apply=any(node.region is not None or is_autograd_function(node.function) for node in builder.nodes),
     )
@@ -87,19 +71,31 @@ def _refuse(trace: Trace) -> None:
             f"The step replaces buffer {trace.rebound_buffers[0]!r} by another tensor (`self.buffer = ...`), which one "
             "stage alone would have. Change it in place (`self.buffer.copy_(...)`), or in a hook."
         )
+    for event in trace.events:
+        if event.parameters_changed:
+            raise SplitError(
+                f"At {event.location} the step changes parameter {event.parameters_changed[0]!r} in place, which in a "
+                "pipeline happens once for each micro-batch, while others are on their way. Do it in a hook "
+                "(`on_train_batch_end`)."
+            )
 
 
 def _refuse_scripted(modules: Modules) -> None:
     """Parameters of a scripted module are its own copies: another rank's cannot be taken out of it."""
     for name, module in modules.by_name.items():
-        if not isinstance(module, torch.jit.ScriptModule):
-            continue
-        has_parameters = next(module.parameters(), None) is not None
-        if has_parameters:
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
             raise SplitError(
                 f"Module {name!r} is scripted (`torch.jit.script`), so its parameters cannot be placed on one rank of "
                 "a pipeline. Train the module that it was made of, and script it afterwards."
             )
+
+
+def _refuse_opaque(event: Event) -> None:
+    if event.function is OPAQUE:
+        raise SplitError(
+            f"At {event.location}, outside of any module that could be placed whole, the step cannot be followed: "
+            f"{event.reason}. Put the code around it into a module of its own."
+        )
 
 
 def _unique(*sequences: Iterable[T]) -> tuple[T, ...]:
@@ -107,51 +103,120 @@ def _unique(*sequences: Iterable[T]) -> tuple[T, ...]:
     return tuple(dict.fromkeys(chain.from_iterable(sequences)))
 
 
-def _seeded_calls(trace: Trace) -> tuple[set[int], bool]:
-    """The calls of modules that are seeded, as in :mod:`lightning_smddp.seeding`; and whether that is not enough.
+class Modules:
+    """What the trace says about each module: may it be a unit, may it be opened.
 
-    It is not where two draws follow each other without a module between, the first of which not all stages do.
+    Attributes:
+        calls: by module.
+        chains: call -> the calls that it was made in, from the outside in, and itself.
+        obstacles: module -> why it cannot be a unit.
+        must_be_whole: module -> why it cannot be opened.
+        better_whole: module -> why it is opened only where there are too few units else.
     """
-    seeded: set[int] = set()
-    mixes = False
-    calls: dict[int, list[Call]] = defaultdict(list)
-    for call in trace.calls:
-        calls[call.first].append(call)
-    draws_inside = _calls_that_draw(trace)
-    stack: list[tuple[Call, bool]] = []  # each with whether its caller has drawn since the last seed
-    is_dirty = has_bound_draw = False
-    for index in range(len(trace.events) + 1):
-        while stack and stack[-1][0].last <= index and not (stack[-1][0].first == index and calls[index]):
-            call, was_dirty = stack.pop()
-            if was_dirty or call.index in draws_inside:
-                seeded.add(call.index)
-                is_dirty = has_bound_draw = False
-        for call in calls[index]:
-            if call.last <= call.first:  # without events: it draws nothing
-                if is_dirty:
-                    seeded.add(call.index)
-                    is_dirty = has_bound_draw = False
+
+    def __init__(self, trace: Trace, root: nn.Module) -> None:
+        self.trace = trace
+        self.root = root
+        self.by_name = dict(root.named_modules())
+        self.calls: dict[str, list[Call]] = defaultdict(list)
+        self.chains: dict[int | None, tuple[int, ...]] = {None: ()}
+        for call in trace.calls:  # a parent comes before its children
+            self.calls[call.module].append(call)
+            self.chains[call.index] = (*self.chains[call.parent], call.index)
+        self.obstacles: dict[str, str] = {}
+        self.must_be_whole: dict[str, str] = {}
+        self.better_whole: dict[str, str] = {}
+        # In this order: the last one takes modules that have no obstacle, so all of these have to be known.
+        self._find_escapes()
+        self._judge_calls()
+        self._judge_events()
+
+    def seconds(self, name: str) -> float:
+        """Forward time of all calls of a module."""
+        return sum(call.seconds for call in self.calls[name])
+
+    def _judge_calls(self) -> None:
+        """Modules whose calls other stages could not stand in for are no units."""
+        for call in self.trace.calls:
+            if call.obstacle is not None:
+                self.obstacles.setdefault(call.module, call.obstacle)
+            if call.last <= call.first or call.returned is None:
+                self.obstacles.setdefault(call.module, "its result depends on the batch alone")
+            # A stage that does not run the module would not know the size. Opened, its code runs on all stages, and
+            # these have the batch whose values decide.
+            if call.sizes_by_batch and any(self.trace.values[v].varies_with_batch for v in self.results(call)):
+                self.obstacles.setdefault(call.module, "the size of its result depends on the batch's values")
+
+    def _judge_events(self) -> None:
+        """Modules that do what cannot be followed from outside are not opened."""
+        values, calls = self.trace.values, self.trace.calls
+        # A module that returns such a tensor is no help: whoever calls it does not know the size either.
+        leaking = {call.module for call in calls if any(values[value].varies for value in self.results(call))}
+        last_begin = max((call.first for call in calls), default=0)
+        for event in self.trace.events:
+            if event.call is None:
                 continue
-            stack.append((call, is_dirty))
-            is_dirty = has_bound_draw = False
-        if index < len(trace.events) and trace.events[index].is_seeded:
-            event = trace.events[index]
-            mixes = mixes or has_bound_draw
-            is_dirty = True
-            has_bound_draw = has_bound_draw or not event.free
-    return seeded, mixes
+            if event.function is OPAQUE:
+                self.must_be_whole[calls[event.call].module] = event.reason
+            elif event.index >= last_begin:
+                continue  # what comes behind the last module is the last stage's alone
+            elif event.reads and not event.free:
+                self._keep_whole(event, self.better_whole, f"it reads a tensor's value in {event.location}")
+            elif event.sized_by_module:
+                reason = f"it makes a tensor in {event.location}, and its size depends on values that a module made"
+                self._keep_whole(event, self.must_be_whole, reason, leaking)
 
+    def _keep_whole(self, event: Event, whole: dict[str, str], reason: str, unfit: Collection[str] = ()) -> None:
+        """The innermost module around ``event`` that can be placed whole, and is not ``unfit``, is kept ``whole``."""
+        for index in reversed(self.chains[event.call]):
+            name = self.trace.calls[index].module
+            if name not in self.obstacles and name not in unfit:
+                whole.setdefault(name, reason)
+                return
 
-def _calls_that_draw(trace: Trace) -> set[int]:
-    found: set[int] = set()
-    begun = [call.index for call in trace.calls if call.draws_in_python]
-    begun += [event.call for event in trace.events if event.is_seeded and event.call is not None]
-    for index in begun:
-        call: int | None = index
-        while call is not None and call not in found:
-            found.add(call)
-            call = trace.calls[call].parent
-    return found
+    def _find_escapes(self) -> None:
+        """Values used outside of the call that made them, without being returned by it."""
+        # Hooks that collect tensors, and attributes that later code reads, hand values over in other ways. A stage that
+        # does not run the module would not have them: such a module is no unit, and is opened until somebody returns
+        # the tensor.
+        handed_over = []  # of each call: what its caller gets, as a result or by a change in place
+        for call in self.trace.calls:
+            returned = call.returned.values if call.returned is not None else ()
+            handed_over.append({version.new for version in self.changes(call)}.union(returned))
+        for event in self.trace.events:
+            around = self.chains[event.call]
+            for value in event.inputs:
+                for index in self._calls_around_maker(value):
+                    if index not in around and value not in handed_over[index]:
+                        where = f"{event.location} without being returned"
+                        name = self.trace.calls[index].module
+                        self.obstacles.setdefault(name, f"a tensor made in it is used at {where}")
+
+    def changes(self, call: Call) -> tuple[InPlaceVersion, ...]:
+        """Tensors made outside of ``call`` that it changes in place: what they were before it, and are after it."""
+        # A tensor that is changed twice, a -> b -> c, is one change from a to c: found by what it is now.
+        before: dict[int, tuple[int, int | None]] = {}  # what a tensor is now -> (what it was before, position)
+        for event in self.trace.events[call.first : call.last]:
+            for old, new, position in event.mutated:
+                if old in before:
+                    before[new] = before.pop(old)
+                elif old is not None and not self.made_in(old, call):
+                    before[new] = (old, position)
+        return tuple(InPlaceVersion(old, new, position) for new, (old, position) in before.items())
+
+    def results(self, call: Call) -> list[int]:
+        """The values that ``call`` returns and has made."""
+        if call.returned is None:
+            return []
+        return [value for value in call.returned.values if self.made_in(value, call)]
+
+    def made_in(self, value: int, call: Call) -> bool:
+        """Whether an operation within ``call`` made ``value``."""
+        return call.index in self._calls_around_maker(value)
+
+    def _calls_around_maker(self, value: int) -> tuple[int, ...]:
+        event = self.trace.values[value].event
+        return self.chains[self.trace.events[event].call]
 
 
 class _Builder:
@@ -187,6 +252,7 @@ class _Builder:
         self._operations(position, last)
 
     def _is_unit(self, name: str) -> bool:
+        """A module that must be whole is a unit; any other without an obstacle is one if it is small."""
         obstacle = self.modules.obstacles.get(name)
         whole = self.modules.must_be_whole.get(name)
         if whole and obstacle:
@@ -194,138 +260,94 @@ class _Builder:
                 f"Module {name!r} cannot be placed on one stage, as {obstacle}, and cannot be opened, as {whole}. "
                 "Let the module return all tensors that are used outside of it."
             )
-        # A module that must be whole is a unit; any other is one if it is small, else it is opened.
-        if obstacle is not None:
-            return False
-        return whole is not None or self.is_small(name)
+        return whole is not None or (obstacle is None and self.is_small(name))
 
     def backward_hooks(self) -> list[Colocation]:
         """The hooks at a module's inputs and outputs belong together."""
         events = self.trace.events
         colocations = []
         for call in self.trace.calls:
-            if not call.has_backward_hooks or call.first not in self.node_of:
-                continue
             # Around a module with such hooks torch calls an autograd function of its own: on the inputs just before the
-            # module's first event, and on the outputs behind its last one.
-            bounds = []
-            if call.first > 0 and events[call.first - 1].name == BACKWARD_HOOK:
-                bounds.append(call.first - 1)
-            end = call.last - 1
+            # module's first event, and on the outputs behind its last one. Without the former both are apart.
+            begin, end = call.first - 1, call.last - 1
+            is_hooked = has_full_backward_hooks(self.modules.by_name[call.module])
+            if not is_hooked or begin < 0 or events[begin].name != BACKWARD_HOOK:
+                continue
             for event in events[call.last :]:
                 if event.name == BACKWARD_HOOK and event.call == call.parent:
                     end = event.index
                     break
-            bounds.append(end)
-            if all(index in self.node_of for index in bounds):
-                first, last = self.node_of[bounds[0]], self.node_of[end]
+            if begin in self.node_of and end in self.node_of:
                 reason = f"module {call.module!r} has full backward hooks, so it must be on one stage"
-                colocations.append(Colocation(first, last, reason))
+                colocations.append(Colocation(self.node_of[begin], self.node_of[end], reason))
         return colocations
+
+    def is_between(self, event: Event) -> bool:
+        """Whether it is an operation between units."""
+        return event.index in self.node_of and self.nodes[self.node_of[event.index]].module is None
 
     def _operations(self, first: int, last: int) -> None:
         """A node for each event between calls of units."""
         for event in self.trace.events[first:last]:
-            _refuse_event(event)
-            changed = [rebind.new for rebind in event.mutated]
-            outputs = _unique(event.returned.values, changed)
-            self._add(
-                None,
-                [event],
-                event.returned,
-                outputs,
-                event.mutated,
-                event.parameters,
-                event.seconds,
-            )
+            _refuse_opaque(event)
+            _, _, place = event.location.rpartition("/")
+            node = self._node(f"{event.name} at {place}", [event])
+            node.function = event.function
+            node.rebinds = event.mutated
+            node.outputs = _unique(event.returned.values, (version.new for version in event.mutated))
+            node.returned = event.returned
+            node.seconds = event.seconds
+            node.reads = event.reads
+            node.free = event.free
+            node.varies = self._varies(node)
+            node.recomputable = self._is_recomputable(node)
 
     def _unit(self, call: Call) -> None:
         """One node for all events of a call."""
         assert call.returned is not None
         events = self.trace.events[call.first : call.last]
         for event in events:
-            is_within = call.index in self.modules.chains[event.call]
-            if event.function is HIDDEN and not is_within:
-                _refuse_event(event)  # seen here first, but it was done outside
+            if call.index not in self.modules.chains[event.call]:
+                _refuse_opaque(event)  # seen here first, but it was done outside
+        module = self.modules.by_name[call.module]
+        node = self._node(call.module, events)
+        node.module = call.module
         # Seen from outside, a unit makes what it returns, and new values of what it changes in place. All else that is
         # made in it stays there.
-        rebinds = self.modules.changes(call)
-        changed = [rebind.new for rebind in rebinds]
-        returned = [value for value in call.returned.values if self.modules.made_in(value, call.index)]
-        module = self.modules.by_name[call.module]
-        held = [self.canonical[id(parameter)] for parameter in module.parameters()]
-        used = [event.parameters for event in events]
-        self._add(
-            call,
-            events,
-            call.returned,
-            _unique(returned, changed),
-            rebinds,
-            _unique(held, *used),
-            call.seconds,
-        )
+        node.rebinds = self.modules.changes(call)
+        node.outputs = _unique(self.modules.results(call), (version.new for version in node.rebinds))
+        node.returned = call.returned
+        node.parameters = _unique((self.canonical[id(p)] for p in module.parameters()), node.parameters)
+        node.seconds = call.seconds
+        node.entry = call.entry
+        node.is_seeded = call.is_seeded
+        node.varies = self._varies(node)
 
-    def is_between(self, event: Event) -> bool:
-        """Whether it is an operation between units."""
-        return event.index in self.node_of and self.nodes[self.node_of[event.index]].module is None
-
-    def _draws_in_python(self, call: Call) -> bool:
-        if call.draws_in_python:
-            return True
-        return any(map(self._draws_in_python, self.children[call.index]))
-
-    def _add(
-        self,
-        call: Call | None,
-        events: list[Event],
-        returned: Template,
-        outputs: tuple[int, ...],
-        rebinds: tuple[Rebind, ...],
-        parameters: tuple[str, ...],
-        seconds: float,
-    ) -> None:
-        """Append a node for ``events``: those of the unit's ``call``, or the one of an operation between units."""
+    def _node(self, name: str, events: list[Event]) -> Node:
+        """Append a node for ``events``."""
         # Values that are made and used within the node are none of its inputs.
-        values = self.trace.values
         own: set[int] = set()
-        used: dict[int, None] = {}
         for event in events:
             self.node_of[event.index] = len(self.nodes)
             own.update(self.made[event.index])
-            used.update(dict.fromkeys(event.inputs))
-        first = events[0]
-        last = events[-1]
+        used = _unique(*(event.inputs for event in events))
         node = Node(
             index=len(self.nodes),
+            name=name,
             inputs=tuple(value for value in used if value not in own),
-            outputs=outputs,
-            rebinds=rebinds,
-            parameters=parameters,
+            parameters=_unique(*(event.parameters for event in events)),
             buffers=_unique(*(event.buffers for event in events)),
             buffers_read=_unique(*(event.buffers_read for event in events)),
-            returned=returned,
             random=any(event.random for event in events),
-            varies=any(value in self.modules.varying for value in outputs),
-            location=first.location,
-            seconds=seconds,
-            activation_bytes=sum(values[value].nbytes for value in own),
-            region=first.region if first.region == last.region else None,
+            location=events[0].location,
+            activation_bytes=sum(self.trace.values[value].nbytes for value in own),
+            region=events[0].region if events[0].region == events[-1].region else None,
         )
-        if call is not None:
-            node.module = call.module
-            node.name = call.module
-            node.checkpointed = call.checkpointed
-            node.draws_in_python = self._draws_in_python(call)
-            node.entry = call.entry
-            node.call = call.index
-        else:
-            node.function = first.function
-            node.name = f"{first.name} at {_short(first.location)}"
-            node.checkpointed = first.checkpointed
-            node.reads = first.reads
-            node.free = first.free
-            node.recomputable = self._is_recomputable(node)
         self.nodes.append(node)
+        return node
+
+    def _varies(self, node: Node) -> bool:
+        return any(self.trace.values[value].varies for value in node.outputs)
 
     def _is_recomputable(self, node: Node) -> bool:
         """Whether an operation between units gives the same wherever and how often it is done, and writes nothing."""
@@ -335,22 +357,3 @@ class _Builder:
         if any(self.trace.values[value].watched for value in node.outputs):
             return False  # the user's hook on its gradient would fire on two stages
         return not is_autograd_function(node.function)
-
-
-def _refuse_event(event: Event) -> None:
-    if event.function is HIDDEN:
-        raise SplitError(
-            f"At {event.location}, outside of any module that could be placed whole, the step cannot be followed: "
-            f"{event.reason}. Put the code around it into a module of its own."
-        )
-    if event.parameters_changed:
-        raise SplitError(
-            f"At {event.location} the step changes parameter {event.parameters_changed[0]!r} in place, outside of any "
-            "module that could be placed whole. Each stage has parameters of its own only. Do it in a hook outside of "
-            "the step (`on_train_batch_end`), or in a module that holds the parameters."
-        )
-
-
-def _short(location: str) -> str:
-    _, _, file_and_line = location.rpartition("/")
-    return file_and_line

@@ -2,8 +2,8 @@
 
 Every torch function call is seen (a ``TorchFunctionMode`` sits above autograd, so the tensors are the user's own
 objects), inside modules and between them, and every call of a module's ``forward``. Recorded are *bound* operations:
-those that depend on a parameter or a random number, directly or not. What depends on the batch alone is *free*: each
-stage can do it by itself. A dispatch mode below watches for tensors made by what the function mode does not see.
+those that depend on a parameter, directly or not. What depends on the batch alone is *free*: each stage can do it by
+itself. A dispatch mode below watches for tensors made by what the function mode does not see: *opaque* operations.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -24,37 +23,29 @@ from lightning_smddp._compat.torch import (
     CAST,
     DispatchMode,
     checkpoint_region,
-    has_full_backward_hooks,
-    in_checkpoint,
     visible_autograd_functions,
     without_torch_function,
     without_torch_functions,
+    write_count,
 )
-from lightning_smddp.pipeline.capture.effects import Effects
 from lightning_smddp.pipeline.capture.graph import refuse_backward
-from lightning_smddp.pipeline.capture.notes import Notes, each_once
 from lightning_smddp.pipeline.capture.ops import (
     Kind,
     asks_for_device,
     device_answer,
     is_in_compiled_code,
+    is_inplace,
     kind_of,
     name_of,
     sets_flag,
     user_location,
 )
-from lightning_smddp.pipeline.capture.records import (
-    Call,
-    Event,
-    Template,
-    Trace,
-)
-from lightning_smddp.pipeline.capture.tracking import EXTENSION, is_plain
+from lightning_smddp.pipeline.capture.records import Call, Event, Trace
+from lightning_smddp.pipeline.capture.tracking import UNSEEN, Tracking, each_once, is_plain
 from lightning_smddp.seeding import Forward, Generators, SeededCall, drawing_candidates, same, wrapped_forwards
 from lightning_smddp.wire.pytree import items, leaves, map_leaves, tensors
 
 _NOTHING = torch.empty(0)
-_BY_PYTHON = "it makes tensors of values that Python code read"
 
 Step: TypeAlias = Callable[[], Any]
 """Runs the user's step on one micro-batch, and returns what that returns."""
@@ -82,18 +73,12 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def read(self) -> Instant:
-        """The moment at which the host is; a device may be behind it."""
-        wall = time.perf_counter()
-        if self._device.type == "cpu":
-            return Instant(wall, time.process_time())
-        return Instant(wall, wall)
-
     def now(self) -> Instant:
         """When the device has done what it was given so far."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return self.read()
+        wall = time.perf_counter()
+        return Instant(wall, time.process_time() if self._device.type == "cpu" else wall)
 
 
 def trace(step: Step, module: nn.Module, device: torch.device, fetch: Fetch | None = None) -> Trace:
@@ -114,6 +99,7 @@ def trace(step: Step, module: nn.Module, device: torch.device, fetch: Fetch | No
     # What reads buffers before they change has to be recorded, too: if a run finds such buffers, the step runs again.
     while True:
         with _of_one_thread, generators.preserved():
+            generators.seed(torch.initial_seed())  # as before each run: what was drawn before is not the step's
             result = _Tracer(module, device, known, fetch, generators).run(step)
         if result.changed_buffers <= known.changed_buffers:
             return result
@@ -143,7 +129,7 @@ def open_modules(reason: str) -> None:
             call.obstacle = f"{reason}, at {user_location()}"
 
 
-class _Tracer(TorchFunctionMode, Notes):
+class _Tracer(TorchFunctionMode, Tracking):
     def __init__(
         self,
         module: nn.Module,
@@ -153,7 +139,7 @@ class _Tracer(TorchFunctionMode, Notes):
         generators: Generators,
     ) -> None:
         TorchFunctionMode.__init__(self)
-        Notes.__init__(self, module, known, borrows=fetch is not None)
+        Tracking.__init__(self, module, known, borrows=fetch is not None)
         self.module = module
         self.device = device
         self.fetch = fetch
@@ -161,43 +147,38 @@ class _Tracer(TorchFunctionMode, Notes):
         self.busy = False  # with our own bookkeeping
         self.lent: dict[int, str] = {}  # by `fetch`, for one operation
         self.clock = Clock(device)
-        self.overhead = 0.0  # seconds
+        self.watching = 0.0  # seconds that the dispatch mode took
         self.regions: list[object] = []  # of `torch.utils.checkpoint`, kept so that no two have one identity
         self.generators = generators
-        self.seeded_names = set(drawing_candidates(module))
-        self.python_states = generators.states()[len(generators.torch) :]
+        self.seeded_names = frozenset(drawing_candidates(module))
+        self.python_states = self._states_of_python()
+        self.has_drawn_bound = False  # a bound operation has drawn since the last call of a module began or ended
 
     def run(self, step: Step) -> Trace:
-        start = self.clock.now()
         saving: AbstractContextManager[Any] = nullcontext()
         if self.fetch is not None:  # no backward will come
             saving = saved_tensors_hooks(lambda _: _NOTHING, lambda _: _NOTHING)
         buffers = dict(self.module.named_buffers())
-        # The order of modes: the function mode, entered last, sees the user's calls; the dispatch mode below sees what
-        # they come to, and operators that no function announces (C++ extensions).
         outer = getattr(_active, "tracer", None)
         _active.tracer = self
         try:
+            # The order of modes: the function mode, entered last, sees the user's calls; the dispatch mode below sees
+            # what they come to, and operators that no function announces (C++ extensions).
             with (
                 visible_autograd_functions(),
                 torch.compiler.set_stance("force_eager"),  # else compiled code would leave our modes out
                 saving,
                 wrapped_forwards(self.module, self._wrap, list(self.modules)[1:]),
-                _Unseen(self),
+                _Dispatched(self),
                 self,
             ):
                 result = step()
         finally:
             _active.tracer = outer
-        buffers_now = dict(self.module.named_buffers())
-        rebound = []
-        for name, buffer in buffers.items():
-            if buffers_now.get(name) is not buffer:
-                rebound.append(name)
-        self.trace.rebound_buffers = tuple(rebound)
+        now = dict(self.module.named_buffers())
+        self.trace.rebound_buffers = tuple(name for name, buffer in buffers.items() if now.get(name) is not buffer)
         self._note_python_draws()
         self.trace.returned = each_once(map(self.find, tensors(result)))
-        self.trace.seconds = start.until(self.clock.now()) - self.overhead
         return self.trace
 
     # ---- module calls ----
@@ -211,16 +192,13 @@ class _Tracer(TorchFunctionMode, Notes):
                 found = leaves((args, kwargs))
                 call.entry = tuple(self.find(leaf) if isinstance(leaf, Tensor) else None for leaf in found)
             seeded = self._begin_seeded(name)
-            start = self.clock.now()
-            overhead = self.overhead
             try:
                 result = forward(*args, **kwargs)
             finally:
-                # Our own bookkeeping within the call is none of the module's time.
-                own = self.overhead - overhead
-                call.seconds = start.until(self.clock.now()) - own
                 self._note_python_draws()
-                self._end_seeded(seeded)
+                if seeded is not None:
+                    call.is_seeded = seeded.end()
+                    self._go_on_from_seed()
                 self.stack.pop()
                 call.last = len(self.trace.events)
             with without_torch_function():
@@ -233,51 +211,29 @@ class _Tracer(TorchFunctionMode, Notes):
         """Modules draw as in :mod:`lightning_smddp.seeding`, so that the trace takes the path of the runs to come."""
         if name not in self.seeded_names:
             return None
-        begin = self.clock.now()
-        call = SeededCall(self.generators)
-        self.python_states = self._states_of_python()
-        self.overhead += begin.until(self.clock.now())
-        return call
+        seeded = SeededCall(self.generators)
+        self._go_on_from_seed()
+        return seeded
 
-    def _end_seeded(self, call: SeededCall | None) -> None:
-        if call is None:
-            return
-        begin = self.clock.now()
-        call.end()
+    def _go_on_from_seed(self) -> None:
+        self.has_drawn_bound = False
         self.python_states = self._states_of_python()
-        self.overhead += begin.until(self.clock.now())
 
     def _enter(self, name: str) -> Call:
         """Begin a call of the module ``name``: what is recorded from here on is in it."""
         self._note_python_draws()
-        if self.stack:
-            self.stack[-1].has_children = True
-        call = Call(
-            index=len(self.trace.calls),
-            module=name,
-            parent=self.innermost_call(),
-            first=len(self.trace.events),
-            checkpointed=in_checkpoint(),
-            has_backward_hooks=has_full_backward_hooks(self.modules[name]),
-        )
+        call = Call(len(self.trace.calls), name, self.innermost_call(), first=len(self.trace.events))
         self.trace.calls.append(call)
         self.stack.append(call)
         return call
 
     def _leave(self, call: Call, result: Any, arguments: list[Any]) -> None:
         """Note what ``call`` returns, and why it cannot be a unit if stages could not build that again."""
-        # Code that has read bound values may have made a tensor of what it read (`torch.tensor(x.item())`), which looks
-        # free. Where no inner module can have done so, the call itself has: that is a hidden operation of its.
-        given = {id(leaf) for leaf in arguments}
-        by_python = call.reads_bound and not call.has_children
         for leaf in tensors(result):
-            if self.find(leaf) is not None or id(leaf) in given:
-                continue
-            if by_python and id(leaf) not in self.parameters:
-                hidden = self.hide(call.index, _BY_PYTHON)
-                self.track(leaf, hidden.index)
+            self.find(leaf)
         call.last = len(self.trace.events)
-        call.returned = self.template(result, arguments)
+        call.seconds = sum(event.seconds for event in self.trace.events[call.first :])
+        call.returned = self.spec_of(result, arguments)
         # Other stages return a unit's result without running it. They can do that with values, which are sent to them,
         # with arguments, and with plain constants that come out of no tensor.
         for (path, leaf), (kind, source) in zip(items(result), call.returned.sources, strict=True):
@@ -288,14 +244,8 @@ class _Tracer(TorchFunctionMode, Notes):
                 call.obstacle = f"its result{where} depends on the batch alone"
             elif not is_plain(leaf):
                 call.obstacle = f"its result{where} is a {type(leaf).__name__}"
-            elif source is not None and call.reads and isinstance(leaf, (int, float, complex, str)):
+            elif call.reads and isinstance(source, (int, float, complex, str)):
                 call.obstacle = f"its result{where} is a Python value that may come out of a tensor"
-
-    def _draws_from_known(self, arguments: list[Any]) -> bool:
-        """Whether a random operation draws from a generator that is seeded: torch's default one, or a module's."""
-        given = [leaf for leaf in arguments if isinstance(leaf, torch.Generator)]
-        known = [*self.generators.torch, *self.generators.held()]
-        return not given or any(generator is own for generator in given for own in known)
 
     def _states_of_python(self) -> list[Any]:
         """Of all generators but torch's default ones."""
@@ -303,20 +253,13 @@ class _Tracer(TorchFunctionMode, Notes):
             return self.generators.states()[len(self.generators.torch) :]
 
     def _note_python_draws(self) -> None:
-        """Charge the innermost call with Python's random numbers drawn since the last look."""
-        begin = self.clock.now()
+        """Look whether Python's random numbers were drawn since the last look."""
         states = self._states_of_python()
-        has_drawn = not same(states, self.python_states)
-        self.overhead += begin.until(self.clock.now())
-        if not has_drawn:
-            return
-        self.python_states = states
-        for call in self.stack:
-            call.reads = True  # what it returns may be a number that was drawn
-        if self.stack:
-            self.stack[-1].draws_in_python = True
-        else:
+        if not same(states, self.python_states):
+            self.python_states = states
             self.trace.draws_in_python = True
+            for call in self.stack:
+                call.reads = True  # what it returns may be a number that was drawn
 
     # ---- operations ----
 
@@ -331,74 +274,65 @@ class _Tracer(TorchFunctionMode, Notes):
         if self.inside:
             return function(*args, **kwargs)
         if kind is Kind.METADATA or kind is Kind.WATCHER or _sets_parameter(function, args):
-            return self._look(function, args, kwargs)
+            return self._look(function, kind, args, kwargs)
         if kind is Kind.BACKWARD:
             if self.fetch is not None:
                 refuse_backward(user_location())  # nothing is kept for it
             self.trace.backward_locations.append(user_location())
         return self._operate(function, kind, args, kwargs)
 
+    def _look(self, function: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
+        """What changes no value and makes no tensor."""
+        self.busy = True
+        try:
+            if kind is Kind.WATCHER:
+                self.note_hook(args[0])
+            return function(*args, **kwargs)
+        finally:
+            self.busy = False
+
     def _operate(self, function: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
-        """Run an operation of the user's, and record it. Its time is its own, that of looking at it is overhead."""
-        begin = self.clock.now()
+        """Run an operation of the user's, and record it."""
         self.busy = True
         arguments = leaves((args, kwargs))
         given = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
         if kind is Kind.LIKE:
             given = given[1:]
-        self.note_buffers(given)
         # What it reads and changes is asked before it runs: in place it makes other values of its arguments.
-        effects = Effects(arguments, given, self.buffers, self.device)
-        inputs = each_once(map(self.find, given))
-        start = self.clock.now()
-        overhead = self.overhead
+        event = Event(len(self.trace.events), function, self.innermost_call(), inputs=each_once(map(self.find, given)))
+        event.parameters = each_once(self.parameters.get(id(tensor)) for tensor in given)
+        versions = [self._version(tensor) for tensor in given]
+        drawn_from = self.generators.states_of_torch()
+        watching = self.watching
         # `inside`: what the function itself calls is not the user's. `busy`: what our bookkeeping calls is nobody's.
-        self.inside = True
-        self.busy = False
+        self.inside, self.busy = True, False
+        start = self.clock.now()
         try:
             result = self._do(function, args, kwargs)
         finally:
             self.inside = False
-        end = self.clock.now()
+        event.seconds = max(0.0, start.until(self.clock.now()) - (self.watching - watching))
         self.busy = True
-        seconds = start.until(end) - (self.overhead - overhead)
-        mutated = effects.changed(function, args)
-        drew = effects.has_drawn()
-        event = Event(
-            index=len(self.trace.events),
-            function=function,
-            inputs=inputs,
-            parameters=each_once(self.parameters.get(id(tensor)) for tensor in given),
-            call=self.innermost_call(),
-            location="",
-            returned=Template(None, ()),
-            random=drew,
-            is_seeded=drew and self._draws_from_known(arguments),
-            seconds=seconds,
-        )
+        event.is_seeded = not same(drawn_from, self.generators.states_of_torch())
+        event.random = event.is_seeded or any(isinstance(leaf, torch.Generator) for leaf in arguments)
+        before = zip(given, versions, strict=True)
+        mutated = [tensor for tensor, version in before if not _is_equal(self._version(tensor), version)]
+        if args and is_inplace(function):
+            mutated = _with_target(mutated, args[0])
         self._record(event, given, arguments, result, mutated)
         self.busy = False
-        self.overhead += begin.until(start) + end.until(self.clock.now())
         return result
 
-    def _look(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """What changes no value and makes no tensor."""
-        self.busy = True
-        try:
-            if kind_of(function, args) is Kind.WATCHER:
-                self.watch(args[0])
-            return function(*args, **kwargs)
-        finally:
-            self.busy = False
+    def _version(self, tensor: Tensor) -> int | Tensor:
+        """What differs after a change in place: for buffers the contents, as ``batch_norm`` counts no version."""
+        if id(tensor) in self.buffers:
+            return tensor.clone()
+        return -1 if tensor.is_inference() else write_count(tensor)
 
     def _do(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Call ``function``; where parameters are elsewhere, with those that are borrowed for it."""
-        if self.fetch is None:
-            return function(*args, **kwargs)
-        arguments = leaves((args, kwargs))
-        if not any(id(leaf) in self.parameters for leaf in arguments):
-            return function(*args, **kwargs)
-        args, kwargs = map_leaves(self._fetched, (args, kwargs))
+        if self.fetch is not None:
+            args, kwargs = map_leaves(self._fetched, (args, kwargs))
         try:
             return function(*args, **kwargs)
         finally:
@@ -406,17 +340,14 @@ class _Tracer(TorchFunctionMode, Notes):
 
     def _is_elsewhere(self, leaf: Any) -> bool:
         """Whether it is a parameter that is not on the step's device."""
-        if not isinstance(leaf, Tensor) or id(leaf) not in self.parameters:
-            return False
-        return leaf.device.type != self.device.type
+        return isinstance(leaf, Tensor) and id(leaf) in self.parameters and leaf.device.type != self.device.type
 
     def _fetched(self, leaf: Any) -> Any:
         name = self.parameters.get(id(leaf))
         if name is None:
             return leaf
         assert self.fetch is not None
-        busy = self.busy
-        self.busy = True
+        busy, self.busy = self.busy, True
         value = self.fetch(name).requires_grad_(leaf.requires_grad)
         self.busy = busy
         self.lent[id(value)] = name
@@ -433,7 +364,7 @@ class _Tracer(TorchFunctionMode, Notes):
         """Complete ``event``, and append it to the trace unless it is free.
 
         Args:
-            event: with what was known before the operation ran.
+            event: with what was known when the operation had run.
             given: the tensors among ``arguments``.
             arguments: all leaves.
             result: what it returned.
@@ -443,34 +374,28 @@ class _Tracer(TorchFunctionMode, Notes):
         made = tensors(result)
         event.reads = not mutated and not made and bool(given)
         event.free = not (event.inputs or event.parameters or event.buffers_read)
-        if event.reads:
-            for call in self.stack:
-                call.reads = True
-                call.reads_bound = call.reads_bound or not event.free
-        self.note_sizes(event, given, arguments)
-        if event.free and not event.buffers:  # each stage does it by itself
-            if event.random:  # noted for its place: what comes behind is seeded
-                event.location = user_location()
-                event.region = self._region()
-                self.trace.events.append(event)
-            fixed = set(chain.from_iterable(tensor.shape for tensor in given))
-            self.note_free(event, made, mutated, fixed)
-            return
+        for call in self.stack if event.reads else ():
+            call.reads = True
+        self.note_sizes(event, given, made, arguments)
         event.location = user_location()
-        event.checkpointed = in_checkpoint()
         event.region = self._region()
+        self.trace.mixes_draws |= event.is_seeded and self.has_drawn_bound
+        is_done_by_each_stage = event.free and not event.buffers
+        if is_done_by_each_stage:
+            if event.random:  # noted for its place: what comes behind is seeded
+                self.trace.events.append(event)
+            self.note_free(event, made, mutated)
+            return
+        self.has_drawn_bound = self.has_drawn_bound or (event.is_seeded and not event.free)
         event.compiled = is_in_compiled_code()
         self.trace.events.append(event)
-        memories = [self.memory_of(tensor) for tensor in given]
-        free = {memory.number for memory in memories if not memory.bound}
-        event.mutated = tuple(self.rebind(mutated, arguments, event.index))
+        free = {storage.number for storage in map(self.storage_of, given) if not storage.bound}
+        event.mutated = tuple(self.add_versions(mutated, arguments, event.index))
         for leaf in made:
-            is_argument = any(leaf is tensor for tensor in given)
-            if not is_argument:
+            if not any(leaf is tensor for tensor in given):
                 # `mask.expand_as(h)` shows the mask, which all stages have, in another shape.
-                memory = self.memory_of(leaf)
-                self.track(leaf, event.index, binds=memory.number not in free)
-        event.returned = self.template(result, arguments)
+                self.track(leaf, event.index, binds=self.storage_of(leaf).number not in free)
+        event.returned = self.spec_of(result, arguments)
 
     def _region(self) -> int | None:
         region = checkpoint_region()
@@ -482,42 +407,36 @@ class _Tracer(TorchFunctionMode, Notes):
 
     # ---- what the function mode does not see ----
 
-    def saw_unseen(self, args: Any, kwargs: Any, result: Any) -> None:
+    def note_dispatched(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An operation of torch's dispatcher, inside of a function that was seen or not."""
-        begin = self.clock.read()
+        if function.namespace in ("c10d", "_c10d_functional"):  # a collective of the user's own
+            modules = [self.modules[call.module] for call in self.stack]
+            if not any(isinstance(module, nn.SyncBatchNorm) for module in modules):
+                self.trace.collective_locations.append(user_location())
+        if function is CAST:  # a copy in another type, as autocast makes them of weights
+            name = self.parameters.get(id(args[0]), self.lent.get(id(args[0])))
+            if name is not None and result.dtype != args[0].dtype:
+                self.trace.casts[name, result.dtype] += 1
         given = tensors((args, kwargs))
-        memories = [self.memory_of(tensor) for tensor in given]
-        made = [self.memory_of(tensor) for tensor in tensors(result)]
-        if any(memory.bound for memory in memories):
-            # Whatever comes out of something bound is bound. Inside of a function that was seen, that function's event
-            # stands for it; else a hidden event does.
-            hidden = None
-            if not self.inside:
-                event = self.hide(self.innermost_call(), EXTENSION)
-                event.inputs = each_once(map(self.find_tracked, given))
-                event.parameters = each_once(memory.parameter for memory in memories)
-                hidden = event.index
-            for memory in made:
-                memory.bound = True
-                if memory.hidden is None:
-                    memory.hidden = hidden
-        self.overhead += begin.until(self.clock.read())
-
-    def saw_cast(self, tensor: Tensor, result: Tensor) -> None:
-        """A copy, maybe in another type, as autocast makes them of weights."""
-        key = id(tensor)
-        name = self.parameters.get(key, self.lent.get(key))
-        if name is not None and result.dtype != tensor.dtype:
-            self.trace.casts[name, result.dtype] += 1
-
-    def saw_collective(self) -> None:
-        """A collective of the user's own."""
-        modules = [self.modules[call.module] for call in self.stack]
-        if not any(isinstance(module, nn.SyncBatchNorm) for module in modules):
-            self.trace.collective_locations.append(user_location())
+        storages = [self.storage_of(tensor) for tensor in given]
+        made = [self.storage_of(tensor) for tensor in tensors(result)]
+        if not any(storage.bound for storage in storages):
+            return
+        # Whatever comes out of something bound is bound. Inside of a function that was seen, that function's event
+        # stands for it; else an opaque one does.
+        opaque = None
+        if not self.inside:
+            event = self.add_opaque(self.innermost_call(), UNSEEN)
+            event.inputs = each_once(map(self.find_tracked, given))
+            event.parameters = each_once(storage.parameter for storage in storages)
+            opaque = event.index
+        for storage in made:
+            storage.bound = True
+            if storage.opaque is None:
+                storage.opaque = opaque
 
 
-class _Unseen(DispatchMode):
+class _Dispatched(DispatchMode):
     """Tells the tracer of each operation of the dispatcher."""
 
     def __init__(self, tracer: _Tracer) -> None:
@@ -534,14 +453,27 @@ class _Unseen(DispatchMode):
         finally:
             tracer.inside = inside
         if not tracer.busy:
+            begin = time.perf_counter()
             with without_torch_function():
-                if function.namespace in ("c10d", "_c10d_functional"):
-                    tracer.saw_collective()
-                if function is CAST:
-                    tracer.saw_cast(args[0], result)
-                tracer.saw_unseen(args, kwargs, result)
+                tracer.note_dispatched(function, args, kwargs, result)
+            tracer.watching += time.perf_counter() - begin
         return result
 
 
 def _sets_parameter(function: Any, args: Any) -> bool:
     return sets_flag(function) and isinstance(args[0], nn.Parameter)
+
+
+def _is_equal(one: int | Tensor, other: int | Tensor) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
+def _with_target(changed: list[Tensor], target: Any) -> list[Tensor]:
+    """``changed``, and what an operation in place is called for, where no version was counted."""
+    if isinstance(target, Tensor) and not any(tensor is target for tensor in changed):
+        return [*changed, target]
+    if isinstance(target, (list, tuple)) and not changed:  # `torch._foreach_mul_`
+        return tensors(target)
+    return changed

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_smddp._compat.torch import storage_key
-from lightning_smddp.pipeline.capture.ops import user_location
-from lightning_smddp.pipeline.capture.records import HIDDEN, Call, Event, Rebind, Template, Trace, Value
+from lightning_smddp.pipeline.capture.ops import is_inplace, user_location
+from lightning_smddp.pipeline.capture.records import (
+    OPAQUE,
+    Call,
+    Event,
+    InPlaceVersion,
+    OutputSpec,
+    Trace,
+    Value,
+    deciding_tensors,
+)
 from lightning_smddp.wire.pytree import leaves, map_leaves
 
-EXTENSION = "it calls operations that torch's function modes do not see (an extension's, say)"
+T = TypeVar("T")
+
+UNSEEN = "it calls operations that torch's function modes do not see (an extension's, say)"
 ALIAS = "it uses a tensor whose memory was changed through another view of it"
 
 _EMPTY = torch.empty(0)
@@ -24,7 +36,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torc
 
 
 @dataclass
-class Memory:
+class Storage:
     """One storage.
 
     Attributes:
@@ -32,144 +44,108 @@ class Memory:
         call: the module call in which it was first seen (None: before or outside of all).
         bound: what is in it depends on a parameter or a random number.
         changed: a bound operation changed it in place.
-        known: it came out of an operation that a function mode saw.
-        hidden: the event of the hidden operation that made it.
+        opaque: the event of the opaque operation that made it.
         parameter, buffer: first name of the parameter or buffer that lies in it.
-        batch_sizes: sizes of free tensors in it that depend on the batch's values.
+        varying: sizes of tensors in it that depend on values, and for each whether a module made these.
+        views: the tracked tensors in it.
     """
 
     number: int
     call: int | None
-    key: StorageWeakRef | None
     bound: bool = False
     changed: bool = False
-    known: bool = False
-    hidden: int | None = None
+    opaque: int | None = None
     parameter: str | None = None
     buffer: str | None = None
-    batch_sizes: frozenset[int] = frozenset()
+    varying: set[tuple[int, bool]] = field(default_factory=set)
     views: list[weakref.ref[Tensor]] = field(default_factory=list)
 
-
-class Memories:
-    """The storages of a step; looked up by tensor."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._by_storage: dict[StorageWeakRef, Memory] = {}
-        self._count = 0
-        for name, parameter in module.named_parameters():
-            memory = self.of(parameter, None)
-            memory.bound = True
-            memory.parameter = memory.parameter or name
-        for name, buffer in module.named_buffers():
-            memory = self.of(buffer, None)
-            memory.buffer = memory.buffer or name
-
-    def of(self, tensor: Tensor, call: int | None) -> Memory:
-        """The storage of ``tensor``, seen first in ``call`` if it is new."""
-        key = storage_key(tensor)
-        if key is not None and key in self._by_storage:
-            return self._by_storage[key]
-        memory = Memory(self._count, call, key)
-        self._count += 1
-        if key is not None:
-            self._by_storage[key] = memory  # the key keeps the storage's address from being used again
-        return memory
-
-    @staticmethod
-    def live_views(memory: Memory) -> Iterator[Tensor]:
-        """The tracked tensors in ``memory`` that still exist."""
-        for reference in memory.views:
-            view = reference()
-            if view is not None:
-                yield view
+    def live_views(self) -> list[Tensor]:
+        """The tracked tensors in it that still exist."""
+        found = [reference() for reference in self.views]
+        return [view for view in found if view is not None]
 
 
 class Tracking:
-    """The values of a trace in the making. ``stack`` are the module calls that the step is in."""
+    """The values of a trace in the making, and what its operations do to them.
 
-    def __init__(self, module: nn.Module, known: Trace) -> None:
-        self.trace = Trace(
-            changed_buffers=known.changed_buffers,
-        )
+    Args:
+        module: the root.
+        known: what earlier runs of the step have found out.
+        borrows: whether parameters are lent for each operation, which writes them.
+
+    Attributes:
+        stack: the module calls that the step is in.
+    """
+
+    def __init__(self, module: nn.Module, known: Trace, borrows: bool) -> None:
+        self.trace = Trace(changed_buffers=known.changed_buffers)
+        self.known = known
+        self.borrows = borrows
         # By identity of the tensor; the module keeps these tensors, so no other one can have it.
         self.parameters = {id(p): name for name, p in module.named_parameters()}
         self.buffers = {id(b): name for name, b in module.named_buffers()}
         self.modules = dict(module.named_modules())
-        self.memories = Memories(module)
         # By identity, too, but nothing keeps these tensors alive: the reference says whether it is still the same one.
         self.tracked: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.stack: list[Call] = []
+        self._storages: dict[StorageWeakRef, Storage] = {}  # the key keeps a storage's address from being used again
+        self._num_storages = 0
+        for name, parameter in module.named_parameters():
+            storage = self.storage_of(parameter)
+            storage.bound = True
+            storage.parameter = storage.parameter or name
+        for name, buffer in module.named_buffers():
+            storage = self.storage_of(buffer)
+            storage.buffer = storage.buffer or name
 
-    def hide(self, call: int | None, reason: str) -> Event:
-        """Record an operation in ``call`` that was not seen."""
-        event = Event(
-            index=len(self.trace.events),
-            function=HIDDEN,
-            inputs=(),
-            parameters=(),
-            call=call,
-            location=user_location(),
-            returned=Template(None, ()),
-            reason=reason,
-        )
-        self.trace.events.append(event)
-        return event
+    # ---- values ----
 
-    def memory_of(self, tensor: Tensor) -> Memory:
+    def storage_of(self, tensor: Tensor) -> Storage:
         """The storage of ``tensor``."""
-        return self.memories.of(tensor, self.innermost_call())
+        key = storage_key(tensor)
+        if key is not None and key in self._storages:
+            return self._storages[key]
+        storage = Storage(self._num_storages, self.innermost_call())
+        self._num_storages += 1
+        if key is not None:
+            self._storages[key] = storage
+        return storage
 
     def innermost_call(self) -> int | None:
         """The index of the module call that the step is in; None outside of all."""
-        if not self.stack:
-            return None
-        return self.stack[-1].index
+        return self.stack[-1].index if self.stack else None
 
-    def rebind(self, mutated: list[Tensor], arguments: list[Any], event: int) -> Iterator[Rebind]:
-        """New values for tensors changed in place, and for every other view of their memory."""
-        positions = {id(leaf): position for position, leaf in enumerate(arguments)}
-        views = {id(tensor): tensor for tensor in mutated}
-        for tensor in mutated:
-            memory = self.memory_of(tensor)
-            memory.changed = True
-            # A change in place changes every view of the memory. Which those are only this process can see: stages that
-            # hold stand-ins follow what is written down here.
-            for view in self.memories.live_views(memory):
-                views[id(view)] = view
-        for key, view in views.items():
-            if key in self.parameters or key in self.buffers:
-                continue  # these stay on their stage
-            old = self.find_tracked(view)
-            new = self.track(view, event)
-            yield Rebind(old, new, positions.get(key))
+    def add_opaque(self, call: int | None, reason: str) -> Event:
+        """Record an operation in ``call`` that was not seen."""
+        event = Event(len(self.trace.events), OPAQUE, call, location=user_location(), reason=reason)
+        self.trace.events.append(event)
+        return event
 
     def track(self, tensor: Tensor, event: int, binds: bool = True) -> int:
         """From here on ``tensor`` is a new value, made by ``event``, which ``binds`` its memory if it wrote there."""
+        storage = self.storage_of(tensor)
         # Sparse tensors have a shape and no strides; a nested one's shape is another in each row, so it has neither.
-        memory = self.memory_of(tensor)
-        shape: tuple[int, ...] = ()
-        stride: tuple[int, ...] = ()
         is_strided = tensor.layout == torch.strided and not tensor.is_nested
-        if not tensor.is_nested:
-            shape = tuple(tensor.shape)
-        if is_strided:
-            stride = tuple(tensor.stride())
+        shape = () if tensor.is_nested else tuple(tensor.shape)
+        varying = {by_module for size, by_module in storage.varying if size in shape}
         value = Value(
             index=len(self.trace.values),
             event=event,
             shape=shape,
-            stride=stride,
+            stride=tuple(tensor.stride()) if is_strided else (),
             dtype=tensor.dtype,
             requires_grad=tensor.requires_grad,
-            memory=memory.number,
+            storage=storage.number,
             sendable=is_strided,
+            varies=True in varying,
+            varies_with_batch=False in varying,
         )
         self.trace.values.append(value)
         reference = weakref.ref(tensor)
         if self.find_tracked(tensor) is None:
-            memory.views.append(reference)
-        memory.bound = memory.bound or binds
+            storage.views.append(reference)
+        storage.bound = storage.bound or binds
         self.tracked[id(tensor)] = (reference, value.index)
         return value.index
 
@@ -187,26 +163,35 @@ class Tracking:
             return value
         # Not seen to be made: is what lies in its memory bound all the same? A view of a parameter, what an extension
         # made of one, or an alias of something that was changed in place comes here.
-        memory = self.memory_of(tensor)
-        if not memory.bound and (memory.known or tensor.grad_fn is None):
+        storage = self.storage_of(tensor)
+        if not storage.bound:
             return None
-        if memory.hidden is not None:
-            return self.track(tensor, memory.hidden)
-        reason = EXTENSION
-        if memory.changed:
-            reason = ALIAS
-        hidden = self.hide(memory.call, reason)
-        return self.track(tensor, hidden.index)
+        if storage.opaque is None:
+            return self.track(tensor, self.add_opaque(storage.call, ALIAS if storage.changed else UNSEEN).index)
+        return self.track(tensor, storage.opaque)
 
-    def template(self, result: Any, arguments: list[Any]) -> Template:
+    def add_versions(self, mutated: list[Tensor], arguments: list[Any], event: int) -> Iterator[InPlaceVersion]:
+        """New values for tensors changed in place, and for every other view of their memory."""
+        positions = {id(leaf): position for position, leaf in enumerate(arguments)}
+        views = {id(tensor): tensor for tensor in mutated}
+        for tensor in mutated:
+            storage = self.storage_of(tensor)
+            storage.changed = True
+            # A change in place changes every view of the memory. Which those are only this process can see: stages that
+            # hold stand-ins follow what is written down here.
+            views.update((id(view), view) for view in storage.live_views())
+        for key, view in views.items():
+            if key not in self.parameters and key not in self.buffers:  # these stay on their stage
+                old = self.find_tracked(view)
+                yield InPlaceVersion(old, self.track(view, event), positions.get(key))
+
+    def spec_of(self, result: Any, arguments: list[Any]) -> OutputSpec:
         """Where each leaf of ``result`` comes from."""
         # Plain leaves are left out: small integers and None are one object wherever they are, which says nothing.
         positions = {id(leaf): position for position, leaf in enumerate(arguments) if not is_plain(leaf)}
         sources: list[tuple[str, Any]] = []
         for leaf in leaves(result):
-            value = None
-            if isinstance(leaf, Tensor):
-                value = self.find_tracked(leaf)
+            value = self.find_tracked(leaf) if isinstance(leaf, Tensor) else None
             if id(leaf) in positions:
                 sources.append(("argument", positions[id(leaf)]))
             elif value is not None:
@@ -214,26 +199,97 @@ class Tracking:
                 self.trace.values[value].requires_grad = leaf.requires_grad
                 sources.append(("value", value))
             else:
-                sources.append(("constant", _plain_or_none(leaf)))
-        if isinstance(result, Tensor):
-            return Template(..., tuple(sources))
-        skeleton = map_leaves(_blank, result)
-        return Template(skeleton, tuple(sources))
+                sources.append(("constant", leaf if is_plain(leaf) else None))
+        skeleton = ... if isinstance(result, Tensor) else map_leaves(_blank, result)
+        return OutputSpec(skeleton, tuple(sources))
+
+    # ---- what an operation does ----
+
+    def note_changes(self, event: Event, given: list[Tensor], mutated: list[Tensor]) -> None:
+        """Which buffers and parameters it uses and changes."""
+        storages = [self.storage_of(tensor) for tensor in mutated]
+        event.buffers = each_once(storage.buffer for storage in storages)
+        changed = [storage.parameter for storage in storages]
+        if not self.borrows or is_inplace(event.function):  # borrowing a parameter writes it, too
+            changed += [self.parameters.get(id(tensor)) for tensor in mutated]  # by `p.data = ...`
+        event.parameters_changed = each_once(changed)
+        self.trace.changed_buffers |= set(event.buffers)
+        user = self.stack[-1].module if self.stack else ""
+        used = each_once(self.buffers.get(id(tensor)) for tensor in given)
+        for name in used:
+            self.trace.buffers_used.setdefault(name, set()).add(user)
+        event.buffers_read = tuple(name for name in used if name in self.known.changed_buffers)
+
+    def note_sizes(self, event: Event, given: list[Tensor], made: list[Tensor], arguments: list[Any]) -> None:
+        """Which sizes of what ``event`` makes depend on values: those of a module, or of the batch."""
+        deciding = deciding_tensors(event.name, arguments)
+        event.sized_by_module = any(self.storage_of(tensor).bound for tensor in deciding)
+        if deciding and not event.sized_by_module:
+            self.trace.reads_of_batch.append(user_location())
+            for call in self.stack:
+                call.sizes_by_batch = True
+        varying = set(chain.from_iterable(self.storage_of(tensor).varying for tensor in given))
+        if not deciding and not varying:
+            return
+        fixed = {1}.union(*(tensor.shape for tensor in given if not tensor.is_nested))
+        for tensor in made:
+            if tensor.is_nested or any(tensor is argument for argument in given):
+                continue  # a change in place changes no size
+            sizes = {pair for pair in varying if pair[0] in tensor.shape}
+            if deciding:
+                new = [size for size in tensor.shape if size not in fixed]
+                # All rows may have been chosen, this time.
+                sizes.update((size, event.sized_by_module) for size in new or tensor.shape[:1])
+            self.storage_of(tensor).varying |= sizes
+
+    def note_free(self, event: Event, made: list[Tensor], mutated: list[Tensor]) -> None:
+        """A free operation is done again by each stage, so its changes in place must not be hidden in a unit."""
+        for tensor in made:
+            storage = self.storage_of(tensor)
+            storage.bound = storage.parameter is not None  # `empty_like` was seen to take something bound
+        if event.reads:
+            self.trace.reads_of_batch.append(user_location())
+        for tensor in mutated:
+            storage = self.storage_of(tensor)
+            if storage.live_views():  # these may be on another stage, which would not see the change
+                self.add_opaque(self.innermost_call(), ALIAS)
+            for call in self.stack:
+                # What the call has made itself, or keeps for itself, nobody misses where the call is not run.
+                if not self._is_within(storage.call, call.index) and not self._owns(call, tensor):
+                    call.obstacle = f"it changes a tensor in place, at {user_location()}, that was made outside of it"
+
+    def _is_within(self, call: int | None, outer: int) -> bool:
+        """Whether ``call`` is ``outer``, or was made within it."""
+        while call is not None and call != outer:
+            call = self.trace.calls[call].parent
+        return call == outer
+
+    def _owns(self, call: Call, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is an attribute of the called module or of one within."""
+        modules = self.modules[call.module].modules()
+        return any(value is tensor for module in modules for value in vars(module).values())
+
+    def note_hook(self, tensor: Any) -> None:
+        """The user's code puts a hook on the gradient of ``tensor``."""
+        if id(tensor) in self.parameters:
+            self.trace.hooked_locations.append(user_location())
+        value = self.find(tensor) if isinstance(tensor, Tensor) else None
+        if value is not None:
+            self.trace.values[value].watched = True
+
+
+def each_once(found: Iterable[T | None]) -> tuple[T, ...]:
+    """Those that are not None, each once, in order."""
+    return tuple(dict.fromkeys(one for one in found if one is not None))
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether a leaf may be repeated on another stage as it is."""
+    return leaf is None or isinstance(leaf, _PLAIN)
 
 
 def _blank(leaf: Any) -> Any:
     """What stands in a skeleton for a leaf; of the right kind, as some containers check."""
     if isinstance(leaf, Tensor):
         return _EMPTY
-    return _plain_or_none(leaf)
-
-
-def _plain_or_none(leaf: Any) -> Any:
-    if is_plain(leaf):
-        return leaf
-    return None
-
-
-def is_plain(leaf: Any) -> bool:
-    """Whether a leaf may be repeated on another stage as it is."""
-    return leaf is None or isinstance(leaf, _PLAIN)
+    return leaf if is_plain(leaf) else None

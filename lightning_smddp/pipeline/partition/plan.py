@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph, first_difference
-from lightning_smddp.pipeline.capture.graph_builder import IsSmall, build_graph
+from lightning_smddp.pipeline.capture.graph_builder import IsSmall, Modules, build_graph
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
-from lightning_smddp.pipeline.capture.records import Modules, Trace
+from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.capture.tracer import Fetch, Step, trace
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.partition.assignment import cut_into_stages, homes_of, nodes_by_stage, ownership_of
@@ -162,11 +162,8 @@ def _is_same_step(known: Mapping[str, Any], traced: Trace, modules: Modules, roo
 
 
 def _measure(graph: StepGraph, trial: Trial, root: nn.Module, device: torch.device) -> NodeTimes:
-    """By a run of the whole step on this rank; the trace's times where it has not the whole model.
-
-    Also where the step changes something that lasts: a second run would do that once more.
-    """
-    if trial.fetch is not None or graph.once_a_batch:
+    """By a run of the whole step on this rank; the trace's times where it has not the whole model."""
+    if trial.fetch is not None:
         return NodeTimes.of_trace(graph)
     with explained_shortage(), preserve_state(root, device):
         return time_nodes(graph, trial.traced, trial.loss_of, root, device)

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 
 from lightning_smddp.pipeline.capture.boundaries import obstacle_to, starts_of_stages
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
-from lightning_smddp.pipeline.capture.graph_builder import IsSmall, build_graph
-from lightning_smddp.pipeline.capture.records import Modules, Trace
+from lightning_smddp.pipeline.capture.graph_builder import IsSmall, Modules, build_graph
+from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.partition.costs import NodeTimes, Resources, problem_of
 from lightning_smddp.planner.partition import Partition, best_partition, given_partition
 from lightning_smddp.planner.problem import PartitionError

@@ -25,9 +25,7 @@ def cast_type(trace: Trace) -> torch.dtype | None:
     kinds = {kind for _, kind in trace.casts}
     if len(kinds) != 1 or max(trace.casts.values()) > 1:
         return None
-    in_calls = any(call.checkpointed for call in trace.calls)
-    in_events = any(event.checkpointed for event in trace.events)
-    if in_calls or in_events:
+    if any(event.region is not None for event in trace.events):
         return None
     return kinds.pop()
 

@@ -75,7 +75,7 @@ class StageProgram:
         self.watches = graph.mixes_draws or bool(written) or self._sends_unseen()
         self.kept = self._find_kept()
         self.inputs = [frozenset(node.inputs) for node in graph.nodes]
-        self._changed = {graph.values[r.new].memory for n in graph.nodes[plan.begin : plan.end] for r in n.rebinds}
+        self._changed = {graph.values[r.new].storage for n in graph.nodes[plan.begin : plan.end] for r in n.rebinds}
 
     def _find_remote(self) -> frozenset[int]:
         """Operations before the stage that are not of the batch and of parameters that are here alone."""
@@ -113,4 +113,4 @@ class StageProgram:
         if known.shape == shape.shape and not shape.is_contiguous() and shape.is_dense():
             strided = torch.empty_strided(shape.shape, shape.stride, dtype=shape.dtype, device=tensor.device)
             return strided.copy_(tensor)
-        return tensor.clone() if known.memory in self._changed else tensor
+        return tensor.clone() if known.storage in self._changed else tensor
