@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 _STEPS = 12  # some optimizers begin to do more than they did only after some steps, as RAdam after five
-_LEARNING_RATE = 1e-2  # a schedule may begin with zero
+_LEARNING_RATE = 1e-2  # at least: a schedule may begin with zero
 _LARGEST = 3  # elements of small copies in each dimension
 # Shapes of trials, by number of dimensions. More than 4096 elements but for 0: optimizers with 8-bit states take small
 # tensors in another way. The last side is odd, so that rows do not end where vectors do.
@@ -151,8 +151,12 @@ def _small(parameter: Tensor, number: int, in_double: bool) -> nn.Parameter:
 
 
 def _gradient(parameter: Tensor, number: int, step: int) -> Tensor:
-    """From small to so large that each limit of a norm is passed, and of another size for each parameter."""
-    waves = (parameter.detach() * 3 + step).cos()
+    """From small to so large that each limit of a norm is passed, and of another size for each parameter.
+
+    First they change their direction, then they keep it: some optimizers take larger steps by how far they have gone.
+    """
+    shift = step if step < _STEPS // 2 else 0
+    waves = (parameter.detach() * 3 + shift).cos()
     power = 2 * (step % 6) - 4  # from -4 to 6
     return waves * (1.0 + number) * 10.0**power
 
@@ -259,6 +263,8 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 def _step(clone: Any, parameters: Sequence[nn.Parameter], gradients: Sequence[Sequence[Tensor]]) -> None:
     """Step with one set of gradients after the other: for each step one for each of the ``parameters``."""
+    if callable(getattr(clone, "train", None)):
+        clone.train()  # schedule-free optimizers have two modes, and begin in the other
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for of_step in gradients:
@@ -288,7 +294,7 @@ def copy_with(optimizer: Optimizer, parameters: dict[int, nn.Parameter]) -> Any:
     for group in clone.param_groups:
         rate = group.get("lr")
         if isinstance(rate, Tensor):
-            group["lr"] = torch.full_like(rate, _LEARNING_RATE)
+            group["lr"] = torch.full_like(rate, max(float(rate), _LEARNING_RATE))
         elif rate is not None:
-            group["lr"] = _LEARNING_RATE
+            group["lr"] = max(rate, _LEARNING_RATE)
     return clone

@@ -73,6 +73,36 @@ class ClipsItself(Sign):
             p.sub_(1e-3 * p.grad / max(1.0, float(norm) / 1000))
 
 
+class Adapts(Sign):
+    """Prodigy-like: the further all parameters together have gone, the larger the steps; first they are tiny."""
+
+    def __init__(self, params: Any, lr: float = 1.0) -> None:
+        super().__init__(params, lr)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        (group,) = self.param_groups
+        found = [(p, self.state[p].setdefault("start", p.clone())) for p in group["params"]]
+        gone = sum(float(((start - p) * p.grad).sum()) for p, start in found)
+        size = max(group.get("size", 1e-6), gone / sum(float(p.grad.abs().sum()) for p, _ in found))
+        group["size"] = size
+        for p, _ in found:
+            p.sub_(group["lr"] * size * p.grad.sign())
+
+
+class ScheduleFree(Sign):
+    """It has two modes, begins in that of evaluation, and steps in the other alone."""
+
+    is_training = False
+
+    def train(self) -> None:
+        self.is_training = True
+
+    def step(self, closure: Any = None) -> None:
+        assert self.is_training
+        super().step()
+
+
 class NeedsClosure(Sign):
     def step(self, closure: Any = None) -> None:
         assert closure is not None
@@ -129,6 +159,7 @@ ELEMENTWISE = [
     optim.Adamax,
     Sign,
     HoldsParameters,
+    ScheduleFree,
     SinglePrecision,
 ]
 
@@ -151,7 +182,7 @@ def test_muon_needs_whole_matrices() -> None:
     assert "failed" in why
 
 
-@pytest.mark.parametrize("make", [GlobalNorm, ClipsItself, NeedsClosure, Noisy, optim.LBFGS])
+@pytest.mark.parametrize("make", [GlobalNorm, ClipsItself, Adapts, NeedsClosure, Noisy, optim.LBFGS])
 @pytest.mark.parametrize("count", [1, 6])
 def test_all_at_once(make: Any, count: int) -> None:
     """Also with a single parameter, where nothing else is there to depend on."""
