@@ -51,7 +51,7 @@ def test_every_cut_is_exact(name: str, is_small: Callable[[str], bool]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_small", [children, leaf_modules])
+@pytest.mark.parametrize("is_small", [pytest.param(children, marks=pytest.mark.exhaustive), leaf_modules])
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in ONE_STAGE])
 def test_four_stages(name: str, is_small: Callable[[str], bool]) -> None:
     assert_transparent(root_of(name), step_of, is_small, 4)

@@ -86,7 +86,9 @@ def train_both(case: str, folder: Path, options: dict[str, Any]) -> dict[str, tu
     ("case", "options"),
     [
         ("ema", {}),
-        *(pytest.param(case, {}, marks=pytest.mark.slow) for case in CALLBACKS if case != "ema"),
+        pytest.param("own function", {}, marks=pytest.mark.slow),
+        pytest.param("swa", {}, marks=pytest.mark.slow),
+        pytest.param("mean", {}, marks=pytest.mark.exhaustive),
         pytest.param("ema", {"sharding": "hybrid", "shard_size": 2}, marks=pytest.mark.exhaustive),
     ],
 )

@@ -38,7 +38,7 @@ class Function(Net):
 
 
 def function(bench: Bench) -> Any:
-    return bench.fit(Function(), max_epochs=1)
+    return bench.fit(Function(), max_epochs=1, limit_train_batches=2)
 
 
 class Cube(torch.autograd.Function):
@@ -77,12 +77,14 @@ class Modules(Net):
 
 
 def modules(bench: Bench) -> Any:
-    return bench.fit(Modules(), max_epochs=1)
+    return bench.fit(Modules(), max_epochs=1, limit_train_batches=2)
 
 
 def modules_checkpointed(bench: Bench) -> Any:
     """Some on each rank."""
-    return bench.fit(Modules(), {"activation_checkpointing": True, "split": ["net.5"]}, max_epochs=1)
+    return bench.fit(
+        Modules(), {"activation_checkpointing": True, "split": ["net.5"]}, max_epochs=1, limit_train_batches=2
+    )
 
 
 class Outer(Net):
@@ -94,12 +96,12 @@ class Outer(Net):
 
 
 def outer(bench: Bench) -> Any:
-    return bench.fit(Outer(), max_epochs=1)
+    return bench.fit(Outer(), max_epochs=1, limit_train_batches=2)
 
 
 def whole(bench: Bench) -> Any:
     model: Any = torch.compile(Net(), backend=counting)
-    trainer = bench.trainer(max_epochs=1)
+    trainer = bench.trainer(max_epochs=1, limit_train_batches=2)
     trainer.fit(model)
     return outcome(model._orig_mod, trainer)
 
