@@ -78,7 +78,7 @@ def test_what_ends_one_ends_all(attempt: Callable[..., Any], message: str) -> No
 def build(group: dist.ProcessGroup) -> str:
     """On one rank alone the record has a collective of the user's."""
     root = nn.Sequential(nn.Linear(2, 2))
-    found = Trace(collective_locations=["module.py:7"] if group.rank() == 1 else [])
+    found = Trace(refusals=["The step calls a collective of its own at module.py:7"] if group.rank() == 1 else [])
     try:
         build_on_all(found, Modules(found, root), lambda name: True, group)
     except SplitError as error:

@@ -23,14 +23,6 @@ class SplitError(ValueError):
     """The step cannot be cut into stages as it is; the message says where and what to do."""
 
 
-def refuse_backward(place: str) -> None:
-    """Raise ``SplitError``: a backward pass inside a step, at ``place`` (``file:line``), cannot be divided."""
-    raise SplitError(
-        f"The step runs a backward pass of its own at {place} (`torch.autograd.grad` or `backward`). A pipeline's "
-        "backward passes through several processes, so it cannot be started inside the step."
-    )
-
-
 @dataclass
 class Node:
     """A call of a unit (``module`` is its name) or an operation between units (``module`` is None).
@@ -195,7 +187,7 @@ class StepGraph:
     def lines(self) -> list[str]:
         """A line for each node."""
         lines = []
-        for node in self.nodes:
+        for node in self.nodes:  # checkpoints have digests of these
             inputs = ",".join(map(str, node.inputs))
             outputs = ",".join(map(str, node.outputs))
             lines.append(f"{node.name}({inputs})->{outputs}")
@@ -203,8 +195,6 @@ class StepGraph:
 
 
 def first_difference(one: Sequence[str], other: Sequence[str]) -> tuple[int, str, str]:
-    """The first position where two sequences differ, and what each has there (``"the end"`` behind its last)."""
-    for position, (here, there) in enumerate(zip_longest(one, other, fillvalue="the end")):
-        if here != there:
-            return position, here, there
-    return len(one), "the end", "the end"
+    """The first position where two unlike sequences differ, and what each has there (``"the end"`` behind its last)."""
+    pairs = enumerate(zip_longest(one, other, fillvalue="the end"))
+    return next((position, here, there) for position, (here, there) in pairs if here != there)

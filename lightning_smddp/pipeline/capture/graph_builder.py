@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
-from itertools import chain
-from typing import TypeAlias, TypeVar
+from collections.abc import Callable, Collection
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from lightning_smddp._compat.torch import BACKWARD_HOOK, has_full_backward_hooks
-from lightning_smddp.pipeline.capture.graph import Colocation, Node, SplitError, StepGraph, refuse_backward
+from lightning_smddp.pipeline.capture.graph import Colocation, Node, SplitError, StepGraph
 from lightning_smddp.pipeline.capture.ops import is_autograd_function
-from lightning_smddp.pipeline.capture.records import OPAQUE, Call, Event, InPlaceVersion, Trace
+from lightning_smddp.pipeline.capture.records import OPAQUE, Call, Event, InPlaceVersion, Trace, each_once
 from lightning_smddp.pipeline.runtime.casts import cast_type
-
-T = TypeVar("T")
 
 IsSmall: TypeAlias = Callable[[str], bool]
 """Whether a module of this name may be a unit, if nothing else is against it."""
@@ -29,7 +26,8 @@ def build_graph(trace: Trace, modules: Modules, is_small: IsSmall) -> StepGraph:
         SplitError: a module can neither be a unit nor be opened, or the step does what no split can follow.
     """
     # What no cut can make right is refused first, whatever the units are.
-    _refuse(trace)
+    if trace.refusals:
+        raise SplitError(trace.refusals[0])
     _refuse_scripted(modules)
     builder = _Builder(trace, modules, is_small)
     builder.visit(None)
@@ -40,7 +38,7 @@ def build_graph(trace: Trace, modules: Modules, is_small: IsSmall) -> StepGraph:
         units=tuple(units),
         colocations=builder.backward_hooks(),
         returned=trace.returned,
-        reads_of_batch=_unique(trace.reads_of_batch),
+        reads_of_batch=each_once(trace.reads_of_batch),
         draws=trace.draws_in_python,
         foreign_writes=trace.foreign_writes,
         cast_type=cast_type(trace),
@@ -50,34 +48,6 @@ def build_graph(trace: Trace, modules: Modules, is_small: IsSmall) -> StepGraph:
         calls_compiled=any(event.compiled for event in trace.events if builder.is_between(event)),
         calls_apply=any(node.region is not None or is_autograd_function(node.function) for node in builder.nodes),
     )
-
-
-def _refuse(trace: Trace) -> None:
-    if trace.backward_locations:
-        refuse_backward(trace.backward_locations[0])
-    if trace.collective_locations:
-        raise SplitError(
-            f"The step calls a collective of its own at {trace.collective_locations[0]} (`self.all_gather`, "
-            "`torch.distributed`). The ranks of a pipeline are at different places of the step, and would not meet "
-            "there."
-        )
-    if trace.hooked_locations:
-        raise SplitError(
-            f"The step registers a hook on a parameter at {trace.hooked_locations[0]}: in a pipeline this would happen "
-            "for each micro-batch, on some stages alone. Register it in `__init__` or in `on_fit_start`."
-        )
-    if trace.rebound_buffers:
-        raise SplitError(
-            f"The step replaces buffer {trace.rebound_buffers[0]!r} by another tensor (`self.buffer = ...`), which one "
-            "stage alone would have. Change it in place (`self.buffer.copy_(...)`), or in a hook."
-        )
-    for event in trace.events:
-        if event.parameters_changed:
-            raise SplitError(
-                f"At {event.location} the step changes parameter {event.parameters_changed[0]!r} in place, which in a "
-                "pipeline happens once for each micro-batch, while others are on their way. Do it in a hook "
-                "(`on_train_batch_end`)."
-            )
 
 
 def _refuse_scripted(modules: Modules) -> None:
@@ -96,11 +66,6 @@ def _refuse_opaque(event: Event) -> None:
             f"At {event.location}, outside of any module that could be placed whole, the step cannot be followed: "
             f"{event.reason}. Put the code around it into a module of its own."
         )
-
-
-def _unique(*sequences: Iterable[T]) -> tuple[T, ...]:
-    """The members of all ``sequences``, each once, in the order of their first appearance."""
-    return tuple(dict.fromkeys(chain.from_iterable(sequences)))
 
 
 class Modules:
@@ -294,7 +259,7 @@ class _Builder:
             node = self._node(f"{event.name} at {place}", [event])
             node.function = event.function
             node.rebinds = event.mutated
-            node.outputs = _unique(event.returned.values, (version.new for version in event.mutated))
+            node.outputs = each_once(event.returned.values, (version.new for version in event.mutated))
             node.returned = event.returned
             node.seconds = event.seconds
             node.reads = event.reads
@@ -315,9 +280,9 @@ class _Builder:
         # Seen from outside, a unit makes what it returns, and new values of what it changes in place. All else that is
         # made in it stays there.
         node.rebinds = self.modules.changes(call)
-        node.outputs = _unique(self.modules.results(call), (version.new for version in node.rebinds))
+        node.outputs = each_once(self.modules.results(call), (version.new for version in node.rebinds))
         node.returned = call.returned
-        node.parameters = _unique((self.canonical[id(p)] for p in module.parameters()), node.parameters)
+        node.parameters = each_once((self.canonical[id(p)] for p in module.parameters()), node.parameters)
         node.seconds = call.seconds
         node.entry = call.entry
         node.is_seeded = call.is_seeded
@@ -330,14 +295,14 @@ class _Builder:
         for event in events:
             self.node_of[event.index] = len(self.nodes)
             own.update(self.made[event.index])
-        used = _unique(*(event.inputs for event in events))
+        used = each_once(*(event.inputs for event in events))
         node = Node(
             index=len(self.nodes),
             name=name,
             inputs=tuple(value for value in used if value not in own),
-            parameters=_unique(*(event.parameters for event in events)),
-            buffers=_unique(*(event.buffers for event in events)),
-            buffers_read=_unique(*(event.buffers_read for event in events)),
+            parameters=each_once(*(event.parameters for event in events)),
+            buffers=each_once(*(event.buffers for event in events)),
+            buffers_read=each_once(*(event.buffers_read for event in events)),
             random=any(event.random for event in events),
             location=events[0].location,
             activation_bytes=sum(self.trace.values[value].nbytes for value in own),

@@ -55,8 +55,6 @@ def with_same_memory(value: Any) -> Any:
     What is done to the copy (other attributes, ``requires_grad``) is not done to the original. Changes of numbers in
     place are, and what is done to objects in its attributes.
     """
-    if is_plain(value):
-        return value
     if isinstance(value, Tensor):
         return value if value.requires_grad else value.detach()
     if isinstance(value, np.ndarray):

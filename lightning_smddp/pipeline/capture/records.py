@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from itertools import chain
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_smddp.pipeline.capture.ops import name_of
+
+T = TypeVar("T")
 
 OPAQUE: Final = "opaque"  # an operation that torch's function modes do not see
 
@@ -134,10 +137,7 @@ class Trace:
         returned: the values that the step returned.
         draws_in_python: whether it draws random numbers of Python's or numpy's.
         mixes_draws: two draws follow each other without a module between, the first of which not all stages do.
-        backward_locations: where the step starts a backward pass of its own.
-        collective_locations: where it calls a collective of its own.
-        hooked_locations: where it registers hooks on parameters.
-        rebound_buffers: first names of buffers that were replaced by other tensors (`self.buffer = ...`).
+        refusals: messages about what it does that no pipeline can do.
         reads_of_batch: where Python code read a value of the batch: sizes or control flow may depend on it.
         foreign_writes: where it writes tensors in place that were there before it, see ``preserve_state.py``.
         casts: how often a parameter, by its first name, was copied in which other type.
@@ -151,13 +151,15 @@ class Trace:
     returned: tuple[int, ...] = ()
     draws_in_python: bool = False
     mixes_draws: bool = False
-    backward_locations: list[str] = field(default_factory=list)
-    collective_locations: list[str] = field(default_factory=list)
-    hooked_locations: list[str] = field(default_factory=list)
-    rebound_buffers: tuple[str, ...] = ()
+    refusals: list[str] = field(default_factory=list)
     reads_of_batch: list[str] = field(default_factory=list)
     foreign_writes: tuple[str, ...] = ()
     casts: Counter[tuple[str, torch.dtype]] = field(default_factory=Counter)
+
+
+def each_once(*sequences: Iterable[T | None]) -> tuple[T, ...]:
+    """The members of all ``sequences`` that are not None, each once, in the order of their first appearance."""
+    return tuple(dict.fromkeys(one for one in chain.from_iterable(sequences) if one is not None))
 
 
 def deciding_tensors(name: str, arguments: Sequence[Any]) -> list[Tensor]:

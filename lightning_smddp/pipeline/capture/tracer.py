@@ -28,7 +28,7 @@ from lightning_smddp._compat.torch import (
     without_torch_functions,
     write_count,
 )
-from lightning_smddp.pipeline.capture.graph import refuse_backward
+from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.ops import (
     Kind,
     asks_for_device,
@@ -40,8 +40,8 @@ from lightning_smddp.pipeline.capture.ops import (
     sets_flag,
     user_location,
 )
-from lightning_smddp.pipeline.capture.records import Call, Event, Trace
-from lightning_smddp.pipeline.capture.tracking import UNSEEN, Tracking, each_once, is_plain
+from lightning_smddp.pipeline.capture.records import Call, Event, Trace, each_once
+from lightning_smddp.pipeline.capture.tracking import UNSEEN, Tracking, is_plain
 from lightning_smddp.seeding import Forward, Generators, SeededCall, drawing_candidates, same, wrapped_forwards
 from lightning_smddp.wire.pytree import items, leaves, map_leaves, tensors
 
@@ -176,7 +176,11 @@ class _Tracer(TorchFunctionMode, Tracking):
         finally:
             _active.tracer = outer
         now = dict(self.module.named_buffers())
-        self.trace.rebound_buffers = tuple(name for name, buffer in buffers.items() if now.get(name) is not buffer)
+        for name in [name for name, buffer in buffers.items() if now.get(name) is not buffer]:
+            self.trace.refusals.append(
+                f"The step replaces buffer {name!r} by another tensor (`self.buffer = ...`), which one stage alone "
+                "would have. Change it in place (`self.buffer.copy_(...)`), or in a hook."
+            )
         self._note_python_draws()
         self.trace.returned = each_once(map(self.find, tensors(result)))
         return self.trace
@@ -276,9 +280,13 @@ class _Tracer(TorchFunctionMode, Tracking):
         if kind is Kind.METADATA or kind is Kind.WATCHER or _sets_parameter(function, args):
             return self._look(function, kind, args, kwargs)
         if kind is Kind.BACKWARD:
+            self.trace.refusals.append(
+                f"The step runs a backward pass of its own at {user_location()} (`torch.autograd.grad` or `backward`). "
+                "A pipeline's backward passes through several processes, so it cannot be started inside the step. Use "
+                "strategy='smddp'."
+            )
             if self.fetch is not None:
-                refuse_backward(user_location())  # nothing is kept for it
-            self.trace.backward_locations.append(user_location())
+                raise SplitError(self.trace.refusals[0])  # nothing is kept for it
         return self._operate(function, kind, args, kwargs)
 
     def _look(self, function: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
@@ -412,7 +420,11 @@ class _Tracer(TorchFunctionMode, Tracking):
         if function.namespace in ("c10d", "_c10d_functional"):  # a collective of the user's own
             modules = [self.modules[call.module] for call in self.stack]
             if not any(isinstance(module, nn.SyncBatchNorm) for module in modules):
-                self.trace.collective_locations.append(user_location())
+                self.trace.refusals.append(
+                    f"The step calls a collective of its own at {user_location()} (`self.all_gather`, "
+                    "`torch.distributed`). The ranks of a pipeline are at different places of the step, and would not "
+                    "meet there."
+                )
         if function is CAST:  # a copy in another type, as autocast makes them of weights
             name = self.parameters.get(id(args[0]), self.lent.get(id(args[0])))
             if name is not None and result.dtype != args[0].dtype:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,9 @@ from lightning_smddp.pipeline.capture.records import (
     Trace,
     Value,
     deciding_tensors,
+    each_once,
 )
 from lightning_smddp.wire.pytree import leaves, map_leaves
-
-T = TypeVar("T")
 
 UNSEEN = "it calls operations that torch's function modes do not see (an extension's, say)"
 ALIAS = "it uses a tensor whose memory was changed through another view of it"
@@ -213,6 +212,11 @@ class Tracking:
         if not self.borrows or is_inplace(event.function):  # borrowing a parameter writes it, too
             changed += [self.parameters.get(id(tensor)) for tensor in mutated]  # by `p.data = ...`
         event.parameters_changed = each_once(changed)
+        for name in event.parameters_changed[:1]:
+            self.trace.refusals.append(
+                f"At {user_location()} the step changes parameter {name!r} in place, which in a pipeline happens once "
+                "for each micro-batch, while others are on their way. Do it in a hook (`on_train_batch_end`)."
+            )
         self.trace.changed_buffers |= set(event.buffers)
         user = self.stack[-1].module if self.stack else ""
         used = each_once(self.buffers.get(id(tensor)) for tensor in given)
@@ -272,15 +276,13 @@ class Tracking:
     def note_hook(self, tensor: Any) -> None:
         """The user's code puts a hook on the gradient of ``tensor``."""
         if id(tensor) in self.parameters:
-            self.trace.hooked_locations.append(user_location())
+            self.trace.refusals.append(
+                f"The step registers a hook on a parameter at {user_location()}: in a pipeline this would happen for "
+                "each micro-batch, on some stages alone. Register it in `__init__` or in `on_fit_start`."
+            )
         value = self.find(tensor) if isinstance(tensor, Tensor) else None
         if value is not None:
             self.trace.values[value].watched = True
-
-
-def each_once(found: Iterable[T | None]) -> tuple[T, ...]:
-    """Those that are not None, each once, in order."""
-    return tuple(dict.fromkeys(one for one in found if one is not None))
 
 
 def is_plain(leaf: Any) -> bool:
