@@ -23,7 +23,7 @@ from lightning_smddp.pipeline.partition.plan import StepFailedError, own_error
 from lightning_smddp.pipeline.runtime.casts import kept_casts, may_keep_casts
 from lightning_smddp.pipeline.runtime.engine import StepRun
 from lightning_smddp.pipeline.runtime.remote import ReplayError
-from lightning_smddp.pipeline.runtime.staged_step import TracedPath
+from lightning_smddp.pipeline.runtime.stage_program import TracedPath
 from lightning_smddp.pipeline.runtime.step_exchange import StepExchange
 
 FROM_CHECKPOINT = (

@@ -30,8 +30,7 @@ from lightning_smddp.pipeline.partition.plan import decided_by_first
 from lightning_smddp.pipeline.partition.self_check import Finding, VerificationError, compare, norm_of, require_equal
 from lightning_smddp.pipeline.runtime.draws import without_own_dropout
 from lightning_smddp.pipeline.runtime.remote import ReplayError, Shapes
-from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
-from lightning_smddp.pipeline.runtime.stage_program import StageProgram
+from lightning_smddp.pipeline.runtime.stage_program import StagePlan, StageProgram
 from lightning_smddp.pipeline.runtime.step_run import run_stage
 from lightning_smddp.pipeline.runtime.wrappers import Wrappers
 from lightning_smddp.seeding import seeded_modules

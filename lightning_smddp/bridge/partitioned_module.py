@@ -28,8 +28,7 @@ from lightning_smddp.pipeline.partition.plan import PartitionPlan, build_on_all,
 from lightning_smddp.pipeline.partition.self_check import EXACT, MIXED, Finding
 from lightning_smddp.pipeline.partition.split import is_within
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
-from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
-from lightning_smddp.pipeline.runtime.staged_step import StagedStep, TracedPath
+from lightning_smddp.pipeline.runtime.stage_program import StagedStep, StagePlan, TracedPath
 from lightning_smddp.pipeline.runtime.trace_cache import TraceCache
 from lightning_smddp.pipeline.state.gradients import GradientStash, clip_by_norm, share_overflow
 from lightning_smddp.pipeline.state.optimizer import OptimizerPartition

@@ -129,19 +129,19 @@ class LightningStep:
         microbatch: MicroBatch,
         keep: bool,
     ) -> AbstractContextManager[object]:
-        """See :class:`~lightning_smddp.pipeline.runtime.staged_step.Step`."""
+        """See :class:`~lightning_smddp.pipeline.runtime.stage_program.Step`."""
         index += self.offset
         if index == 0 and self.arguments[:1] in ((), (0,)):
             self.recorder.metrics.find()
         return self.recorder.microbatch(stage, index, microbatch.size, microbatch.weight, keep)
 
     def seed_of(self, index: int) -> int:
-        """See :class:`~lightning_smddp.pipeline.runtime.staged_step.Step`."""
+        """See :class:`~lightning_smddp.pipeline.runtime.stage_program.Step`."""
         assert self.seed is not None
         return mix(self.seed, index + self.offset)
 
     def forget(self) -> None:
-        """See :class:`~lightning_smddp.pipeline.runtime.staged_step.Step`."""
+        """See :class:`~lightning_smddp.pipeline.runtime.stage_program.Step`."""
         self.recorder.drop()
 
     def alone(self, microbatch: MicroBatch, generators: Generators, index: int = 0) -> Callable[[], Any]:

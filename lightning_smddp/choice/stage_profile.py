@@ -16,8 +16,7 @@ from lightning_smddp.choice.step_profile import StepProfile, dropped_gradients, 
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.runtime.remote import Shapes
-from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
-from lightning_smddp.pipeline.runtime.stage_program import StageProgram
+from lightning_smddp.pipeline.runtime.stage_program import StagePlan, StageProgram
 from lightning_smddp.pipeline.runtime.step_run import run_stage
 from lightning_smddp.pipeline.runtime.wrappers import Wrappers
 

@@ -11,7 +11,6 @@ from lightning_smddp.pipeline.runtime.schedules import (
     SCHEDULES,
     Schedule,
     check,
-    fit_microbatches,
     for_microbatches,
     orders,
     parse,
@@ -132,9 +131,3 @@ def test_every_number_of_microbatches_has_a_schedule_with_the_same_placement(nam
             used = for_microbatches(schedule, ranks, num_stages, microbatches)
             assert used.microbatches_ok(microbatches, ranks, num_stages)
             assert used.rank_of_stage(num_stages, ranks) == schedule.rank_of_stage(num_stages, ranks)
-            fewer = fit_microbatches(schedule, ranks, num_stages, microbatches)
-            assert 1 <= fewer <= microbatches
-            if schedule.microbatches_ok(fewer, ranks, num_stages):
-                check(schedule, ranks, schedule.default_stages_per_rank, fewer)
-            else:
-                assert fewer == microbatches < num_stages

@@ -11,7 +11,7 @@ from lightning_smddp.pipeline.capture.boundaries import boundary_bytes, boundary
 from lightning_smddp.pipeline.capture.graph import Node, SplitError, StepGraph
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.partition.split import what_forbids
-from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
+from lightning_smddp.pipeline.runtime.stage_program import StagePlan
 
 
 def cut_into_stages(graph: StepGraph, cuts: Sequence[int]) -> tuple[StagePlan, ...]:

@@ -20,7 +20,7 @@ from lightning_smddp.pipeline.partition.assignment import cut_into_stages, homes
 from lightning_smddp.pipeline.partition.costs import LossIn, NodeTimes, Resources, explained_shortage, time_nodes
 from lightning_smddp.pipeline.partition.split import choose_units, is_within, partition
 from lightning_smddp.pipeline.runtime.remote import ReplayError
-from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
+from lightning_smddp.pipeline.runtime.stage_program import StagePlan
 from lightning_smddp.wire.objects import broadcast, gather
 
 Result = TypeVar("Result")

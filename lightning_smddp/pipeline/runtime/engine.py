@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,9 +23,16 @@ from lightning_smddp.pipeline.runtime.remote import Boundary
 from lightning_smddp.pipeline.runtime.schedules import Schedule, for_microbatches
 from lightning_smddp.pipeline.runtime.spans import SpanRecorder
 from lightning_smddp.pipeline.runtime.stage import ReplayedStage, Stage, StageBody
-from lightning_smddp.pipeline.runtime.stage_graph import StagePlan, probe_plan
-from lightning_smddp.pipeline.runtime.stage_program import Observer, StageProgram
-from lightning_smddp.pipeline.runtime.staged_step import RunningStep, StagedStep, Step, TracedPath
+from lightning_smddp.pipeline.runtime.stage_program import (
+    Observer,
+    RunningStep,
+    StagedStep,
+    StagePlan,
+    StageProgram,
+    Step,
+    TracedPath,
+    probe_plan,
+)
 from lightning_smddp.pipeline.runtime.step_exchange import Failure, StepExchange
 from lightning_smddp.pipeline.runtime.wrappers import Wrappers
 from lightning_smddp.wording import counted
@@ -102,9 +110,9 @@ class PipelineRuntime:
 
     def stage(self, graph: StepGraph, stages: tuple[StagePlan, ...]) -> StagedStep:
         """This rank's part of a step."""
-        replays = {}
-        for stage in self._stages:
-            replays[stage] = StageProgram(graph, stages[stage], self.wrappers, self.checkpointing)
+        replays = {
+            stage: StageProgram(graph, stages[stage], self.wrappers, self.checkpointing) for stage in self._stages
+        }
         probe = StageProgram(graph, probe_plan(graph), self.wrappers)
         return StagedStep(graph, stages, replays, probe)
 
@@ -131,20 +139,16 @@ class PipelineRuntime:
         """
         count = len(microbatches)
         boundaries = []  # by micro-batch, then by stage
-        graphs = {}  # of all paths, each once
         for staged, shapes in paths:
             boundaries.append([staged.boundary(stage, shapes, train) for stage in range(self.num_stages - 1)])
-            graphs[id(staged)] = staged.graph
-        results: list[Any] = [None] * count
-        running = RunningStep(paths, step, microbatches, train, observe, results)
+        graphs = {id(staged): staged.graph for staged, _ in paths}  # of all paths, each once
+        running = RunningStep(paths, step, microbatches, train, observe, [None] * count)
+        run_step = self.engine.train if train else self.engine.evaluate
         try:
             for body in self._stages.values():
                 body.running = running
             with self.wrappers.active(list(graphs.values())), self.wrappers.generators.preserved():
-                if train:
-                    self.engine.train(count, boundaries)
-                else:
-                    self.engine.evaluate(count, boundaries)
+                run_step(count, boundaries)
         finally:
             for body in self._stages.values():
                 body.running = None
@@ -208,7 +212,8 @@ class PipelineEngine:
         self._recorder = recorder
         self._stages = [Stage(index, placement, group, device, bodies[index], recorder) for index in here]
         self._placement = placement
-        self._schedules: dict[tuple[int, bool], Any] = {}
+        # torch works out a schedule's orders in its constructor: so schedules are kept.
+        self._schedule_of = functools.lru_cache(_KEPT_SCHEDULES)(self._new_schedule)
         self._connected = False
         if device.type != "cpu":
             self._connect()
@@ -236,7 +241,7 @@ class PipelineEngine:
             an empty list.
 
         Raises:
-            ValueError: when ``boundaries`` is incomplete, or a stage's outputs are not as it says.
+            ValueError: a stage's outputs are not as ``boundaries`` says.
         """
         return self._step(num_microbatches, boundaries, has_backward=True)
 
@@ -245,24 +250,14 @@ class PipelineEngine:
         self._step(num_microbatches, boundaries, has_backward=False)
 
     def _step(self, count: int, boundaries: Sequence[Sequence[Boundary]], has_backward: bool) -> list[Tensor]:
-        lengths = [len(row) for row in boundaries]
-        if lengths != [self._num_stages - 1] * count:
-            raise ValueError(
-                f"boundaries={lengths} for num_microbatches={count} and {self._num_stages} stages: give {count} rows "
-                f"of {self._num_stages - 1}"
-            )
         self._connect()
         mark(communicates=True)  # the device receives first; in the first stage a mark of its own follows at once
         schedule = self._schedule_of(count, has_backward)
         # boundaries[m] = [what stage 0 sends to 1, what stage 1 sends to 2, ...] for micro-batch m
         for stage in self._stages:
             index = stage.stage_index
-            incoming: list[Boundary] = [()] * count
-            outgoing: list[Boundary] = [()] * count
-            if not stage.is_first:
-                incoming = [row[index - 1] for row in boundaries]
-            if not stage.is_last:
-                outgoing = [row[index] for row in boundaries]
+            incoming = [() if stage.is_first else row[index - 1] for row in boundaries]
+            outgoing = [() if stage.is_last else row[index] for row in boundaries]
             stage.begin_step(incoming, outgoing, has_backward)
         losses: list[Tensor] = []
         try:
@@ -273,25 +268,12 @@ class PipelineEngine:
                 if self._recorder is not None:
                     self._recorder.end_step()
         except BaseException:
-            self._schedules.clear()  # they may remember messages of this step
+            self._schedule_of.cache_clear()  # they may remember messages of this step
             raise
         finally:
             for stage in self._stages:
                 stage.end_step()
         return losses
-
-    def _schedule_of(self, num_microbatches: int, has_backward: bool) -> Any:
-        # torch works out a schedule's orders in its constructor: so schedules are kept, the most recently used one
-        # last.
-        key = (num_microbatches, has_backward)
-        schedule = self._schedules.pop(key, None)
-        if schedule is None:
-            while len(self._schedules) >= _KEPT_SCHEDULES:
-                oldest = next(iter(self._schedules))
-                del self._schedules[oldest]
-            schedule = self._new_schedule(num_microbatches, has_backward)
-        self._schedules[key] = schedule
-        return schedule
 
     def _new_schedule(self, num_microbatches: int, has_backward: bool) -> Any:
         """An object of torch's class, which leaves the set-up of stages, with shapes that are fixed for good, to us."""

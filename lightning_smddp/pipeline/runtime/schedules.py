@@ -50,16 +50,13 @@ class Schedule:
     @property
     def default_stages_per_rank(self) -> int:
         """What ``stages_per_rank="auto"`` means: two for interleaved schedules, else one."""
-        if self.several_stages:
-            return 2
-        return 1
+        return 2 if self.several_stages else 1
 
     def rank_of_stage(self, num_stages: int, pipeline_parallel_size: int) -> list[int]:
         """The rank that holds each stage: in turn (0 1 0 1), or there and back (0 1 1 0) for a V."""
         if self.v_shaped:
             there = list(range(pipeline_parallel_size))
-            back = there[::-1]
-            return there + back
+            return there + there[::-1]
         return [stage % pipeline_parallel_size for stage in range(num_stages)]
 
     def stages_per_rank_ok(self, stages_per_rank: int) -> bool:
@@ -121,9 +118,7 @@ def parse(name: str) -> Schedule:
     Raises:
         ValueError: listing all names, when there is none.
     """
-    schedule = None
-    if isinstance(name, str):
-        schedule = _BY_ANY_NAME.get(name.lower())
+    schedule = _BY_ANY_NAME.get(str(name).lower())
     if schedule is None:
         names = [repr(known) for known in _BY_ANY_NAME]
         raise ValueError(f"schedule={name!r} is unknown; use one of {', '.join(names)}")
@@ -159,18 +154,6 @@ def check(schedule: Schedule, pipeline_parallel_size: int, stages_per_rank: int,
         raise ValueError(_microbatch_cure(schedule, pipeline_parallel_size, num_stages, num_microbatches))
 
 
-def fit_microbatches(schedule: Schedule, pipeline_parallel_size: int, num_stages: int, num_microbatches: int) -> int:
-    """The largest number of micro-batches up to ``num_microbatches`` that the schedule itself runs.
-
-    For a batch that has fewer rows than usual. Where there is no such number, ``num_microbatches`` itself comes
-    back: the step then runs under the schedule's substitute.
-    """
-    for number in range(num_microbatches, 0, -1):
-        if schedule.microbatches_ok(number, pipeline_parallel_size, num_stages):
-            return number
-    return num_microbatches
-
-
 def for_microbatches(
     schedule: Schedule,
     pipeline_parallel_size: int,
@@ -201,25 +184,13 @@ def orders(
     """
     schedule = for_microbatches(schedule, pipeline_parallel_size, num_stages, num_microbatches)
     if not schedule.several_stages:
-        single: dict[int, list[str]] = {}
-        for rank in range(num_stages):
-            single[rank] = _single_stage_order(schedule, rank, num_stages, num_microbatches)
-        return single
+        return {rank: _single_stage_order(schedule, rank, num_stages, num_microbatches) for rank in range(num_stages)}
     # torch's class works out the orders of all ranks in its constructor, from a few numbers of one rank's stages: so
-    # it is made with stand-ins for the stages of rank 0, and never run.
+    # it is made with placeholders for the stages of rank 0, and never run.
+    common = {"num_stages": num_stages, "group_size": pipeline_parallel_size, "group_rank": 0, "submod": None}
     ranks = schedule.rank_of_stage(num_stages, pipeline_parallel_size)
-    stand_ins = []
-    for stage, rank in enumerate(ranks):
-        if rank == 0:
-            stand_in = SimpleNamespace(
-                stage_index=stage,
-                num_stages=num_stages,
-                group_size=pipeline_parallel_size,
-                group_rank=0,
-                submod=None,
-            )
-            stand_ins.append(stand_in)
-    torch_schedule = pipeline_schedule_class(schedule.torch_class)(stand_ins, num_microbatches)
+    placeholders = [SimpleNamespace(stage_index=stage, **common) for stage, rank in enumerate(ranks) if rank == 0]
+    torch_schedule = pipeline_schedule_class(schedule.torch_class)(placeholders, num_microbatches)
     return pipeline_order(torch_schedule)
 
 
@@ -252,8 +223,9 @@ def _microbatch_cure(schedule: Schedule, pipeline_parallel_size: int, num_stages
             f"schedule={schedule.name!r} needs at least as many micro-batches as there are stages ({num_stages}), but "
             f"num_microbatches={num_microbatches}; num_microbatches={num_stages} is the least"
         )
-    below = fit_microbatches(schedule, pipeline_parallel_size, num_stages, num_microbatches)
-    above = num_microbatches + 1
+    below = above = num_microbatches
+    while not schedule.microbatches_ok(below, pipeline_parallel_size, num_stages):  # one micro-batch is allowed
+        below -= 1
     while not schedule.microbatches_ok(above, pipeline_parallel_size, num_stages):
         above += 1
     rounds = num_microbatches // pipeline_parallel_size

@@ -33,8 +33,7 @@ from lightning_smddp.pipeline.runtime.messages import layout_of
 from lightning_smddp.pipeline.runtime.remote import Boundary, ReplayError, TensorSpec
 from lightning_smddp.pipeline.runtime.spans import SpanRecorder, action
 from lightning_smddp.pipeline.runtime.split_backward import Roots, SplitBackward, backward
-from lightning_smddp.pipeline.runtime.stage_program import Observers, StageProgram
-from lightning_smddp.pipeline.runtime.staged_step import RunningStep
+from lightning_smddp.pipeline.runtime.stage_program import Observers, RunningStep, StageProgram
 from lightning_smddp.pipeline.runtime.step_exchange import Failure
 from lightning_smddp.pipeline.runtime.step_run import run_stage
 from lightning_smddp.wire.pytree import map_leaves
@@ -84,44 +83,34 @@ class ReplayedStage:
         running = self.running
         assert running is not None
         staged, shapes = running.paths[microbatch]
-        replay = staged.replays[self.stage]
+        program = staged.replays[self.stage]
         if not running.failures:
             try:
-                return self._replay(running, replay, microbatch, received)
+                return self._run(running, program, microbatch, received)
             except Exception as error:
                 diverged = isinstance(error, (ReplayError, SplitError))
                 text = str(error) if diverged else f"{type(error).__name__}: {error}"
                 running.failures.append(Failure(microbatch, self.stage, text, error, diverged))
-        if replay.is_last:
+        if program.is_last:
             return ()
         boundary = staged.boundary(self.stage, shapes, running.train)
         return tuple(_without_values(spec, self.device) for spec in boundary)
 
-    def _replay(
-        self,
-        running: RunningStep,
-        replay: StageProgram,
-        index: int,
-        received: tuple[Tensor, ...],
+    def _run(
+        self, running: RunningStep, program: StageProgram, index: int, received: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         """What goes to the next stage for micro-batch ``index``; on the last one also note what the step returned."""
-        microbatch = running.microbatches[index]
-        _, shapes = running.paths[index]
-        is_last = replay.is_last
-        observers = Observers(running.observe)
-        with running.step.around(self.stage, index, microbatch, keep=is_last):
-            step = functools.partial(running.step, microbatch)
-            sent, result = run_stage(replay, step, received, shapes, observers, running.step.seed_of(index))
-        if not is_last:
+        step, microbatch = running.step, running.microbatches[index]
+        shapes, observers = running.paths[index].shapes, Observers(running.observe)
+        with step.around(self.stage, index, microbatch, keep=program.is_last):
+            run = functools.partial(step, microbatch)
+            sent, result = run_stage(program, run, received, shapes, observers, step.seed_of(index))
+        if not program.is_last:
             return sent
-        loss: Tensor | None = None
-        if running.train:
-            loss = running.step.loss(microbatch, result)
+        loss = step.loss(microbatch, result) if running.train else None
         # The results of all micro-batches wait for the batch's end: they must not keep their graphs until then.
         running.results[index] = map_leaves(_detached, result)
-        if loss is None:
-            return ()
-        return (loss,)
+        return () if loss is None else (loss,)
 
 
 class _Received(torch.autograd.Function):
@@ -381,7 +370,14 @@ class Stage:
                 f"{what}: {counted(len(outputs), 'output')} where {len(specs)} were announced: {list(specs)}"
             )
         for position, (output, spec) in enumerate(zip(outputs, specs, strict=True)):
-            if not _matches(output, spec, self.has_backward):
+            if (
+                tuple(output.shape) != spec.shape
+                or output.dtype != spec.dtype
+                or (
+                    # One that needs no gradient may stand for one that does.
+                    self.has_backward and output.requires_grad and not spec.requires_grad
+                )
+            ):
                 raise ValueError(f"{what}, output {position}: {_describe([output])} where {spec} was announced")
             if output.layout != torch.strided or output.device.type != self.device.type:
                 raise ValueError(
@@ -401,16 +397,12 @@ def _with_gradient(boundary: Boundary) -> tuple[TensorSpec, ...]:
 
 def _without_values(spec: TensorSpec, device: torch.device) -> Tensor:
     """NaN, so that nobody takes it for a result; zeros of types without, which are indices that exist."""
-    tensor = spec.empty(device)
-    if tensor.is_floating_point() or tensor.is_complex():
-        return tensor.fill_(math.nan)
-    return tensor.zero_()
+    has_nan = spec.dtype.is_floating_point or spec.dtype.is_complex
+    return spec.empty(device).fill_(math.nan if has_nan else 0)
 
 
 def _detached(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.detach()
-    return leaf
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _edge_of(output: Tensor) -> GradientEdge | None:
@@ -426,21 +418,6 @@ def _computing() -> Iterator[None]:
     mark(communicates=True)
 
 
-def _matches(output: Any, spec: TensorSpec, has_backward: bool) -> bool:
-    """Whether ``output`` is the tensor that was announced. One that needs no gradient may stand for one that does."""
-    if not isinstance(output, Tensor):
-        return False
-    if tuple(output.shape) != spec.shape or output.dtype != spec.dtype:
-        return False
-    needs_gradient = has_backward and output.requires_grad
-    return spec.requires_grad or not needs_gradient
-
-
 def _describe(outputs: Sequence[Any]) -> str:
-    texts = []
-    for output in outputs:
-        if isinstance(output, Tensor):
-            texts.append(str(TensorSpec.of(output)))
-        else:
-            texts.append(type(output).__name__)
+    texts = [str(TensorSpec.of(o)) if isinstance(o, Tensor) else type(o).__name__ for o in outputs]
     return ", ".join(texts) or "nothing"

@@ -27,8 +27,7 @@ from lightning_smddp.pipeline.partition.microbatches import MicroBatch, signatur
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.runtime.path_numbers import PathNumbers
 from lightning_smddp.pipeline.runtime.remote import OTHER_COURSE, ReplayError, Shapes
-from lightning_smddp.pipeline.runtime.stage_program import Observers, StageProgram
-from lightning_smddp.pipeline.runtime.staged_step import StagedStep, Step, TracedPath
+from lightning_smddp.pipeline.runtime.stage_program import Observers, StagedStep, StageProgram, Step, TracedPath
 from lightning_smddp.pipeline.runtime.step_run import run_stage
 from lightning_smddp.wire.objects import gather
 from lightning_smddp.wire.stream import broadcast_object
