@@ -194,7 +194,7 @@ class OptimizerPartition:
         return self.ownership.is_mine(self._names[id(parameter)], self.rank)
 
     def _owned(self, states: Mapping[Any, Any] | None) -> dict[nn.Parameter, Any]:
-        """The states that this rank speaks for: of a tied parameter's holders one does."""
+        """The states of parameters that this rank owns: of the ranks with a tied parameter one does."""
         if states is None:
             states = self.optimizer.state
         owned = {}

@@ -5,7 +5,6 @@ Above autograd parameters become global tensors, and values that leave torch are
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -191,12 +190,9 @@ def _wrap(view: View, shapes: Any, real: Any, owner: int, found: Sequence[Global
 
 
 def _owner_of(tensors: Sequence[GlobalTensor]) -> int:
-    """Where an operation on ``tensors`` is done: with the parameters, as they are used again; else with most bytes."""
+    """Where an operation on ``tensors`` is done: with the parameters, as they are used again; of these the largest."""
     candidates = [tensor for tensor in tensors if tensor.global_storage.name is not None] or tensors
-    sizes: dict[int, int] = defaultdict(int)
-    for tensor in candidates:
-        sizes[tensor.owner] += tensor.numel() * tensor.dtype.itemsize
-    return max(sizes, key=lambda owner: (sizes[owner], -owner))
+    return max(candidates, key=GlobalTensor.numel).owner
 
 
 def _each(call: Call) -> Any:
