@@ -144,7 +144,7 @@ class PartitionedModule(ModuleState):
         modules = Modules(traced, setup.module)
         graph = build_on_all(traced, modules, is_within(self._units()), group)
         require_same(graph, group)
-        cuts = follow(graph, self.plan.homes, self.runtime.num_stages)
+        cuts = follow(graph, self.plan.parameter_stages, self.runtime.num_stages)
         self.recorder.scopes.learn(units_here(graph, cuts, setup))
         return self._stage(step, graph, cuts)
 

@@ -206,7 +206,7 @@ class Partitioning:
         here = self._stages_here()
         stages = {}  # of this rank, by parameter that they use
         for name in held:
-            stages[name] = [stage for stage in plan.homes[name] if stage in here]
+            stages[name] = [stage for stage in plan.parameter_stages[name] if stage in here]
         tied_groups = create_tied_groups(plan.ownership, groups.mesh.pipelines, setup.timeout, setup.device)
         replicas = None
         if setup.num_replicas > 1 and self.before.optimizers:

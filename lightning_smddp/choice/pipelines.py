@@ -20,7 +20,7 @@ from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
 from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.capture.tracer import trace
-from lightning_smddp.pipeline.partition.assignment import cut_into_stages, homes_of
+from lightning_smddp.pipeline.partition.assignment import cut_into_stages, parameter_stages_of
 from lightning_smddp.pipeline.partition.costs import LOOPBACK, best_share, in_flight, resources_for, time_nodes
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, rows_of
 from lightning_smddp.pipeline.partition.plan import refuse_foreign_writes
@@ -231,8 +231,8 @@ class _Pipeline:
         """Those that a rank with these stages has; of a tied one there is a copy on each rank that uses it."""
         named = dict(self.module.named_parameters())
         found = []
-        for name, homes in homes_of(self.graph, self.stages, list(named)).items():
-            if set(homes) & set(stages):
+        for name, users in parameter_stages_of(self.graph, self.stages, list(named)).items():
+            if set(users) & set(stages):
                 found.append(named[name])
         return found
 

@@ -133,7 +133,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class Ownership:
-    """The ranks of a pipeline (0 to p-1) that hold each parameter, and the one that speaks for each buffer.
+    """The ranks of a pipeline (0 to p-1) that hold each parameter, and the owner of each buffer.
 
     A parameter is known by its first name in ``named_parameters()``, however many names it has.
 
@@ -153,7 +153,7 @@ class Ownership:
         return rank in self.parameters[name]
 
     def owner(self, name: str) -> int:
-        """The rank that speaks for a parameter or buffer."""
+        """The rank that writes a parameter or buffer to checkpoints, and sends its values to others."""
         return self.parameters[name][0] if name in self.parameters else self.buffers[name]
 
     def held_by(self, rank: int) -> list[str]:

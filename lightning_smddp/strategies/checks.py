@@ -330,3 +330,15 @@ def zeroes_as_usual(trainer: Any) -> bool:
     if is_changed_hook(module, "on_before_zero_grad") or is_changed_hook(module, "optimizer_zero_grad"):
         return False
     return not any(is_changed_hook(callback, "on_before_zero_grad") for callback in callbacks_of(trainer))
+
+
+def arrives_as_expected(trainer: Any) -> bool:
+    """Whether nobody but Lightning has the loss in its hands between the step and its backward pass."""
+    plugin = trainer.precision_plugin
+    owners = [trainer.lightning_module, *trainer.callbacks]
+    hooks = [(owners[0], "backward"), (plugin, "pre_backward"), (plugin, "backward")]
+    hooks += [(owner, "on_before_backward") for owner in owners]
+    if any(is_changed_hook(owner, hook) for owner, hook in hooks):
+        return False
+    scaler = getattr(plugin, "scaler", None)
+    return scaler is None or type(scaler) in (torch.amp.GradScaler, torch.cuda.amp.GradScaler)

@@ -103,7 +103,7 @@ def _of_stages(plan: PartitionPlan, resources: Resources, module: nn.Module) -> 
         rank = resources.rank_of_stage[number]
         nodes = plan.graph.nodes[stage.begin : stage.end]
         modules = [node.module for node in nodes if node.module is not None]
-        names = {name for name, stages in plan.homes.items() if number in stages}
+        names = {name for name, stages in plan.parameter_stages.items() if number in stages}
         of_rank.setdefault(rank, set()).update(names)
         seconds[rank] = seconds.get(rank, 0.0) + plan.stage_seconds[number]
         percent = 100 * plan.stage_seconds[number] / total

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from lightning_smddp._compat.torch_steps import default_group
 from lightning_smddp._compat.trainer import finetuning_by_identity, keeps_user_samplers
 from lightning_smddp.bridge.module_states import RunSetup, require_whole
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
@@ -29,7 +28,6 @@ from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError
-from lightning_smddp.pipeline.capture.preserve_state import set_within
 from lightning_smddp.pipeline.mesh import Groups
 from lightning_smddp.pipeline.partition.loss_weights import LossWeight
 from lightning_smddp.pipeline.partition.loss_weights import Option as LossWeightOption
@@ -39,21 +37,20 @@ from lightning_smddp.pipeline.runtime.schedules import parse
 from lightning_smddp.pipeline.state.gradients import connected, factor_of
 from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
 from lightning_smddp.pipeline.state.state_dict import broadcast_initial, load_full_state_dict
-from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 from lightning_smddp.strategies.base import COMPRESSION_KEY
 from lightning_smddp.strategies.checks import (
     BEYOND_OPTIMIZER,
+    arrives_as_expected,
     callbacks_of,
     refuse_training,
     require_pipelinable,
-    require_samplers_of_replicas,
     require_shardable,
     without_sync_advice,
     zeroes_as_usual,
 )
 from lightning_smddp.strategies.hook_view import HookView
-from lightning_smddp.strategies.nonfinite import by_asking, changes_batch, is_changed_hook, loss_watchers
+from lightning_smddp.strategies.nonfinite import by_asking, changes_batch, loss_watchers
 from lightning_smddp.strategies.options import (
     GROUPS,
     CommunicationOptions,
@@ -178,12 +175,6 @@ class PipelineParallel(PipelineRanks):
             limit = self.options.gradients.communication.limit or self._timeout
             self._groups = Groups.create(grid, limit, self.root_device)
 
-    @property
-    @override
-    def _layout_rank(self) -> LayoutRank:
-        assert self._groups is not None
-        return LayoutRank.of(self._groups)
-
     @override
     def _set_up_model(self, trainer: Trainer) -> None:
         """Take the module as it is; it is partitioned at the first batch."""
@@ -305,12 +296,6 @@ class PipelineParallel(PipelineRanks):
         with super().tensor_init_context(empty_init=empty_init), on_meta:
             yield
 
-    @override
-    def _training_starts(self) -> None:
-        """Raise ``ValueError`` if a ``DistributedSampler`` of the user's takes each rank for a replica."""
-        assert self._groups is not None
-        require_samplers_of_replicas(self._trainer.train_dataloader, self._groups.mesh.num_replicas)
-
     # ---- steps ----
 
     @override
@@ -340,7 +325,7 @@ class PipelineParallel(PipelineRanks):
 
         def deliver(arrived: Tensor) -> None:
             factor = 1.0
-            if not (arrived.is_cuda and _arrives_as_expected(trainer)):  # reading it would make the host wait
+            if not (arrived.is_cuda and arrives_as_expected(trainer)):  # reading it would make the host wait
                 factor = factor_of(arrived, expected)
             pipelined.deliver(factor, accumulates)
 
@@ -369,14 +354,6 @@ class PipelineParallel(PipelineRanks):
         pipelined = self._require_pipelined()
         batch, *rest = [*args, *kwargs.values()]
         return pipelined.evaluate(hook, batch, rest, may_wait=self._trainer.state.fn == "fit")
-
-    @contextmanager
-    def _step_context(self, hook: str) -> Iterator[None]:
-        """Around the user's code of a step: precision, and ranks as ``ddp`` would have them, one for each replica."""
-        assert self._groups is not None
-        replicas = default_group(self._groups.data_parallel_group)
-        with set_within(self, "_in_step", True), self._precision_of(hook), replicas:
-            yield
 
     @override
     @contextmanager
@@ -496,12 +473,6 @@ class PipelineParallel(PipelineRanks):
     def _decisions(self) -> Mapping[str, Any]:
         return {"division": self._last_pipelined().plan_decision()}
 
-    @property
-    @override
-    def _has_part_to_save(self) -> bool:
-        assert self._groups is not None
-        return self._groups.replica == 0
-
     @override
     def _optimized(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
         return self._last_pipelined().optimized(optimizer)
@@ -556,20 +527,3 @@ class PipelineParallel(PipelineRanks):
         if self._pipelined is None:
             return self._last_report
         return self._pipelined.report()
-
-    @property
-    def _trainer(self) -> Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
-
-
-def _arrives_as_expected(trainer: Any) -> bool:
-    """Whether nobody but Lightning has the loss in its hands between the step and its backward pass."""
-    plugin = trainer.precision_plugin
-    owners = [trainer.lightning_module, *trainer.callbacks]
-    hooks = [(owners[0], "backward"), (plugin, "pre_backward"), (plugin, "backward")]
-    hooks += [(owner, "on_before_backward") for owner in owners]
-    if any(is_changed_hook(owner, hook) for owner, hook in hooks):
-        return False
-    scaler = getattr(plugin, "scaler", None)
-    return scaler is None or type(scaler) in (torch.amp.GradScaler, torch.cuda.amp.GradScaler)

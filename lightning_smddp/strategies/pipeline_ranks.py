@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -10,9 +12,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_smddp._compat.torch_steps import default_group
+from lightning_smddp.pipeline.capture.preserve_state import set_within
 from lightning_smddp.pipeline.mesh import Groups
+from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.strategies.base import TrainerStrategy
+from lightning_smddp.strategies.checks import require_samplers_of_replicas
 from lightning_smddp.strategies.process_group import mean_by_sum
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 
 class PipelineRanks(TrainerStrategy):
@@ -84,3 +92,34 @@ class PipelineRanks(TrainerStrategy):
         if all:
             return int(votes) == dist.get_world_size()
         return bool(votes)
+
+    @contextmanager
+    def _step_context(self, hook: str) -> Iterator[None]:
+        """Around the user's code of a step: precision, and ranks as ``ddp`` would have them, one for each replica."""
+        assert self._groups is not None
+        replicas = default_group(self._groups.data_parallel_group)
+        with set_within(self, "_in_step", True), self._precision_of(hook), replicas:
+            yield
+
+    @override
+    def _training_starts(self) -> None:
+        """Raise ``ValueError`` if a ``DistributedSampler`` of the user's takes each rank for a replica."""
+        assert self._groups is not None
+        require_samplers_of_replicas(self._trainer.train_dataloader, self._groups.mesh.num_replicas)
+
+    @property
+    @override
+    def _layout_rank(self) -> LayoutRank:
+        assert self._groups is not None
+        return LayoutRank.of(self._groups)
+
+    @property
+    @override
+    def _has_part_to_save(self) -> bool:
+        assert self._groups is not None
+        return self._groups.replica == 0
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer

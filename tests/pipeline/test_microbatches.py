@@ -153,9 +153,9 @@ def test_the_number_of_rows_can_be_given() -> None:
     parts = split({0: rows(4, 2), 1: rows(6, 2)}, 2, 6)
     assert [part.value[1].shape[0] for part in parts] == [3, 3]
     assert sizes(split(IMAGES, 2, 5)) == [3, 2]
-    assert sizes(split([rows(2, 5), rows(2, 5)], 2, 2, is_told=True)) == [1, 1]
-    with pytest.raises(ValueError, match=r"7 rows were told, but nothing .* batch has shape \[5, 2\]"):
-        split(rows(5, 2), 2, 7, is_told=True)
+    assert sizes(split([rows(2, 5), rows(2, 5)], 2, 2, is_given=True)) == [1, 1]
+    with pytest.raises(ValueError, match=r"7 rows were given, but nothing .* batch has shape \[5, 2\]"):
+        split(rows(5, 2), 2, 7, is_given=True)
     with pytest.raises(ValueError, match="num_microbatches=0"):
         split(rows(5), 0)
 
@@ -247,8 +247,7 @@ def test_what_the_user_says_wrongly(splitter: Splitter, text: str) -> None:
         ([X, torch.zeros(5)], (), True, None),
         ([X, torch.zeros(6)], (6,), False, None),  # (time, rows)
         ([X, X], (6,), False, None),
-        ([X, torch.zeros(5)], (6,), False, None),  # it may be the last batch of a stream
-        ([X, torch.zeros(5)], (8,), False, 5),  # that is one
+        ([X, torch.zeros(5)], (6,), False, 5),  # the last batch of a stream
         ({"x": X, "time_first": torch.zeros(7, 5)}, (5,), False, None),
         ({"x": X, "class_weights": torch.zeros(10)}, (5,), False, 5),
         ({"x": X, "class_weights": torch.zeros(10)}, (10,), False, 10),

@@ -33,20 +33,20 @@ def nodes_by_stage(graph: StepGraph, stages: Sequence[StagePlan]) -> Iterator[tu
             yield plan.stage, node
 
 
-def homes_of(
+def parameter_stages_of(
     graph: StepGraph, stages: Sequence[StagePlan], all_parameters: Collection[str]
 ) -> dict[str, tuple[int, ...]]:
     """For each parameter the stages that use it; those that no node uses go to that of a twin, or of neighbours."""
-    homes: dict[str, tuple[int, ...]] = {}
+    used: dict[str, tuple[int, ...]] = {}
     for stage, node in nodes_by_stage(graph, stages):
         for name in node.parameters:
-            homes[name] = tuple(sorted({stage, *homes.get(name, ())}))
+            used[name] = tuple(sorted({stage, *used.get(name, ())}))
     # Those that no node uses have to be somewhere, too: hooks and other steps may use them.
-    unused = {name: (_nearest_stage(name, homes),) for name in all_parameters if name not in homes}
-    return {**homes, **unused}
+    unused = {name: (_nearest_stage(name, used),) for name in all_parameters if name not in used}
+    return {**used, **unused}
 
 
-def _nearest_stage(name: str, homes: Mapping[str, Sequence[int]]) -> int:
+def _nearest_stage(name: str, parameter_stages: Mapping[str, Sequence[int]]) -> int:
     """The stage of the placed parameter whose name is most like ``name``: its twin, else one near it in the tree.
 
     A teacher that follows a student, or an average of the weights, is a copy of modules under another name. Beside
@@ -58,12 +58,12 @@ def _nearest_stage(name: str, homes: Mapping[str, Sequence[int]]) -> int:
         others = other.split(".")
         # "teacher.layers.0.weight" and "student.layers.0.weight" end alike in three parts. One ("weight") says nothing.
         ending = len(commonprefix([parts[::-1], others[::-1]]))
-        return ending if ending > 1 else 0, len(commonprefix([parts, others])), -min(homes[other])
+        return ending if ending > 1 else 0, len(commonprefix([parts, others])), -min(parameter_stages[other])
 
-    return min(homes[max(homes, key=likeness)]) if homes else 0
+    return min(parameter_stages[max(parameter_stages, key=likeness)]) if parameter_stages else 0
 
 
-def follow(graph: StepGraph, homes: Mapping[str, tuple[int, ...]], num_stages: int) -> tuple[StagePlan, ...]:
+def follow(graph: StepGraph, parameter_stages: Mapping[str, tuple[int, ...]], num_stages: int) -> tuple[StagePlan, ...]:
     """Cut another step (validation, say) so that each stage uses its own parameters only, where fewest bytes cross.
 
     Raises:
@@ -76,7 +76,7 @@ def follow(graph: StepGraph, homes: Mapping[str, tuple[int, ...]], num_stages: i
     for stage in range(num_stages - 1):
         longer: dict[int, tuple[int, tuple[int, ...]]] = {}
         for begin, (crossed, cuts) in options.items():
-            end = _end_of_stage(graph, begin, stage, homes)
+            end = _end_of_stage(graph, begin, stage, parameter_stages)
             for cut in possible_cuts(graph):
                 if begin <= cut <= end:
                     found = (crossed + boundary_bytes(graph, cut), (*cuts, cut))
@@ -84,10 +84,10 @@ def follow(graph: StepGraph, homes: Mapping[str, tuple[int, ...]], num_stages: i
         options = longer
     complete = []
     for begin, option in options.items():
-        if _end_of_stage(graph, begin, num_stages - 1, homes) == len(graph.nodes):
+        if _end_of_stage(graph, begin, num_stages - 1, parameter_stages) == len(graph.nodes):
             complete.append(option)
     if not complete:
-        used = [str(min(homes[name])) for node in graph.nodes for name in node.parameters[:1]]
+        used = [str(min(parameter_stages[name])) for node in graph.nodes for name in node.parameters[:1]]
         order = " ".join(stage for stage, _ in groupby(used))
         raise SplitError(
             f"This step uses the modules of stages in the order {order}, and cannot be cut so that each stage uses its "
@@ -96,10 +96,10 @@ def follow(graph: StepGraph, homes: Mapping[str, tuple[int, ...]], num_stages: i
     return cut_into_stages(graph, min(complete)[1])
 
 
-def _end_of_stage(graph: StepGraph, begin: int, stage: int, homes: Mapping[str, tuple[int, ...]]) -> int:
+def _end_of_stage(graph: StepGraph, begin: int, stage: int, parameter_stages: Mapping[str, tuple[int, ...]]) -> int:
     """Behind the last node of a ``stage`` from ``begin`` on that has all parameters it uses."""
     for node in graph.nodes[begin:]:
-        if any(stage not in homes[name] for name in node.parameters):
+        if any(stage not in parameter_stages[name] for name in node.parameters):
             return node.index
     return len(graph.nodes)
 
@@ -107,7 +107,7 @@ def _end_of_stage(graph: StepGraph, begin: int, stage: int, homes: Mapping[str, 
 def ownership_of(
     graph: StepGraph,
     stages: Sequence[StagePlan],
-    homes: Mapping[str, Sequence[int]],
+    parameter_stages: Mapping[str, Sequence[int]],
     rank_of_stage: Sequence[int],
     all_buffers: Collection[str],
 ) -> Ownership:
@@ -126,7 +126,7 @@ def ownership_of(
     buffers = {}
     for name in dict.fromkeys([*all_buffers, *changed]):
         around = [stage for unit, stage in units.items() if name.startswith(f"{unit}.")]
-        stage = around[0] if around else _nearest_stage(name, homes)
+        stage = around[0] if around else _nearest_stage(name, parameter_stages)
         ranks = sorted(changed.get(name, {rank_of_stage[stage]}))
         if len(ranks) > 1:
             raise SplitError(
@@ -134,6 +134,7 @@ def ownership_of(
                 "changes it is called in several stages. Cut elsewhere by `split=`."
             )
         buffers[name] = ranks[0]
-    # Several stages may be on one rank.
-    parameters = {name: tuple(dict.fromkeys(rank_of_stage[home] for home in found)) for name, found in homes.items()}
+    parameters = {}
+    for name, found in parameter_stages.items():
+        parameters[name] = tuple(dict.fromkeys(rank_of_stage[stage] for stage in found))  # a rank may have several
     return Ownership(parameters, buffers, max(rank_of_stage) + 1)

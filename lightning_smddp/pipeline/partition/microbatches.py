@@ -84,14 +84,17 @@ class Splitter:
         """
         if self.split_batch is not None:
             return max([self.whole(batch).size, *loader_sizes])
-        rows = self._told(batch)
+        rows = self._given_rows(batch)
         if rows is None:
             rows = _find_rows(batch, loader_sizes)
         else:
             loader_sizes = [rows]
-        for array in _carriers(batch):
-            if isinstance(array, _ARRAYS) and self._may_have_time_first(array, rows, loader_sizes):
-                raise UnclearBatchError(f"the first dimension ({rows}) may be that of time: {_sizes_text(batch)}")
+        arrays = [carrier for carrier in _carriers(batch) if isinstance(carrier, _ARRAYS)]
+        # A last batch may have another size than the loader says; what has rows alone shows which dimension these are.
+        has_rows_alone = any(array.ndim == 1 for array in arrays)
+        expected = (rows,) if has_rows_alone else loader_sizes
+        if any(self._may_have_time_first(array, rows, loader_sizes, expected) for array in arrays):
+            raise UnclearBatchError(f"the first dimension ({rows}) may be that of time: {_sizes_text(batch)}")
         return rows
 
     def cut(self, batch: Any, count: int, rows: int) -> list[MicroBatch]:
@@ -102,7 +105,7 @@ class Splitter:
             ValueError: what ``split_batch`` returns is wrong.
         """
         if self.split_batch is None:
-            return split(batch, count, rows, is_told=self.batch_size_fn is not None)
+            return split(batch, count, rows, is_given=self.batch_size_fn is not None)
         if count == 1:
             return [self.whole(batch)]
         parts = list(self.split_batch(batch, count))
@@ -124,18 +127,20 @@ class Splitter:
 
     def whole(self, batch: Any) -> MicroBatch:
         """All of a batch as one micro-batch."""
-        rows = self._told(batch)
+        rows = self._given_rows(batch)
         return MicroBatch(batch, max(1, rows_of(batch) if rows is None else rows), 1.0)
 
-    def _may_have_time_first(self, array: Any, rows: int, loader_sizes: Collection[int]) -> bool:
+    def _may_have_time_first(
+        self, array: Any, rows: int, loader_sizes: Collection[int], expected: Collection[int]
+    ) -> bool:
         if array.ndim < 2:
             return False
         first, second = array.shape[:2]
         if self.time_first and (first == second == rows or not loader_sizes):
             return True
-        return second != first and (second == rows or (rows not in loader_sizes and second in loader_sizes))
+        return second != first and (second == rows or (rows not in expected and second in expected))
 
-    def _told(self, batch: Any) -> int | None:
+    def _given_rows(self, batch: Any) -> int | None:
         if self.batch_size_fn is None:
             return None
         size = self.batch_size_fn(batch)
@@ -154,14 +159,14 @@ def looks_at_other_rows(module: nn.Module) -> list[str]:
     return [name for name, part in module.named_modules() if isinstance(part, _BATCH_NORMS) and part.training]
 
 
-def split(batch: Any, count: int, rows: int | None = None, is_told: bool = False) -> list[MicroBatch]:
+def split(batch: Any, count: int, rows: int | None = None, is_given: bool = False) -> list[MicroBatch]:
     """Cut ``batch`` of ``rows`` into ``count`` micro-batches, or one for each row if there are fewer.
 
     Args:
         batch: any nesting of mappings, sequences and dataclasses.
         count: how many.
         rows: of the batch; None: as many as it seems to have.
-        is_told: the user has said ``rows``, so a list of that length has one entry for each row.
+        is_given: the user has said ``rows``, so a list of that length has one entry for each row.
 
     Raises:
         UnclearBatchError: something in it cannot be cut, or can be read in two ways; with its path and the cure.
@@ -170,9 +175,9 @@ def split(batch: Any, count: int, rows: int | None = None, is_told: bool = False
         raise ValueError(f"num_microbatches={count} must be at least 1")
     if rows is None:
         rows = _find_rows(batch, ())
-    paths = frozenset(_row_paths(batch, rows, is_told))
-    if is_told and not paths:
-        raise UnclearBatchError(f"{rows} rows were told, but nothing in the batch has as many: {_sizes_text(batch)}")
+    paths = frozenset(_row_paths(batch, rows, is_given))
+    if is_given and not paths:
+        raise UnclearBatchError(f"{rows} rows were given, but nothing in the batch has as many: {_sizes_text(batch)}")
     number = min(count, rows)
     if number <= 1 or not paths:
         return [MicroBatch(batch, max(1, rows), 1.0)]
@@ -271,7 +276,7 @@ def _readings(value: Any) -> set[int]:
 # ---- cutting ---------------------------------------------------------------------------------------------------------
 
 
-def _row_paths(value: Any, rows: int, is_told: bool, path: Path = ()) -> Iterator[Path]:
+def _row_paths(value: Any, rows: int, is_given: bool, path: Path = ()) -> Iterator[Path]:
     """Where in a batch its rows are. Raises ``UnclearBatchError`` for what can be read in two ways, or not at all."""
     if isinstance(value, _ARRAYS) and _can_be_cut(value):
         if value.ndim and _length(value) == rows:
@@ -283,7 +288,7 @@ def _row_paths(value: Any, rows: int, is_told: bool, path: Path = ()) -> Iterato
         arrays = _arrays_in(value)
         fitting = [array for array in arrays if _length(array) == rows]
         if not fitting or _are_alike(value):
-            if len(fitting) == len(arrays) > 0 and not is_told and rows > 1:
+            if len(fitting) == len(arrays) > 0 and not is_given and rows > 1:
                 where = place_text(path)
                 raise UnclearBatchError(f"{where} may have an entry for each row, or be {rows} fields")
             yield path
@@ -293,7 +298,7 @@ def _row_paths(value: Any, rows: int, is_told: bool, path: Path = ()) -> Iterato
         yield path
     elif children is not None and not isinstance(value, PackedSequence):
         for key, child in children:
-            yield from _row_paths(child, rows, is_told, (*path, key))
+            yield from _row_paths(child, rows, is_given, (*path, key))
     elif _is_opaque(value):
         kind = type(value)
         raise UnclearBatchError(
@@ -371,12 +376,8 @@ def _kind(value: Any) -> Any:
 
 def _sizes_text(batch: Any) -> str:
     """How many rows each tensor of a batch could have."""
-    texts = [f"{place_text(path)} has shape {list(leaf.shape)}" for path, leaf in items(batch) if _has_shape(leaf)]
-    return ", ".join(texts[:_SHOWN])
-
-
-def _has_shape(leaf: Any) -> bool:
-    return isinstance(leaf, _ARRAYS) and _can_be_cut(leaf)
+    found = [(path, leaf) for path, leaf in items(batch) if isinstance(leaf, _ARRAYS) and _can_be_cut(leaf)]
+    return ", ".join(f"{place_text(path)} has shape {list(leaf.shape)}" for path, leaf in found[:_SHOWN])
 
 
 def place_text(path: tuple[Any, ...], what: str = "batch") -> str:

@@ -16,7 +16,12 @@ from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, pre
 from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.capture.tracer import Fetch, Step, trace
 from lightning_smddp.pipeline.mesh import Ownership
-from lightning_smddp.pipeline.partition.assignment import cut_into_stages, homes_of, nodes_by_stage, ownership_of
+from lightning_smddp.pipeline.partition.assignment import (
+    cut_into_stages,
+    nodes_by_stage,
+    ownership_of,
+    parameter_stages_of,
+)
 from lightning_smddp.pipeline.partition.costs import LossIn, NodeTimes, Resources, explained_shortage, time_nodes
 from lightning_smddp.pipeline.partition.split import choose_units, is_within, partition
 from lightning_smddp.pipeline.runtime.remote import ReplayError
@@ -37,7 +42,7 @@ class PartitionPlan:
     Attributes:
         graph, stages: the step that it was divided by.
         ownership: which pipeline ranks hold which parameters.
-        homes: for each parameter the stages that use it.
+        parameter_stages: for each parameter the stages that use it.
         times: of the graph's nodes.
         stage_seconds, stage_memory: predicted, forward and backward of a micro-batch; bytes.
         decision: what the first rank decided, by times that it measured, in JSON.
@@ -46,7 +51,7 @@ class PartitionPlan:
     graph: StepGraph
     stages: tuple[StagePlan, ...]
     ownership: Ownership
-    homes: Mapping[str, tuple[int, ...]]
+    parameter_stages: Mapping[str, tuple[int, ...]]
     times: NodeTimes
     stage_seconds: tuple[float, ...]
     stage_memory: tuple[int, ...]
@@ -108,7 +113,7 @@ def divide(
         return choose_units(traced, modules, resources, split, checkpointing).units
 
     # Measured times differ between ranks, and with them the best units and cuts. So one rank decides, and all work out
-    # from its words, plain data, what follows: graph, homes and owners are the same functions of the same values.
+    # from its words, plain data, what follows: graph, stages and owners are the same functions of the same values.
     units = decided_by_first(choose, group)
     graph = build_on_all(traced, modules, is_within(units), group)
     require_same(graph, group)
@@ -135,13 +140,13 @@ def _plan_of(
 ) -> PartitionPlan:
     """What follows from a decision, the same on every rank."""
     stages = cut_into_stages(graph, decision["splitting"]["cuts"])
-    homes = homes_of(graph, stages, [name for name, _ in root.named_parameters()])
+    parameter_stages = parameter_stages_of(graph, stages, [name for name, _ in root.named_parameters()])
     buffers = [name for name, _ in root.named_buffers()]
     return PartitionPlan(
         graph=graph,
         stages=stages,
-        ownership=ownership_of(graph, stages, homes, resources.rank_of_stage, buffers),
-        homes=homes,
+        ownership=ownership_of(graph, stages, parameter_stages, resources.rank_of_stage, buffers),
+        parameter_stages=parameter_stages,
         times=times,
         stage_seconds=tuple(decision["stage_seconds"]),
         stage_memory=tuple(decision["stage_memory"]),
@@ -250,7 +255,7 @@ class OnAllRanks:
         Raises:
             StepFailedError: another rank does not come there.
         """
-        self._tell(location)
+        self._report(location)
         if self._failure is not None:
             raise StepFailedError(self._failure)
 
@@ -263,27 +268,27 @@ class OnAllRanks:
         try:
             result = attempt()
         except SplitError as error:
-            self._tell("its end", repr(error))
+            self._report("its end", repr(error))
             raise
         except Exception as error:
-            self._tell("its end", repr(error))
+            self._report("its end", repr(error))
             raise StepFailedError(self._failure) from error
         self.check("its end")
         return result
 
-    def _tell(self, location: str, error: str | None = None) -> None:
+    def _report(self, location: str, error: str | None = None) -> None:
         # Each rank sends one message: where it has come to, and its error. So all of them take part in this exchange
         # wherever they are, and nobody is left alone in the user's own collective. After a failure all ranks know of
         # it, and nobody waits here any more.
         if self._failure is not None:
             return
-        told = gather((location, error), self.group)
-        for rank, (_, failure) in enumerate(told):
+        reports = gather((location, error), self.group)
+        for rank, (_, failure) in enumerate(reports):
             if failure is not None:
                 self._failure = f"The step failed on rank {rank} while it was traced: {failure}"
                 return
-        if any(other != told[0] for other in told):
-            places = ", ".join(f"{place} on rank {rank}" for rank, (place, _) in enumerate(told))
+        if any(other != reports[0] for other in reports):
+            places = ", ".join(f"{place} on rank {rank}" for rank, (place, _) in enumerate(reports))
             self._failure = f"The step takes another path on each rank: while it was traced it came to {places}."
 
 
