@@ -13,9 +13,6 @@ DEFECTS: dict[str, str] = {
     "tests/strategies/test_pipeline_courses.py::test_another_course_behind_the_last_module": (
         "DEFECT: dry runs end at the last unit, and a new course behind it is an error"
     ),
-    "tests/strategies/test_tasks.py::test_equals_one_process": (
-        "DEFECT: sizes that follow a batch's lengths are remembered by shapes alone; it fails the start of all"
-    ),
 }
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
@@ -20,6 +22,7 @@ class Task(Net):
     """Subclasses have layers, rows of data, a loss, and what is predicted."""
 
     epochs = 1
+    accumulation: Mapping[str, Any] = {}  # what one process is told of micro-batches, and a pipeline finds out
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,10 +63,20 @@ class Task(Net):
 
 def all_steps(bench: Bench, model: Task, pipeline: Any = None) -> Any:
     """What training, validation, test and prediction give."""
-    trainer = bench.trainer(pipeline, max_epochs=model.epochs, num_sanity_val_steps=0)
+    trainer = bench.trainer(pipeline, model.accumulation, max_epochs=model.epochs, num_sanity_val_steps=0)
     trainer.fit(model)
     result = outcome(model, trainer, outputs=list(model.outputs))
-    return result, trainer.test(model, verbose=False), trainer.predict(model)
+    return result, trainer.test(model, verbose=False), _predicted(bench, trainer, model)
+
+
+def _predicted(bench: Bench, trainer: Trainer, model: Task) -> Any:
+    """Whole batches' where those of micro-batches cannot be put together: a pipeline then runs whole ones itself."""
+    try:
+        return trainer.predict(model)
+    except ValueError as error:
+        if bench.accumulation is None or "for micro-batches of" not in str(error):
+            raise
+        return Bench().trainer().predict(model)
 
 
 class Segmentation(Task):
@@ -197,10 +210,14 @@ class MemoryBank(Task):
 
 
 class Normalised(Task):
-    """BatchNorm: in training each row's output depends on the others."""
+    """BatchNorm: in training each row's output depends on the others, so that small batches are not cut."""
 
     def build(self) -> None:
         self.net = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+        self.accumulation = {"num_microbatches": self.parts}
+
+    def parts(self, rows: int) -> int:
+        return 1 if self.net[1].training else rows
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.net(batch[0])
@@ -252,6 +269,7 @@ class TimeFirst(Task):
 
     def build(self) -> None:
         self.rnn, self.head = nn.GRU(8, 6), nn.Linear(6, 3)
+        self.accumulation = {"num_microbatches": BATCH}
 
     def collate(self, rows: list[Any]) -> Any:
         return torch.stack([x.expand(4, -1) for x, _ in rows], 1), torch.stack([y for _, y in rows])
@@ -264,7 +282,7 @@ class TimeFirst(Task):
         return F.cross_entropy(self.head(self.rnn(batch[0])[0][-1]), batch[1])
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"out": self.predict_step(batch, batch_idx)}
+        return {"out": self.predict_step(batch, batch_idx).transpose(0, 1)}
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.head(self.rnn(batch[0])[0])
@@ -275,6 +293,10 @@ class Generators(Normalised):
 
     def build(self) -> None:
         self.net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
+        self.accumulation = {"num_microbatches": BATCH, "split_batch": self.parts_of}
+
+    def parts_of(self, batch: Any, num_microbatches: int) -> list[Any]:
+        return [([row], 1) for row in batch]
 
     def collate(self, rows: list[Any]) -> Any:
         return (row for row in rows)
@@ -290,7 +312,10 @@ class Generators(Normalised):
 
 
 class NestedRows(Generators):
-    """Rows of any length in a nested tensor."""
+    """Rows of any length in a nested tensor, which is not cut."""
+
+    def parts_of(self, batch: Any, num_microbatches: int) -> list[Any]:
+        return [(batch, len(batch[1]))]
 
     def collate(self, rows: list[Any]) -> Any:
         nested = torch.nested.nested_tensor(

@@ -1,4 +1,4 @@
-"""Modules of the kinds that users have give one process's numbers in fit, validation, test and prediction."""
+"""Modules of the kinds that users have, in fit, validation, test and prediction: as where gradients are accumulated."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from tests.strategies.pipeline_learners import Bench, Case, Matrix, assert_same,
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # what is said is looked at below
 # Of some kinds: how what is said of whole batches begins, each time that it is said, and what it names.
 SAID = {
-    "Normalised": (["The training step cannot be run in micro-batches"], "it changes the buffers net.1."),
-    "Unfreezing": (["In training net.1 (BatchNorm) sees all rows"], "from here on each batch is one micro-batch"),
-    "Deviating": (["`test_step` runs each batch as one", "`predict_step` runs each"], "the logged 'deviation' is"),
-    "DeviatingInTraining": (["The training step cannot be run in micro-batches"], "the logged 'train_deviation' is"),
-    "TimeFirst": ([], ""),
-    "Generators": (["smddp_pipeline runs batches as one micro-batch"] * 3, "batch is a "),  # in fit, test and predict
+    "PackedInside": (["`predict_step` runs each batch as one"], "cannot be put together"),
+    "Generators": ([], ""),
+    "NestedRows": (["smddp_pipeline runs batches as one micro-batch"] * 3, "NestedTensor"),  # in fit, test and predict
 }
 
 
@@ -40,19 +37,19 @@ MORE = Matrix(MORE_CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_equals_one_process(case: Any) -> None:
+def test_equals_accumulation(case: Any) -> None:
     compare(TWO, case)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", MORE_CASES, ids=name_of)
-def test_more_equals_one_process(case: Any) -> None:
+def test_more_equals_accumulation(case: Any) -> None:
     compare(MORE, case)
 
 
 def compare(matrix: Matrix, case: Any) -> None:
     (first, said), (second, others_said) = matrix.results(case)
-    expected, _ = case(Bench(None))
+    expected, _ = matrix.alone(case)
     assert_same(first, expected)
     assert_same(second, expected)
     beginnings, content = SAID.get(case.keywords["kind"], (None, ""))

@@ -107,7 +107,13 @@ class Reads(TorchFunctionMode):
         masks = [leaf for leaf in deciding_tensors(name, given) if type(leaf) is not RemoteTensor]
         sizes = [str(leaf) for leaf in given if isinstance(leaf, (int, slice))] if run.graph.draws else []
         if masks or (sizes and any(type(leaf) is RemoteTensor for leaf in found)):
-            counts = [int(torch.count_nonzero(mask)) for mask in masks]
             shapes = [tuple(tensor.shape) for tensor in made if type(tensor) is not RemoteTensor]
-            reads.append(f"{name}{sizes}{counts}{shapes} at {user_location()}")
+            reads.append(f"{name}{sizes}{[_summary(mask) for mask in masks]}{shapes} at {user_location()}")
         return result
+
+
+def _summary(deciding: Tensor) -> list[int | float]:
+    """What sizes follow from: how many entries of a mask are set; the sum, and the largest, of lengths and repeats."""
+    if deciding.dtype is torch.bool or not deciding.numel():
+        return [int(deciding.count_nonzero())]
+    return [deciding.sum().item(), deciding.max().item()]

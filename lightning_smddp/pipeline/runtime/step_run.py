@@ -485,7 +485,7 @@ class StageRun:
                 with torch.random.fork_rng(devices=[]):
                     result = self.do(function, *filled)
                 break
-            except RuntimeError as error:
+            except (RuntimeError, IndexError, ValueError) as error:
                 failure = error
         else:
             raise ReplayError(f"The shape of what {node.name} makes is not known: {failure}")
