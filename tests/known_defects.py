@@ -7,11 +7,8 @@ empty. A name without brackets stands for all of its cases, as cases that share 
 from __future__ import annotations
 
 DEFECTS: dict[str, str] = {
-    "tests/strategies/test_more_causes.py::test_sizes_that_depend_on_values_are_refused": (
-        "DEFECT: sizes that depend on values are not refused at the trace but fail later"
-    ),
-    "tests/strategies/test_pipeline_courses.py::test_another_course_behind_the_last_module": (
-        "DEFECT: dry runs end at the last unit, and a new course behind it is an error"
+    "tests/strategies/test_control_flow.py::test_another_path_behind_the_last_module": (
+        "DEFECT: dry runs end at the last unit, and a new path behind it is an error"
     ),
 }
 

@@ -27,7 +27,7 @@ from lightning_smddp.pipeline.runtime.stage_program import TracedPath
 from lightning_smddp.pipeline.runtime.step_exchange import StepExchange
 
 FROM_CHECKPOINT = (
-    "When the step was traced it took another course. Give `fit` the last checkpoint as `ckpt_path`: the step is "
+    "When the step was traced it took another path. Give `fit` the last checkpoint as `ckpt_path`: the step is "
     "traced again then, as it is at that time."
 )
 

@@ -238,7 +238,7 @@ def test_batches_that_cannot_be_cut() -> None:
 
 
 class Branching(Net):
-    """Its course depends on an activation's value."""
+    """Its path depends on an activation's value."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         x = self.net[:4](batch[0])
@@ -248,13 +248,13 @@ class Branching(Net):
 
 
 def test_a_course_that_depends_on_values() -> None:
-    """The check comes to another course with another micro-batch."""
+    """The check comes to another path with another micro-batch."""
     for error in RUNNING.results((Branching, {}, {})):
         assert error.startswith("VerificationError: The step went on behind mul at test_pipeline_errors.py:")
 
 
 class ByRank(Net):
-    """From the third batch on its course depends on the process."""
+    """From the third batch on its path depends on the process."""
 
     own = 0
 
@@ -281,7 +281,7 @@ BY_RANK = [(make, {}, {}) for make in (ByRank, ByLastRank, ReadsByRank)]
 
 @pytest.mark.slow
 def test_a_course_that_depends_on_the_rank() -> None:
-    """No rank waits for messages of another course: all say the same."""
+    """No rank waits for messages of another path: all say the same."""
     results = run_trainer_ranks(run_each, 2, refused, BY_RANK, timeout=60)
     assert results[0] == results[1]
     first, last, read = results[0]

@@ -62,7 +62,7 @@ def mixup_with_a_generator(bench: Bench) -> Any:
     return bench.fit(model, ONE, max_epochs=1), model.drawn  # type: ignore[attr-defined]
 
 
-class Course(Net):
+class RandomPath(Net):
     """Numbers that are drawn decide on modules and sizes."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -78,8 +78,8 @@ class Course(Net):
         return loss
 
 
-def course(bench: Bench) -> Any:
-    return bench.fit(seeded(Course(layers=5, count=48)), ONE, max_epochs=2)
+def random_path(bench: Bench) -> Any:
+    return bench.fit(seeded(RandomPath(layers=5, count=48)), ONE, max_epochs=2)
 
 
 class LayerDrop(Net):
@@ -332,7 +332,7 @@ def behind_runs_with_dropout(bench: Bench) -> list[Any]:
     return drawn_behind_runs(bench, 0.5)
 
 
-CASES = [mixup, mixup_with_a_generator, course, layer_drop, shuffled, masked, with_a_generator_of_torch]
+CASES = [mixup, mixup_with_a_generator, random_path, layer_drop, shuffled, masked, with_a_generator_of_torch]
 WITH_DROPOUT = [many, layer_drop_with_dropout, whole_modules_draw, dropout_on_two_stages]
 SEEDED = [functools.partial(seeded_in_the_step, kind=kind) for kind in ("new", "held", "default")]
 TWO = Matrix([*CASES, *WITH_DROPOUT])

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_smddp.pipeline.capture.graph import StepGraph
 
-OTHER_COURSE = (
-    "When it was traced it took another course. What the step does before its last module may not depend on "
+OTHER_PATH = (
+    "When it was traced it took another path. What the step does before its last module may not depend on "
     "torch's random numbers, or on values of tensors that modules made."
 )
 

@@ -34,7 +34,7 @@ from lightning_smddp.pipeline.capture.ops import (
     sets_flag,
     user_location,
 )
-from lightning_smddp.pipeline.runtime.remote import AS_TRACED, OTHER_COURSE, ReplayError, Shape, Shapes, constants_of
+from lightning_smddp.pipeline.runtime.remote import AS_TRACED, OTHER_PATH, ReplayError, Shape, Shapes, constants_of
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor, absent_answer, active_run, set_active_run
 from lightning_smddp.pipeline.runtime.run_modes import Reads, Watch
 from lightning_smddp.pipeline.runtime.stage_program import NOBODY, Observers, StageProgram
@@ -166,7 +166,7 @@ class StageRun:
         missing = [value for value in self.plan.sends if value not in self.here]
         if missing:
             maker = self.graph.nodes[self.graph.producers[missing[0]]].name
-            raise ReplayError(f"The step has not made what {maker} made when it was traced. {OTHER_COURSE}")
+            raise ReplayError(f"The step has not made what {maker} made when it was traced. {OTHER_PATH}")
         return tuple(self.here[value] for value in self.plan.sends)
 
     def _check_end(self) -> None:
@@ -176,7 +176,7 @@ class StageRun:
         nodes = self.graph.nodes
         units = [node for node in nodes[self.position :] if node.module is not None]
         if units:
-            raise ReplayError(f"The step returned before it came to {units[0].name}. {OTHER_COURSE}")
+            raise ReplayError(f"The step returned before it came to {units[0].name}. {OTHER_PATH}")
         self._skip_to(len(nodes))
 
     # ---- the traced order ----
@@ -193,7 +193,7 @@ class StageRun:
             for index in range(self.position, target):
                 if index in remote:
                     name = self.graph.nodes[index].name
-                    raise ReplayError(f"The step went on behind {name}, which did not come. {OTHER_COURSE}")
+                    raise ReplayError(f"The step went on behind {name}, which did not come. {OTHER_PATH}")
         self.position = target
 
     def find(self, function: Any, values: set[int], parameters: set[str]) -> Node:
@@ -220,7 +220,7 @@ class StageRun:
         reason = ""
         if reads:
             reason = f" Python read a tensor's value at {reads[-1].location}: does the step depend on it?"
-        return ReplayError(f"The step came to {got} where {expected} was expected. {OTHER_COURSE}{reason}")
+        return ReplayError(f"The step came to {got} where {expected} was expected. {OTHER_PATH}{reason}")
 
     # ---- operations ----
 
@@ -346,7 +346,7 @@ class StageRun:
         """Values that are seen as the arguments of a unit, as they are when it begins."""
         if len(found) != len(node.entry):
             if node.entry:
-                raise ReplayError(f"Module {node.name!r} was called with other arguments. {OTHER_COURSE}")
+                raise ReplayError(f"Module {node.name!r} was called with other arguments. {OTHER_PATH}")
             return
         kept, keeps_all = self.program.kept, self.program.watches or self.observers.shapes is not None
         for value, leaf in zip(node.entry, found, strict=True):
@@ -363,7 +363,7 @@ class StageRun:
         is_absent = any(id(parameter) in program.absent for parameter in unit.parameters())
         if not is_behind or is_absent or any(type(leaf) is RemoteTensor for leaf in leaves((args, kwargs))):
             expected = "the end" if index == len(nodes) else f"module {nodes[index].name!r}"
-            raise ReplayError(f"The step came to module {name!r} where {expected} was expected. {OTHER_COURSE}")
+            raise ReplayError(f"The step came to module {name!r} where {expected} was expected. {OTHER_PATH}")
         return self.do(forward, args, kwargs)
 
     def _own_unit(self, node: Node, forward: Forward, args: Any, kwargs: Any, found: list[Any]) -> Any:
@@ -395,7 +395,7 @@ class StageRun:
         if len(found) != len(sources):
             raise ReplayError(
                 f"{node.name} returned {counted(len(found), 'thing')} where it returned {len(sources)} when it was "
-                f"traced. {OTHER_COURSE}"
+                f"traced. {OTHER_PATH}"
             )
         record = self.observers.shapes
         keeps_all = self.program.watches or record is not None or node.index in self.plan.again
@@ -404,7 +404,7 @@ class StageRun:
                 continue
             if not isinstance(leaf, Tensor):
                 raise ReplayError(
-                    f"{node.name} returned a {type(leaf).__name__} in a place of another kind. {OTHER_COURSE}"
+                    f"{node.name} returned a {type(leaf).__name__} in a place of another kind. {OTHER_PATH}"
                 )
             if keeps_all or source in self.program.kept:
                 self.here[source] = leaf

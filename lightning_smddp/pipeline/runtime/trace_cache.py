@@ -26,7 +26,7 @@ from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, signature
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.runtime.path_numbers import PathNumbers
-from lightning_smddp.pipeline.runtime.remote import OTHER_COURSE, ReplayError, Shapes
+from lightning_smddp.pipeline.runtime.remote import OTHER_PATH, ReplayError, Shapes
 from lightning_smddp.pipeline.runtime.stage_program import Observers, StagedStep, StageProgram, Step, TracedPath
 from lightning_smddp.pipeline.runtime.step_run import run_stage
 from lightning_smddp.wire.objects import gather
@@ -34,6 +34,7 @@ from lightning_smddp.wire.stream import broadcast_object
 
 _KEPT = 256  # kinds of micro-batches that are remembered,
 _KEPT_OF_A_KIND = 16  # and paths of each
+_MOST_PATHS = 16  # that are traced of one step: one that goes on finding new ones would be traced for ever
 
 History: TypeAlias = tuple[str, ...] | None
 """What Python code reads of the batch on a path; None for code that cannot be probed."""
@@ -142,6 +143,7 @@ class TraceCache:
     _now: dict[str, TracedPath] = field(default_factory=dict)  # in this batch, where all micro-batches take the same
     _is_unprobed: bool = False  # the path that was kept last cannot be probed
     _reason: str = ""  # why no known path was the one of a micro-batch
+    _news: list[str] = field(default_factory=list)  # such reasons, where a path was new
     _trained: str = ""  # for each parameter whether it needs a gradient
     _parameters: list[nn.Parameter] = field(init=False)
     _known: dict[int, TracedPath] = field(default_factory=dict)  # all in `_paths`, by numbers that all ranks know
@@ -247,9 +249,21 @@ class TraceCache:
             path = self._infer(staged, step, microbatch, index)
             if path is not None:
                 return path
+        self._news.append(self._reason)
+        if len(self.steps) >= _MOST_PATHS:
+            self._refuse_more()
         staged = self.retrace(step, microbatch, index)
         self.steps.append(staged)
         return self.remember(staged, step, microbatch, index)
+
+    def _refuse_more(self) -> None:
+        """Raise ``SplitError`` on every rank, with what led to the last two paths. Collective."""
+        last = broadcast_object(self._news[-2:], self.runtime.groups.pipeline, 0, self.runtime.device)
+        raise SplitError(
+            f"The step took {_MOST_PATHS} paths, each of which was traced, and now takes another one. The last two "
+            f"differ by this: {' '.join(last)} Let fewer things decide what it does between modules, put that code "
+            "into one module, or use strategy='smddp'."
+        )
 
     def _infer(self, staged: StagedStep, step: Step, microbatch: MicroBatch, index: int) -> TracedPath | None:
         """The path of ``staged`` with the shapes of this micro-batch; None if the step does not go there."""
@@ -295,7 +309,7 @@ class TraceCache:
         for reason in gather(reason_here, self.runtime.groups.pipeline):
             if reason is not None:
                 raise SplitError(
-                    "The step takes another course each time that it is run on the same batch, so that stages cannot "
+                    "The step takes another path each time that it is run on the same batch, so that stages cannot "
                     f"agree: {reason} What it does between modules may depend on the batch, not on other random "
                     "numbers."
                 )
@@ -318,7 +332,7 @@ class TraceCache:
             ):
                 run_stage(staged.probe, lambda: step(microbatch), (), shapes, observers, step.seed_of(index))
         except ReplayError as error:
-            self._reason, _, _ = str(error).partition(f" {OTHER_COURSE}")
+            self._reason, _, _ = str(error).partition(f" {OTHER_PATH}")
             return None
         return tuple(reads)
 

@@ -1,4 +1,4 @@
-"""Steps that change their course: with the epoch, the step's number, or from micro-batch to micro-batch."""
+"""Steps that change their path: with the epoch, the step's number, or from micro-batch to micro-batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.strategies.pipeline_learners import Bench, Case, Matrix, Net, name_of
 
 
 class Mixed(Net):
-    """Its course depends on the values of each micro-batch's first row, and on the epoch."""
+    """Its path depends on the values of each micro-batch's first row, and on the epoch."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x = self.net[:4](batch[0])
@@ -110,12 +110,28 @@ class Tasks(Net):
 
 
 def tasks(bench: Bench) -> Any:
-    """Where a course cannot be left, as gradients are accumulated."""
+    """Where a path cannot be left, as gradients are accumulated."""
     return bench.fit(Tasks(), {}, accumulate_grad_batches=2)
 
 
+class Endless(Net):
+    """Goes a longer way with each batch."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.net[:4](batch[0])
+        for _ in range(batch_idx):
+            x = x * 1.01
+        return F.cross_entropy(self.net[4:](x), batch[1])
+
+
+def endless(bench: Bench) -> str:
+    with pytest.raises(ValueError, match="took 16 paths") as caught:
+        bench.fit(Endless(count=160), {"num_microbatches": 2}, max_epochs=1)
+    return str(caught.value)
+
+
 class Plain(Net):
-    """Its course depends on nothing, and no module draws random numbers."""
+    """Its path depends on nothing, and no module draws random numbers."""
 
     def on_train_batch_end(self, *args: Any) -> None:
         graph = self.trainer.strategy._pipelined.partitioned.plan.graph
@@ -139,7 +155,7 @@ def test_equals_one_process(case: Case) -> None:
 
 
 @pytest.mark.slow
-def test_another_course_behind_the_last_module() -> None:
+def test_another_path_behind_the_last_module() -> None:
     Matrix([annealed], pipeline={"num_microbatches": 4}).compare(annealed)
 
 
@@ -147,3 +163,10 @@ def test_another_course_behind_the_last_module() -> None:
 def test_nothing_is_taken_for_a_read_of_the_batch() -> None:
     """Else each micro-batch would be rehearsed for itself, in each step."""
     assert TWO.results(plain) == [((), False)] * 2
+
+
+@pytest.mark.slow
+def test_more_paths_than_can_be_traced_are_refused_on_all_ranks() -> None:
+    first, second = Matrix([endless]).results(endless)
+    assert first == second
+    assert first.count("test_control_flow.py") == 2, first

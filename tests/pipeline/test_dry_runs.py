@@ -93,7 +93,7 @@ def test_a_shorter_tail() -> None:
     torch.testing.assert_close(case.run(), case.step())
 
 
-def test_another_course_names_both_items() -> None:
+def test_another_path_names_both_items() -> None:
     flag: list[int] = []
 
     def body(s: Net, x: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def test_another_course_names_both_items() -> None:
     case = Case(body)
     flag.append(1)
     with pytest.raises(
-        ReplayError, match=r"sin at .*test_courses.py:\d+ where cos at test_courses.py:\d+ was expected"
+        ReplayError, match=r"sin at .*test_dry_runs.py:\d+ where cos at test_dry_runs.py:\d+ was expected"
     ):
         case.run()
 
@@ -163,7 +163,7 @@ def test_what_is_kept_from_another_step() -> None:
     received = case.first()
     with wrappers_of(case.root).active([case.graph]):
         run_stage(case.replays[1], case.step, received, Shapes.of(case.graph))
-        with pytest.raises(ReplayError, match=r"test_courses.py:\d+ a tensor of another stage.*earlier step"):
+        with pytest.raises(ReplayError, match=r"test_dry_runs.py:\d+ a tensor of another stage.*earlier step"):
             run_stage(case.replays[1], case.step, received, Shapes.of(case.graph))
 
 
