@@ -62,7 +62,7 @@ LONGEST = [
     "tests/sharding/test_shard_in_pipeline.py",
     "tests/gpu/test_pipelines.py",
     "tests/sharding/test_fsdp_averaging.py",
-    "tests/strategies/test_pipeline_courses.py",
+    "tests/strategies/test_control_flow.py",
     "tests/strategies/test_pipeline_data.py",
     "tests/strategies/test_pipeline_errors.py",
     "tests/communication/test_hook.py",
