@@ -263,8 +263,6 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 def _step(clone: Any, parameters: Sequence[nn.Parameter], gradients: Sequence[Sequence[Tensor]]) -> None:
     """Step with one set of gradients after the other: for each step one for each of the ``parameters``."""
-    if callable(getattr(clone, "train", None)):
-        clone.train()  # schedule-free optimizers have two modes, and begin in the other
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for of_step in gradients:

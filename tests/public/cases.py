@@ -13,13 +13,13 @@ from lightning.pytorch import Callback, LightningModule, seed_everything
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_smddp import PipelineStrategy
+from lightning_smddp import AccumulationStrategy, PipelineStrategy
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import make_trainer
 from tests.strategies.pipeline_learners import assert_same
 
-WHOLE = {"num_microbatches": 1, "schedule": "gpipe"}  # BatchNorm and losses between rows see the whole batch
+WHOLE = {"num_microbatches": 1, "schedule": "gpipe"}
 INTERLEAVED = {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "num_microbatches": 4}
 ZERO_BUBBLE = {"schedule": "zbv_zero_bubble", "num_microbatches": 4}
 REPLICAS = {"pipeline_parallel_size": 2, "num_microbatches": 2}
@@ -39,8 +39,6 @@ class Case:
         trainer: arguments of ``Trainer``.
         ranks: how many; with two replicas, twice the stages.
         refused: a pattern of the message with which training has to stop; empty where it has to be equal.
-        drawn: whether the step draws random numbers, which a pipeline draws anew for each micro-batch: then ranks have
-            to agree with each other, and to learn.
         variant: part of the name, where a module is trained in several ways.
     """
 
@@ -49,7 +47,6 @@ class Case:
     trainer: Mapping[str, Any] = field(default_factory=dict)
     ranks: int = 2
     refused: str = ""
-    drawn: bool = False
     variant: str = ""
 
     @property
@@ -86,13 +83,22 @@ def integers(low: int, high: int, *size: int, seed: int = 0) -> Tensor:
 
 
 class Losses(Callback):
-    """The loss of each batch, as Lightning hands it to callbacks."""
+    """The loss of each batch, as Lightning hands it to callbacks; and into how many micro-batches batches were cut."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
+        self.counts: list[int] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
         self.values.append(float(outputs["loss"]))
+        self._count(trainer)
+
+    def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
+        self._count(trainer)
+
+    def _count(self, trainer: Any) -> None:
+        if isinstance(trainer.strategy, PipelineStrategy):
+            self.counts.append(trainer.strategy.last_microbatches)
 
 
 class Learner(LightningModule):
@@ -153,16 +159,26 @@ class HuggingFace(Built):
         return self.model(**batch).loss
 
 
-def train(case: Case, pipelined: bool) -> dict[str, Any]:
-    """Body of a rank: what training leaves, for the comparison."""
+def train(case: Case, piped: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Body of a rank: what training leaves, for the comparison.
+
+    Args:
+        case: what is trained: in a pipeline, or with ``piped`` in one process that accumulates gradients.
+        piped: what a rank of the pipeline has left, which says how that cut batches and weighed the parts.
+    """
     seed_everything(1, verbose=False)
     model = case.make()
     seed_everything(2, verbose=False)
-    strategy: Any = "auto"
-    if pipelined:
+    strategy: Any
+    if piped is None:
         strategy = PipelineStrategy(
             **grouped(**{"verbose": False, "tuning_cache": False, "resume": "never", **case.pipeline})
         )
+    elif case.replicas > 1:
+        strategy = "auto"  # which has the batches of all replicas in one
+    else:
+        counts = iter(piped["counts"])
+        strategy = AccumulationStrategy(lambda rows: next(counts), piped["loss_weight"], device="cpu")
     losses = Losses()
     options = {"max_epochs": 2, "num_sanity_val_steps": 0, **case.trainer}
     options["callbacks"] = [make() for make in options.pop("callbacks", [])] + [losses]
@@ -171,31 +187,28 @@ def train(case: Case, pipelined: bool) -> dict[str, Any]:
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     weights = {name: value.detach().clone() for name, value in model.state_dict().items() if torch.is_tensor(value)}
     shown = getattr(model, "shown", None)  # what a case wants to be compared beside
-    return {"losses": losses.values, "metrics": metrics, "weights": weights, "shown": shown}
+    result = {"losses": losses.values, "metrics": metrics, "weights": weights, "shown": shown}
+    if piped is None:
+        result.update(counts=losses.counts, loss_weight=trainer.strategy.chosen_loss_weight)
+    return result
 
 
 def run(case: Case) -> list[dict[str, Any]]:
-    return run_trainer_ranks(
-        train, case.ranks, case, True, timeout=TIMEOUT_S, env={"PUBLIC_REPLICAS": str(case.replicas)}
-    )
+    return run_trainer_ranks(train, case.ranks, case, timeout=TIMEOUT_S, env={"PUBLIC_REPLICAS": str(case.replicas)})
 
 
 def check(case: Case) -> None:
-    """The one test: a case's ranks against one process."""
+    """The one test: a case's ranks against one process that accumulates gradients over the same micro-batches."""
     if case.refused:
         with pytest.raises(RanksFailedError, match=case.refused) as caught:
             run(case)
         assert not caught.value.hung
         return
     results = run(case)
-    if case.drawn:
-        for rank, result in enumerate(results):
-            assert_same(result, results[0], where=f"rank {rank}")
-        assert all(torch.isfinite(torch.tensor(results[0]["losses"])))
-        return
-    (expected,) = run_trainer_ranks(train, 1, case, False, timeout=TIMEOUT_S)
+    (expected,) = run_trainer_ranks(train, 1, case, results[0], timeout=TIMEOUT_S)
     assert torch.isfinite(torch.tensor(expected["losses"])).all(), "this case does not train in one process"
     assert expected["losses"], "this case does not train"
+    results = [{name: result[name] for name in expected} for result in results]
     if case.replicas > 1:
         mean = torch.tensor([result["losses"] for result in results]).mean(0).tolist()
         assert_same(mean, expected["losses"], where="the replicas' mean loss")

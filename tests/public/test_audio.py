@@ -163,8 +163,8 @@ class SpectralLoss(Separation):
 @table(
     Case(Wav2Vec2, WHOLE),
     Case(Wav2Vec2, variant="cut"),
-    Case(Wav2Vec2SpecAugment, drawn=True),
-    Case(Wav2Vec2LayerDrop, drawn=True),
+    Case(Wav2Vec2SpecAugment),
+    Case(Wav2Vec2LayerDrop),
     Case(Whisper),
     Case(Conformer, WHOLE),
     Case(Separation),

@@ -276,7 +276,7 @@ class Segformer(Built):
 @table(
     Case(SmpUnet, WHOLE),
     Case(SmpFpn, WHOLE),
-    Case(SmpSegformer, WHOLE, drawn=True),
+    Case(SmpSegformer, WHOLE),
     Case(MonaiUnet),
     Case(MonaiUnet, ZERO_BUBBLE, variant="zero_bubble"),
     Case(MonaiUnetr),
@@ -284,7 +284,7 @@ class Segformer(Built):
     Case(TorchvisionFcn, WHOLE),
     Case(Fcos, WHOLE),
     Case(RetinaNet, WHOLE),
-    Case(FasterRcnn, WHOLE, drawn=True),
+    Case(FasterRcnn, WHOLE),
     Case(Detr, WHOLE),
     Case(Segformer, WHOLE),
 )

@@ -292,17 +292,17 @@ class Process(gpytorch.models.ApproximateGP):
 
 
 @table(
-    Case(Vae, drawn=True),
+    Case(Vae),
     Case(VaeByMean),
     Case(AutoencoderKl),
     Case(Unet2d),
     Case(Unet2dSampling),
     Case(LatentDiffusion),
-    Case(DenoisingDiffusion, drawn=True),
+    Case(DenoisingDiffusion),
     Case(VectorQuantised, {**WHOLE, "split": ["codes"]}),
     Case(FiniteScalarQuantised),
     Case(PythaeAutoencoder),
-    Case(PythaeVae, drawn=True),
+    Case(PythaeVae),
     Case(PythaeVaeGan),
     Case(SplineFlow),
     Case(AutoregressiveFlow),

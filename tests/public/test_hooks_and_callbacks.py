@@ -375,10 +375,6 @@ def prune_by_size() -> Callback:
     return ModelPruning("l1_unstructured", amount=0.3, use_global_unstructured=False)
 
 
-def prune_globally() -> Callback:
-    return ModelPruning("l1_unstructured", amount=0.3)
-
-
 @table(
     Case(TimmEma, CUT),
     Case(TorchEma, CUT),
@@ -393,21 +389,20 @@ def prune_globally() -> Callback:
     Case(GradientsCleaned, CUT),
     Case(NoisyWeights, CUT),
     Case(WeightsSaved, CUT),
-    Case(Sam, CUT),
-    Case(Manual, CUT),
-    Case(Lamb, CUT),
+    Case(Sam, CUT, refused="Sam uses manual optimization"),
+    Case(Manual, CUT, refused="Manual uses manual optimization"),
+    Case(Lamb, CUT, refused="Lamb needs the gradients of all parameters in one place"),
     Case(Lamb2, CUT, trainer=EXACT),
     Case(Lion, CUT, trainer=EXACT),
-    Case(Adan, CUT, trainer=EXACT),
-    Case(Prodigy, CUT, trainer=EXACT),
-    Case(ScheduleFree, CUT),
+    Case(Adan, CUT, refused="Adan needs the gradients of all parameters in one place"),
+    Case(Prodigy, CUT, refused="Prodigy needs the gradients of all parameters in one place"),
+    Case(ScheduleFree, CUT, refused="SGDScheduleFree needs .* or what it does cannot be tried out"),
     Case(LookAhead, CUT),
     Case(LayerDecay, CUT),
     Case(Finetuned, WHOLE, trainer={"callbacks": [unfreeze_at_one], "max_epochs": 3}),
     Case(Finetuned, WHOLE, trainer={"callbacks": [unfreeze_all_at_one], "max_epochs": 3}, variant="with_batch_norm"),
     Case(Unfreezing, CUT),
-    Case(Pruned, CUT, trainer={"callbacks": [prune_by_size]}),
-    Case(Pruned, CUT, trainer={"callbacks": [prune_globally]}, variant="globally"),
+    Case(Pruned, CUT, trainer={"callbacks": [prune_by_size]}, refused="ModelPruning replaces parameters"),
     Case(Sampled, CUT),
     Case(Reinitialised, CUT),
 )

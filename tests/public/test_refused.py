@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch.nn import functional as F
 from tests.public.cases import MARKS, WHOLE, Case, Learner, check, table
 from tests.public.test_generative import PythaeVaeGan, VectorQuantised
 from tests.public.test_graphs import SchNetForces
-from tests.public.test_hooks_and_callbacks import Lamb, Pruned, prune_by_size
 from tests.public.test_metric_learning import CrossBatch, TripletMined
 from tests.public.test_self_supervised import Byol
 from tests.public.test_vision import digits
@@ -42,18 +40,13 @@ def refused(make: Any, message: str, **pipeline: Any) -> Case:
     return Case(make, {**WHOLE, **pipeline}, refused=message)
 
 
-PRUNED = refused(Pruned, r"SplitError: ModelPruning replaces parameters of the module.* Leave it out")
-
-
 @table(
-    refused(PythaeVaeGan, r"ValueError: PythaeVaeGan uses manual optimization.* Use automatic optimization"),
+    refused(PythaeVaeGan, r"ValueError: PythaeVaeGan uses manual optimization.* Use strategy='smddp'"),
     refused(Byol, r"SplitError: .* parameter 'backbone_momentum\S+' .*on_train_batch_end"),
     refused(VectorQuantised, r"The step changes buffer 'codes\S+ at .*use num_microbatches=1", num_microbatches=2),
     refused(CrossBatch, r"SplitError: The step (keeps tensors in self.criterion|changes buffer 'criterion)"),
     refused(TripletMined, r"SplitError: .* makes a tensor whose size depends on values.* Pad it"),
     refused(SchNetForces, r"SplitError: The step runs a backward pass of its own at \S*test_graphs.py:\d+"),
-    refused(Lamb, r"SplitError: Lamb cannot be used with a pipeline.* such as AdamW"),
-    replace(PRUNED, trainer={"callbacks": [prune_by_size]}),
     refused(Scripted, r"SplitError: Module 'model' is scripted.* script it afterwards"),
 )
 def test_refused(case: Case) -> None:

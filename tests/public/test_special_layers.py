@@ -129,7 +129,7 @@ class Reversible(Learner):
     Case(Equivariant),
     Case(Orthogonal),
     Case(Liquid),
-    Case(Reversible, drawn=True),
+    Case(Reversible),
 )
 def test_special_layers(case: Case) -> None:
     check(case)

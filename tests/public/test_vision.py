@@ -249,7 +249,7 @@ class OpenClip(Learner):
     Case(TorchvisionInception, WHOLE),
     Case(SimpleVit),
     Case(HuggingFaceVit),
-    Case(KorniaAugmented, drawn=True),
+    Case(KorniaAugmented),
     Case(KorniaTransferred),
     Case(KorniaTotalVariation),
     Case(OpenClip, WHOLE),

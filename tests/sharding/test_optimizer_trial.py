@@ -90,19 +90,6 @@ class Adapts(Sign):
             p.sub_(group["lr"] * size * p.grad.sign())
 
 
-class ScheduleFree(Sign):
-    """It has two modes, begins in that of evaluation, and steps in the other alone."""
-
-    is_training = False
-
-    def train(self) -> None:
-        self.is_training = True
-
-    def step(self, closure: Any = None) -> None:
-        assert self.is_training
-        super().step()
-
-
 class NeedsClosure(Sign):
     def step(self, closure: Any = None) -> None:
         assert closure is not None
@@ -159,7 +146,6 @@ ELEMENTWISE = [
     optim.Adamax,
     Sign,
     HoldsParameters,
-    ScheduleFree,
     SinglePrecision,
 ]
 
