@@ -156,6 +156,11 @@ class SeededCall:
     def __init__(self, generators: Generators) -> None:
         self.generators = generators
         self.number = torch.default_generator.initial_seed()
+        self._begin()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # each number of Python's state would be a guard
+    def _begin(self) -> None:
+        generators = self.generators
         with without_torch_functions():
             self.before = generators.states()
             drawn_from = generators.states_of_torch()
