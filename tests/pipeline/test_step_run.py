@@ -467,12 +467,18 @@ def test_frozen_first_modules() -> None:
     check(net)
 
 
-def test_a_sparse_tensor_between_modules_is_not_sent() -> None:
+def test_a_sparse_tensor_between_modules_is_made_again_or_not_sent() -> None:
     def loss(root: nn.Module) -> Tensor:
         x = root.net.blocks[0](X)
         sparse = (x * (x > 0)).to_sparse()
         return (root.net.blocks[1](x) + sparse.to_dense()).mean()
 
+    def loss_that_writes(root: nn.Module) -> Tensor:
+        x = root.net.blocks[0](X)
+        sparse = (x * (x > 0)).to_sparse().mul_(2.0)
+        return (root.net.blocks[1](x) + sparse.to_dense()).mean()
+
+    check(Net(), loss, stages=(2,))
     root = nn.ModuleDict({"net": Net()})
-    graph = program_of(root, lambda: loss(root), is_unit)
+    graph = program_of(root, lambda: loss_that_writes(root), is_unit)
     assert possible_cuts(graph) == []

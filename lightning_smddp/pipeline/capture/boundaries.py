@@ -108,6 +108,7 @@ def seen_before(graph: StepGraph, cut: int) -> set[int]:
     for node in graph.nodes[:cut]:
         if node.module is not None:
             seen.update(node.outputs, node.entry)
+            seen.discard(None)
         seen.update(new for old, new, _ in node.rebinds if old in seen)  # the same object, written in place
     for node in graph.nodes[cut : cut + 1]:
         seen.update(node.entry if node.module is not None else node.inputs)
