@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_smddp._compat.torch import without_torch_functions
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph, first_difference
 from lightning_smddp.pipeline.capture.graph_builder import IsSmall, Modules, build_graph
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
@@ -190,7 +191,8 @@ def record(
     if fetch is not None:
 
         def borrow(name: str) -> Tensor:
-            together.check(f"parameter {name!r}")
+            with without_torch_functions():  # memory of the exchange would be taken for some that the step writes
+                together.check(f"parameter {name!r}")
             return fetch(name)
 
     def attempt() -> Trace:
