@@ -22,7 +22,6 @@ import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -43,19 +42,6 @@ from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from lightning_smddp.wire.pytree import leaves, map_leaves
 
 _MISSING = object()
-
-
-@dataclass
-class AttributeChanges:
-    """What a batch has done to attributes: plain data and tensors.
-
-    Attributes:
-        changes: in order.
-        elsewhere: places that the trace saw change, and the last stage has not changed.
-    """
-
-    changes: list[Change] = field(default_factory=list)
-    elsewhere: list[Place] = field(default_factory=list)
 
 
 class _Traced(NamedTuple):
@@ -105,7 +91,6 @@ class AttributeScopes:
     ) -> None:
         self.module = module
         self.warn = warn
-        self._warned: set[Place] = set()
         self.counts: dict[str, None] = {}
         self.changed: dict[str, None] = {}
         self._ignored = ignored
@@ -114,10 +99,11 @@ class AttributeScopes:
         self._learning: tuple[Snapshot, dict[Place, Tensor]] | None = None  # before a trace, and copies as below
         self._traced: list[_Traced] = []  # by the last trace
         self._undecided: dict[Place, _Traced] = {}  # until a batch shows whether the last stage changes them
+        self._numbers: dict[str, bool] = {}  # that change inside of modules, and whether that was said
         self._elsewhere: dict[Place, Tensor | None] = {}  # what hooks find there; None for what there is
         self._base: Snapshot | None = None  # before the batch
         self._stage = -1  # whose scope is in place; -1 for none
-        self._left: dict[Any, Snapshot] = {}  # by stage, and by ("dry", micro-batch)
+        self._snapshots: dict[Any, Snapshot] = {}  # by stage, and by ("dry", micro-batch)
         self._copies: dict[int, dict[Place, Tensor]] = {}  # by stage, of what is written in place
 
     # ---- during a batch ----
@@ -134,26 +120,26 @@ class AttributeScopes:
         with without_torch_functions():
             base = self._begin()
             self._leave()
-            self._left.get(("dry", index - 1), base).put_back()
+            self._snapshots.get(("dry", index - 1), base).put_back()
         _with_copies(self.module, self._written)
         try:
             yield
         finally:
             with without_torch_functions():
-                self._left["dry", index] = base.again()
+                self._snapshots["dry", index] = base.current()
                 base.put_back()
             if stops is not None:
                 trainer.should_stop = stops
 
-    def left(self) -> list[Change]:
+    def side_effects(self) -> list[Change]:
         """What the run that is under way, and those before it, have left in attributes of the LightningModule."""
         with without_torch_functions():
             before, copies = self._learning or (self._begin(), self._copies.get(self._stage, {}))
-            found = list(before.changes_to(before.again(), copies))
+            found = list(before.changes_to(before.current(), copies))
         return [change for change in found if not change[0][0] or change[0][0].startswith("->")]
 
-    def settle(self, left: Sequence[Change], touched: Mapping[int, Tensor]) -> None:
-        """Let tensors in what was :meth:`left` be what they are here, by id: other stages have made or written some."""
+    def settle(self, effects: Sequence[Change], touched: Mapping[int, Tensor]) -> None:
+        """Let tensors in :meth:`side_effects` be what they are here, by id: other stages have made or written some."""
 
         def here(leaf: Any) -> Any:
             after = touched.get(id(leaf), leaf)
@@ -162,7 +148,7 @@ class AttributeScopes:
 
         if self._learning is not None:
             return
-        for place, kind, value in left:
+        for place, kind, value in effects:
             settled = map_leaves(here, value)
             if all(map(operator.is_, leaves(settled), leaves(value))):
                 continue
@@ -171,29 +157,24 @@ class AttributeScopes:
             else:
                 apply_changes(self.module, [(place, "members" if kind == "members" else "set", settled)])
 
-    def changes(self, stage: int) -> AttributeChanges:
-        """What the runs of ``stage``, the last one, have done."""
+    def changes(self, stage: int) -> tuple[list[Change], list[Place]]:
+        """What the runs of ``stage``, the last one, have done: plain data and tensors.
+
+        Then places that the trace saw change, and this stage has not changed.
+        """
         found = self._changes_of(stage)
         places = [place for place, _, _ in found]
         elsewhere = [place for place in self._undecided if not _is_among(place, places)]
-        plain = []
-        for place, kind, value in found:
-            if is_plain(place, value):
-                plain.append((place, kind, map_leaves(_detached, value)))
-        return AttributeChanges(plain, elsewhere)
+        plain = [(place, kind, map_leaves(_detached, value)) for place, kind, value in found if is_plain(place, value)]
+        return plain, elsewhere
 
-    def end(self, elsewhere: Sequence[Place] = ()) -> None:
-        """The batch is over: attributes are what they were before it, but for what stays on this rank.
-
-        Args:
-            elsewhere: see :class:`AttributeChanges`, on all ranks.
-        """
+    def end(self, changes: Sequence[Change] = (), elsewhere: Sequence[Place] = ()) -> None:
+        """The batch is over: the last stage's :meth:`changes`, and what stays on this rank. On all ranks."""
         found = self._changes_of(max(self._copies, default=-1))
         self._decide(elsewhere, [place for place, _, _ in found])
         self.drop()
-        for change in found:
-            if change[0] in self._elsewhere or not is_plain(change[0], change[2]):
-                apply_changes(self.module, [change])
+        stays = [change for change in found if change[0] in self._elsewhere or not is_plain(change[0], change[2])]
+        apply_changes(self.module, [*stays, *changes])
 
     def drop(self) -> None:
         """Throw away what runs have done."""
@@ -201,7 +182,7 @@ class AttributeScopes:
             self._base.put_back()
         self._base = None
         self._stage = -1
-        self._left.clear()
+        self._snapshots.clear()
         self._copies.clear()
 
     def _begin(self) -> Snapshot:
@@ -216,21 +197,21 @@ class AttributeScopes:
             return
         base = self._begin()
         self._leave()
-        self._left.get(stage, base).put_back()
+        self._snapshots.get(stage, base).put_back()
         if stage not in self._copies:
             self._copies[stage] = _with_copies(self.module, self._written)
         self._stage = stage
 
     def _leave(self) -> None:
         if self._stage >= 0:
-            self._left[self._stage] = self._begin().again()
+            self._snapshots[self._stage] = self._begin().current()
         self._stage = -1
 
     def _changes_of(self, stage: int) -> list[Change]:
         self._leave()
-        if self._base is None or stage not in self._left:
+        if self._base is None or stage not in self._snapshots:
             return []
-        found = self._base.changes_to(self._left[stage], self._copies[stage])
+        found = self._base.changes_to(self._snapshots[stage], self._copies[stage])
         return [change for change in found if not any(isinstance(leaf, RemoteTensor) for leaf in leaves(change[2]))]
 
     def _follows(self, owner: str, attribute: str) -> bool:
@@ -255,7 +236,7 @@ class AttributeScopes:
         try:
             yield
             with without_torch_functions():
-                found = list(before.changes_to(before.again(), self._learning[1]))
+                found = list(before.changes_to(before.current(), self._learning[1]))
                 self._traced = [_Traced.of(before, change) for change in found]
                 states = {traced.place[:2] for traced in self._traced if traced.is_state}
                 before.put_back(lambda *attribute: is_seen(*attribute) and (not attribute[0] or attribute in states))
@@ -268,17 +249,13 @@ class AttributeScopes:
         Args:
             units: names of modules that are placed whole, and whether they are on this rank.
         """
-        numbers = []
         for traced in self._traced:
             place = traced.place
             self.changed[in_words(place)] = None
-            owner = place[0].partition("->")[0]
-            unit = next((name for name in units if f"{owner}.".startswith(f"{name}.")), None)
-            if unit is not None:
-                if traced.is_number:
-                    numbers.append(place)
-                elif traced.is_made:
-                    self._mark_elsewhere(place, units[unit])
+            owner = f"{place[0].partition('->')[0]}."
+            inside = [is_here for name, is_here in units.items() if owner.startswith(f"{name}.")]
+            if inside:
+                self._note_elsewhere(traced, inside[0])
                 continue
             if place[0]:
                 # What is no number and no tensor may be set once, with something else that stays done: a flag that
@@ -290,40 +267,38 @@ class AttributeScopes:
                 self._written[place] = None
             if type(traced.value) in (int, bool):
                 self.counts[in_words(place)] = None
-            if traced.is_made or traced.is_number:
-                self._undecided[place] = traced
+            self._undecided[place] = traced
         self._traced = []
-        self._warn_of(numbers)
+        self._warn_of_numbers()
 
     def _decide(self, elsewhere: Iterable[Place], changed_here: Sequence[Place]) -> None:
-        numbers = []
         for place in map(tuple, elsewhere):
-            traced = self._undecided.get(place)
-            if traced is None:
-                continue  # of a callback that this rank does not have
-            self._mark_elsewhere(place, traced.is_number or _is_among(place, changed_here))
-            if traced.is_number:
-                numbers.append(place)
+            if place in self._undecided:  # else of a callback that this rank does not have
+                self._note_elsewhere(self._undecided[place], _is_among(place, changed_here))
         self._undecided = {}
-        self._warn_of(numbers)
+        self._warn_of_numbers()
 
-    def _mark_elsewhere(self, place: Place, is_here: bool) -> None:
-        name = in_words(place)
-        self._elsewhere[place] = None
-        if not is_here:
-            self._elsewhere[place] = absent_tensor(
+    def _note_elsewhere(self, traced: _Traced, is_here: bool) -> None:
+        """It changes on the rank of one stage alone, not the last one: there it is, and elsewhere a tensor raises."""
+        name = in_words(traced.place)
+        if traced.is_number:
+            self._numbers.setdefault(name, False)
+        if not (traced.is_number or traced.is_made):
+            return
+        self._elsewhere[traced.place] = None
+        if traced.is_made and not is_here:
+            self._elsewhere[traced.place] = absent_tensor(
                 f"`{name}` is set by a module that is on another rank, and is not on this one. Let the step keep it in "
                 f"an attribute of the LightningModule: `self.kept = {name}`."
             )
 
-    def _warn_of(self, numbers: Sequence[Place]) -> None:
-        new = [place for place in numbers if place not in self._warned]
-        self._warned.update(new)
+    def _warn_of_numbers(self) -> None:
+        new = [f"`{name}`" for name, is_said in self._numbers.items() if not is_said]
+        self._numbers = dict.fromkeys(self._numbers, True)
         if new:
-            names = ", ".join(f"`{in_words(place)}`" for place in new)
             self.warn(
-                f"{names}: changed inside of modules that are placed whole, so right on their stage's rank alone, and "
-                "changed once for each micro-batch. Keep such numbers in attributes of the LightningModule."
+                f"{', '.join(new)}: changed inside of modules that are placed whole, so right on their stage's rank "
+                "alone, and changed once for each micro-batch. Keep such numbers in attributes of the LightningModule."
             )
 
     @contextmanager

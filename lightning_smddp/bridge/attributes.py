@@ -57,7 +57,7 @@ class Snapshot:
             for attribute, value in kept.items():
                 self._look_into((name, attribute), value)
 
-    def again(self) -> Snapshot:
+    def current(self) -> Snapshot:
         """The same attributes as they are now."""
         return Snapshot(self.owners, self.follows, self._starts)
 

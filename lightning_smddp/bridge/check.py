@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from lightning_smddp._compat.torch_steps import hooks_of
 from lightning_smddp.bridge.metrics import patched
-from lightning_smddp.bridge.module_states import RunSetup
-from lightning_smddp.bridge.partitioned_module import PartitionedModule
+from lightning_smddp.bridge.partitioned_module import PartitionedModule, RunSetup
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.objects import with_same_memory
@@ -27,7 +26,15 @@ from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, pre
 from lightning_smddp.pipeline.partition.costs import explained_shortage
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import decided_by_first
-from lightning_smddp.pipeline.partition.self_check import Finding, VerificationError, compare, norm_of, require_equal
+from lightning_smddp.pipeline.partition.self_check import (
+    EXACT,
+    MIXED,
+    Finding,
+    VerificationError,
+    compare,
+    norm_of,
+    require_equal,
+)
 from lightning_smddp.pipeline.runtime.draws import without_own_dropout
 from lightning_smddp.pipeline.runtime.remote import ReplayError, Shapes
 from lightning_smddp.pipeline.runtime.stage_program import StagePlan, StageProgram
@@ -167,7 +174,7 @@ def _outcome(
     text = None
     try:
         findings = _compared(partitioned, step, parts, baseline)
-        require_equal(findings, partitioned.tolerance)
+        require_equal(findings, EXACT if partitioned.plan.is_exact else MIXED)
     except ReplayError as error:
         text = str(error)
     except VerificationError as error:
@@ -193,7 +200,7 @@ def _compared(
     norms: dict[str, float] = {}
     with preserve_state(setup.module, setup.device), without_own_dropout(setup.module, setup.device):
         try:
-            paths = partitioned.paths_of(trial, parts)
+            paths = partitioned.paths(trial, parts)
             # Replicas are not averaged: compression would be a difference.
             stash.begin(continues=False, may_drop=True, accumulates=True, num_microbatches=len(parts))
             outputs = runtime.require_success(runtime.run(paths, trial, parts, True))

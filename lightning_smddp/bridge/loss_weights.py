@@ -48,7 +48,7 @@ def find_loss_weight(
     setup = partitioned.setup
     losses: list[float] | str
     try:
-        losses = _losses(partitioned, step.forward_only(), whole, microbatches)
+        losses = _losses(partitioned, step.unscaled(trains=False), whole, microbatches)
     except Exception as error:  # on every rank: the step is not made for eval mode, or whole batches are too large
         losses = repr(own_error(error))
     found: Any = None

@@ -177,7 +177,7 @@ class StepMetrics:
                 return map_leaves(functools.partial(_absent, name), result)
         self._needed.append(given)
         run = active_run()
-        if run is not None:  # before its first module a stage hands out stand-ins of what it has received
+        if run is not None:  # before its first module a stage hands out placeholders of what it has received
             given = map_leaves(run.real, given)
         with without_torch_functions():
             self._note(name, metric)

@@ -1,11 +1,18 @@
-"""A LightningModule whose parameters are spread over the ranks of a pipeline: its steps, hooks and state."""
+"""A LightningModule that a pipeline trains: whole before its first batch, then spread over the ranks of the pipeline.
+
+    Unpartitioned --first training batch--> PartitionedModule
+
+At the end of the run each rank has the whole module again, and its own part of the optimizers.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,18 +21,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_smddp.bridge.metrics import patched
-from lightning_smddp.bridge.module_states import BY_MEMORY, ModuleState, RunSetup, leave_in_parts, warn_on_first_rank
 from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.bridge.step_record import StepRecorder
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules
+from lightning_smddp.pipeline.mesh import Groups
 from lightning_smddp.pipeline.partition.assignment import follow, nodes_by_stage
-from lightning_smddp.pipeline.partition.costs import Resources, fits_on_hosts
+from lightning_smddp.pipeline.partition.costs import Resources
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import PartitionPlan, build_on_all, own_error, record, require_same
-from lightning_smddp.pipeline.partition.self_check import EXACT, MIXED, Finding
+from lightning_smddp.pipeline.partition.self_check import Finding
 from lightning_smddp.pipeline.partition.split import is_within
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.runtime.stage_program import StagedStep, StagePlan, TracedPath
@@ -33,12 +40,162 @@ from lightning_smddp.pipeline.runtime.trace_cache import TraceCache
 from lightning_smddp.pipeline.state.gradients import GradientStash, clip_by_norm, share_overflow
 from lightning_smddp.pipeline.state.optimizer import OptimizerPartition
 from lightning_smddp.pipeline.state.replicas import ReplicaGradients
-from lightning_smddp.pipeline.state.state_dict import SharedBuffers, full_state_dict, partial_state_dict, unshard
+from lightning_smddp.pipeline.state.state_dict import (
+    SharedBuffers,
+    full_state_dict,
+    load_full_state_dict,
+    partial_state_dict,
+)
 from lightning_smddp.pipeline.view.view import GlobalView
 from lightning_smddp.seeding import mix, step_seed
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 from lightning_smddp.sharding.optimizer_states import whole_states
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
-from lightning_smddp.wire.stream import CPU, gathered_objects
+from lightning_smddp.wire.stream import gathered_objects
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+    from lightning_smddp.strategies.pipeline_options import PipelineOptions
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """The user's module, the strategy's options, and where this rank stands.
+
+    Attributes:
+        module: the user's LightningModule.
+        options: the strategy's.
+        groups: this rank's position in the mesh, and its process groups.
+        device: of this rank.
+        step_context: makes, for the name of a step, the context that Lightning enters around it (precision).
+        timeout: of collectives.
+    """
+
+    module: LightningModule
+    options: PipelineOptions
+    groups: Groups
+    device: torch.device
+    step_context: Callable[[str], AbstractContextManager[Any]]
+    timeout: timedelta
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of a pipeline, on all of its ranks."""
+        return self.groups.pipeline.size() * self.options.stages_per_rank
+
+    @property
+    def rank_of_stage(self) -> Sequence[int]:
+        """For each stage the pipeline rank that runs it."""
+        return self.options.schedule.rank_of_stage(self.num_stages, self.groups.pipeline.size())
+
+    @property
+    def last_rank(self) -> int:
+        """The pipeline rank of the last stage, where a step ends: it alone has the step's loss and logs."""
+        return self.rank_of_stage[-1]
+
+    @property
+    def ends_here(self) -> bool:
+        """Whether this rank has the last stage, and so the step's loss and logs."""
+        return self.groups.pipeline_rank == self.last_rank
+
+    @property
+    def num_replicas(self) -> int:
+        """Pipelines that train side by side, each on batches of its own."""
+        return self.groups.mesh.num_replicas
+
+    @property
+    def world(self) -> dist.ProcessGroup:
+        """All ranks of all pipelines."""
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+
+    def is_whole(self) -> bool:
+        """Whether all parameters of the module have memory on this rank's device."""
+        return all(parameter.device.type == self.device.type for parameter in self.module.parameters())
+
+
+def warn_on_first_rank(message: str) -> None:
+    """Warn on the first rank of the world alone: the others have the same to say."""
+    if dist.get_rank() == 0:
+        warnings.warn(message, stacklevel=3)
+
+
+class ModuleState:
+    """What a checkpoint, the optimizers and the watch for NaN ask of a module; here, where each rank has all of it."""
+
+    setup: RunSetup
+    remembered: Mapping[str, Mapping[str, Tensor]] = {}  # loaded, what compression remembers of all parameters
+
+    def state_dict(self, gather: bool) -> dict[str, Any]:
+        """The whole module's on the first rank; without ``gather`` of each rank what it holds. Collective."""
+        return self.setup.module.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
+        """Load a whole module's state: each rank takes what it holds. Names that differ are an error if ``strict``."""
+        load_full_state_dict(self.setup.module, state, strict)
+
+    def optimizer_state(self, optimizer: Optimizer, gather: bool) -> dict[str, Any]:
+        """The whole optimizer's on the first rank; without ``gather`` of each rank what it holds. Collective."""
+        return optimizer.state_dict()
+
+    def compression_state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """What compression of gradients remembers, by parameter, on the first rank; empty if nothing. Collective."""
+        return self.remembered
+
+    def optimized(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """The parameters of all ranks that ``optimizer`` steps."""
+        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def nonfinite(self) -> dict[str, str] | None:
+        """What is not finite in this rank's gradients, by parameter, before averaging; None if there is none."""
+        return None
+
+    def report(self) -> CommunicationReport | None:
+        """What averaging over replicas cost; None if that is not known. Collective over the replicas."""
+        return None
+
+
+class Unpartitioned(ModuleState):
+    """A module before the batch that shows how to partition it.
+
+    What a checkpoint holds may have nowhere to go yet: with ``meta_init`` parameters have no memory, and a rank with
+    the optimizers' whole states would need memory for all of them. It waits here.
+
+    Attributes:
+        optimizers: that the user built; empty if there is no training.
+        shards: of these, not cut yet; empty without ``shard="optimizer"``.
+        weights: loaded values of parameters without memory, by name.
+        optimizer_states: loaded, one for each optimizer.
+    """
+
+    def __init__(self, setup: RunSetup) -> None:
+        self.setup = setup
+        self.optimizers: list[Optimizer] = []
+        self.shards: list[OptimizerShards] = []
+        self.weights: dict[str, Tensor] = {}
+        self.optimizer_states: Sequence[Mapping[str, Any]] | None = None
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
+        # Parameters without memory take no values: those wait until it is known which rank holds them.
+        parameters = self.setup.module.named_parameters()
+        self.weights = {name: state[name] for name, parameter in parameters if parameter.is_meta and name in state}
+        super().load_state_dict(state, strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer, gather: bool) -> dict[str, Any]:
+        state: dict[str, Any] = optimizer.state_dict()
+        if self.optimizer_states is not None:
+            state["state"] = self.optimizer_states[self.optimizers.index(optimizer)]["state"]
+        return state
+
+    def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Load what is small, options of parameter groups; keep the rest until it is known who needs it."""
+        self.optimizer_states = states
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict({**state, "state": {}})
 
 
 @dataclass
@@ -61,6 +218,7 @@ class PartitionedModule(ModuleState):
         sharded: with ``shard="optimizer"`` the same optimizers, whose work replicas share.
         findings: of the check before training.
         notes: rows for the table of what the user should know.
+        is_gathered: the run is over, and each rank has the whole module again.
     """
 
     setup: RunSetup
@@ -76,6 +234,7 @@ class PartitionedModule(ModuleState):
     sharded: ShardedOptimizers | None = None
     findings: list[Finding] = field(default_factory=list)
     notes: list[tuple[str, str]] = field(default_factory=list)
+    is_gathered: bool = False
     _traces: dict[Any, TraceCache] = field(default_factory=dict)  # by key of the step
 
     @property
@@ -83,20 +242,12 @@ class PartitionedModule(ModuleState):
         """Averages gradients over replicas; None if there is one alone, or no training."""
         return self.stash.replicas
 
-    @property
-    def tolerance(self) -> float:
-        """How far the pipeline's numbers may be from one process's, relatively: rounding explains so much."""
-        if self.plan.is_exact:
-            return EXACT
-        return MIXED
-
     # ---- the paths that steps take ----
 
     def remember_first(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> None:
         """The plan's graph is the path of ``step``, traced on the last of ``microbatches``. Collective."""
         staged = self._stage(step, self.plan.graph, self.plan.stages)
-        last = len(microbatches) - 1
-        self._add(step, staged).remember(staged, step, microbatches[last], last)
+        self._remember(staged, step, microbatches, len(microbatches) - 1)
 
     def paths(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> list[TracedPath]:
         """The path that ``step`` takes on each micro-batch; it is traced where it is new. Collective then."""
@@ -106,22 +257,19 @@ class PartitionedModule(ModuleState):
             self.buffers.share()
         if step.seed is None:
             step.seed = seed_of_batch(self.setup, step, self.run_seed)
-        return self.paths_of(step, microbatches)
+        if step.key not in self._traces:
+            self._remember(self._trace(step, microbatches[0]), step, microbatches, 0)
+        return self._traces[step.key].find(step, microbatches)
 
-    def paths_of(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> list[TracedPath]:
-        """The same while the ranks have the same buffers."""
-        traces = self._traces.get(step.key)
-        if traces is None:
-            staged = self._trace(step, microbatches[0])
-            traces = self._add(step, staged)
-            traces.remember(staged, step, microbatches[0])
-        return traces.find(step, microbatches)
-
-    def _add(self, step: LightningStep, staged: StagedStep) -> TraceCache:
+    def _remember(
+        self, staged: StagedStep, step: LightningStep, microbatches: Sequence[MicroBatch], index: int
+    ) -> None:
+        """``staged`` is the first path of ``step``, traced on one of the micro-batches. Collective."""
         retrace: Callable[[LightningStep, MicroBatch, int], StagedStep] = self._trace
-        traces = TraceCache(self.runtime, [staged], retrace, step.trains, lambda: bool(self.recorder.scopes.counts))
+        scopes = self.recorder.scopes
+        traces = TraceCache(self.runtime, [staged], retrace, step.trains, lambda: bool(scopes.counts))
         self._traces[step.key] = traces
-        return traces
+        traces.remember(staged, step, microbatches[index], index)
 
     def _trace(self, step: LightningStep, microbatch: MicroBatch, index: int = 0) -> StagedStep:
         """Another step, or another path of one, cut where the parameters already are. Collective.
@@ -156,22 +304,18 @@ class PartitionedModule(ModuleState):
     def _units(self) -> set[str]:
         """Modules that stay whole in other steps: the units, and modules that the first step did not call."""
         units = set(self.plan.graph.units)
-        opened = set()  # modules that units are in: these are traced through
-        for unit in units:
-            opened.update(_parents(unit))
         for name, _ in self.setup.module.named_modules():
-            if name and name not in opened:
+            # Modules that units are in are traced through.
+            if name and not any(unit.startswith(f"{name}.") for unit in self.plan.graph.units):
                 units.add(name)
         return units
 
     def _fetch(self, name: str) -> Tensor:
         """A parameter's values, from the rank that holds it. Collective."""
         parameter = self.setup.module.get_parameter(name)
-        if parameter.is_meta:
-            value = torch.empty_like(parameter, device=self.setup.device)
-        else:  # a copy, so that the trace is the same where the parameter is and elsewhere
-            value = parameter.detach().clone()
-        value = value.contiguous()
+        value = torch.empty_like(parameter, device=self.setup.device, memory_format=torch.contiguous_format)
+        if not parameter.is_meta:  # a copy, so that the trace is the same where the parameter is and elsewhere
+            value.copy_(parameter.detach())
         owner = self.plan.ownership.owner(name)
         dist.broadcast(value, group=self.setup.groups.pipeline, group_src=owner)
         return value
@@ -198,10 +342,9 @@ class PartitionedModule(ModuleState):
     @contextmanager
     def outside_view(self) -> Iterator[None]:
         """Around our own collective code: it is about this rank's part, also where a hook calls it."""
-        with ExitStack() as stack:
-            partitions = self.optimizers if self.view.is_entered else []
-            stack.enter_context(self.view.left())
-            for partition in partitions:
+        was_entered = self.view.is_entered
+        with self.view.left(), ExitStack() as stack:
+            for partition in self.optimizers if was_entered else ():
                 stack.enter_context(partition.resharded())
             yield
 
@@ -222,13 +365,8 @@ class PartitionedModule(ModuleState):
     def clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Scale the gradients of all ranks' parameters in ``optimizer`` to this norm at the most. Collective."""
         setup = self.setup
-        inside: set[int] = set()
-        for group in optimizer.param_groups:
-            inside.update(map(id, group["params"]))
-        chosen = {}
-        for name, parameter in self.stash.parameters.items():
-            if id(parameter) in inside:
-                chosen[name] = parameter
+        inside = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        chosen = {name: parameter for name, parameter in self.stash.parameters.items() if id(parameter) in inside}
         with self.outside_view():
             clip_by_norm(chosen, self.plan.ownership, setup.groups.pipeline, clip_val, device=setup.device)
 
@@ -248,6 +386,8 @@ class PartitionedModule(ModuleState):
     def state_dict(self, gather: bool) -> dict[str, Any]:
         setup = self.setup
         ownership = self.plan.ownership
+        if self.is_gathered:
+            return super().state_dict(gather)
         if setup.groups.replica != 0:
             return {}
         if not gather:
@@ -274,12 +414,10 @@ class PartitionedModule(ModuleState):
                 return partition.partial_state_dict(states)
             return partition.full_state_dict(groups.pipeline, False, device, states)
 
-    @override
     def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Load the states of whole optimizers, one for each: each rank takes its part."""
         for partition, state in zip(self.optimizers, states, strict=True):
-            shards = None
-            if self.sharded is not None:
-                shards = self.sharded.of(partition.optimizer)
+            shards = None if self.sharded is None else self.sharded.of(partition.optimizer)
             partition.load_full_state_dict(state, shards)
 
     @override
@@ -299,36 +437,14 @@ class PartitionedModule(ModuleState):
     @override
     def optimized(self, optimizer: Optimizer) -> list[nn.Parameter]:
         partition = self._partition_of(optimizer)
-        if partition is None:
-            return super().optimized(optimizer)
-        return partition.all_parameters
+        return super().optimized(optimizer) if partition is None else partition.all_parameters
 
     def _partition_of(self, optimizer: Optimizer) -> OptimizerPartition | None:
-        for partition in self.optimizers:
-            if partition.optimizer is optimizer:
-                return partition
-        return None
+        return next((partition for partition in self.optimizers if partition.optimizer is optimizer), None)
 
     @override
     def report(self) -> CommunicationReport | None:
-        if self.replicas is None:
-            return None
-        return self.replicas.report()
-
-    def gather_on_hosts(self) -> bool:
-        """Give every rank the whole module on its host, where it goes after a run in any case. Collective.
-
-        Returns:
-            False if a host lacks memory for that: then the parts stay on their ranks, with a warning.
-        """
-        setup = self.setup
-        if fits_on_hosts(setup.module, setup.world):
-            self.view.close()
-            unshard(setup.module, self.plan.ownership, setup.groups.pipeline, setup.device, to=CPU)
-            return True
-        leave_in_parts(setup.module, BY_MEMORY)
-        warn_on_first_rank(f"{type(setup.module).__name__} stays in parts, each on its rank: {BY_MEMORY}.")
-        return False
+        return None if self.replicas is None else self.replicas.report()
 
     def close(self) -> None:
         """Free the memory and connections that the replicas of this stage share. Not collective."""
@@ -354,8 +470,3 @@ def units_here(graph: StepGraph, stages: Sequence[StagePlan], setup: RunSetup) -
             is_here = setup.rank_of_stage[stage] == setup.groups.pipeline_rank
             found[node.module] = found.get(node.module, False) or is_here
     return found
-
-
-def _parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts))]

@@ -14,9 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.bridge.check import Baseline, check_at_start, run_baseline
-from lightning_smddp.bridge.module_states import RunSetup, Unpartitioned
-from lightning_smddp.bridge.partitioned_module import PartitionedModule, seed_of_batch, units_here
+from lightning_smddp.bridge.check import check_at_start, run_baseline
+from lightning_smddp.bridge.partitioned_module import (
+    PartitionedModule,
+    RunSetup,
+    Unpartitioned,
+    seed_of_batch,
+    units_here,
+)
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.pipeline.capture.graph import SplitError
@@ -68,13 +73,11 @@ class Partitioning:
             SplitError, VerificationError: on every rank: it cannot be done, or would train something else. Every rank
                 has the module as it was before.
         """
-        setup = self.setup
+        setup, step = self.setup, self.step
         hosts = gather(node_identity(), setup.world)
         links = links_between(setup.rank_of_stage, setup.groups.mesh.pipelines, hosts, setup.device.type)
-        casts = self.step.trains and _casts_weights(setup)
-        num_shares = 1
-        if setup.options.shard is not None:
-            num_shares = setup.num_replicas
+        casts = step.trains and _casts_weights(setup)
+        num_shares = 1 if setup.options.shard is None else setup.num_replicas
         resources = resources_for(
             setup.module,
             self.before.optimizers,
@@ -86,10 +89,7 @@ class Partitioning:
             num_shares,
         )
         self._seed = broadcast(run_seed() % 2**31, setup.world)
-        return self._partitioned(self._plan(resources), resources)
-
-    def _partitioned(self, plan: PartitionPlan, resources: Resources) -> PartitionedModule:
-        setup, step = self.setup, self.step
+        plan = self._plan(resources)
         step.recorder.scopes.learn(units_here(plan.graph, plan.stages, setup))
         baseline = None
         if step.trains and setup.options.partition.check and setup.is_whole():
@@ -109,50 +109,34 @@ class Partitioning:
             buffers=SharedBuffers(view),
             run_seed=self._seed,
         )
-        self._require_right(partitioned, baseline)
-        self._partition_optimizers(partitioned)
-        return partitioned
-
-    def _require_right(self, partitioned: PartitionedModule, baseline: Baseline | None) -> None:
-        """Take the traced path as the step's first, and check its numbers.
-
-        Raises:
-            VerificationError: on every rank, which has the whole module again.
-        """
-        setup, step = self.setup, self.step
+        # The traced path is the step's first one, and its numbers have to be right.
         try:
-            try:
-                partitioned.remember_first(step, self.microbatches)
-            except SplitError as error:  # on every rank of a pipeline
-                raise VerificationError(str(error), []) from None
+            partitioned.remember_first(step, self.microbatches)
             if baseline is not None:
                 check_at_start(partitioned, step, self.microbatches, baseline)
-        except VerificationError:
+        except (SplitError, VerificationError):  # on every rank, which has the whole module again
             partitioned.close()
-            unshard(setup.module, partitioned.plan.ownership, setup.groups.pipeline, setup.device)
+            unshard(setup.module, plan.ownership, setup.groups.pipeline, setup.device)
             raise
+        self._partition_optimizers(partitioned)
+        return partitioned
 
     # ---- the plan ----
 
     def _plan(self, resources: Resources) -> PartitionPlan:
         """Stages for the step: traced on every rank, decided by the first. Nothing of the module changes."""
         setup, step = self.setup, self.step
-        last = self.microbatches[-1]
-        last_index = len(self.microbatches) - 1
+        last = len(self.microbatches) - 1
 
         def find_loss(result: Any) -> Tensor | None:
-            if not step.trains or result is None:
-                return None
-            return loss_of(result, step.hook)
+            return loss_of(result, step.hook) if step.trains and result is not None else None
 
         step.seed = seed_of_batch(setup, step, self._seed)
         generators = Generators(setup.module, setup.device)
-        fetch = None
-        if not setup.is_whole():
-            fetch = self._first_values
-        trial = Trial(step.alone(last, generators, last_index), find_loss, fetch)
+        fetch = None if setup.is_whole() else self._first_values
+        trial = Trial(step.alone(self.microbatches[last], generators, last), find_loss, fetch)
         with generators.preserved(), torch.set_grad_enabled(step.trains):
-            generators.seed(step.seed_of(last_index))  # as the run does: that is no draw of the step's
+            generators.seed(step.seed_of(last))  # as the run does: that is no draw of the step's
             return divide(
                 trial,
                 setup.module,
@@ -181,9 +165,7 @@ class Partitioning:
 
     def _keep_own_parameters(self, plan: PartitionPlan) -> None:
         """Give this rank's parameters memory on its device, and free that of all others."""
-        module = self.setup.module
-        device = self.setup.device
-        rank = self.setup.groups.pipeline_rank
+        module, device, rank = self.setup.module, self.setup.device, self.setup.groups.pipeline_rank
         held = plan.ownership.held_by(rank)
         named = dict(module.named_parameters())
         weights = self.before.weights
@@ -204,13 +186,9 @@ class Partitioning:
         setup, groups = self.setup, self.setup.groups
         held = held_parameters(setup.module, plan.ownership, groups.pipeline_rank)
         here = self._stages_here()
-        stages = {}  # of this rank, by parameter that they use
-        for name in held:
-            stages[name] = [stage for stage in plan.parameter_stages[name] if stage in here]
+        stages = {name: [stage for stage in plan.parameter_stages[name] if stage in here] for name in held}
         tied_groups = create_tied_groups(plan.ownership, groups.mesh.pipelines, setup.timeout, setup.device)
-        replicas = None
-        if setup.num_replicas > 1 and self.before.optimizers:
-            replicas = self._replicas(held)
+        replicas = self._replicas(held) if setup.num_replicas > 1 and self.before.optimizers else None
         tied = TiedGradients(setup.module, plan.ownership, groups.pipeline_rank, tied_groups)
         return GradientStash(held, stages, tied, replicas)
 
@@ -260,10 +238,8 @@ class Partitioning:
             partitioned.optimizers.append(part)
         if self.before.shards and partitioned.replicas is not None:
             # What several stages hold is stepped by each holder alike, so that it stays bit by bit the same on all.
-            own = []
-            for name, parameter in partitioned.stash.parameters.items():
-                if len(ownership.parameters[name]) == 1:
-                    own.append((name, parameter))
+            held = partitioned.stash.parameters.items()
+            own = [(name, parameter) for name, parameter in held if len(ownership.parameters[name]) == 1]
             partitioned.sharded = ShardedOptimizers(own, self.before.shards, partitioned.replicas.communicator)
         if self.before.optimizer_states is not None:
             partitioned.load_optimizer_states(self.before.optimizer_states)

@@ -1,48 +1,48 @@
 """A LightningModule on the ranks of a pipeline, in whatever state: from its first batch to the end of a run.
 
-The first training batch partitions it; see ``module_states.py``.
+The first training batch partitions it; see ``partitioned_module.py``.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from lightning_smddp.bridge.batches import Batches
+from lightning_smddp.bridge.batches import Batches, MicroBatcher
 from lightning_smddp.bridge.loss_weights import find_loss_weight
 from lightning_smddp.bridge.metrics import PipelineMetrics
-from lightning_smddp.bridge.micro_batches import MicroBatcher
-from lightning_smddp.bridge.module_states import (
-    BY_EXCEPTION,
+from lightning_smddp.bridge.partitioned_module import (
+    PartitionedModule,
     RunSetup,
     Unpartitioned,
-    WholeAgain,
-    leave_in_parts,
     warn_on_first_rank,
 )
-from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.partitioning import Partitioning
 from lightning_smddp.bridge.step import LightningStep, Scale
 from lightning_smddp.bridge.step_record import StepRecorder
-from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.partition.batch_sync import BatchSync
-from lightning_smddp.pipeline.partition.costs import fits_on_devices
+from lightning_smddp.pipeline.partition.costs import fits_on_devices, fits_on_hosts
 from lightning_smddp.pipeline.partition.loss_weights import COUNTED_BY_ROWS, LossWeight, has_ignored
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import own_error
 from lightning_smddp.pipeline.state.gradients import give_back_clipping, take_over_clipping
-from lightning_smddp.pipeline.view.view import GlobalView
+from lightning_smddp.pipeline.state.state_dict import unshard
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 from lightning_smddp.wire.pytree import tensors
+from lightning_smddp.wire.stream import CPU
 from lightning_smddp.wording import USE_INSTEAD
 
 Show: TypeAlias = Callable[[str, PartitionedModule, Sequence[MicroBatch], LossWeight], None]
+
+
+BY_EXCEPTION = "an exception ended the run that had divided it, and other ranks may have been gone"
+BY_MEMORY = "a host of the run that had divided it had too little memory for the whole of it on each of its ranks"
 
 
 class PipelinedModule:
@@ -65,36 +65,24 @@ class PipelinedModule:
         self.setup = setup
         self.module = module = setup.module
         self._show = show
-        self.state: Unpartitioned | PartitionedModule | WholeAgain = Unpartitioned(setup)
+        self.state: Unpartitioned | PartitionedModule = Unpartitioned(setup)
         self.known_plan: Mapping[str, Any] | None = None
         self.watching = False
         self.marking = True
         self.sync = BatchSync(setup.groups.host, setup.device)
-        replicas = None
-        if setup.num_replicas > 1:
-            replicas = setup.groups.data_parallel_group
+        replicas = setup.groups.data_parallel_group if setup.num_replicas > 1 else None
         self.metrics = PipelineMetrics(module, setup.groups.pipeline, setup.last_rank, setup.device, replicas)
         self.recorder = StepRecorder(module, self.metrics, warn_on_first_rank)
         self.batcher = MicroBatcher(setup, self.sync)
         self._batches = Batches(setup, self.batcher, self.recorder, self.sync)
-        self._optimizers: list[Optimizer] = []
+        self._share = 1.0  # of the last training batch, see `StepResults`
         self.shards: list[OptimizerShards] = []
         self._precision_plugin: Any = None
 
     @property
     def partitioned(self) -> PartitionedModule | None:
         """The module with its stages, while it has some."""
-        if isinstance(self.state, PartitionedModule):
-            return self.state
-        return None
-
-    @property
-    def view(self) -> GlobalView | None:
-        """The module as a whole, for hooks; None where each rank has it anyway."""
-        partitioned = self.partitioned
-        if partitioned is None:
-            return None
-        return partitioned.view
+        return self.state if isinstance(self.state, PartitionedModule) else None
 
     def to_device(self) -> None:
         """Move the module to the device if it has memory and fits as a whole; else its parts go when there are some.
@@ -140,14 +128,15 @@ class PipelinedModule:
         partitioned = self.partitioned
         assert partitioned is not None
         begin = functools.partial(partitioned.stash.begin, continues, may_drop, accumulates)
-        output = self._batches.train(partitioned, step, batch, begin)
-        if self._batches.share < 1.0 and (partitioned.replicas is not None or (continues and output is not None)):
+        results = self._batches.train(partitioned, step, batch, begin)
+        self._share = results.share
+        if results.share < 1.0 and (partitioned.replicas is not None or (continues and results.output is not None)):
             raise ValueError(
-                f"`training_step` returned None for micro-batches of {step.batch_name()}. Where gradients are averaged "
-                "over replicas, or added to those of the batch before (accumulate_grad_batches), that cannot be made "
-                "up for: return a loss of zero that depends on the output, such as `0.0 * output.sum()`."
+                f"`training_step` returned None for micro-batches in step {self.module.global_step}. Where gradients "
+                "are averaged over replicas, or added to those of the batch before (accumulate_grad_batches), that "
+                "cannot be made up for: return a loss of zero that depends on the output, such as `0.0 * output.sum()`."
             )
-        return output
+        return results.output
 
     def evaluate(self, hook: str, batch: Any, arguments: Sequence[Any], may_wait: bool) -> Any:
         """One batch forward; what the step returns for the whole of it, on every rank.
@@ -163,7 +152,8 @@ class PipelinedModule:
         if isinstance(self.state, Unpartitioned):
             waits = may_wait and self.setup.is_whole()
             if waits or not self._is_partitioned_by(self.state, step, batch):
-                return step.whole(batch)()
+                with step.precision():  # Lightning sees all that it does
+                    return getattr(self.module, hook)(batch, *step.arguments)
         partitioned = self.partitioned
         assert partitioned is not None
         return self._batches.evaluate(partitioned, step, batch)
@@ -244,21 +234,34 @@ class PipelinedModule:
                 leave_in_parts(self.module, BY_EXCEPTION)
             elif not self.setup.options.meta_init:
                 self.metrics.share()
-                if partitioned.gather_on_hosts():
-                    self.state = WholeAgain(partitioned)
+                self._gather_on_hosts(partitioned)
         self.sync.on_host = None
         self.metrics.close()
         if self._precision_plugin is not None:
             give_back_clipping(self._precision_plugin)
+
+    def _gather_on_hosts(self, partitioned: PartitionedModule) -> None:
+        """Give every rank the whole module on its host, where it goes after a run in any case. Collective.
+
+        If a host lacks memory for that the parts stay on their ranks, with a warning.
+        """
+        setup, module = self.setup, self.module
+        if fits_on_hosts(module, setup.world):
+            partitioned.view.close()
+            unshard(module, partitioned.plan.ownership, setup.groups.pipeline, setup.device, to=CPU)
+            partitioned.is_gathered = True
+            return
+        leave_in_parts(module, BY_MEMORY)
+        warn_on_first_rank(f"{type(module).__name__} stays in parts, each on its rank: {BY_MEMORY}.")
 
     # ---- optimizers and precision ----
 
     def take_optimizers(self, optimizers: Sequence[Any], plugin: Any) -> None:
         """The optimizers that the user built, and the precision plugin; before the first batch."""
         assert isinstance(self.state, Unpartitioned)
-        self._optimizers = self.state.optimizers = [_plain(optimizer) for optimizer in optimizers]
+        self.state.optimizers = list(optimizers)
         if self.setup.options.shard is not None:
-            self.shards = self.state.shards = [OptimizerShards(optimizer) for optimizer in self._optimizers]
+            self.shards = self.state.shards = [OptimizerShards(optimizer) for optimizer in optimizers]
         self._precision_plugin = plugin
         take_over_clipping(plugin, self._clip_by_norm)
 
@@ -271,7 +274,7 @@ class PipelinedModule:
         """Set ``.grad`` to what the last :meth:`train` made, times ``factor``. Collective."""
         partitioned = self.partitioned
         assert partitioned is not None
-        factor /= self._batches.share  # of a mean over those micro-batches that count
+        factor /= self._share  # of a mean over those micro-batches that count
         partitioned.deliver(factor, shares_overflow=self._scaler() is not None and not accumulates)
 
     def scale(self) -> Scale:
@@ -290,45 +293,12 @@ class PipelinedModule:
             return scaler
         return None
 
-    # ---- state: see `ModuleState` ----
+    # ---- state: the rest is `ModuleState`'s ----
 
     def state_dict(self, gather: bool = True) -> dict[str, Any]:
         """The whole module's, on the first rank of the first pipeline; or of each rank what it holds. Collective."""
         self.metrics.share()
         return self.state.state_dict(gather)
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Load a whole module's state: each rank takes what it holds. Names that differ are an error if ``strict``."""
-        self.state.load_state_dict(state, strict)
-
-    def optimizer_state(self, optimizer: Any, gather: bool = True) -> dict[str, Any]:
-        """The whole optimizer's, on the first rank of the first pipeline; or of each rank its part. Collective."""
-        return self.state.optimizer_state(_plain(optimizer), gather)
-
-    def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Load the states of whole optimizers, in the order of ``configure_optimizers``: each rank takes its part."""
-        self.state.load_optimizer_states(states)
-
-    def compression_state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """What compression of gradients remembers, on the first rank. Collective."""
-        return self.state.compression_state()
-
-    def load_compression_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Go on with what compression remembers, as a checkpoint has it."""
-        if isinstance(self.state, Unpartitioned):
-            self.state.remembered = state
-
-    def optimized(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """The parameters of all ranks in ``optimizer``."""
-        return self.state.optimized(optimizer)
-
-    def nonfinite(self) -> dict[str, str] | None:
-        """What is not finite in this rank's gradients, by parameter, before averaging; None if there is none."""
-        return self.state.nonfinite()
-
-    def report(self) -> CommunicationReport | None:
-        """What averaging over replicas cost. Collective over the replicas."""
-        return self.state.report()
 
     def plan_decision(self) -> Mapping[str, Any] | None:
         """What a resumed run has to know in order to have the same stages."""
@@ -341,6 +311,18 @@ class PipelinedModule:
         return decision
 
 
-def _plain(optimizer: Any) -> Any:
-    """The user's optimizer where Lightning has wrapped it."""
-    return getattr(optimizer, "optimizer", optimizer)
+_in_parts: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # why
+
+
+def leave_in_parts(module: nn.Module, reason: str) -> None:
+    """Remember that this rank has its own stages of ``module`` only."""
+    _in_parts[module] = reason
+
+
+def require_whole(module: nn.Module) -> None:
+    """Raise ``ValueError`` if an earlier run has left ``module`` in parts, of which this rank has its own."""
+    if module in _in_parts and any(parameter.is_meta for parameter in module.parameters()):
+        raise ValueError(
+            f"{type(module).__name__} is in parts: {_in_parts[module]}, so that this rank has its own stages only. "
+            "Make a new module, and give `fit` the last checkpoint as `ckpt_path`."
+        )

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 Scale: TypeAlias = float | Tensor  # the latter a scalar on the device
 
-_HOOKS = ("training_step", "validation_step", "test_step", "predict_step")
-
 
 class LightningStep:
     """One of a LightningModule's step methods on a batch's micro-batches.
@@ -55,7 +53,6 @@ class LightningStep:
         recorder: StepRecorder,
         scale: Scale = 1.0,
     ) -> None:
-        assert hook in _HOOKS
         self.module = module
         self.hook = hook
         self.arguments = tuple(arguments)
@@ -65,26 +62,18 @@ class LightningStep:
         self.trains = hook == "training_step"
         self.key: Any = (hook, self.arguments[1:])
         self.keeps_casts = False  # of weights, from one micro-batch to the next
-        self.offset = 0  # of the micro-batches that run now among the batch's
         self.seed: int | None = None  # of the batch's random numbers, the same on all ranks of the pipeline
 
-    def batch_name(self) -> str:
-        """The batch as error messages name it: by its index and epoch where the step is told them."""
-        if not self.arguments:
-            return "this batch"
-        return f"batch {self.arguments[0]} of epoch {self.module.current_epoch}"
+    def unscaled(self, trains: bool = True) -> LightningStep:
+        """The same step with its loss as it is.
 
-    def unscaled(self) -> LightningStep:
-        """The same step with its loss as it is."""
+        Without a backward (not ``trains``) its paths are looked for apart from those of the training step.
+        """
         step = LightningStep(self.module, self.hook, self.arguments, self.precision, self.recorder)
         step.seed = self.seed
-        return step
-
-    def forward_only(self) -> LightningStep:
-        """The same step without a backward: its paths are looked for apart from those of the training step."""
-        step = self.unscaled()
-        step.trains = False
-        step.key = (*self.key, "forward only")
+        if not trains:
+            step.trains = False
+            step.key = (*self.key, "forward only")
         return step
 
     def __call__(self, microbatch: MicroBatch) -> Any:
@@ -113,15 +102,6 @@ class LightningStep:
                 self.recorder.runs_step = False
             return self.recorder.finish(result)
 
-    def whole(self, batch: Any) -> Callable[[], Any]:
-        """A run on the whole batch that Lightning sees: nothing is kept from it."""
-
-        def run() -> Any:
-            with self.precision():
-                return getattr(self.module, self.hook)(batch, *self.arguments)
-
-        return run
-
     def around(
         self,
         stage: int | None,
@@ -130,7 +110,6 @@ class LightningStep:
         keep: bool,
     ) -> AbstractContextManager[object]:
         """See :class:`~lightning_smddp.pipeline.runtime.stage_program.Step`."""
-        index += self.offset
         if index == 0 and self.arguments[:1] in ((), (0,)):
             self.recorder.metrics.find()
         return self.recorder.microbatch(stage, index, microbatch.size, microbatch.weight, keep)
@@ -138,7 +117,7 @@ class LightningStep:
     def seed_of(self, index: int) -> int:
         """See :class:`~lightning_smddp.pipeline.runtime.stage_program.Step`."""
         assert self.seed is not None
-        return mix(self.seed, index + self.offset)
+        return mix(self.seed, index)
 
     def forget(self) -> None:
         """See :class:`~lightning_smddp.pipeline.runtime.stage_program.Step`."""
@@ -171,9 +150,7 @@ class LightningStep:
 
 def loss_of(result: Any, hook: str = "training_step", detached: bool = False) -> Tensor:
     """The loss in what the step returned. Raises ``SplitError`` if there is none that a pipeline can differentiate."""
-    loss = result
-    if isinstance(result, dict):
-        loss = result.get("loss")
+    loss = result.get("loss") if isinstance(result, dict) else result
     if isinstance(loss, Tensor) and loss.numel() == 1:
         if not (loss.requires_grad or detached):
             raise SplitError(
@@ -181,14 +158,7 @@ def loss_of(result: Any, hook: str = "training_step", detached: bool = False) ->
                 "(requires_grad=False): it was detached, or all of the last modules are frozen."
             )
         return loss.reshape(())
-    if loss is None:
-        what = "None"
-        if result is not None:
-            what = f"a dict without 'loss' (it has {', '.join(map(repr, result))})"
-        raise SplitError(f"`{hook}` returned {what}, and no loss.")
-    shape = f"a {type(loss).__name__}"
-    if isinstance(loss, Tensor):
-        shape = f"a tensor of shape {tuple(loss.shape)}"
-    raise SplitError(
-        f"The loss that `{hook}` returned is {shape}. It has to be a scalar tensor, such as `loss.mean()`."
-    )
+    what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    if isinstance(result, dict) and loss is None:
+        what = f"a dict without 'loss' (it has {', '.join(map(repr, result))})"
+    raise SplitError(f"`{hook}` returned {what}: the loss has to be a scalar tensor, such as `loss.mean()`.")

@@ -17,7 +17,7 @@ import numbers
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import compress, count
 from typing import Any, TypeAlias
 
@@ -26,9 +26,10 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_smddp._compat.torch import forward_cache, set_forward_cache, without_torch_functions
-from lightning_smddp.bridge.attribute_scopes import AttributeChanges, AttributeScopes
-from lightning_smddp.bridge.attributes import apply_changes
+from lightning_smddp.bridge.attribute_scopes import AttributeScopes
+from lightning_smddp.bridge.attributes import Change
 from lightning_smddp.bridge.metrics import PipelineMetrics, StepMetrics, detached, patched, touch
+from lightning_smddp.bridge.owners import Place
 from lightning_smddp.pipeline.capture.tracer import open_modules
 from lightning_smddp.pipeline.partition.microbatches import merge_outputs, weighted_mean
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
@@ -107,16 +108,20 @@ class StepResults:
     Attributes:
         logs: calls of ``self.log``, in order.
         output: what the step returns.
-        attributes: what it has changed.
+        changes: of attributes.
+        elsewhere: places that the last stage has not changed, see :meth:`AttributeScopes.changes`.
         metrics: names of those that it called.
         should_stop: whether the Trainer is told to stop.
+        share: the weight of those micro-batches for which a training step returned something, where not all did.
     """
 
     logs: list[Log]
     output: Any
-    attributes: AttributeChanges
+    changes: list[Change]
+    elsewhere: list[Place]
     metrics: list[str]
     should_stop: bool
+    share: float = 1.0
 
 
 class StepRecorder:
@@ -139,7 +144,8 @@ class StepRecorder:
         metrics: PipelineMetrics | None = None,
         warn: Callable[[str], None] = warnings.warn,
     ) -> None:
-        base = _lightning_module(type(module))
+        # Of the package `lightning` or of `pytorch_lightning`.
+        base: Any = next(base for base in type(module).__mro__ if base.__name__ == "LightningModule")
         self.module = module
         self.scopes = AttributeScopes(module, frozenset(vars(base())), warn)
         self.metrics = StepMetrics(module, metrics)
@@ -190,12 +196,12 @@ class StepRecorder:
         record = self._running
         if record is None:
             return output
-        left = self.scopes.left()
-        values = [value for _, _, value in left]
+        effects = self.scopes.side_effects()
+        values = [value for _, _, value in effects]
         found = tensors(([log.given for log in record.logs.values()], record.touched, values, output))
         touched = {id(tensor): touch(tensor) for tensor in found}
         with without_torch_functions():
-            self.scopes.settle(left, touched)
+            self.scopes.settle(effects, touched)
             record.close(touched, output)
         return output
 
@@ -228,9 +234,13 @@ class StepRecorder:
         records = [self._records[index] for index in sorted(self._records)]  # they may have run in another order
         assert len(outputs) == len(records), f"{len(outputs)} outputs of {len(records)} micro-batches"
         counting = [output is not None for output in outputs]
-        if trains and any(counting):
-            records = list(compress(records, counting))
-            outputs = list(compress(outputs, counting))
+        share = 1.0
+        if trains and not all(counting):
+            kept = list(compress(records, counting))
+            if not _adds_losses(records):
+                share = sum(record.weight for record in kept)
+            if kept:
+                records, outputs = kept, list(compress(outputs, counting))
         trainer = vars(self.module).get("_trainer")
         with torch.no_grad():
             logs = _combined_logs(records)
@@ -241,18 +251,17 @@ class StepRecorder:
             if trains and output is not None and _adds_losses(records):
                 loss = sum(map(_loss_in, parts))
                 output = {**output, "loss": loss} if isinstance(output, dict) else loss
-        changes = self.scopes.changes(stage)
+        changes, elsewhere = self.scopes.changes(stage)
         if plain is not None:
-            changes = replace(changes, changes=plain(changes.changes))
+            changes = plain(changes)
         stops = bool(getattr(trainer, "should_stop", False))
-        return StepResults(logs, output, changes, self.metrics.called(), stops)
+        return StepResults(logs, output, changes, elsewhere, self.metrics.called(), stops, share)
 
     def apply(self, results: StepResults) -> Any:
         """Show the batch to Lightning, on every rank in the strategy's step method; returns what the step returns."""
         self._records.clear()
         module = self.module
-        self.scopes.end(results.attributes.elsewhere)
-        apply_changes(module, results.attributes.changes)
+        self.scopes.end(results.changes, results.elsewhere)
         for log in results.logs:
             value = log.value
             if log.metric is not None:
@@ -383,11 +392,3 @@ def _number(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
     return value.item() if hasattr(value, "item") else value
-
-
-def _lightning_module(cls: type) -> Any:
-    """The ``LightningModule`` that ``cls`` is a class of: of the package ``lightning`` or of ``pytorch_lightning``."""
-    for base in cls.__mro__:
-        if base.__name__ == "LightningModule":
-            return base
-    raise TypeError(f"{cls.__name__} is no LightningModule")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.bridge.micro_batches import count_for, splitter_for
+from lightning_smddp.bridge.batches import count_for, splitter_for
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.bridge.step_record import StepRecorder
 from lightning_smddp.choice.estimates import Estimate, Memory, Sizes, fullest

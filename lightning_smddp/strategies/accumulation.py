@@ -53,7 +53,7 @@ class AccumulateMicroBatches(_Base):
     gradients are those of ``sum(w * loss) / sum(w)``. Hooks, logging, ``global_step`` and the optimizer come once per
     batch. ``self.log`` reduces the micro-batches' values by its ``reduce_fx``, means by the same weights, or by
     ``batch_size=`` where it is given. Metrics are updated by each micro-batch. What a step returns is put together:
-    rows are concatenated, floating scalars averaged, integer tensors without dimensions added.
+    rows are concatenated, floating scalars averaged, integers and integer tensors without dimensions added.
 
     Random numbers follow from the run's seed, the step, the micro-batch and the modules that draw, see ``seeding.py``.
     A training step that returns None for one micro-batch makes it not count; for all, Lightning skips the batch.
@@ -343,6 +343,8 @@ def _combined(outputs: list[Any], runs: Sequence[_Run], path: str = "the output"
         return _combined_tensors(outputs, runs, path)
     if all(isinstance(output, float) for output in outputs):
         return _mean(outputs, [run.weight for run in runs])
+    if all(type(output) is int for output in outputs):
+        return sum(outputs)
     if isinstance(first, list) and [len(output) for output in outputs] == sizes:
         return [entry for output in outputs for entry in output]
     members = [dict(members_of(output) or ()) for output in outputs]

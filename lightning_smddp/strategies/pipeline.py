@@ -21,9 +21,8 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_smddp._compat.trainer import finetuning_by_identity, keeps_user_samplers
-from lightning_smddp.bridge.module_states import RunSetup, require_whole
-from lightning_smddp.bridge.partitioned_module import PartitionedModule
-from lightning_smddp.bridge.pipelined_module import PipelinedModule
+from lightning_smddp.bridge.partitioned_module import PartitionedModule, RunSetup
+from lightning_smddp.bridge.pipelined_module import PipelinedModule, require_whole
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.report import CommunicationReport
@@ -212,7 +211,7 @@ class PipelineParallel(PipelineRanks):
         if self._ended is not None and self._ended.module is self.lightning_module:
             self._pipelined.batcher.chosen = self._ended.batcher.chosen
         if self._restored is not None:
-            self._pipelined.load_state_dict(self._restored, strict=False)
+            self._pipelined.state.load_state_dict(self._restored, strict=False)
             self._restored = None
         self.model_to_device()
         if is_fit:
@@ -222,7 +221,7 @@ class PipelineParallel(PipelineRanks):
         # each is left with the parameters of this rank.
         if is_fit:
             refuse_training(self.lightning_module, (), self.optimizers)
-            self._pipelined.take_optimizers(self.optimizers, self.precision_plugin)
+            self._pipelined.take_optimizers([_plain(optimizer) for optimizer in self.optimizers], self.precision_plugin)
             self._pipelined.watching = self._checks.watches_gradients
             self._pipelined.marking = not self._checks.changes_gradients
 
@@ -270,7 +269,7 @@ class PipelineParallel(PipelineRanks):
         all_are_here = not self._interrupted
         if self._pipelined is not None:
             if all_are_here:
-                self._last_report = self._pipelined.report() or self._last_report
+                self._last_report = self._pipelined.state.report() or self._last_report
             self._pipelined.close(gather=all_are_here)
             self._ended = self._pipelined
             self._pipelined = None
@@ -367,14 +366,14 @@ class PipelineParallel(PipelineRanks):
 
     @override
     def _find_nonfinite(self) -> Mapping[str, str] | None:
-        found = self._require_pipelined().nonfinite()
+        found = self._require_pipelined().state.nonfinite()
         if self._nonfinite_group is None:
             return by_asking(found, self.root_device)
         return found
 
     @override
     def _bad_before_averaging(self) -> Mapping[str, str]:
-        return self._require_pipelined().nonfinite() or {}
+        return self._require_pipelined().state.nonfinite() or {}
 
     @property
     @override
@@ -432,13 +431,13 @@ class PipelineParallel(PipelineRanks):
         """The whole optimizer's state, on global rank 0; with ``sharded`` of each rank its part. Collective."""
         if self._interrupted:
             return {}
-        return self._last_pipelined().optimizer_state(optimizer, gather=not self._reliability.sharded)
+        return self._last_pipelined().state.optimizer_state(_plain(optimizer), gather=not self._reliability.sharded)
 
     @override
     def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Load a checkpoint of the whole module; what has no memory yet gets its values when it does."""
         if self._pipelined is not None:
-            self._pipelined.load_state_dict(checkpoint["state_dict"], strict)
+            self._pipelined.state.load_state_dict(checkpoint["state_dict"], strict)
             return
         # Before setup, as Lightning restores: the module is whole, but with `meta_init` has no memory for the values.
         module = self.lightning_module
@@ -457,8 +456,8 @@ class PipelineParallel(PipelineRanks):
         if pipelined.partitioned is None:
             self._saving.require_fitting_optimizers(checkpoint)
         pipelined.known_plan = self._exact_resume.saved("division")
-        pipelined.load_optimizer_states(checkpoint["optimizer_states"])
-        pipelined.load_compression_state(checkpoint.get(COMPRESSION_KEY, {}))
+        pipelined.state.load_optimizer_states(checkpoint["optimizer_states"])
+        pipelined.state.remembered = checkpoint.get(COMPRESSION_KEY, {})
 
     @property
     @override
@@ -467,7 +466,7 @@ class PipelineParallel(PipelineRanks):
 
     @override
     def _compression_state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        return self._last_pipelined().compression_state()
+        return self._last_pipelined().state.compression_state()
 
     @override
     def _decisions(self) -> Mapping[str, Any]:
@@ -475,7 +474,7 @@ class PipelineParallel(PipelineRanks):
 
     @override
     def _optimized(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
-        return self._last_pipelined().optimized(optimizer)
+        return self._last_pipelined().state.optimized(optimizer)
 
     def _last_pipelined(self) -> PipelinedModule:
         """That of the run; afterwards that of the last run, as checkpoints can be saved then too."""
@@ -526,4 +525,9 @@ class PipelineParallel(PipelineRanks):
         """What averaging over replicas cost so far; None with one replica. Collective over the replicas."""
         if self._pipelined is None:
             return self._last_report
-        return self._pipelined.report()
+        return self._pipelined.state.report()
+
+
+def _plain(optimizer: Any) -> Any:
+    """The user's optimizer where Lightning has wrapped it."""
+    return getattr(optimizer, "optimizer", optimizer)

@@ -13,9 +13,9 @@ The way of ``trainer.save_checkpoint(path)``:
 
 On resume Lightning calls ``load_checkpoint``, which takes either by what is there (:meth:`Saving.load`), then
 ``load_model_state_dict`` and ``load_optimizer_state_dict``. A checkpoint always has the names of the whole module, so
-a pipeline's rank takes its own part of it (``bridge/module_states.py``: at once, or when the stages are known). Which
-checkpoint it is with ``resume="auto"`` is found by ``resume/auto_resume.py`` before; samples and random numbers are put
-back by ``resume/exact_resume.py`` behind it.
+a pipeline's rank takes its own part of it (``bridge/partitioned_module.py``: at once, or when the stages are known).
+Which checkpoint it is with ``resume="auto"`` is found by ``resume/auto_resume.py`` before; samples and random numbers
+are put back by ``resume/exact_resume.py`` behind it.
 """
 
 from __future__ import annotations

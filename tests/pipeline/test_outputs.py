@@ -29,6 +29,7 @@ def test_each_rule() -> None:
         {"loss": torch.tensor(3.0), "acc": 1.0, "count": torch.tensor(2), "hit": torch.tensor(True), "name": "b"},
     ]
     assert merged(outputs, [3, 1]) == {"loss": 1.5, "acc": 0.625, "count": 6, "hit": 2, "name": "b"}
+    assert merged([{"n": 3, "ready": True}, {"n": 3, "ready": False}], [3, 1]) == {"n": 6, "ready": False}
     assert merged([None, None], [3, 1]) is None
     assert merged([Pair(torch.tensor(1.0), "x")] * 2, [2, 2]) == Pair(torch.tensor(1.0), "x")
     half = [torch.tensor(1.0, dtype=torch.bfloat16)] * 2

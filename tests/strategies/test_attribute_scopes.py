@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from lightning_smddp.bridge.attribute_scopes import AttributeScopes
-from lightning_smddp.bridge.attributes import apply_changes
 
 
 class Meter:
@@ -63,9 +62,7 @@ def ran(step: Step, stages: int = 2, batches: int = 1) -> Module:
             for stage in range(stages):
                 with scopes.within(stage, index):
                     step(module, index)
-        changes = scopes.changes(stages - 1)
-        scopes.end(changes.elsewhere)
-        apply_changes(module, changes.changes)
+        scopes.end(*scopes.changes(stages - 1))
     return module
 
 
@@ -138,10 +135,9 @@ def test_tensors_that_are_written_stay_the_same_objects() -> None:
     scopes = scopes_of(module, everything)
     with scopes.within(0, 0):
         everything(module, 0)
-    found = scopes.changes(0).changes
-    scopes.end()
+    found, elsewhere = scopes.changes(0)
+    scopes.end(found, elsewhere)
     assert [kind for place, kind, _ in found if place == ("", "hits")] == ["write"]
-    apply_changes(module, found)
     assert module.hits is alias
     assert alias == 1
 

@@ -262,6 +262,8 @@ class Returning(Evaluated):
             "logits": logits.detach(),
             "names": [f"row {int(target)}" for target in batch[1]],
             "rows": torch.tensor(len(batch[0])),
+            "count": len(batch[0]),
+            "correct": int((logits.argmax(1) == batch[1]).sum()),
             "mean": float(batch[0].mean()),
             "deep": {"largest": logits.detach().amax(1), "kind": "train"},
             "index": batch_idx,

@@ -79,13 +79,14 @@ def test_values_are_combined_by_reduce_fx(options: dict[str, Any], expected: flo
 def test_one_weight_for_the_loss_and_all_means() -> None:
     def step(self: Module, rows: Tensor) -> Any:
         self.log("x", rows.mean())
-        return {"loss": rows.mean(), "last": int(rows[-1]), "rows": rows}
+        return {"loss": rows.mean(), "sum": int(rows[-1]), "last": str(int(rows[-1])), "rows": rows}
 
     module = Module(step)
     output = run(module, [2, 2], [0.25, 0.75])  # means are 0.5 and 2.5
     assert module.values == [("x", 2.0)]
     assert output["loss"] == 2.0
-    assert output["last"] == 3
+    assert output["sum"] == 4
+    assert output["last"] == "3"
     assert output["rows"].tolist() == [0, 1, 2, 3]
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -395,7 +396,7 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequenc
     tensors and arrays of ``k * size`` rows, one k       concatenated
     lists of ``size`` entries                            concatenated
     floating-point tensors without dimensions, floats    means by weight, without what weighs nothing
-    integer and bool tensors without dimensions          sums: they count
+    integer and bool tensors without dimensions, ints    sums: they count
     other tensors, if they are equal everywhere          that
     mappings, dataclasses, other sequences               member by member
     anything else that holds no tensors                  the last
@@ -420,6 +421,8 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequenc
         return _merge_tensors(arrays, sizes, weights, path).numpy()
     if all(isinstance(output, float) for output in outputs):
         return weighted_mean(outputs, weights)
+    if all(isinstance(output, Integral) and not isinstance(output, bool) for output in outputs):
+        return sum(outputs)
     if isinstance(first, list) and [len(output) for output in outputs] == list(sizes):
         return [entry for output in outputs for entry in output]
     members = [dict(members_of(output) or ()) for output in outputs]
