@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.graph_builder import Modules
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.records import Trace
+from lightning_smddp.pipeline.partition import plan
 from lightning_smddp.pipeline.partition.plan import OnAllRanks, build_on_all
 from lightning_smddp.pipeline.runtime.remote import Shape
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
@@ -89,6 +91,23 @@ def build(group: dist.ProcessGroup) -> str:
 def test_a_record_that_one_rank_cannot_use_is_refused_on_all() -> None:
     for told in run_in_threads(build, 2):
         assert "calls a collective of its own at module.py:7" in told
+
+
+def test_memory_of_an_exchange_is_none_that_the_step_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks meet where a parameter is fetched; what they send may be there still when the step is over."""
+    sent = torch.from_numpy(np.zeros(2))
+
+    def gather(value: Any, group: Any) -> list[Any]:
+        sent.fill_(1)
+        return [value]
+
+    monkeypatch.setattr(plan, "gather", gather)
+    root = nn.Linear(2, 2, device="meta")
+    group: Any = None
+    fetched = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+    traced = plan.record(lambda: root(torch.ones(1, 2)).sum(), root, CPU, group, lambda name: fetched[name].clone())
+    assert sent.tolist() == [1, 1]
+    assert traced.foreign_writes == ()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
