@@ -31,7 +31,7 @@ from lightning_smddp.pipeline.runtime.stage_program import (
     StageProgram,
     Step,
     TracedPath,
-    probe_plan,
+    dry_run_plan,
 )
 from lightning_smddp.pipeline.runtime.step_exchange import Failure, StepExchange
 from lightning_smddp.pipeline.runtime.wrappers import Wrappers
@@ -113,8 +113,8 @@ class PipelineRuntime:
         replays = {
             stage: StageProgram(graph, stages[stage], self.wrappers, self.checkpointing) for stage in self._stages
         }
-        probe = StageProgram(graph, probe_plan(graph), self.wrappers)
-        return StagedStep(graph, stages, replays, probe)
+        dry_run = StageProgram(graph, dry_run_plan(graph), self.wrappers)
+        return StagedStep(graph, stages, replays, dry_run)
 
     def run(
         self,

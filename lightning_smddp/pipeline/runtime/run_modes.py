@@ -1,10 +1,11 @@
-"""Function modes around few runs of a stage: where units do not see enough, and in dry runs.
+"""What is around few runs of a stage: where units do not see enough, in dry runs, and where code is compiled.
 
-Both take the :class:`~lightning_smddp.pipeline.runtime.step_run.StageRun` that they are around.
+Both function modes take the :class:`~lightning_smddp.pipeline.runtime.step_run.StageRun` that they are around.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ from lightning_smddp.pipeline.capture.records import deciding_tensors
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from lightning_smddp.seeding import mix
 from lightning_smddp.wire.pytree import leaves, map_leaves
+
+
+def stance(name: str, matters: bool) -> AbstractContextManager[object]:
+    """Dynamo's, where there is compiled code."""
+    return torch.compiler.set_stance(name) if matters else nullcontext()
 
 
 class Watch(TorchFunctionMode):

@@ -17,7 +17,7 @@ from lightning_smddp.pipeline.runtime.remote import Boundary, Shape, Shapes, Ten
 from lightning_smddp.pipeline.runtime.step_exchange import Failure
 from lightning_smddp.pipeline.runtime.wrappers import Wrappers
 
-_PROBE = -1  # in place of a stage's number
+_DRY_RUN = -1  # in place of a stage's number
 
 Observer: TypeAlias = Callable[[Node, bool, Any], None]
 """(node, whether it ends, its result then): called around each own unit."""
@@ -53,7 +53,7 @@ class StagePlan:
     sends: tuple[int, ...]
 
 
-def probe_plan(graph: StepGraph) -> StagePlan:
+def dry_run_plan(graph: StepGraph) -> StagePlan:
     """A stage that does no node at all, and leaves at the last one that belongs to a stage for sure.
 
     A run of it shows which way the step's Python code takes, without computing anything.
@@ -62,7 +62,7 @@ def probe_plan(graph: StepGraph) -> StagePlan:
     # From where Python reads a tensor that a module made, or a size depends on it, nothing is known of the way.
     reads = [node.index for node in graph.nodes if node.varies or (node.reads and (node.inputs or node.parameters))]
     end = min([units[-1], *reads]) if units else 0
-    return StagePlan(_PROBE, begin=end, end=end, again=frozenset(), receives=(), sends=())
+    return StagePlan(_DRY_RUN, begin=end, end=end, again=frozenset(), receives=(), sends=())
 
 
 class StageProgram:
@@ -185,13 +185,13 @@ class StagedStep:
         graph: of the step on that path.
         stages: what each stage does.
         replays: by stage, for those of this rank.
-        probe: runs the step's Python code without doing any node, see :func:`probe_plan`.
+        dry_run: runs the step's Python code without doing any node, see :func:`dry_run_plan`.
     """
 
     graph: StepGraph
     stages: tuple[StagePlan, ...]
     replays: dict[int, StageProgram]
-    probe: StageProgram
+    dry_run: StageProgram
 
     def boundary(self, stage: int, shapes: Shapes, train: bool) -> Boundary:
         """The tensors that ``stage`` sends to the next one."""

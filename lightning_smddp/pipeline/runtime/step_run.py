@@ -15,7 +15,7 @@ two stages, with other dropout, hooks that fire twice and buffers that are writt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ from lightning_smddp.pipeline.capture.ops import (
 )
 from lightning_smddp.pipeline.runtime.remote import AS_TRACED, OTHER_PATH, ReplayError, Shape, Shapes, constants_of
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor, absent_answer, active_run, set_active_run
-from lightning_smddp.pipeline.runtime.run_modes import Reads, Watch
+from lightning_smddp.pipeline.runtime.run_modes import Reads, Watch, stance
 from lightning_smddp.pipeline.runtime.stage_program import NOBODY, Observers, StageProgram
 from lightning_smddp.seeding import Forward, seeded
 from lightning_smddp.wire.pytree import leaves, map_leaves, rebuild
@@ -44,10 +44,6 @@ from lightning_smddp.wording import counted
 
 _MIRRORED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge"}  # `real > remote` arrives as `remote < real`
 _CACHES = {"past_key_values", "layer_past"}  # of transformers: a second run in the backward pass would fill them twice
-
-
-def _stance(name: str, matters: bool) -> AbstractContextManager[object]:
-    return torch.compiler.set_stance(name) if matters else nullcontext()
 
 
 class StageDone(BaseException):
@@ -132,7 +128,7 @@ class StageRun:
             if seed is not None:
                 wrappers.generators.seed(seed)
             # Compiled code between units would run through us unseen; units run compiled.
-            with _stance("force_eager", self.graph.calls_compiled), watch or nullcontext():
+            with stance("force_eager", self.graph.calls_compiled), watch or nullcontext():
                 result = step()
             self._check_end()
             if program.is_last:
@@ -370,7 +366,7 @@ class StageRun:
         observe = self.observers.node
         if observe is not None:
             observe(node, False, None)
-        with _stance("default", self.graph.calls_compiled):
+        with stance("default", self.graph.calls_compiled):
             if self.program.checkpointing and torch.is_grad_enabled() and not node.rebinds:
                 kwargs = {**kwargs, **dict.fromkeys(_CACHES & kwargs.keys())}
                 result = self.do(checkpoint, (forward, *args), {**kwargs, "use_reentrant": False})

@@ -3,10 +3,10 @@
 What a step does between its units may depend on the batch: on its shapes, and on its values where Python code reads
 them (is anything padded? how long is the longest row?), on what Python draws, and on the step's number, the epoch or
 anything else that is the same on all ranks. All ranks have the same batch and draw the same, so all find the same
-path, without talking to each other: they run the step's code once without doing any node (a *probe*).
+path, without talking to each other: they run the step's code once without doing any node (a *dry run*).
 
-What a probe reads of the batch is the *history* of a path. A micro-batch takes a known path if it has the same kind
-(shapes, types, frozen parameters) and the same history. Else shapes are inferred on the paths that are known, by one
+What a dry run reads of the batch are the *guards* of a path. A micro-batch takes a known path if it has the same kind
+(shapes, types, frozen parameters) and the same guards. Else shapes are inferred on the paths that are known, by one
 forward pass, stage by stage; where the step follows none of them, it is traced again.
 """
 
@@ -36,8 +36,8 @@ _KEPT = 256  # kinds of micro-batches that are remembered,
 _KEPT_OF_A_KIND = 16  # and paths of each
 _MOST_PATHS = 16  # that are traced of one step: one that goes on finding new ones would be traced for ever
 
-History: TypeAlias = tuple[str, ...] | None
-"""What Python code reads of the batch on a path; None for code that cannot be probed."""
+Guards: TypeAlias = tuple[str, ...] | None
+"""What Python code reads of the batch on a path; None for code that has no dry run."""
 
 
 def infer_shapes(
@@ -139,9 +139,9 @@ class TraceCache:
     retrace: Callable[[Any, MicroBatch, int], StagedStep]
     train: bool
     counts: Callable[[], bool] = lambda: False
-    _paths: dict[str, list[tuple[History, TracedPath]]] = field(default_factory=dict)  # by kind of micro-batch
+    _paths: dict[str, list[tuple[Guards, TracedPath]]] = field(default_factory=dict)  # by kind of micro-batch
     _now: dict[str, TracedPath] = field(default_factory=dict)  # in this batch, where all micro-batches take the same
-    _is_unprobed: bool = False  # the path that was kept last cannot be probed
+    _has_no_dry_run: bool = False  # the path that was kept last has no dry run
     _reason: str = ""  # why no known path was the one of a micro-batch
     _news: list[str] = field(default_factory=list)  # such reasons, where a path was new
     _trained: str = ""  # for each parameter whether it needs a gradient
@@ -215,13 +215,13 @@ class TraceCache:
             return self._now[kind]
         self._reason = "It has a batch of a new kind."
         for known, path in self._paths.get(kind, []):
-            if self._is_unprobed:
+            if self._has_no_dry_run:
                 return self._take(kind, path)
-            history = self._probe_control_flow(path, step, microbatch, index)
-            if history == known:
+            guards = self._dry_run(path, step, microbatch, index)
+            if guards == known:
                 return self._take(kind, path)
-            if history is not None:
-                new = _first_new(history, known or ())
+            if guards is not None:
+                new = _first_new(guards, known or ())
                 self._reason = f"It comes to {new}."
         return None
 
@@ -273,7 +273,7 @@ class TraceCache:
         # Units fit, and so do shapes. Code between them, which is one stage's own, may still do something else.
         path = TracedPath(staged, shapes)
         if self._varies():
-            is_other = self._probe_control_flow(path, step, microbatch, index) is None
+            is_other = self._dry_run(path, step, microbatch, index) is None
             if any(gather(is_other, self.runtime.groups.pipeline)):
                 return None
         return self._keep(path, step, microbatch, index)
@@ -281,10 +281,10 @@ class TraceCache:
     def _keep(self, path: TracedPath, step: Step, microbatch: MicroBatch, index: int) -> TracedPath:
         """Remember ``path`` for micro-batches like this; the oldest is forgotten where there are too many."""
         kind = self._kind(microbatch)
-        history = self._probe_control_flow(path, step, microbatch, index)
+        guards = self._dry_run(path, step, microbatch, index)
         if self._varies():
-            self._require_probed(history)
-        self._is_unprobed = history is None
+            self._require_dry_run(guards)
+        self._has_no_dry_run = guards is None
         while len(self._paths) >= _KEPT and kind not in self._paths:
             oldest = next(iter(self._paths))
             self._forget(self._paths.pop(oldest))
@@ -292,19 +292,19 @@ class TraceCache:
         known = self._paths.setdefault(kind, [])
         self._forget(known[_KEPT_OF_A_KIND - 1 :])
         del known[_KEPT_OF_A_KIND - 1 :]
-        known.insert(0, (history, path))
+        known.insert(0, (guards, path))
         self._known[self._next_number] = path
         self._next_number += 1
         return self._take(kind, path)
 
-    def _forget(self, entries: Sequence[tuple[History, TracedPath]]) -> None:
+    def _forget(self, entries: Sequence[tuple[Guards, TracedPath]]) -> None:
         forgotten = {id(path) for _, path in entries}
         self._known = {number: path for number, path in self._known.items() if id(path) not in forgotten}
 
-    def _require_probed(self, history: History) -> None:
+    def _require_dry_run(self, guards: Guards) -> None:
         """Raise ``SplitError`` on every rank if the path that was just found cannot be found again. Collective."""
         reason_here: str | None = None
-        if history is None:
+        if guards is None:
             reason_here = self._reason
         for reason in gather(reason_here, self.runtime.groups.pipeline):
             if reason is not None:
@@ -314,13 +314,13 @@ class TraceCache:
                     "numbers."
                 )
 
-    # ---- probes ----
+    # ---- dry runs ----
 
-    def _probe_control_flow(self, path: TracedPath, step: Step, microbatch: MicroBatch, index: int) -> History:
-        """What Python code reads of the batch on this path; None if the step leaves it, or cannot be probed."""
+    def _dry_run(self, path: TracedPath, step: Step, microbatch: MicroBatch, index: int) -> Guards:
+        """What Python code reads of the batch on this path; None if the step leaves it, or has no dry run."""
         staged, shapes = path
-        # Nothing of a probe may stay: torch's random numbers are put back, and the step is told to keep nothing of what
-        # its code shows.
+        # Nothing of a dry run may stay: torch's random numbers are put back, and the step is told to keep nothing of
+        # what its code shows.
         reads: list[str] = []
         observers = Observers(reads=reads)
         try:
@@ -330,16 +330,16 @@ class TraceCache:
                 self.runtime.wrappers.generators.preserved(),
                 step.around(None, index, microbatch, keep=False),
             ):
-                run_stage(staged.probe, lambda: step(microbatch), (), shapes, observers, step.seed_of(index))
+                run_stage(staged.dry_run, lambda: step(microbatch), (), shapes, observers, step.seed_of(index))
         except ReplayError as error:
             self._reason, _, _ = str(error).partition(f" {OTHER_PATH}")
             return None
         return tuple(reads)
 
 
-def _first_new(history: Sequence[str], known: Sequence[str]) -> str:
-    """The first read in ``history`` that is another one in ``known``."""
-    for here, there in zip_longest(history, known, fillvalue="the end"):
+def _first_new(guards: Sequence[str], known: Sequence[str]) -> str:
+    """The first read in ``guards`` that is another one in ``known``."""
+    for here, there in zip_longest(guards, known, fillvalue="the end"):
         if here != there:
             return here
     return "the end"
