@@ -176,6 +176,18 @@ def test_draws_into_the_batch_are_done_by_each_stage() -> None:
     assert [node.name.partition(" ")[0] for node in graph.nodes if not node.free] == ["a", "sub", "mean"]
 
 
+def test_rows_that_are_put_back_vary_no_size() -> None:
+    """Also where all rows were chosen, as many as the result has: the module stays whole for what is inside."""
+
+    def body(s: Layer, x: Tensor) -> Tensor:
+        h = s.linear(x)
+        rows = (h[:, 0] < 1e9).nonzero()[:, 0]
+        return torch.zeros_like(h).index_add(0, rows, h[rows])
+
+    _, modules = record(Net(lambda s, x: s.b(s.inner(s.a(x))).mean(), inner=Layer(body)))
+    assert set(modules.must_be_whole) == {"net.inner"}
+
+
 def test_what_is_shown_in_the_shape_of_a_value_is_still_free() -> None:
     """``mask.expand_as(h)``, and the mask once more: that was an operation that function modes do not see."""
 

@@ -162,6 +162,10 @@ def each_once(*sequences: Iterable[T | None]) -> tuple[T, ...]:
     return tuple(dict.fromkeys(one for one in chain.from_iterable(sequences) if one is not None))
 
 
+# What they return is as large as their first argument, however many rows are put into it.
+PUTS_ROWS_BACK = {"index_add", "index_copy", "index_put", "scatter", "scatter_add", "scatter_reduce", "masked_scatter"}
+
+
 def deciding_tensors(name: str, arguments: Sequence[Any]) -> list[Tensor]:
     """The tensors whose values decide on the size of what an operation returns. ``arguments`` are its leaves."""
     if name == "__getitem__":

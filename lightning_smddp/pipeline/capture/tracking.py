@@ -16,6 +16,7 @@ from lightning_smddp._compat.torch import storage_key
 from lightning_smddp.pipeline.capture.ops import is_inplace, user_location
 from lightning_smddp.pipeline.capture.records import (
     OPAQUE,
+    PUTS_ROWS_BACK,
     Call,
     Event,
     InPlaceVersion,
@@ -25,7 +26,7 @@ from lightning_smddp.pipeline.capture.records import (
     deciding_tensors,
     each_once,
 )
-from lightning_smddp.wire.pytree import leaves, map_leaves
+from lightning_smddp.wire.pytree import leaves, map_leaves, tensors
 
 UNSEEN = "it calls operations that torch's function modes do not see (an extension's, say)"
 ALIAS = "it uses a tensor whose memory was changed through another view of it"
@@ -232,7 +233,8 @@ class Tracking:
             self.trace.reads_of_batch.append(user_location())
             for call in self.stack:
                 call.sizes_by_batch = True
-        varying = set(chain.from_iterable(self.storage_of(tensor).varying for tensor in given))
+        sized = arguments[:1] if event.name in PUTS_ROWS_BACK else given
+        varying = set(chain.from_iterable(self.storage_of(tensor).varying for tensor in tensors(sized)))
         if not deciding and not varying:
             return
         fixed = {1}.union(*(tensor.shape for tensor in given if not tensor.is_nested))
