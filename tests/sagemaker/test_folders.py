@@ -355,11 +355,13 @@ def test_failure_before_there_is_a_process_group(tmp_path: Path, monkeypatch: py
 
 
 class Reclaimed(Callback):
-    """The spot instance is taken back, once."""
+    """The spot instance is taken back, once; the steps from there on are long, as ranks agree on one to stop at."""
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         if trainer.global_step == 3 and trainer.is_global_zero:
             os.kill(os.getpid(), signal.SIGTERM)
+        if trainer.global_step >= 3:
+            time.sleep(1.0)
 
 
 def stopped(base: str) -> None:
