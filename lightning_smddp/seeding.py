@@ -70,7 +70,7 @@ class Generators:
                     self._places.append((vars(module), name))
 
     def held(self) -> list[Any]:
-        """The modules' own."""
+        """The generators that attributes of modules hold now; others may have taken their places since the start."""
         found = [attributes.get(name) for attributes, name in self._places]
         return [generator for generator in found if _is_generator(generator)]
 

@@ -83,7 +83,7 @@ class _Record:
     touched: list[Any] = field(default_factory=list)
 
     def add(self, log: Log) -> None:
-        """Remember ``log``."""
+        """Keep what one call of ``self.log`` was given; a name that is logged again is another entry."""
         number = next(number for number in count() if (log.name, number) not in self.logs)
         self.logs[log.name, number] = log
 

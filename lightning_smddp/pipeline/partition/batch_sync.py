@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp.pipeline.mesh import Channel
-from lightning_smddp.wire.objects import UnsendableError, broadcast
+from lightning_smddp.wire.objects import UnsendableError, broadcast, gather
 from lightning_smddp.wire.pytree import leaves, map_leaves
 
 _COMPARED = 3  # batches of a kind that are compared in full
@@ -102,13 +101,16 @@ class BatchSync:
         return values
 
     def _are_equal(self, batch: Any) -> bool:
-        """Collective."""
-        digests: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(digests, full_digest(batch), group=self._group)
+        """Whether all ranks have the same values in their ``batch``, by a digest of all of them. Collective."""
+        digests = gather(full_digest(batch), self._group)
         return all(other == digests[0] for other in digests)
 
     def _first_ranks(self, batch: Any) -> Any:
-        """Collective."""
+        """The ``batch`` of the first rank, on every rank's own device. Collective.
+
+        Raises:
+            ValueError: on every rank, where it cannot be pickled.
+        """
         # by way of the host: what is on a device would arrive on the first rank's
         sent = map_leaves(self._off_device, batch) if self._group.rank() == 0 else None
         try:

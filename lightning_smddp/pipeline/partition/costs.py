@@ -330,11 +330,11 @@ class _UnitWatch:
         self._running: tuple[Instant, str | None] | None = None  # backward: since when, which unit
 
     def begins(self, unit: nn.Module, arguments: Any) -> None:
-        """Before its forward."""
+        """A forward pre-hook of each unit: its time begins."""
         self._begun.append(self.clock.now())
 
     def ends(self, name: str, unit: nn.Module, arguments: Any, result: Any) -> None:
-        """Behind its forward."""
+        """A forward hook of the unit ``name``: its time ends, unless it is inside of another unit's call."""
         begun = self._begun.pop()
         if self._begun:
             return

@@ -161,7 +161,7 @@ class IdleNode:
     register_prehook = register_hook
 
     def remove(self) -> None:
-        """Nothing was registered."""
+        """As a handle of a hook: there is nothing to remove, as no hook was registered."""
 
 
 def idle_hook() -> IdleNode:

@@ -27,6 +27,7 @@ from lightning_smddp.pipeline.mesh import Channel
 from lightning_smddp.pipeline.partition.batch_sync import CURE
 from lightning_smddp.pipeline.runtime.messages import MessageLayout, layout_of
 from lightning_smddp.pipeline.runtime.remote import ReplayError, TensorSpec
+from lightning_smddp.wire.objects import gather
 from lightning_smddp.wire.pytree import map_leaves
 
 _ROOM = 4096  # bytes of results that travel with the word
@@ -177,10 +178,7 @@ class StepExchange:
         has_failed = any(failed for failed, _, _ in heads)
         gathered: list[list[Failure]] = []
         if has_failed:
-            told: list[Any] = [None] * self._host.size()
-            without_errors = [failure._replace(error=None) for failure in failures]
-            dist.all_gather_object(told, without_errors, group=self._host)
-            gathered = told
+            gathered = gather([failure._replace(error=None) for failure in failures], self._host)
         if any(batch != heads[0][1] for _, batch, _ in heads):
             raise ValueError(
                 f"The ranks of a pipeline have different batches, though the first ones were alike. {CURE}"
@@ -190,7 +188,7 @@ class StepExchange:
             _raise_cause(gathered, self._host)
 
     def _share_structure(self, parts: _Parts | None) -> None:
-        """Collective."""
+        """Let all ranks know what the last one's results look like, where that has changed. Collective."""
         sent: list[Any] = [parts.structure if parts is not None else None]
         dist.broadcast_object_list(sent, group=self._host, group_src=self._last_rank)
         if parts is not None:
