@@ -113,10 +113,12 @@ def meet(
     # Keys of the store:
     #     arrivals     how many ranks have come; adding to it gives each a number of its own
     #     arrival N    the card of number N
-    #     judgement    what is wrong or null, and the number of cards that it is about; number 1 writes it
+    #     waiting      how many ranks wait for the others; the first of them is the judge. It need not be arrival 1,
+    #                  which a second rank 0 may be that left its card and ended
+    #     judgement    what is wrong or null, and the number of cards that it is about
     #     heard        how many ranks have read an error
     number = leave(store, card)
-    if number == 1:
+    if store.add("waiting", 1) == 1:
         error, admitted = _judge(store, card.world_size, deadline, limit_s)
         store.set("judgement", json.dumps([error, admitted]))
     else:
@@ -201,7 +203,7 @@ def _wait_for_judgement(
     deadline: float,
     limit_s: float,
 ) -> tuple[str | None, int]:
-    """The judgement of the first to arrive; this rank's own if that one is silent."""
+    """The judge's word; this rank's own if that one is silent."""
     arrivals = _Arrivals(store)
     while not store.check(["judgement"]):
         if time.monotonic() > deadline + _PATIENCE_S:
@@ -210,10 +212,7 @@ def _wait_for_judgement(
             if error is None:
                 error = _absent(cards, world_size, limit_s)
             if error is None:
-                first = "The first to arrive"
-                if cards:
-                    first = f"{cards[0]}, the first to arrive,"
-                error = f"{first} fell silent."
+                error = f"The rank that compares all of them fell silent; the first to arrive was {cards[0]}."
             return error, len(cards)
         arrivals.pause()
     error, admitted = json.loads(store.get("judgement"))

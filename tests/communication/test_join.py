@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from lightning_smddp.communication.errors import StartError
 from lightning_smddp.communication.network import addresses, holder_of, interface_problem
-from lightning_smddp.communication.rank_info import RankInfo, contradiction, versions
+from lightning_smddp.communication.rank_info import RankInfo, contradiction, leave, meet, versions
 from lightning_smddp.communication.rendezvous import RendezvousConfig, join
 from tests.ranks import run_ranks
 
@@ -259,6 +260,19 @@ def test_whoever_comes_first_the_ranks_are_named_in_order() -> None:
     assert message is not None
     assert message == contradiction(cards[::-1])
     assert "started for 2 ranks, rank 1" in message
+
+
+def test_a_second_rank_0_that_arrives_first_and_ends() -> None:
+    """It is arrival 1 and judges nothing: the ranks that wait judge without it, at once."""
+    store = dist.HashStore()
+    leave(store, card(host="elsewhere"))
+    begin = time.monotonic()
+    with ThreadPoolExecutor(2) as ranks:
+        waits = [ranks.submit(meet, store, card(rank=rank), begin + 20, 20.0, False) for rank in (0, 1)]
+        errors = [str(wait.exception()) for wait in waits]
+    assert "Two processes are rank 0: pid " in errors[0]
+    assert errors[0] == errors[1]
+    assert time.monotonic() - begin < 10
 
 
 def test_a_card_that_is_none() -> None:
