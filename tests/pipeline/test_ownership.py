@@ -4,6 +4,8 @@ import gc
 import os
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from lightning_smddp.pipeline.mesh import Ownership, held_parameters
+from lightning_smddp.pipeline.partition.assignment import parameter_stages_of
 from lightning_smddp.pipeline.state.meta_parameters import release
 from tests.pipeline.models import OWNERSHIP, tied
 
@@ -28,6 +31,25 @@ def test_who_holds_and_who_speaks() -> None:
     assert not OWNERSHIP.is_mine("head.bias", 0)
     assert OWNERSHIP.shared() == {(0, 1): ["embedding.weight"]}
     assert list(held_parameters(tied(), OWNERSHIP, 0)) == OWNERSHIP.held_by(0)
+
+
+@pytest.mark.parametrize(
+    ("unused", "stage"),
+    [
+        ("copy.0.weight copy.1.weight", (0, 1)),  # beside its twin
+        ("other.1.weight other.2.weight", (1, 1)),  # of `net` only one has such a name
+        ("net.2.weight", (1,)),  # a layer that was left out: behind `net.1`
+        ("extra", (1,)),
+    ],
+)
+def test_what_the_step_does_not_use_is_beside_its_twin_or_its_neighbours(unused: str, stage: tuple[int, ...]) -> None:
+    names = ["net.0.weight", "net.1.weight", *unused.split(), "head.weight"]
+    nodes = [SimpleNamespace(parameters=(name,)) for name in ("net.0.weight", "net.1.weight", "head.weight")]
+    stages: Any = [SimpleNamespace(stage=0, begin=0, end=1), SimpleNamespace(stage=1, begin=1, end=3)]
+    graph: Any = SimpleNamespace(nodes=nodes)
+    placed = parameter_stages_of(graph, stages, names)
+    assert list(placed) == names
+    assert tuple(found for name in unused.split() for found in placed[name]) == stage
 
 
 def test_a_module_that_changed_after_it_was_divided_is_refused() -> None:

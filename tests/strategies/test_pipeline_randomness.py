@@ -112,6 +112,33 @@ def layer_drop(bench: Bench) -> Any:
     return bench.fit(LayerDrop(), ONE, max_epochs=1)
 
 
+class LeftOut(Net):
+    """Layers in a list are left out by chance, in the first step all of them; ``early`` is called before them."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=6, count=64)
+        first, *hidden, head = [layer for layer in self.net if isinstance(layer, nn.Linear)]
+        self.net = nn.ModuleDict({"first": first, "early": nn.LayerNorm(16)})
+        self.net["layers"] = nn.ModuleList(nn.Sequential(layer, nn.Tanh()) for layer in hidden)
+        self.net["head"] = head
+        self.called: list[int] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.net["early"](self.net["first"](batch[0]))
+        called = [layer for layer in self.net["layers"] if torch.rand([]) < 0.5 and self.global_step]
+        for layer in called:
+            x = x + layer(x)
+        self.called.append(len(called))
+        loss = F.cross_entropy(self.net["head"](x), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+
+def left_out(bench: Bench) -> Any:
+    model = seeded(LeftOut())
+    return bench.fit(model, {**ONE, "split": ["net.early"]}, max_epochs=2), model.called  # type: ignore[attr-defined]
+
+
 class Seeded(Net):
     """The same noise in each epoch: a step seeds a generator of its own, one that it holds, or torch's default one."""
 
@@ -332,7 +359,7 @@ def behind_runs_with_dropout(bench: Bench) -> list[Any]:
     return drawn_behind_runs(bench, 0.5)
 
 
-CASES = [mixup, mixup_with_a_generator, random_path, layer_drop, shuffled, masked, with_a_generator_of_torch]
+CASES = [mixup, mixup_with_a_generator, random_path, layer_drop, left_out, shuffled, masked, with_a_generator_of_torch]
 WITH_DROPOUT = [many, layer_drop_with_dropout, whole_modules_draw, dropout_on_two_stages]
 SEEDED = [functools.partial(seeded_in_the_step, kind=kind) for kind in ("new", "held", "default")]
 TWO = Matrix([*CASES, *WITH_DROPOUT])

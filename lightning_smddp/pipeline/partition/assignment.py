@@ -34,33 +34,54 @@ def nodes_by_stage(graph: StepGraph, stages: Sequence[StagePlan]) -> Iterator[tu
 
 
 def parameter_stages_of(
-    graph: StepGraph, stages: Sequence[StagePlan], all_parameters: Collection[str]
+    graph: StepGraph, stages: Sequence[StagePlan], all_parameters: Sequence[str]
 ) -> dict[str, tuple[int, ...]]:
-    """For each parameter the stages that use it; those that no node uses go to that of a twin, or of neighbours."""
+    """For each parameter, in the order of ``all_parameters``, the stages that use it.
+
+    Those that no node uses have to be somewhere, too: hooks, other steps and other paths of the step may use them.
+    """
     used: dict[str, tuple[int, ...]] = {}
     for stage, node in nodes_by_stage(graph, stages):
         for name in node.parameters:
             used[name] = tuple(sorted({stage, *used.get(name, ())}))
-    # Those that no node uses have to be somewhere, too: hooks and other steps may use them.
-    unused = {name: (_nearest_stage(name, used),) for name in all_parameters if name not in used}
-    return {**used, **unused}
+    busy = {name[:end] for name in used for end, letter in enumerate(name) if letter == "."}  # modules in use
+    idle: dict[str, list[str]] = defaultdict(list)  # parameters by the outermost module of which nothing is used
+    for name in all_parameters:
+        if name not in used:
+            ends = [end for end, letter in enumerate(name) if letter == "." and name[:end] not in busy]
+            idle[name[: min(ends, default=len(name))]].append(name)
+    placed = dict(used)
+    for module, names in idle.items():
+        placed.update(_stages_of_idle(module, names, used, all_parameters))
+    return {name: placed[name] for name in all_parameters}
 
 
-def _nearest_stage(name: str, parameter_stages: Mapping[str, Sequence[int]]) -> int:
-    """The stage of the placed parameter whose name is most like ``name``: its twin, else one near it in the tree.
+def _stages_of_idle(
+    module: str, names: Sequence[str], used: Mapping[str, tuple[int, ...]], order: Sequence[str]
+) -> dict[str, tuple[int, ...]]:
+    """Where to place the parameters ``names`` of a ``module``, none of which is used.
 
-    A teacher that follows a student, or an average of the weights, is a copy of modules under another name. Beside
-    the original nothing has to be sent to update it.
+    Beside their twins: a teacher that follows a student, or an average of the weights, is a copy of a module under
+    another name, and nothing has to be sent to update it. But a layer in a list may have been left out by chance: it,
+    and what has no twin, goes where its neighbours are, as it would run between them.
     """
-    parts = name.split(".")
-
-    def likeness(other: str) -> tuple[int, int, int]:
-        others = other.split(".")
-        # "teacher.layers.0.weight" and "student.layers.0.weight" end alike in three parts. One ("weight") says nothing.
-        ending = len(commonprefix([parts[::-1], others[::-1]]))
-        return ending if ending > 1 else 0, len(commonprefix([parts, others])), -min(parameter_stages[other])
-
-    return min(parameter_stages[max(parameter_stages, key=likeness)]) if parameter_stages else 0
+    around, _, key = module.rpartition(".")
+    first = names[0].removeprefix(module)
+    for other in used if first and not key.isdigit() else ():
+        twin = other.removesuffix(first)
+        twins = [twin + name.removeprefix(module) for name in names]
+        if twin != other and used.keys() >= set(twins):
+            return {name: (min(used[of_twin]),) for name, of_twin in zip(names, twins, strict=True)}
+    neighbours = f"{around}." if around else ""
+    position = order.index(names[0])
+    before = [name for name in order[:position] if name in used and name.startswith(neighbours)]
+    behind = [name for name in order[position:] if name in used and name.startswith(neighbours)]
+    stage = 0
+    if before:
+        stage = max(used[before[-1]])
+    elif behind:
+        stage = min(used[behind[0]])
+    return dict.fromkeys(names, (stage,))
 
 
 def follow(graph: StepGraph, parameter_stages: Mapping[str, tuple[int, ...]], num_stages: int) -> tuple[StagePlan, ...]:
@@ -126,7 +147,7 @@ def ownership_of(
     buffers = {}
     for name in dict.fromkeys([*all_buffers, *changed]):
         around = [stage for unit, stage in units.items() if name.startswith(f"{unit}.")]
-        stage = around[0] if around else _nearest_stage(name, parameter_stages)
+        stage = around[0] if around else _stage_near(name, parameter_stages)
         ranks = sorted(changed.get(name, {rank_of_stage[stage]}))
         if len(ranks) > 1:
             raise SplitError(
@@ -138,3 +159,9 @@ def ownership_of(
     for name, found in parameter_stages.items():
         parameters[name] = tuple(dict.fromkeys(rank_of_stage[stage] for stage in found))  # a rank may have several
     return Ownership(parameters, buffers, max(rank_of_stage) + 1)
+
+
+def _stage_near(name: str, parameter_stages: Mapping[str, Sequence[int]]) -> int:
+    """The stage of the parameter that is nearest to ``name`` in the tree of modules."""
+    nearest = max(parameter_stages, key=lambda other: len(commonprefix([name, other])), default=None)
+    return 0 if nearest is None else min(parameter_stages[nearest])
