@@ -16,9 +16,9 @@ import os
 import random
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -146,7 +146,7 @@ def seeded_modules(root: nn.Module, generators: Generators) -> Iterator[None]:
 
         return drawing
 
-    with wrapped_forwards(root, wrap, drawing_candidates(root)):
+    with installed(forward_patches(root, wrap, drawing_candidates(root))):
         yield
 
 
@@ -193,25 +193,48 @@ def drawing_candidates(root: nn.Module) -> list[str]:
     return names
 
 
+class ForwardPatch(NamedTuple):
+    """What takes the place of a module's ``forward``, or of what calls it.
+
+    Attributes:
+        attributes: of the module.
+        key: its name among them.
+        own: what the module has there; None for what its class has.
+        patch: what takes its place.
+    """
+
+    attributes: dict[str, Any]
+    key: str
+    own: Any
+    patch: Any
+
+
+def forward_patches(
+    root: nn.Module, wrap: Callable[[str, Forward], Forward], names: Iterable[str]
+) -> list[ForwardPatch]:
+    """Patches with which ``forward`` of the modules ``names`` of ``root`` is ``wrap(name, forward)``."""
+    patches = []
+    for name in names:
+        module = root.get_submodule(name)
+        attributes, key = vars(module), "forward"
+        whole = compiled_call(module)
+        if whole is not None:  # else the wrapper would be compiled
+            key = COMPILED_CALL
+        elif attributes.get(COMPILED_CALL) is not None:  # its hooks are compiled with it: it is not, here
+            patches.append(ForwardPatch(attributes, COMPILED_CALL, attributes[COMPILED_CALL], None))
+        patches.append(ForwardPatch(attributes, key, attributes.get(key), wrap(name, whole or module.forward)))
+    return patches
+
+
 @contextmanager
-def wrapped_forwards(root: nn.Module, wrap: Callable[[str, Forward], Forward], names: list[str]) -> Iterator[None]:
-    """In this context ``forward`` of the modules ``names`` of ``root`` is ``wrap(name, forward)``."""
-    wrapped = []
+def installed(patches: Sequence[ForwardPatch]) -> Iterator[None]:
+    """In this context ``patches`` are in place."""
+    for attributes, key, _, patch in patches:
+        attributes[key] = patch
     try:
-        for name in names:
-            module = root.get_submodule(name)
-            attributes, key = vars(module), "forward"
-            whole = compiled_call(module)
-            if whole is not None:  # else the wrapper would be compiled
-                key = COMPILED_CALL
-            elif attributes.get(COMPILED_CALL) is not None:  # its hooks are compiled with it: it is not, here
-                wrapped.append((attributes, COMPILED_CALL, attributes[COMPILED_CALL]))
-                attributes[COMPILED_CALL] = None
-            wrapped.append((attributes, key, attributes.get(key)))
-            attributes[key] = wrap(name, whole or module.forward)
         yield
     finally:
-        for attributes, key, own in reversed(wrapped):
+        for attributes, key, own, _ in patches:
             if own is None:
                 del attributes[key]
             else:

@@ -8,7 +8,7 @@ between. The pipeline then runs the same two, through its schedule, the stash an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import astuple, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,7 +35,6 @@ from lightning_smddp.pipeline.partition.self_check import (
     norm_of,
     require_equal,
 )
-from lightning_smddp.pipeline.runtime.draws import without_own_dropout
 from lightning_smddp.pipeline.runtime.remote import ReplayError, Shapes
 from lightning_smddp.pipeline.runtime.stage_program import StagePlan, StageProgram
 from lightning_smddp.pipeline.runtime.step_run import run_stage
@@ -91,7 +90,7 @@ def _loop(step: LightningStep, parts: Sequence[MicroBatch], setup: RunSetup, gra
         stack.enter_context(kept_parameters(module))
         stack.callback(step.forget)
         stack.enter_context(step.recorder.scopes.within(None, 0))
-        stack.enter_context(without_own_dropout(module, setup.device))
+        stack.enter_context(_without_own_dropout(module))
         stack.enter_context(patched([(module, "log", _ignored)]))
         if graph.mixes_draws:  # these are seeded one by one, in one stage as in several
             stack.enter_context(wrappers.active([graph]))
@@ -133,6 +132,12 @@ def _taken_gradients(module: nn.Module, made: dict[str, Tensor]) -> Iterator[Non
                 handle = parameter.register_post_accumulate_grad_hook(lambda p, name=name: take(name, p))
                 handles.callback(handle.remove)
         yield
+
+
+def _without_own_dropout(module: nn.Module) -> AbstractContextManager[None]:
+    """Within it recurrent layers drop nothing: cuDNN's draw from a state of their own, which no seed resets."""
+    layers = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
+    return patched([(layer, "dropout", 0.0) for layer in layers])
 
 
 def _ignored(*args: Any, **kwargs: Any) -> None:
@@ -198,7 +203,7 @@ def _compared(
     setup, stash, runtime = partitioned.setup, partitioned.stash, partitioned.runtime
     trial = step.unscaled()
     norms: dict[str, float] = {}
-    with preserve_state(setup.module, setup.device), without_own_dropout(setup.module, setup.device):
+    with preserve_state(setup.module, setup.device), _without_own_dropout(setup.module):
         try:
             paths = partitioned.paths(trial, parts)
             # Replicas are not averaged: compression would be a difference.

@@ -49,14 +49,14 @@ def named_metrics(module: nn.Module) -> dict[str, AnyMetric]:
 
 
 @contextmanager
-def patched(functions: Iterable[tuple[nn.Module, str, Callable[..., Any]]]) -> Iterator[None]:
-    """Set functions as attributes of module instances, and put back what was there."""
+def patched(values: Iterable[tuple[nn.Module, str, Any]]) -> Iterator[None]:
+    """Set attributes of module instances, and put back what was there."""
     undo: list[tuple[dict[str, Any], str, Any]] = []
     try:
-        for module, name, function in functions:
+        for module, name, value in values:
             attributes = vars(module)
             undo.append((attributes, name, attributes.get(name)))
-            attributes[name] = function
+            attributes[name] = value
         yield
     finally:
         for attributes, name, before in reversed(undo):

@@ -104,7 +104,7 @@ class Partitioning:
             plan=plan,
             resources=resources,
             stash=stash,
-            runtime=self._runtime(stash),
+            runtime=self._runtime(),
             view=view,
             buffers=SharedBuffers(view),
             run_seed=self._seed,
@@ -212,19 +212,14 @@ class Partitioning:
             replicas.load_state_dict(self.before.remembered)
         return replicas
 
-    def _runtime(self, stash: GradientStash) -> PipelineRuntime:
+    def _runtime(self) -> PipelineRuntime:
         setup = self.setup
-        of_stage: dict[int, list[nn.Parameter]] = {stage: [] for stage in self._stages_here()}
-        for name, parameter in stash.parameters.items():
-            for stage in stash.stages[name]:
-                of_stage[stage].append(parameter)
         return PipelineRuntime(
             setup.module,
             setup.groups,
             setup.device,
             setup.options.schedule,
             setup.num_stages,
-            of_stage,
             setup.options.activation_checkpointing,
         )
 

@@ -242,36 +242,23 @@ def refusals() -> list[str]:
     group = dist.group.WORLD
     bodies = two_stages()
     engine = pipeline_chains.engine_for("looped_bfs", bodies)
-    wrong = TensorSpec((2, 4), torch.float32, True)
-    no_gradient = TensorSpec((2, 3), torch.float32, False)
     calls = [
-        lambda: engine.train(1, [[[wrong]]]),
-        lambda: engine.train(1, [[[HIDDEN, HIDDEN]]]),
-        lambda: engine.train(1, [[[no_gradient]]]),
-        lambda: pipeline_chains.engine_for("looped_bfs", two_stages(last=lambda m, h: (h,))).train(1, [[[HIDDEN]]]),
         lambda: pipeline_chains.engine_for("1f1b", bodies),
         lambda: type(engine)(group, pipeline_chains.CPU, parse("looped_bfs"), 2, {0: bodies[0]}),
-        lambda: TensorSpec((2,), torch.int64, True),
     ]
     texts = []
     for call in calls:
         with pytest.raises(ValueError, match=".") as refused:
             call()
         texts.append(str(refused.value))
-    engine.train(1, [[[HIDDEN]]])  # an engine of one rank survives its refusals
     return texts
 
 
 def test_refusals_name_values_and_cure() -> None:
     (texts,) = run_ranks(refusals, 1)
     wanted = [
-        "stage 0, micro-batch 0, output 0: TensorSpec(shape=(2, 3)",
-        "1 output where 2 were announced",
-        "requires_grad=True) where TensorSpec(shape=(2, 3), dtype=torch.float32, requires_grad=False)",
-        "the last stage returns (loss,)",
         "cannot place 2 stages on 1 rank; use 1 stage",
         "rank 0 holds stages [0, 1], but bodies are for [0]",
-        "use requires_grad=False",
     ]
     for text, part in zip(texts, wanted, strict=True):
         assert part in text

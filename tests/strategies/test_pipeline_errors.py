@@ -276,7 +276,25 @@ class ReadsByRank(Net):
         return self.loss(batch)
 
 
-BY_RANK = [(make, {}, {}) for make in (ByRank, ByLastRank, ReadsByRank)]
+class Shorter(torch.nn.Linear):
+    rows: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[: self.rows]
+
+
+class MakesFewerRows(Net):
+    """From the third batch on a module of the first stage gives back fewer rows than the batch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0] = Shorter(self.net[0].in_features, self.net[0].out_features)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[0].rows = 0 if batch_idx == 2 else None
+
+
+BY_RANK = [(make, {}, {}) for make in (ByRank, ByLastRank, ReadsByRank, MakesFewerRows)]
 
 
 @pytest.mark.slow
@@ -284,10 +302,11 @@ def test_a_course_that_depends_on_the_rank() -> None:
     """No rank waits for messages of another path: all say the same."""
     results = run_trainer_ranks(run_each, 2, refused, BY_RANK, timeout=60)
     assert results[0] == results[1]
-    first, last, read = results[0]
+    first, last, read, fewer = results[0]
     assert first == "nothing"  # an operation on what the stage itself has made is its own
     assert last.startswith("ReplayError: The step came to mul at ")
     assert read == "nothing"  # what a rank reads of the batch may differ where it decides nothing
+    assert fewer.startswith("ReplayError: A stage has made TensorSpec(shape=(0, ")
 
 
 @pytest.mark.slow

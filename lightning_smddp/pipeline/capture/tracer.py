@@ -42,7 +42,15 @@ from lightning_smddp.pipeline.capture.ops import (
 )
 from lightning_smddp.pipeline.capture.records import Call, Event, Trace, each_once
 from lightning_smddp.pipeline.capture.tracking import UNSEEN, Tracking, is_plain
-from lightning_smddp.seeding import Forward, Generators, SeededCall, drawing_candidates, same, wrapped_forwards
+from lightning_smddp.seeding import (
+    Forward,
+    Generators,
+    SeededCall,
+    drawing_candidates,
+    forward_patches,
+    installed,
+    same,
+)
 from lightning_smddp.wire.pytree import items, leaves, map_leaves, tensors
 
 _NOTHING = torch.empty(0)
@@ -168,7 +176,7 @@ class _Tracer(TorchFunctionMode, Tracking):
                 visible_autograd_functions(),
                 torch.compiler.set_stance("force_eager"),  # else compiled code would leave our modes out
                 saving,
-                wrapped_forwards(self.module, self._wrap, list(self.modules)[1:]),
+                installed(forward_patches(self.module, self._wrap, list(self.modules)[1:])),
                 _Dispatched(self),
                 self,
             ):

@@ -61,7 +61,6 @@ class PipelineRuntime:
         device: where its tensors are.
         schedule: the schedule of training steps; evaluation uses its placement.
         num_stages: stages on all ranks of the pipeline.
-        stage_parameters: parameters of each stage on this rank.
         checkpointing: whether units keep only their inputs for backward.
         recorder: see :class:`PipelineEngine`.
     """
@@ -73,7 +72,6 @@ class PipelineRuntime:
         device: torch.device,
         schedule: Schedule,
         num_stages: int,
-        stage_parameters: dict[int, list[nn.Parameter]],
         checkpointing: bool = False,
         recorder: SpanRecorder | None = None,
     ) -> None:
@@ -88,7 +86,7 @@ class PipelineRuntime:
         self._stages: dict[int, ReplayedStage] = {}
         for stage, rank in enumerate(self.rank_of_stage):
             if rank == groups.pipeline_rank:
-                self._stages[stage] = ReplayedStage(stage, stage_parameters[stage], device)
+                self._stages[stage] = ReplayedStage(stage, device)
         self.engine = PipelineEngine(
             groups.neighbours,
             device,
@@ -239,9 +237,6 @@ class PipelineEngine:
         Returns:
             The detached losses in the order of the micro-batches (0 for none), on the rank of the last stage; elsewhere
             an empty list.
-
-        Raises:
-            ValueError: a stage's outputs are not as ``boundaries`` says.
         """
         return self._step(num_microbatches, boundaries, has_backward=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -64,8 +64,7 @@ def _leaves_no_holes(dimensions: Iterable[tuple[int, int]]) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """What a receiver has to know about a tensor before it arrives.
 
     Attributes:
@@ -78,10 +77,6 @@ class TensorSpec:
     dtype: torch.dtype
     requires_grad: bool
 
-    def __post_init__(self) -> None:
-        if self.requires_grad and not (self.dtype.is_floating_point or self.dtype.is_complex):
-            raise ValueError(f"{self}: tensors of this dtype have no gradient; use requires_grad=False")
-
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
         """What a receiver has to know of ``tensor`` to allocate it."""
@@ -92,7 +87,7 @@ class TensorSpec:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
-Boundary = Sequence[TensorSpec]
+Boundary: TypeAlias = Sequence[TensorSpec]
 """What one stage sends to the next for one micro-batch."""
 
 

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -30,48 +30,36 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_smddp.communication.device_watch import mark
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.runtime.messages import layout_of
-from lightning_smddp.pipeline.runtime.remote import Boundary, ReplayError, TensorSpec
+from lightning_smddp.pipeline.runtime.remote import OTHER_PATH, Boundary, ReplayError, TensorSpec
 from lightning_smddp.pipeline.runtime.spans import SpanRecorder, action
-from lightning_smddp.pipeline.runtime.split_backward import Roots, SplitBackward, backward
+from lightning_smddp.pipeline.runtime.split_backward import SplitBackward, backward
 from lightning_smddp.pipeline.runtime.stage_program import Observers, RunningStep, StageProgram
 from lightning_smddp.pipeline.runtime.step_exchange import Failure
 from lightning_smddp.pipeline.runtime.step_run import run_stage
+from lightning_smddp.planner.timeline import SpanKind
 from lightning_smddp.wire.pytree import map_leaves
-from lightning_smddp.wording import counted
 
+StageBody: TypeAlias = Callable[[int, tuple[Tensor, ...]], tuple[Tensor, ...]]
+"""What a stage computes for (a micro-batch, what it has received): what goes to the next stage.
 
-class StageBody(Protocol):
-    """What a stage computes, as :class:`Stage` calls it; in training and evaluation a :class:`ReplayedStage`."""
-
-    @property
-    def module(self) -> nn.Module:
-        """Holds the stage's parameters; torch's schedules look at it as ``submod``, nobody calls it."""
-        ...
-
-    def __call__(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What goes to the next stage.
-
-        The last stage returns ``(loss,)`` in training, a weighted 0-d tensor, or ``()`` where a micro-batch has none.
-        """
-        ...
+The last stage returns ``(loss,)`` in training, a weighted 0-d tensor, or ``()`` where a micro-batch has none.
+"""
 
 
 class ReplayedStage:
-    """What a stage computes: its part of the step that runs now, by :class:`~.stage_program.StageProgram`.
+    """A :class:`StageBody`: the stage's part of the step that runs now, by :class:`~.stage_program.StageProgram`.
 
     Args:
         stage: which one.
-        parameters: of the stage.
         device: of this rank.
 
     Attributes:
         running: the step that runs; None in between.
     """
 
-    def __init__(self, stage: int, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+    def __init__(self, stage: int, device: torch.device) -> None:
         self.stage = stage
         self.device = device
-        self.module = nn.ParameterList(parameters)
         self.running: RunningStep | None = None
 
     def __call__(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -83,18 +71,20 @@ class ReplayedStage:
         running = self.running
         assert running is not None
         staged, shapes = running.paths[microbatch]
-        program = staged.replays[self.stage]
+        announced: Boundary = ()
+        if self.stage < len(staged.stages) - 1:
+            announced = staged.boundary(self.stage, shapes, running.train)
         if not running.failures:
             try:
-                return self._run(running, program, microbatch, received)
+                sent = self._run(running, staged.replays[self.stage], microbatch, received)
+                if self.stage < len(staged.stages) - 1:
+                    _require_announced(sent, announced)
+                return sent
             except Exception as error:
                 diverged = isinstance(error, (ReplayError, SplitError))
                 text = str(error) if diverged else f"{type(error).__name__}: {error}"
                 running.failures.append(Failure(microbatch, self.stage, text, error, diverged))
-        if program.is_last:
-            return ()
-        boundary = staged.boundary(self.stage, shapes, running.train)
-        return tuple(_without_values(spec, self.device) for spec in boundary)
+        return tuple(_without_values(spec, self.device) for spec in announced)
 
     def _run(
         self, running: RunningStep, program: StageProgram, index: int, received: tuple[Tensor, ...]
@@ -130,19 +120,22 @@ class _Received(torch.autograd.Function):
 
 @dataclass
 class _Microbatch:
-    """What a stage holds for one micro-batch of the running step; each entry only as long as it is needed."""
+    """What a stage holds for one micro-batch of the running step; each entry only as long as it is needed.
+
+    Gradients, and what they belong to, are those of the values in a boundary that need one, in their order.
+    """
 
     # received             from the receive to the forward
     # leaves, edges        from the forward to the backward: where gradients of inputs arrive, where it begins
     # outgoing             from the forward to the send
     # output_gradients     from the receive, or the next stage here, to the backward
-    # input_gradients      from the backward to the send, or the stage before here
+    # input_gradients      from the backward to the send, or the stage before here; None for what did not matter
     # split                from a backward's first part to its second
     received: tuple[Tensor, ...] = ()
-    leaves: list[Tensor | None] = field(default_factory=list)
+    leaves: list[Tensor] = field(default_factory=list)
     edges: list[GradientEdge | None] = field(default_factory=list)
     outgoing: tuple[Tensor, ...] = ()
-    output_gradients: list[Tensor | None] = field(default_factory=list)
+    output_gradients: Sequence[Tensor | None] = ()
     input_gradients: list[Tensor | None] = field(default_factory=list)
     split: SplitBackward | None = None
 
@@ -177,7 +170,7 @@ class Stage:
         self.is_first = index == 0
         self.is_last = index == self.num_stages - 1
         self.device = device
-        self.submod = body.module
+        self.submod = nn.Module()  # torch's schedules look for FSDP's modules in it; nobody calls it
         self.has_backward = False
         self._body = body
         self.recorder = recorder
@@ -202,8 +195,7 @@ class Stage:
         """The receives of a forward's inputs."""
         # Sender and receiver work from the same boundaries, so the numbers, sizes and order of messages agree without a
         # word.
-        layout = layout_of(tuple(self._incoming[fwd_chunk_id]))
-        messages, tensors = layout.receive(self.device)
+        messages, tensors = layout_of(tuple(self._incoming[fwd_chunk_id])).receive(self.device)
         self._microbatches[fwd_chunk_id].received = tuple(tensors)
         return self._ops(dist.irecv, messages, self.stage_index - 1)
 
@@ -224,23 +216,23 @@ class Stage:
         # what is sent until its message is gone.
         received = state.received
         state.received = ()
-        with action(self.recorder, self.stage_index, "forward", fwd_chunk_id):
+        with self._computing("forward", fwd_chunk_id):
             pairs = zip(received, self._incoming[fwd_chunk_id], strict=True)
             inputs = tuple(self._as_input(tensor, spec, state) for tensor, spec in pairs)
             del received, pairs
-            with _computing():
-                outputs = self._body(fwd_chunk_id, inputs)
-        if self.is_last and not (self.has_backward and len(outputs)):
+            outputs = self._body(fwd_chunk_id, inputs)
+        if self.is_last and not (self.has_backward and outputs):
             return torch.zeros((), device=self.device)
-        self._check_outputs(outputs, fwd_chunk_id)
         # What leaves the stage has no graph. The backward begins at edges, which hold the graph without the outputs'
         # memory.
         sent = tuple(output.detach() for output in outputs)
-        if self.has_backward:
-            state.edges = [_edge_of(output) for output in outputs]
         if self.is_last:
+            state.edges = [get_gradient_edge(outputs[0])]
             state.output_gradients = [torch.ones_like(sent[0])]
             return sent[0]
+        if self.has_backward:
+            pairs = zip(outputs, self._outgoing[fwd_chunk_id], strict=True)
+            state.edges = [_edge_of(output) for output, spec in pairs if spec.requires_grad]
         next_rank = self.stage_index_to_group_rank[self.stage_index + 1]
         if next_rank != self.group_rank:  # else the schedule hands over what is returned
             state.outgoing = sent
@@ -262,12 +254,8 @@ class Stage:
         """The receives of the outputs' gradients."""
         if not self.has_backward or self.is_last:
             return []
-        # One gradient for each output that needs one; the next stage sends no others.
-        specs = self._outgoing[bwd_chunk_id]
-        messages, tensors = layout_of(_with_gradient(specs)).receive(self.device)
-        received = iter(tensors)
-        gradients = [next(received) if spec.requires_grad else None for spec in specs]
-        self._microbatches[bwd_chunk_id].output_gradients = gradients
+        messages, tensors = layout_of(_with_gradient(self._outgoing[bwd_chunk_id])).receive(self.device)
+        self._microbatches[bwd_chunk_id].output_gradients = tensors
         return self._ops(dist.irecv, messages, self.stage_index + 1)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: list[Tensor | None], mb_index: int) -> None:
@@ -285,19 +273,16 @@ class Stage:
         if not self.has_backward:
             return
         state = self._microbatches[bwd_chunk_id]
-        roots = self._roots(state)
-        leaves = [leaf for leaf in state.leaves if leaf is not None]
+        pairs = zip(state.edges, state.output_gradients, strict=True)
+        roots = [(edge, gradient) for edge, gradient in pairs if edge is not None and gradient is not None]
+        leaves, state.leaves, state.edges, state.output_gradients = state.leaves, [], [], ()
         if full_backward:
-            with action(self.recorder, self.stage_index, "backward", bwd_chunk_id), _computing():
-                gradients = backward(roots, leaves)
+            with self._computing("backward", bwd_chunk_id):
+                state.input_gradients = backward(roots, leaves)
         else:
-            with action(self.recorder, self.stage_index, "backward_input", bwd_chunk_id), _computing():
+            with self._computing("backward_input", bwd_chunk_id):
                 state.split = SplitBackward(roots, leaves)
-                gradients = state.split.inputs()
-        # One entry for each input of the stage: its gradient, or None where it has no leaf that asks for one.
-        remaining = iter(gradients)
-        state.input_gradients = [None if leaf is None else next(remaining) for leaf in state.leaves]
-        state.leaves = []
+                state.input_gradients = state.split.inputs()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The second part of a split backward."""
@@ -307,22 +292,17 @@ class Stage:
         split = state.split
         state.split = None
         assert split is not None, f"stage {self.stage_index}, micro-batch {bwd_chunk_id}: W before I"
-        with action(self.recorder, self.stage_index, "backward_weight", bwd_chunk_id), _computing():
+        with self._computing("backward_weight", bwd_chunk_id):
             split.weights()
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """The sends of the inputs' gradients; zeros for one that did not matter to the loss."""
         if not self.has_backward or self.is_first:
             return []
-        specs = self._incoming[bwd_chunk_id]
-        sent: list[Tensor] = []
-        for spec, gradient in zip(specs, self.get_local_bwd_output(bwd_chunk_id), strict=True):
-            if not spec.requires_grad:
-                continue
-            if gradient is None:
-                gradient = spec.empty(self.device).zero_()
-            sent.append(gradient)
-        messages = layout_of(_with_gradient(specs)).send(sent)
+        specs = _with_gradient(self._incoming[bwd_chunk_id])
+        pairs = zip(specs, self.get_local_bwd_output(bwd_chunk_id), strict=True)
+        gradients = [spec.empty(self.device).zero_() if gradient is None else gradient for spec, gradient in pairs]
+        messages = layout_of(specs).send(gradients)
         return self._ops(dist.isend, messages, self.stage_index - 1)
 
     def get_local_bwd_output(self, mb_index: int) -> list[Tensor | None]:
@@ -340,50 +320,19 @@ class Stage:
     def _as_input(self, tensor: Tensor, spec: TensorSpec, state: _Microbatch) -> Tensor:
         """What the body gets for a received ``tensor``; the leaf that its gradient arrives at is noted in ``state``."""
         if not (self.has_backward and spec.requires_grad):
-            state.leaves.append(None)
             return tensor
         leaf = tensor.detach().requires_grad_()
         state.leaves.append(leaf)
-        return cast(Tensor, _Received.apply(leaf))  # type: ignore[no-untyped-call]
+        received: Tensor = _Received.apply(leaf)  # type: ignore[no-untyped-call]
+        return received
 
-    def _roots(self, state: _Microbatch) -> Roots:
-        """Where a backward starts, and with which gradients."""
-        roots: list[tuple[GradientEdge, Tensor]] = []
-        for edge, gradient in zip(state.edges, state.output_gradients, strict=True):
-            if edge is not None and gradient is not None:
-                roots.append((edge, gradient))
-        state.edges = []
-        state.output_gradients = []
-        return roots
-
-    def _check_outputs(self, outputs: Sequence[Tensor], microbatch: int) -> None:
-        """Refuse outputs that the next stage does not expect: received as announced they would be silently wrong."""
-        what = f"stage {self.stage_index}, micro-batch {microbatch}"
-        if self.is_last:
-            is_one_tensor = len(outputs) == 1 and isinstance(outputs[0], Tensor)
-            if not is_one_tensor or outputs[0].dim() != 0:
-                raise ValueError(f"{what}: the last stage returns (loss,) with a 0-d tensor, not {_describe(outputs)}")
-            return
-        specs = self._outgoing[microbatch]
-        if len(outputs) != len(specs):
-            raise ValueError(
-                f"{what}: {counted(len(outputs), 'output')} where {len(specs)} were announced: {list(specs)}"
-            )
-        for position, (output, spec) in enumerate(zip(outputs, specs, strict=True)):
-            if (
-                tuple(output.shape) != spec.shape
-                or output.dtype != spec.dtype
-                or (
-                    # One that needs no gradient may stand for one that does.
-                    self.has_backward and output.requires_grad and not spec.requires_grad
-                )
-            ):
-                raise ValueError(f"{what}, output {position}: {_describe([output])} where {spec} was announced")
-            if output.layout != torch.strided or output.device.type != self.device.type:
-                raise ValueError(
-                    f"{what}, output {position}: a {output.layout} tensor on {output.device} cannot be sent; "
-                    f"stages exchange dense tensors on {self.device}"
-                )
+    @contextmanager
+    def _computing(self, kind: SpanKind, microbatch: int) -> Iterator[None]:
+        """What the device does here is computing, and communication follows: a hang is that of the one or the other."""
+        with action(self.recorder, self.stage_index, kind, microbatch):
+            mark()
+            yield
+            mark(communicates=True)
 
     def _ops(self, op: Any, messages: Sequence[Tensor], peer_stage: int) -> list[dist.P2POp]:
         """Sends or receives of ``messages``, for torch's schedule to start."""
@@ -393,6 +342,16 @@ class Stage:
 
 def _with_gradient(boundary: Boundary) -> tuple[TensorSpec, ...]:
     return tuple(spec for spec in boundary if spec.requires_grad)
+
+
+def _require_announced(outputs: Sequence[Tensor], announced: Boundary) -> None:
+    """Raise ``ReplayError`` for what the next stage does not expect: received as announced it would be wrong."""
+    found = [TensorSpec.of(output) for output in outputs]
+    for one, other in zip(found, announced, strict=True):
+        # One that needs no gradient may stand for one that does.
+        needs_gradient = torch.is_grad_enabled() and one.requires_grad and not other.requires_grad
+        if one[:2] != other[:2] or needs_gradient:
+            raise ReplayError(f"A stage has made {one} where the batch's sizes had led to {other}. {OTHER_PATH}")
 
 
 def _without_values(spec: TensorSpec, device: torch.device) -> Tensor:
@@ -408,16 +367,3 @@ def _detached(leaf: Any) -> Any:
 def _edge_of(output: Tensor) -> GradientEdge | None:
     """Where a backward of ``output`` starts. It holds the graph, but not the memory of the output."""
     return get_gradient_edge(output) if output.requires_grad else None
-
-
-@contextmanager
-def _computing() -> Iterator[None]:
-    """What the device does here is computing, and communication follows: if it hangs, that tells whose fault it is."""
-    mark()
-    yield
-    mark(communicates=True)
-
-
-def _describe(outputs: Sequence[Any]) -> str:
-    texts = [str(TensorSpec.of(o)) if isinstance(o, Tensor) else type(o).__name__ for o in outputs]
-    return ", ".join(texts) or "nothing"

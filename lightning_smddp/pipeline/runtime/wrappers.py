@@ -9,18 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_smddp._compat.torch import visible_autograd_functions
+from lightning_smddp._compat.torch import COMPILED_CALL, visible_autograd_functions
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.runtime.remote_tensor import active_run
-from lightning_smddp.seeding import Forward, Generators, seeded, wrapped_forwards
+from lightning_smddp.seeding import Forward, ForwardPatch, Generators, forward_patches, installed, seeded
 
 
 class Wrappers:
     """The wrapped modules of one root: units, and modules that draw random numbers.
 
+    Outside of :meth:`active` modules are what they always are. What wraps them is made once for a set of graphs.
+
     Attributes:
         drawing: names of the modules that draw, or are called behind draws.
-        is_active: whether the steps of a pipeline run: outside of them modules are what they always are.
     """
 
     def __init__(self, root: nn.Module, device: torch.device) -> None:
@@ -28,34 +29,38 @@ class Wrappers:
         self.device = device
         self.generators = Generators(root, device)
         self.drawing: frozenset[str] = frozenset()
-        self.is_active = False
+        self._graphs: Sequence[StepGraph] = ()
+        self._patches: list[ForwardPatch] = []  # for these graphs
 
     @contextmanager
     def active(self, graphs: Sequence[StepGraph]) -> Iterator[None]:
         """Around forward and backward of steps on the paths ``graphs``."""
-        names: dict[str, None] = {}
-        drawing: set[str] = set()
-        for graph in graphs:
-            names.update(dict.fromkeys(graph.units))
-            drawing.update(graph.drawing)
-        names.update(dict.fromkeys(drawing))
-        self.drawing = frozenset(drawing)
+        if list(map(id, graphs)) != list(map(id, self._graphs)) or self._has_changed():
+            self._graphs = graphs
+            self.drawing = frozenset[str]().union(*(graph.drawing for graph in graphs))
+            units = frozenset[str]().union(*(graph.unit_names for graph in graphs))
+            self._patches = forward_patches(self.root, self._wrap, units | self.drawing)
+        apply = visible_autograd_functions() if any(graph.calls_apply for graph in graphs) else nullcontext()
         self.generators.python = any(graph.draws for graph in graphs)
-        self.is_active = True
         try:
-            apply = visible_autograd_functions() if any(graph.calls_apply for graph in graphs) else nullcontext()
-            with apply, wrapped_forwards(self.root, self._wrap, list(names)):
+            with apply, installed(self._patches):
                 yield
         finally:
-            self.is_active = False
             self.generators.python = True
+
+    def _has_changed(self) -> bool:
+        """Whether one of the modules has another ``forward`` than when it was wrapped, or is compiled."""
+        return any(
+            attributes.get(key) is not own or attributes.get(COMPILED_CALL) is not None
+            for attributes, key, own, _ in self._patches
+        )
 
     def _wrap(self, name: str, forward: Forward) -> Forward:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             run = active_run()
             if run is not None and not run.inside and name in run.graph.unit_names:
                 return run.unit(name, forward, args, kwargs)
-            if name in self.drawing and self.is_active:  # also in a checkpoint's second run, which no run is for
+            if name in self.drawing:  # also in a checkpoint's second run, which no run is for
                 return seeded(self.generators, lambda: forward(*args, **kwargs))
             return forward(*args, **kwargs)
 
