@@ -52,7 +52,7 @@ def find_loss_weight(
     except Exception as error:  # on every rank: the step is not made for eval mode, or whole batches are too large
         losses = repr(own_error(error))
     found: Any = None
-    if setup.ends_here and setup.groups.replica == 0:
+    if partitioned.runtime.ends_here and setup.groups.replica == 0:
         weight, note = _decide(partitioned, losses, whole, microbatches)
         found = [weight.to_json(), note]
     source = setup.groups.mesh.pipelines[0][setup.last_rank]

@@ -2,23 +2,24 @@
 
     Unpartitioned --first training batch--> PartitionedModule
 
-At the end of the run each rank has the whole module again, and its own part of the optimizers.
+Both say what a checkpoint, the optimizers and the watch for NaN ask of a module. At the end of the run each rank has
+the whole module again, and its own part of the optimizers.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_smddp.bridge.metrics import patched
 from lightning_smddp.bridge.step import LightningStep
@@ -30,16 +31,15 @@ from lightning_smddp.pipeline.capture.graph_builder import Modules
 from lightning_smddp.pipeline.mesh import Groups
 from lightning_smddp.pipeline.partition.assignment import follow, nodes_by_stage
 from lightning_smddp.pipeline.partition.costs import Resources
-from lightning_smddp.pipeline.partition.microbatches import MicroBatch
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch, MicroBatches
 from lightning_smddp.pipeline.partition.plan import PartitionPlan, build_on_all, own_error, record, require_same
 from lightning_smddp.pipeline.partition.self_check import Finding
 from lightning_smddp.pipeline.partition.split import is_within
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.runtime.stage_program import StagedStep, StagePlan, TracedPath
 from lightning_smddp.pipeline.runtime.trace_cache import TraceCache
-from lightning_smddp.pipeline.state.gradients import GradientStash, clip_by_norm, share_overflow
+from lightning_smddp.pipeline.state.gradients import GradientStash, clip_by_norm
 from lightning_smddp.pipeline.state.optimizer import OptimizerPartition
-from lightning_smddp.pipeline.state.replicas import ReplicaGradients
 from lightning_smddp.pipeline.state.state_dict import (
     SharedBuffers,
     full_state_dict,
@@ -48,7 +48,7 @@ from lightning_smddp.pipeline.state.state_dict import (
 )
 from lightning_smddp.pipeline.view.view import GlobalView
 from lightning_smddp.seeding import mix, step_seed
-from lightning_smddp.sharding.optimizer_shards import OptimizerShards
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
 from lightning_smddp.sharding.optimizer_states import whole_states
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.wire.stream import gathered_objects
@@ -57,6 +57,14 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
     from lightning_smddp.strategies.pipeline_options import PipelineOptions
+    from lightning_smddp.strategies.sanity_checks import SanityChecks
+
+State: TypeAlias = Mapping[str, Any]
+"""A state dict, of a module or an optimizer."""
+StateDict: TypeAlias = dict[str, Any]
+"""The same, made here."""
+Remembered: TypeAlias = Mapping[str, Mapping[str, Tensor]]
+"""What compression of gradients remembers, by kind and parameter."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,7 @@ class RunSetup:
         device: of this rank.
         step_context: makes, for the name of a step, the context that Lightning enters around it (precision).
         timeout: of collectives.
+        checks: know whether gradients are watched for NaN and inf, and who else may change them.
     """
 
     module: LightningModule
@@ -78,6 +87,7 @@ class RunSetup:
     device: torch.device
     step_context: Callable[[str], AbstractContextManager[Any]]
     timeout: timedelta
+    checks: SanityChecks
 
     @property
     def num_stages(self) -> int:
@@ -90,14 +100,14 @@ class RunSetup:
         return self.options.schedule.rank_of_stage(self.num_stages, self.groups.pipeline.size())
 
     @property
+    def stages_here(self) -> list[int]:
+        """The stages of this rank."""
+        return [stage for stage, rank in enumerate(self.rank_of_stage) if rank == self.groups.pipeline_rank]
+
+    @property
     def last_rank(self) -> int:
         """The pipeline rank of the last stage, where a step ends: it alone has the step's loss and logs."""
         return self.rank_of_stage[-1]
-
-    @property
-    def ends_here(self) -> bool:
-        """Whether this rank has the last stage, and so the step's loss and logs."""
-        return self.groups.pipeline_rank == self.last_rank
 
     @property
     def num_replicas(self) -> int:
@@ -122,52 +132,19 @@ def warn_on_first_rank(message: str) -> None:
         warnings.warn(message, stacklevel=3)
 
 
-class ModuleState:
-    """What a checkpoint, the optimizers and the watch for NaN ask of a module; here, where each rank has all of it."""
-
-    setup: RunSetup
-    remembered: Mapping[str, Mapping[str, Tensor]] = {}  # loaded, what compression remembers of all parameters
-
-    def state_dict(self, gather: bool) -> dict[str, Any]:
-        """The whole module's on the first rank; without ``gather`` of each rank what it holds. Collective."""
-        return self.setup.module.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Load a whole module's state: each rank takes what it holds. Names that differ are an error if ``strict``."""
-        load_full_state_dict(self.setup.module, state, strict)
-
-    def optimizer_state(self, optimizer: Optimizer, gather: bool) -> dict[str, Any]:
-        """The whole optimizer's on the first rank; without ``gather`` of each rank what it holds. Collective."""
-        return optimizer.state_dict()
-
-    def compression_state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """What compression of gradients remembers, by parameter, on the first rank; empty if nothing. Collective."""
-        return self.remembered
-
-    def optimized(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """The parameters of all ranks that ``optimizer`` steps."""
-        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-    def nonfinite(self) -> dict[str, str] | None:
-        """What is not finite in this rank's gradients, by parameter, before averaging; None if there is none."""
-        return None
-
-    def report(self) -> CommunicationReport | None:
-        """What averaging over replicas cost; None if that is not known. Collective over the replicas."""
-        return None
-
-
-class Unpartitioned(ModuleState):
-    """A module before the batch that shows how to partition it.
+class Unpartitioned:
+    """A module before the batch that shows how to partition it: each rank has all of it.
 
     What a checkpoint holds may have nowhere to go yet: with ``meta_init`` parameters have no memory, and a rank with
     the optimizers' whole states would need memory for all of them. It waits here.
 
     Attributes:
+        setup: of the run.
         optimizers: that the user built; empty if there is no training.
         shards: of these, not cut yet; empty without ``shard="optimizer"``.
         weights: loaded values of parameters without memory, by name.
         optimizer_states: loaded, one for each optimizer.
+        remembered: loaded, what compression of gradients remembers of all parameters.
     """
 
     def __init__(self, setup: RunSetup) -> None:
@@ -175,32 +152,51 @@ class Unpartitioned(ModuleState):
         self.optimizers: list[Optimizer] = []
         self.shards: list[OptimizerShards] = []
         self.weights: dict[str, Tensor] = {}
-        self.optimizer_states: Sequence[Mapping[str, Any]] | None = None
+        self.optimizer_states: Sequence[State] | None = None
+        self.remembered: Remembered = {}
 
-    @override
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
+    def state_dict(self, gather: bool) -> StateDict:
+        """The module's."""
+        return self.setup.module.state_dict()
+
+    def load_state_dict(self, state: State, strict: bool) -> None:
+        """Load a whole module's state. Names that differ are an error if ``strict``."""
         # Parameters without memory take no values: those wait until it is known which rank holds them.
-        parameters = self.setup.module.named_parameters()
-        self.weights = {name: state[name] for name, parameter in parameters if parameter.is_meta and name in state}
-        super().load_state_dict(state, strict)
+        module = self.setup.module
+        self.weights = {name: state[name] for name, p in module.named_parameters() if p.is_meta and name in state}
+        load_full_state_dict(module, state, strict)
 
-    @override
-    def optimizer_state(self, optimizer: Optimizer, gather: bool) -> dict[str, Any]:
-        state: dict[str, Any] = optimizer.state_dict()
+    def optimizer_state(self, optimizer: Optimizer, gather: bool) -> StateDict:
+        """The optimizer's, with what was loaded for it."""
+        state: StateDict = optimizer.state_dict()
         if self.optimizer_states is not None:
             state["state"] = self.optimizer_states[self.optimizers.index(optimizer)]["state"]
         return state
 
-    def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def load_optimizer_states(self, states: Sequence[State]) -> None:
         """Load what is small, options of parameter groups; keep the rest until it is known who needs it."""
         self.optimizer_states = states
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict({**state, "state": {}})
 
+    def compression_state(self) -> Remembered:
+        """What compression of gradients remembers, by parameter."""
+        return self.remembered
+
+    def optimized(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """The parameters that ``optimizer`` steps."""
+        return all_parameters(optimizer)
+
+    def nonfinite(self) -> None:
+        """There are no gradients yet."""
+
+    def report(self) -> None:
+        """Nothing was averaged yet."""
+
 
 @dataclass
-class PartitionedModule(ModuleState):
-    """This rank's part of a module, made by :class:`~lightning_smddp.bridge.partitioning.Partitioning`.
+class PartitionedModule:
+    """This rank's part of a module, made by :func:`~lightning_smddp.bridge.partitioning.partition`.
 
     What is said to be collective is so over the pipeline.
 
@@ -217,8 +213,9 @@ class PartitionedModule(ModuleState):
         optimizers: with the parameters of this rank.
         sharded: with ``shard="optimizer"`` the same optimizers, whose work replicas share.
         findings: of the check before training.
-        notes: rows for the table of what the user should know.
+        notes: for the table: what the user should know.
         is_gathered: the run is over, and each rank has the whole module again.
+        traces: by key of a step, what is known of the paths that it takes.
     """
 
     setup: RunSetup
@@ -233,23 +230,13 @@ class PartitionedModule(ModuleState):
     optimizers: list[OptimizerPartition] = field(default_factory=list)
     sharded: ShardedOptimizers | None = None
     findings: list[Finding] = field(default_factory=list)
-    notes: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     is_gathered: bool = False
-    _traces: dict[Any, TraceCache] = field(default_factory=dict)  # by key of the step
-
-    @property
-    def replicas(self) -> ReplicaGradients | None:
-        """Averages gradients over replicas; None if there is one alone, or no training."""
-        return self.stash.replicas
+    traces: dict[Any, TraceCache] = field(default_factory=dict)
 
     # ---- the paths that steps take ----
 
-    def remember_first(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> None:
-        """The plan's graph is the path of ``step``, traced on the last of ``microbatches``. Collective."""
-        staged = self._stage(step, self.plan.graph, self.plan.stages)
-        self._remember(staged, step, microbatches, len(microbatches) - 1)
-
-    def paths(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> list[TracedPath]:
+    def paths(self, step: LightningStep, microbatches: MicroBatches) -> list[TracedPath]:
         """The path that ``step`` takes on each micro-batch; it is traced where it is new. Collective then."""
         if step.trains:
             self.buffers.before_training()
@@ -257,21 +244,18 @@ class PartitionedModule(ModuleState):
             self.buffers.share()
         if step.seed is None:
             step.seed = seed_of_batch(self.setup, step, self.run_seed)
-        if step.key not in self._traces:
-            self._remember(self._trace(step, microbatches[0]), step, microbatches, 0)
-        return self._traces[step.key].find(step, microbatches)
+        if step.key not in self.traces:
+            self.remember(self._trace(step, microbatches[0], 0), step, microbatches[0], 0)
+        return self.traces[step.key].find(step, microbatches)
 
-    def _remember(
-        self, staged: StagedStep, step: LightningStep, microbatches: Sequence[MicroBatch], index: int
-    ) -> None:
-        """``staged`` is the first path of ``step``, traced on one of the micro-batches. Collective."""
-        retrace: Callable[[LightningStep, MicroBatch, int], StagedStep] = self._trace
+    def remember(self, staged: StagedStep, step: LightningStep, microbatch: MicroBatch, index: int) -> None:
+        """``staged`` is the first path of ``step``, traced on micro-batch ``index``. Collective."""
         scopes = self.recorder.scopes
-        traces = TraceCache(self.runtime, [staged], retrace, step.trains, lambda: bool(scopes.counts))
-        self._traces[step.key] = traces
-        traces.remember(staged, step, microbatches[index], index)
+        traces = TraceCache(self.runtime, [staged], self._trace, step.trains, lambda: bool(scopes.counts))
+        self.traces[step.key] = traces
+        traces.remember(staged, step, microbatch, index)
 
-    def _trace(self, step: LightningStep, microbatch: MicroBatch, index: int = 0) -> StagedStep:
+    def _trace(self, step: LightningStep, microbatch: MicroBatch, index: int) -> StagedStep:
         """Another step, or another path of one, cut where the parameters already are. Collective.
 
         Raises:
@@ -280,35 +264,30 @@ class PartitionedModule(ModuleState):
         setup, group = self.setup, self.setup.groups.pipeline
         self.buffers.share()
         try:
-            generators = self.runtime.wrappers.generators
-            with generators.preserved(), torch.set_grad_enabled(step.trains):
-                generators.seed(step.seed_of(index))  # as the run does: that is no draw of the step's
-                run = step.alone(microbatch, generators, index)
+            with step.alone(microbatch, self.runtime.wrappers.generators, index) as run:
                 traced = record(run, setup.module, setup.device, group, self._fetch)
         except SplitError as error:
             if step.trains:
                 raise own_error(error) from None
             raise  # of the same kind on all ranks, which then go on alike
-        modules = Modules(traced, setup.module)
-        graph = build_on_all(traced, modules, is_within(self._units()), group)
+        graph = build_on_all(traced, Modules(traced, setup.module), is_within(self._units()), group)
         require_same(graph, group)
         cuts = follow(graph, self.plan.parameter_stages, self.runtime.num_stages)
         self.recorder.scopes.learn(units_here(graph, cuts, setup))
-        return self._stage(step, graph, cuts)
+        return self.stage(step, graph, cuts)
 
-    def _stage(self, step: LightningStep, graph: StepGraph, stages: tuple[StagePlan, ...]) -> StagedStep:
+    def stage(self, step: LightningStep, graph: StepGraph, stages: tuple[StagePlan, ...]) -> StagedStep:
+        """This rank's part of a path."""
         if step.trains:
             self.buffers.note_training(graph)
         return self.runtime.stage(graph, stages)
 
     def _units(self) -> set[str]:
-        """Modules that stay whole in other steps: the units, and modules that the first step did not call."""
-        units = set(self.plan.graph.units)
-        for name, _ in self.setup.module.named_modules():
-            # Modules that units are in are traced through.
-            if name and not any(unit.startswith(f"{name}.") for unit in self.plan.graph.units):
-                units.add(name)
-        return units
+        """Modules that stay whole in other steps: the units, and what the first step did not call."""
+        # Modules that units are in are traced through.
+        units = self.plan.graph.units
+        names = [name for name, _ in self.setup.module.named_modules() if name]
+        return {name for name in names if not any(unit.startswith(f"{name}.") for unit in units)}
 
     def _fetch(self, name: str) -> Tensor:
         """A parameter's values, from the rank that holds it. Collective."""
@@ -316,8 +295,7 @@ class PartitionedModule(ModuleState):
         value = torch.empty_like(parameter, device=self.setup.device, memory_format=torch.contiguous_format)
         if not parameter.is_meta:  # a copy, so that the trace is the same where the parameter is and elsewhere
             value.copy_(parameter.detach())
-        owner = self.plan.ownership.owner(name)
-        dist.broadcast(value, group=self.setup.groups.pipeline, group_src=owner)
+        dist.broadcast(value, group=self.setup.groups.pipeline, group_src=self.plan.ownership.owner(name))
         return value
 
     # ---- hooks ----
@@ -330,14 +308,12 @@ class PartitionedModule(ModuleState):
         rank in it, nor in a checkpoint among the arguments. For ``waits`` see :meth:`GlobalView.entered`.
         """
         view, module = self.view, self.setup.module
+        log = (module, "log", view.plain_log(module.log))
         with ExitStack() as stack:
-            if not view.is_entered:
-                for partition in self.optimizers:
-                    stack.enter_context(partition.unsharded())
-            stack.enter_context(patched([(module, "log", view.plain_log(module.log))]))
-            stack.enter_context(view.entered(waits))
-            stack.enter_context(self.recorder.scopes.absent_shown())
-            yield view.plain_result
+            for partition in self.optimizers if not view.is_entered else ():
+                stack.enter_context(partition.unsharded())
+            with patched([log]), view.entered(waits), self.recorder.scopes.absent_shown():
+                yield view.plain_result
 
     @contextmanager
     def outside_view(self) -> Iterator[None]:
@@ -350,61 +326,49 @@ class PartitionedModule(ModuleState):
 
     # ---- gradients ----
 
-    def deliver(self, factor: float, shares_overflow: bool) -> None:
-        """Set ``.grad`` to what the last training step made, times ``factor``. Collective.
-
-        With ``shares_overflow`` a gradient scaler of each rank sees inf and NaN of all of them.
-        """
-        self.stash.restore(factor)
-        for partition in self.optimizers:
-            partition.refresh()
-            if shares_overflow:
-                placeholder = partition.add_placeholder(self.setup.device)
-                share_overflow(partition.parameters, placeholder, self.setup.groups.pipeline)
-
     def clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Scale the gradients of all ranks' parameters in ``optimizer`` to this norm at the most. Collective."""
-        setup = self.setup
-        inside = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        chosen = {name: parameter for name, parameter in self.stash.parameters.items() if id(parameter) in inside}
+        setup, parameters = self.setup, self.stash.parameters
+        inside = set(map(id, all_parameters(optimizer)))
+        chosen = {name: parameter for name, parameter in parameters.items() if id(parameter) in inside}
         with self.outside_view():
             clip_by_norm(chosen, self.plan.ownership, setup.groups.pipeline, clip_val, device=setup.device)
 
-    @override
     def nonfinite(self) -> dict[str, str] | None:
-        """What is not finite in this rank's gradients, by parameter; None if no replica has anything.
+        """What is not finite in this rank's gradients, by parameter, before averaging; None if no replica has any."""
+        replicas = self.stash.replicas
+        return replicas.take_nonfinite() if replicas is not None else bad_gradients(self.stash.parameters.items())
 
-        Before averaging.
-        """
-        if self.replicas is None:
-            return bad_gradients(self.stash.parameters.items())
-        return self.replicas.take_nonfinite()
+    def report(self) -> CommunicationReport | None:
+        """What averaging over replicas cost; None with one. Collective over the replicas."""
+        return self.stash.replicas.report() if self.stash.replicas is not None else None
 
     # ---- state: of replicas the first one gives it ----
 
-    @override
-    def state_dict(self, gather: bool) -> dict[str, Any]:
-        setup = self.setup
-        ownership = self.plan.ownership
+    def state_dict(self, gather: bool) -> StateDict:
+        """The whole module's on the first rank; without ``gather`` of each rank what it holds. Collective."""
+        module, groups, ownership = self.setup.module, self.setup.groups, self.plan.ownership
         if self.is_gathered:
-            return super().state_dict(gather)
-        if setup.groups.replica != 0:
+            return module.state_dict()
+        if groups.replica != 0:
             return {}
         if not gather:
-            return partial_state_dict(setup.module, ownership, setup.groups.pipeline_rank)
-        return full_state_dict(setup.module, ownership, setup.groups.pipeline, False, setup.device)
+            return partial_state_dict(module, ownership, groups.pipeline_rank)
+        return full_state_dict(module, ownership, groups.pipeline, False, self.setup.device)
 
-    @override
-    def optimizer_state(self, optimizer: Optimizer, gather: bool) -> dict[str, Any]:
-        partition = self._partition_of(optimizer)
-        if partition is None:
-            return super().optimizer_state(optimizer, gather)
+    def load_state_dict(self, state: State, strict: bool) -> None:
+        """Load a whole module's state: this rank takes what it holds. Names that differ are an error if ``strict``."""
+        load_full_state_dict(self.setup.module, state, strict)
+
+    def optimizer_state(self, optimizer: Optimizer, gather: bool) -> StateDict:
+        """The whole optimizer's on the first rank; without ``gather`` of each rank what it holds. Collective."""
         groups, device = self.setup.groups, self.setup.device
+        partition = self._partition_of(optimizer)
         # Replicas put their shares of the states together, all of them, before only the first goes on.
         states = None
         allowed: AbstractContextManager[None] = nullcontext()
         if self.sharded is not None:
-            shards = self.sharded.of(partition.optimizer)
+            shards = self.sharded.of(optimizer)
             states = whole_states(shards, groups.data_parallel_group, device)
             allowed = shards.state_allowed()
         if groups.replica != 0:
@@ -414,44 +378,40 @@ class PartitionedModule(ModuleState):
                 return partition.partial_state_dict(states)
             return partition.full_state_dict(groups.pipeline, False, device, states)
 
-    def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def load_optimizer_states(self, states: Sequence[State]) -> None:
         """Load the states of whole optimizers, one for each: each rank takes its part."""
         for partition, state in zip(self.optimizers, states, strict=True):
             shards = None if self.sharded is None else self.sharded.of(partition.optimizer)
             partition.load_full_state_dict(state, shards)
 
-    @override
-    def compression_state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        if self.replicas is None or self.setup.options.gradients.compression is None:
+    def compression_state(self) -> Remembered:
+        """What compression of gradients remembers, by parameter, on the first rank; empty if nothing. Collective."""
+        setup, replicas = self.setup, self.stash.replicas
+        if replicas is None or setup.options.gradients.compression is None:
             return {}
-        local = self.replicas.state_dict()
-        if self.setup.groups.replica != 0:
+        local = replicas.state_dict()
+        if setup.groups.replica != 0:
             return {}
         # Parameters of several stages are with each of them, and are averaged together: any rank's values will do.
-        whole: dict[str, dict[str, Tensor]] = {}
-        for of_rank in gathered_objects(local, self.setup.groups.pipeline, False, self.setup.device):
+        whole: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        for of_rank in gathered_objects(local, setup.groups.pipeline, False, setup.device):
             for kind, values in of_rank.items():
-                whole.setdefault(kind, {}).update(values)
-        return whole
+                whole[kind] |= values
+        return dict(whole)
 
-    @override
     def optimized(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        partition = self._partition_of(optimizer)
-        return super().optimized(optimizer) if partition is None else partition.all_parameters
+        """The parameters of all ranks that ``optimizer`` steps."""
+        return self._partition_of(optimizer).all_parameters
 
-    def _partition_of(self, optimizer: Optimizer) -> OptimizerPartition | None:
-        return next((partition for partition in self.optimizers if partition.optimizer is optimizer), None)
-
-    @override
-    def report(self) -> CommunicationReport | None:
-        return None if self.replicas is None else self.replicas.report()
+    def _partition_of(self, optimizer: Optimizer) -> OptimizerPartition:
+        return next(partition for partition in self.optimizers if partition.optimizer is optimizer)
 
     def close(self) -> None:
         """Free the memory and connections that the replicas of this stage share. Not collective."""
         if self.sharded is not None:
             self.sharded.close()
-        if self.replicas is not None:
-            self.replicas.close()
+        if self.stash.replicas is not None:
+            self.stash.replicas.close()
             self.stash.replicas = None
 
 
@@ -464,9 +424,6 @@ def seed_of_batch(setup: RunSetup, step: LightningStep, run_seed: int) -> int:
 
 def units_here(graph: StepGraph, stages: Sequence[StagePlan], setup: RunSetup) -> dict[str, bool]:
     """Modules that are placed whole, and whether this rank has them."""
-    found: dict[str, bool] = {}
-    for stage, node in nodes_by_stage(graph, stages):
-        if node.module is not None:
-            is_here = setup.rank_of_stage[stage] == setup.groups.pipeline_rank
-            found[node.module] = found.get(node.module, False) or is_here
-    return found
+    own = setup.stages_here
+    here = {node.module for stage, node in nodes_by_stage(graph, stages) if stage in own}
+    return {unit: unit in here for unit in graph.units}

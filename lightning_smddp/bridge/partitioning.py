@@ -1,246 +1,351 @@
 """From a whole module and its first batch to a :class:`PartitionedModule`, on all ranks together.
 
 In this order: trace the step, make it a graph and choose where to cut that (:func:`divide` of
-``pipeline/partition/plan.py``); let go of other ranks' parameters; compare the pipeline with the same in one process
-(:func:`check_at_start`); leave each optimizer this rank's parameters. The batch itself is trained on afterwards, as any
-other.
+``pipeline/partition/plan.py``); let go of other ranks' parameters; compare the pipeline with the same in one process;
+leave each optimizer this rank's parameters. The batch itself is trained on afterwards, as any other.
+
+Never silently wrong: the comparison is with a plain loop on the first rank, while that has the whole module. The user's
+step runs there on two micro-batches, one after the other, with attributes and buffers as the first has left them, and a
+backward pass for each. Nothing of ours is in between. The pipeline then runs the same two, through its schedule, the
+stash and the sums of tied weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from operator import attrgetter
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.bridge.check import check_at_start, run_baseline
+from lightning_smddp.bridge.metrics import patched
 from lightning_smddp.bridge.partitioned_module import (
     PartitionedModule,
     RunSetup,
+    State,
     Unpartitioned,
     seed_of_batch,
     units_here,
 )
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.communication.topology import node_identity
-from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
+from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
 from lightning_smddp.pipeline.mesh import held_parameters
-from lightning_smddp.pipeline.partition.costs import Resources, in_flight, links_between, resources_for
-from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.partition.plan import PartitionPlan, Trial, divide
-from lightning_smddp.pipeline.partition.self_check import VerificationError
+from lightning_smddp.pipeline.partition.costs import (
+    Resources,
+    explained_shortage,
+    in_flight,
+    links_between,
+    resources_for,
+)
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch, MicroBatches
+from lightning_smddp.pipeline.partition.plan import PartitionPlan, Trial, decided_by_first, divide
+from lightning_smddp.pipeline.partition.self_check import (
+    EXACT,
+    MIXED,
+    Finding,
+    VerificationError,
+    compare,
+    norm_of,
+    require_equal,
+)
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
+from lightning_smddp.pipeline.runtime.remote import ReplayError, Shapes
+from lightning_smddp.pipeline.runtime.stage_program import StagePlan, StageProgram
+from lightning_smddp.pipeline.runtime.step_run import run_stage
+from lightning_smddp.pipeline.runtime.wrappers import Wrappers
 from lightning_smddp.pipeline.state.gradients import GradientStash, TiedGradients, create_tied_groups
 from lightning_smddp.pipeline.state.meta_parameters import initialize_deferred, release, set_contents
 from lightning_smddp.pipeline.state.optimizer import OptimizerPartition
 from lightning_smddp.pipeline.state.replicas import ReplicaGradients
 from lightning_smddp.pipeline.state.state_dict import SharedBuffers, unshard
 from lightning_smddp.pipeline.view.view import GlobalView
-from lightning_smddp.seeding import Generators, run_seed
+from lightning_smddp.seeding import Generators, run_seed, seeded_modules
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.wire.objects import broadcast, gather
+from lightning_smddp.wording import USE_INSTEAD
+
+Numbers: TypeAlias = tuple[float, dict[str, float]]
+"""What is compared: the weighted sum of the losses, and norms of gradients by parameter."""
+Parameters: TypeAlias = dict[str, nn.Parameter]
+
+_WEIGHTS = (2 / 3, 1 / 3)  # unequal, so that wrong ones show
 
 
-class Partitioning:
-    """One attempt to partition a module by one of its steps.
+def partition(
+    before: Unpartitioned,
+    step: LightningStep,
+    microbatches: MicroBatches,
+    known: State | None,
+) -> PartitionedModule:
+    """Plan stages for ``step``, and let go of other ranks' parameters. Collective over all ranks.
 
     Args:
         before: the module as it is.
         step: to partition by.
         microbatches: of the first batch.
         known: an earlier plan's ``decision``, which is kept if the step is still the same; see :func:`divide`.
+
+    Raises:
+        SplitError, VerificationError: on every rank: it cannot be done, or would train something else. Every rank has
+            the module as it was before.
     """
+    setup, last = before.setup, len(microbatches) - 1
+    seed = broadcast(run_seed() % 2**31, setup.world)
+    step.seed = seed_of_batch(setup, step, seed)
+    plan, resources = _plan(before, step, microbatches, known, seed)
+    step.recorder.scopes.learn(units_here(plan.graph, plan.stages, setup))
+    expected: Numbers | None = None
+    trial, checked = step.unscaled(), _checked(microbatches)
+    if step.trains and setup.options.partition.check and setup.is_whole():
+        expected = decided_by_first(lambda: _in_a_loop(trial, checked, setup, plan.graph), setup.world)
+    # Up to here every rank has the whole module, and nothing of it has changed.
+    stash = _stash(before, plan, _keep_own_parameters(before, plan, seed))
+    view = GlobalView(setup.module, plan.ownership, setup.groups.pipeline, setup.device, setup.groups.host)
+    runtime = PipelineRuntime(
+        setup.module,
+        setup.groups,
+        setup.device,
+        setup.options.schedule,
+        setup.num_stages,
+        setup.options.activation_checkpointing,
+    )
+    partitioned = PartitionedModule(
+        setup=setup,
+        recorder=step.recorder,
+        plan=plan,
+        resources=resources,
+        stash=stash,
+        runtime=runtime,
+        view=view,
+        buffers=SharedBuffers(view),
+        run_seed=seed,
+    )
+    # The traced path is the step's first one, and its numbers have to be right.
+    try:
+        staged = partitioned.stage(step, plan.graph, plan.stages)
+        partitioned.remember(staged, step, microbatches[last], last)
+        if expected is not None:
+            _check(partitioned, trial, checked, expected)
+    except (SplitError, VerificationError):  # on every rank, which has the whole module again
+        partitioned.close()
+        unshard(setup.module, plan.ownership, setup.groups.pipeline, setup.device)
+        raise
+    _partition_optimizers(before, partitioned)
+    return partitioned
 
-    def __init__(
-        self,
-        before: Unpartitioned,
-        step: LightningStep,
-        microbatches: Sequence[MicroBatch],
-        known: Mapping[str, Any] | None,
-    ) -> None:
-        self.before = before
-        self.setup = before.setup
-        self.step = step
-        self.microbatches = microbatches
-        self.known = known
-        self._seed = 0  # of values for parameters without memory, the same on every rank
 
-    def run(self) -> PartitionedModule:
-        """Plan stages, and let go of other ranks' parameters. Collective over all ranks.
+# ---- the plan --------------------------------------------------------------------------------------------------------
 
-        Raises:
-            SplitError, VerificationError: on every rank: it cannot be done, or would train something else. Every rank
-                has the module as it was before.
-        """
-        setup, step = self.setup, self.step
-        hosts = gather(node_identity(), setup.world)
-        links = links_between(setup.rank_of_stage, setup.groups.mesh.pipelines, hosts, setup.device.type)
-        casts = step.trains and _casts_weights(setup)
-        num_shares = 1 if setup.options.shard is None else setup.num_replicas
-        resources = resources_for(
+
+def _plan(
+    before: Unpartitioned,
+    step: LightningStep,
+    microbatches: MicroBatches,
+    known: State | None,
+    seed: int,
+) -> tuple[PartitionPlan, Resources]:
+    """Stages for the step: traced on every rank, decided by the first; and what they were planned for."""
+    setup, options, ranks = before.setup, before.setup.options, before.setup.rank_of_stage
+    hosts = gather(node_identity(), setup.world)
+    with step.precision():  # autocast keeps a copy of weights in 16 bits
+        casts = step.trains and torch.is_autocast_enabled(setup.device.type)
+    resources = resources_for(
+        setup.module,
+        before.optimizers,
+        ranks,
+        in_flight(options.schedule, ranks, len(microbatches)),
+        links_between(ranks, setup.groups.mesh.pipelines, hosts, setup.device.type),
+        options.partition.memory_limit,
+        casts,
+        1 if options.shard is None else setup.num_replicas,
+    )
+    fetch = None if setup.is_whole() else partial(_first_values, before, seed)
+    last = len(microbatches) - 1
+    with step.alone(microbatches[last], Generators(setup.module, setup.device), last) as run:
+        plan = divide(
+            Trial(run, partial(step.loss, microbatches[last]), fetch),
             setup.module,
-            self.before.optimizers,
-            setup.rank_of_stage,
-            in_flight(setup.options.schedule, setup.rank_of_stage, len(self.microbatches)),
-            links,
-            setup.options.partition.memory_limit,
-            casts,
-            num_shares,
+            setup.device,
+            setup.world,
+            resources,
+            options.split,
+            options.activation_checkpointing,
+            known,
         )
-        self._seed = broadcast(run_seed() % 2**31, setup.world)
-        plan = self._plan(resources)
-        step.recorder.scopes.learn(units_here(plan.graph, plan.stages, setup))
-        baseline = None
-        if step.trains and setup.options.partition.check and setup.is_whole():
-            baseline = run_baseline(step, self.microbatches, setup, plan.graph)
-        # Up to here every rank has the whole module, and nothing of it has changed.
-        self._keep_own_parameters(plan)
-        stash = self._stash(plan)
-        view = GlobalView(setup.module, plan.ownership, setup.groups.pipeline, setup.device, setup.groups.host)
-        partitioned = PartitionedModule(
-            setup=setup,
-            recorder=step.recorder,
-            plan=plan,
-            resources=resources,
-            stash=stash,
-            runtime=self._runtime(),
-            view=view,
-            buffers=SharedBuffers(view),
-            run_seed=self._seed,
-        )
-        # The traced path is the step's first one, and its numbers have to be right.
+    return plan, resources
+
+
+def _first_values(before: Unpartitioned, seed: int, name: str) -> Tensor:
+    """A tensor's values before it is known who holds it: its own, a checkpoint's, or its module makes them."""
+    module, device = before.setup.module, before.setup.device
+    parameter: Tensor = attrgetter(name)(module)
+    if not parameter.is_meta:
+        return parameter.detach().to(device, copy=True)
+    if name in before.weights:
+        return before.weights[name].to(device, copy=True)
+    initialize_deferred(module, [name], device, seed)
+    value = parameter.detach()
+    set_contents(parameter, torch.empty_like(parameter, device="meta"))
+    return value
+
+
+# ---- this rank's part ------------------------------------------------------------------------------------------------
+
+
+def _keep_own_parameters(before: Unpartitioned, plan: PartitionPlan, seed: int) -> Parameters:
+    """Give this rank's parameters memory on its device, and free that of all others. This rank's, by name."""
+    setup, rank = before.setup, before.setup.groups.pipeline_rank
+    held = held_parameters(setup.module, plan.ownership, rank)
+    missing = [name for name, parameter in held.items() if parameter.is_meta and name not in before.weights]
+    initialize_deferred(setup.module, missing, setup.device, seed)
+    release(setup.module, plan.ownership, rank)
+    for name, tensor in (*held.items(), *setup.module.named_buffers()):
+        if tensor.device.type != setup.device.type:
+            set_contents(tensor, _first_values(before, seed, name))
+    return held
+
+
+def _stash(before: Unpartitioned, plan: PartitionPlan, held: Parameters) -> GradientStash:
+    setup, groups = before.setup, before.setup.groups
+    here = setup.stages_here
+    stages = {name: [stage for stage in plan.parameter_stages[name] if stage in here] for name in held}
+    tied_groups = create_tied_groups(plan.ownership, groups.mesh.pipelines, setup.timeout, setup.device)
+    replicas = _replicas(before, held) if setup.num_replicas > 1 and before.optimizers else None
+    tied = TiedGradients(setup.module, plan.ownership, groups.pipeline_rank, tied_groups)
+    return GradientStash(held, stages, tied, replicas)
+
+
+def _replicas(before: Unpartitioned, held: Parameters) -> ReplicaGradients:
+    setup, options = before.setup, before.setup.options.gradients
+    replicas = ReplicaGradients(
+        held,
+        setup.groups.data_parallel_group,
+        setup.device,
+        setup.timeout,
+        options.algorithm,
+        options.compression,
+        options.bucket_cap_mb,
+        options.communication.cache,
+    )
+    replicas.watching = setup.checks.watches_gradients
+    replicas.marking = not setup.checks.changes_gradients
+    if options.compression is not None and before.remembered:
+        replicas.load_state_dict(before.remembered)
+    return replicas
+
+
+def _partition_optimizers(before: Unpartitioned, partitioned: PartitionedModule) -> None:
+    """Leave each optimizer the parameters of this rank, with the states that were loaded for them."""
+    ownership, stash, rank = partitioned.plan.ownership, partitioned.stash, before.setup.groups.pipeline_rank
+    names = {id(parameter): name for name, parameter in before.setup.module.named_parameters()}
+    partitioned.optimizers += [OptimizerPartition(each, names, ownership, rank) for each in before.optimizers]
+    if before.shards and stash.replicas is not None:
+        # What several stages hold is stepped by each holder alike, so that it stays bit by bit the same on all.
+        held = stash.parameters.items()
+        own = [(name, parameter) for name, parameter in held if len(ownership.parameters[name]) == 1]
+        partitioned.sharded = ShardedOptimizers(own, before.shards, stash.replicas.communicator)
+    if before.optimizer_states is not None:
+        partitioned.load_optimizer_states(before.optimizer_states)
+
+
+# ---- the check -------------------------------------------------------------------------------------------------------
+
+
+def _checked(microbatches: MicroBatches) -> list[MicroBatch]:
+    """The first two, or the only one, with weights that differ; what counts nothing stays so."""
+    pairs = zip(microbatches, _WEIGHTS, strict=False)
+    return [replace(part, weight=part.weight and weight) for part, weight in pairs]
+
+
+def _in_a_loop(step: LightningStep, parts: MicroBatches, setup: RunSetup, graph: StepGraph) -> Numbers:
+    """The numbers of a plain loop on this rank."""
+    module, wrappers = setup.module, Wrappers(setup.module, setup.device)
+    program = StageProgram(graph, StagePlan(0, 0, len(graph.nodes), frozenset(), (), ()), wrappers)
+    seeds_modules: AbstractContextManager[None] = seeded_modules(module, wrappers.generators)
+    if graph.mixes_draws:  # these are seeded one by one, in one stage as in several
+        seeds_modules = wrappers.active([graph])
+    log = (module, "log", lambda *args, **kwargs: None)
+    total = 0.0
+    with (
+        explained_shortage(),
+        preserve_state(module, setup.device),
+        kept_parameters(module),
+        _without_own_dropout(module),
+    ):
+        with step.recorder.scopes.within(None, 0), patched([log]), seeds_modules:
+            for index, part in enumerate(parts):
+                seed = step.seed_of(index)
+                wrappers.generators.seed(seed)
+                if graph.mixes_draws:
+                    _, result = run_stage(program, partial(step, part), (), Shapes.of(graph), seed=seed)
+                else:
+                    result = step(part)
+                loss = step.loss(part, result)
+                if loss is not None:
+                    total += float(loss.detach())
+                    loss.backward()
+        step.forget()
+        return total, _norms(module.named_parameters())
+
+
+def _without_own_dropout(module: nn.Module) -> AbstractContextManager[None]:
+    """Within it recurrent layers drop nothing: cuDNN's draw from a state of their own, which no seed resets."""
+    layers = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
+    return patched([(layer, "dropout", 0.0) for layer in layers])
+
+
+def _norms(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, float]:
+    return {name: norm_of(parameter.grad) for name, parameter in parameters if parameter.grad is not None}
+
+
+def _check(partitioned: PartitionedModule, step: LightningStep, parts: MicroBatches, expected: Numbers) -> None:
+    """Compare the first pipeline with the loop. Collective over all ranks. Fills ``partitioned.findings``.
+
+    Raises:
+        VerificationError: on every rank.
+    """
+    setup, plan = partitioned.setup, partitioned.plan
+    findings: list[Finding] = []
+    text = None
+    if setup.groups.replica == 0:
         try:
-            partitioned.remember_first(step, self.microbatches)
-            if baseline is not None:
-                check_at_start(partitioned, step, self.microbatches, baseline)
-        except (SplitError, VerificationError):  # on every rank, which has the whole module again
-            partitioned.close()
-            unshard(setup.module, plan.ownership, setup.groups.pipeline, setup.device)
-            raise
-        self._partition_optimizers(partitioned)
-        return partitioned
-
-    # ---- the plan ----
-
-    def _plan(self, resources: Resources) -> PartitionPlan:
-        """Stages for the step: traced on every rank, decided by the first. Nothing of the module changes."""
-        setup, step = self.setup, self.step
-        last = len(self.microbatches) - 1
-
-        def find_loss(result: Any) -> Tensor | None:
-            return loss_of(result, step.hook) if step.trains and result is not None else None
-
-        step.seed = seed_of_batch(setup, step, self._seed)
-        generators = Generators(setup.module, setup.device)
-        fetch = None if setup.is_whole() else self._first_values
-        trial = Trial(step.alone(self.microbatches[last], generators, last), find_loss, fetch)
-        with generators.preserved(), torch.set_grad_enabled(step.trains):
-            generators.seed(step.seed_of(last))  # as the run does: that is no draw of the step's
-            return divide(
-                trial,
-                setup.module,
-                setup.device,
-                setup.world,
-                resources,
-                setup.options.split,
-                setup.options.activation_checkpointing,
-                self.known,
-            )
-
-    def _first_values(self, name: str) -> Tensor:
-        """A parameter's values before it is known who holds it: its own, a checkpoint's, or its module makes them."""
-        setup = self.setup
-        parameter = setup.module.get_parameter(name)
-        if not parameter.is_meta:
-            return parameter.detach().to(setup.device, copy=True)
-        if name in self.before.weights:
-            return self.before.weights[name].to(setup.device)
-        initialize_deferred(setup.module, [name], setup.device, self._seed)
-        value = parameter.detach()
-        set_contents(parameter, torch.empty_like(parameter, device="meta"))
-        return value
-
-    # ---- this rank's part ----
-
-    def _keep_own_parameters(self, plan: PartitionPlan) -> None:
-        """Give this rank's parameters memory on its device, and free that of all others."""
-        module, device, rank = self.setup.module, self.setup.device, self.setup.groups.pipeline_rank
-        held = plan.ownership.held_by(rank)
-        named = dict(module.named_parameters())
-        weights = self.before.weights
-        missing = [name for name in held if named[name].is_meta and name not in weights]
-        initialize_deferred(module, missing, device, self._seed)
-        for name in held:
-            parameter = named[name]
-            if parameter.is_meta:
-                set_contents(parameter, weights[name].to(device, copy=True))
-            elif parameter.device.type != device.type:
-                set_contents(parameter, parameter.detach().to(device))
-        release(module, plan.ownership, rank)
-        for buffer in module.buffers():
-            if buffer.device.type != device.type:
-                set_contents(buffer, buffer.to(device))
-
-    def _stash(self, plan: PartitionPlan) -> GradientStash:
-        setup, groups = self.setup, self.setup.groups
-        held = held_parameters(setup.module, plan.ownership, groups.pipeline_rank)
-        here = self._stages_here()
-        stages = {name: [stage for stage in plan.parameter_stages[name] if stage in here] for name in held}
-        tied_groups = create_tied_groups(plan.ownership, groups.mesh.pipelines, setup.timeout, setup.device)
-        replicas = self._replicas(held) if setup.num_replicas > 1 and self.before.optimizers else None
-        tied = TiedGradients(setup.module, plan.ownership, groups.pipeline_rank, tied_groups)
-        return GradientStash(held, stages, tied, replicas)
-
-    def _stages_here(self) -> list[int]:
-        rank = self.setup.groups.pipeline_rank
-        return [stage for stage, owner in enumerate(self.setup.rank_of_stage) if owner == rank]
-
-    def _replicas(self, held: dict[str, nn.Parameter]) -> ReplicaGradients:
-        setup, options = self.setup, self.setup.options.gradients
-        replicas = ReplicaGradients(
-            held,
-            setup.groups.data_parallel_group,
-            setup.device,
-            setup.timeout,
-            options.algorithm,
-            options.compression,
-            options.bucket_cap_mb,
-            options.communication.cache,
-        )
-        if options.compression is not None and self.before.remembered:
-            replicas.load_state_dict(self.before.remembered)
-        return replicas
-
-    def _runtime(self) -> PipelineRuntime:
-        setup = self.setup
-        return PipelineRuntime(
-            setup.module,
-            setup.groups,
-            setup.device,
-            setup.options.schedule,
-            setup.num_stages,
-            setup.options.activation_checkpointing,
-        )
-
-    def _partition_optimizers(self, partitioned: PartitionedModule) -> None:
-        """Leave each optimizer the parameters of this rank, with the states that were loaded for them."""
-        setup = self.setup
-        names = {id(parameter): name for name, parameter in setup.module.named_parameters()}
-        ownership = partitioned.plan.ownership
-        for optimizer in self.before.optimizers:
-            part = OptimizerPartition(optimizer, names, ownership, setup.groups.pipeline_rank)
-            partitioned.optimizers.append(part)
-        if self.before.shards and partitioned.replicas is not None:
-            # What several stages hold is stepped by each holder alike, so that it stays bit by bit the same on all.
-            held = partitioned.stash.parameters.items()
-            own = [(name, parameter) for name, parameter in held if len(ownership.parameters[name]) == 1]
-            partitioned.sharded = ShardedOptimizers(own, self.before.shards, partitioned.replicas.communicator)
-        if self.before.optimizer_states is not None:
-            partitioned.load_optimizer_states(self.before.optimizer_states)
+            loss, norms = _in_the_pipeline(partitioned, step, parts)
+            findings = compare(plan.graph.nodes, plan.stage_of_node, expected[0], loss, expected[1], norms)
+            require_equal(findings, EXACT if plan.is_exact else MIXED)
+        except (ReplayError, VerificationError) as error:
+            text = str(error)
+            changed = ", ".join(step.recorder.scopes.changed)
+            if changed:
+                text += (
+                    f" The step also leaves something in {changed}. If the next micro-batch reads it, that is it: in a "
+                    f"pipeline the first stage begins that one before the last stage has ended this. {USE_INSTEAD}"
+                )
+    text, partitioned.findings = broadcast((text, findings), setup.world)
+    if text is not None:
+        raise VerificationError(text, partitioned.findings)
 
 
-def _casts_weights(setup: RunSetup) -> bool:
-    """Whether training steps run under autocast, which keeps a copy of weights in 16 bits."""
-    with setup.step_context("training_step"):
-        return torch.is_autocast_enabled(setup.device.type)
+def _in_the_pipeline(partitioned: PartitionedModule, step: LightningStep, parts: MicroBatches) -> Numbers:
+    """The numbers of the first pipeline, on all of its ranks. Collective over it."""
+    setup, stash, runtime = partitioned.setup, partitioned.stash, partitioned.runtime
+    with preserve_state(setup.module, setup.device), _without_own_dropout(setup.module):
+        paths = partitioned.paths(step, parts)
+        # Replicas are not averaged: compression would be a difference.
+        stash.begin(continues=False, may_drop=True, accumulates=True, num_microbatches=len(parts))
+        outputs = runtime.require_success(runtime.run(paths, step, parts, True))
+        step.forget()
+        stash.stash()
+        stash.restore(1.0)
+        stash.tied.sum()
+        norms = _norms(stash.parameters.items())
+    ended = zip(parts, outputs, strict=False)  # none where the step does not end
+    counting = [(part.weight, output) for part, output in ended if part.weight and output is not None]
+    loss = sum(weight * float(loss_of(output, step.hook, detached=True)) for weight, output in counting)
+    everyones = gather((loss, norms), setup.groups.pipeline)
+    return everyones[setup.last_rank][0], {name: norm for _, of_rank in everyones for name, norm in of_rank.items()}

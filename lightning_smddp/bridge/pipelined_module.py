@@ -1,48 +1,55 @@
 """A LightningModule on the ranks of a pipeline, in whatever state: from its first batch to the end of a run.
 
-The first training batch partitions it; see ``partitioned_module.py``.
+The first training batch partitions it; see ``partitioned_module.py``. A training step runs forward and backward, any
+other step forward. The first batch of an evaluation step shows how it can be run: as a pipeline of micro-batches, as
+one micro-batch where those of parts cannot be put together, or in *lockstep* where it cannot be cut into stages.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_smddp.bridge.batches import Batches, MicroBatcher
+from lightning_smddp.bridge.batches import MicroBatcher
 from lightning_smddp.bridge.loss_weights import find_loss_weight
 from lightning_smddp.bridge.metrics import PipelineMetrics
 from lightning_smddp.bridge.partitioned_module import (
     PartitionedModule,
     RunSetup,
+    State,
     Unpartitioned,
     warn_on_first_rank,
 )
-from lightning_smddp.bridge.partitioning import Partitioning
-from lightning_smddp.bridge.step import LightningStep, Scale
-from lightning_smddp.bridge.step_record import StepRecorder
+from lightning_smddp.bridge.partitioning import partition
+from lightning_smddp.bridge.step import LightningStep, Scale, loss_of
+from lightning_smddp.bridge.step_record import StepRecorder, StepResults
+from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.partition.batch_sync import BatchSync
 from lightning_smddp.pipeline.partition.costs import fits_on_devices, fits_on_hosts
-from lightning_smddp.pipeline.partition.loss_weights import COUNTED_BY_ROWS, LossWeight, has_ignored
-from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.partition.plan import own_error
-from lightning_smddp.pipeline.state.gradients import give_back_clipping, take_over_clipping
+from lightning_smddp.pipeline.partition.loss_weights import LossWeight
+from lightning_smddp.pipeline.partition.microbatches import MicroBatches, UncombinableError
+from lightning_smddp.pipeline.partition.plan import StepFailedError, own_error
+from lightning_smddp.pipeline.runtime.casts import kept_casts, may_keep_casts
+from lightning_smddp.pipeline.runtime.remote import ReplayError
+from lightning_smddp.pipeline.runtime.stage_program import TracedPath
+from lightning_smddp.pipeline.state.gradients import give_back_clipping, share_overflow, take_over_clipping
 from lightning_smddp.pipeline.state.state_dict import unshard
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
-from lightning_smddp.wire.pytree import tensors
 from lightning_smddp.wire.stream import CPU
 from lightning_smddp.wording import USE_INSTEAD
 
-Show: TypeAlias = Callable[[str, PartitionedModule, Sequence[MicroBatch], LossWeight], None]
-
-
-BY_EXCEPTION = "an exception ended the run that had divided it, and other ranks may have been gone"
-BY_MEMORY = "a host of the run that had divided it had too little memory for the whole of it on each of its ranks"
+FROM_CHECKPOINT = (
+    "When the step was traced it took another path. Give `fit` the last checkpoint as `ckpt_path`: the step is "
+    "traced again then, as it is at that time."
+)
+_BY_MEMORY = "a host of the run that had divided it had too little memory for the whole of it on each of its ranks"
 
 
 class PipelinedModule:
@@ -56,28 +63,26 @@ class PipelinedModule:
     Attributes:
         state: what the module is now.
         known_plan: the decision of the run that is resumed, which has the same stages then.
-        watching: whether gradients are watched for NaN and inf.
-        marking: see ``NonFiniteWatch.marks``.
         shards: of the optimizers; empty without ``shard="optimizer"``.
     """
 
-    def __init__(self, setup: RunSetup, show: Show) -> None:
+    def __init__(self, setup: RunSetup, show: Callable[..., None]) -> None:
         self.setup = setup
         self.module = module = setup.module
         self._show = show
         self.state: Unpartitioned | PartitionedModule = Unpartitioned(setup)
-        self.known_plan: Mapping[str, Any] | None = None
-        self.watching = False
-        self.marking = True
+        self.known_plan: State | None = None
         self.sync = BatchSync(setup.groups.host, setup.device)
         replicas = setup.groups.data_parallel_group if setup.num_replicas > 1 else None
         self.metrics = PipelineMetrics(module, setup.groups.pipeline, setup.last_rank, setup.device, replicas)
         self.recorder = StepRecorder(module, self.metrics, warn_on_first_rank)
         self.batcher = MicroBatcher(setup, self.sync)
-        self._batches = Batches(setup, self.batcher, self.recorder, self.sync)
-        self._share = 1.0  # of the last training batch, see `StepResults`
         self.shards: list[OptimizerShards] = []
+        self._in_lockstep: set[Any] = set()  # keys of steps
+        self._has_trained = False
+        self._share = 1.0  # of the last training batch, see `StepResults`
         self._precision_plugin: Any = None
+        self._scaler: Any = None  # of losses, where the plugin has one
 
     @property
     def partitioned(self) -> PartitionedModule | None:
@@ -89,12 +94,11 @@ class PipelinedModule:
 
         Collective over all ranks: what they do at the first batch depends on it, so they all do the same.
         """
-        if any(p.is_meta for p in self.module.parameters()):
-            return
-        if fits_on_devices(self.module, self.setup.world, self.setup.device):
+        is_real = not any(parameter.is_meta for parameter in self.module.parameters())
+        if is_real and fits_on_devices(self.module, self.setup.world, self.setup.device):
             self.module.to(self.setup.device)
 
-    # ---- steps ----
+    # ---- training ----
 
     def train(
         self,
@@ -105,10 +109,10 @@ class PipelinedModule:
         may_drop: bool,
         accumulates: bool,
     ) -> Any:
-        """Forward and backward of a batch; what the step returns for the whole of it, on every rank.
+        """Forward and backward of a batch; what the step returns for the whole of it, on every rank. Collective.
 
         None where it returned None for all micro-batches: then nothing follows. If it did so for some, they do not
-        count.
+        count. Gradients wait for :meth:`deliver`.
 
         Args:
             batch: as Lightning gives it.
@@ -119,24 +123,74 @@ class PipelinedModule:
             accumulates: no optimizer step follows.
 
         Raises:
-            ValueError: on every rank: the step returned None where that cannot be made up for.
+            SplitError: on every rank: no stages fit what the step does now.
+            ReplayError: on every rank: it did something else on a stage than a dry run had shown.
+            ValueError: on every rank: the step returned None where that cannot be made up for, or what it returns for
+                micro-batches cannot be put together.
         """
         batch = self.sync.same(batch, "training_step")
-        step = self._begin_step("training_step", arguments, scale)
-        if isinstance(self.state, Unpartitioned):
-            self._partition(self.state, step, batch)
-        partitioned = self.partitioned
-        assert partitioned is not None
-        begin = functools.partial(partitioned.stash.begin, continues, may_drop, accumulates)
-        results = self._batches.train(partitioned, step, batch, begin)
+        step = self._step("training_step", arguments, scale)
+        try:
+            partitioned = self._partition_by(step, batch)
+        except SplitError as error:
+            cause = own_error(error)
+            raise (SplitError(f"{error} {USE_INSTEAD}") if cause is error else cause) from None
+        if not self._has_trained:
+            self._has_trained = True
+            self._choose_loss_weight(partitioned, step, batch)
+            self._show_partition(partitioned, step, batch)
+        microbatches = self.batcher.split(batch, step)
+        paths = partitioned.paths(step, microbatches)
+        partitioned.stash.begin(continues, may_drop, accumulates, len(microbatches))
+        try:
+            results = self._run(partitioned, step, microbatches, paths)
+        except ReplayError as error:
+            raise ReplayError(f"{error} {FROM_CHECKPOINT}") from error
+        partitioned.stash.stash()
+        partitioned.buffers.trained = True
+        output = self.recorder.apply(results)
+        if output is not None:  # of one row each, losses of rows look like those of micro-batches
+            loss_of(output, step.hook, detached=True)
         self._share = results.share
-        if results.share < 1.0 and (partitioned.replicas is not None or (continues and results.output is not None)):
+        if results.share < 1.0 and (partitioned.stash.replicas is not None or (continues and output is not None)):
             raise ValueError(
                 f"`training_step` returned None for micro-batches in step {self.module.global_step}. Where gradients "
                 "are averaged over replicas, or added to those of the batch before (accumulate_grad_batches), that "
                 "cannot be made up for: return a loss of zero that depends on the output, such as `0.0 * output.sum()`."
             )
-        return results.output
+        return output
+
+    def deliver(self, factor: float, accumulates: bool) -> None:
+        """Set ``.grad`` to what the last :meth:`train` made, times ``factor``. Collective."""
+        partitioned, setup = self.partitioned, self.setup
+        assert partitioned is not None
+        partitioned.stash.restore(factor / self._share)  # of a mean over those micro-batches that count
+        for part in partitioned.optimizers:
+            part.refresh()
+            if self._scaler is not None and not accumulates:  # that of each rank sees inf and NaN of all of them
+                share_overflow(part.parameters, part.add_placeholder(setup.device), setup.groups.pipeline)
+
+    def scale(self) -> Scale:
+        """What a gradient scaler multiplies losses by; on a device it stays there, as reading it waits."""
+        if self._scaler is None:
+            return 1.0
+        return self._scaler.scale(torch.ones((), device=self.setup.device))  # type: ignore[no-any-return]
+
+    def _choose_loss_weight(self, partitioned: PartitionedModule, step: LightningStep, batch: Any) -> None:
+        """With ``loss_weight="auto"``: as in the run that is resumed, else by the trial. Collective over all ranks."""
+        batcher = self.batcher
+        if self.setup.options.loss_weight != "auto" or batcher.chosen is not None:
+            return
+        kept = partitioned.plan.decision.get("loss_weight")
+        microbatches = batcher.split(batch, step)
+        if kept is not None:
+            batcher.chosen = LossWeight.from_json(kept)
+        elif len(microbatches) > 1:
+            whole = batcher.splitter.whole(batch)
+            batcher.chosen, note = find_loss_weight(partitioned, step, whole, microbatches)
+            partitioned.notes += [note] if note is not None else []
+
+    # ---- evaluation ----
 
     def evaluate(self, hook: str, batch: Any, arguments: Sequence[Any], may_wait: bool) -> Any:
         """One batch forward; what the step returns for the whole of it, on every rank.
@@ -148,113 +202,136 @@ class PipelinedModule:
             may_wait: training follows, so there is no need to partition the module by this step.
         """
         batch = self.sync.same(batch, hook)
-        step = self._begin_step(hook, arguments)
+        step = self._step(hook, arguments)
         if isinstance(self.state, Unpartitioned):
-            waits = may_wait and self.setup.is_whole()
-            if waits or not self._is_partitioned_by(self.state, step, batch):
-                with step.precision():  # Lightning sees all that it does
-                    return getattr(self.module, hook)(batch, *step.arguments)
-        partitioned = self.partitioned
-        assert partitioned is not None
-        return self._batches.evaluate(partitioned, step, batch)
+            is_whole = self.setup.is_whole()
+            if step.key not in self._in_lockstep and not (may_wait and is_whole):
+                try:
+                    self._show_partition(self._partition_by(step, batch), step, batch)
+                except SplitError as error:
+                    if not is_whole:
+                        raise own_error(error) from None
+                    self._keep_in_lockstep(step, own_error(error))
+        if isinstance(self.state, Unpartitioned):
+            with step.precision():  # Lightning sees all that it does
+                return getattr(self.module, hook)(batch, *step.arguments)
+        partitioned = self.state
+        while step.key not in self._in_lockstep:
+            microbatches = self.batcher.split(batch, step)
+            is_new = step.key not in partitioned.traces
+            try:
+                paths = partitioned.paths(step, microbatches)
+            except Exception as error:
+                # A first trace fails on all ranks alike, also by an error of the user's own, which then comes again.
+                # Later an error of one stage alone has to end the run: the others wait for it.
+                is_of_user = isinstance(error, StepFailedError) or not isinstance(error, SplitError)
+                if is_of_user and not is_new:
+                    raise own_error(error) from None
+                self._keep_in_lockstep(step, own_error(error))
+                break
+            try:
+                return self.recorder.apply(self._run(partitioned, step, microbatches, paths))
+            except ReplayError as error:  # on every rank
+                self._keep_in_lockstep(step, error)
+            except UncombinableError as error:
+                step.forget()
+                self.batcher.keep_whole(step, error)
+        return self._run_in_lockstep(partitioned, step, batch)
 
-    def _is_partitioned_by(self, before: Unpartitioned, step: LightningStep, batch: Any) -> bool:
-        """Partition the module by an evaluation step; False if that cannot be pipelined. Collective."""
-        if self._batches.is_in_lockstep(step):
-            return False
-        try:
-            self._partition(before, step, batch)
-        except SplitError as error:
-            if not self.setup.is_whole():
-                raise own_error(error) from None
-            self._batches.keep_in_lockstep(step, own_error(error))
-            return False
-        return True
+    def _keep_in_lockstep(self, step: LightningStep, error: BaseException) -> None:
+        """From now on ``step`` runs so, as it fails as a pipeline with ``error`` on every rank of it.
 
-    def _begin_step(self, hook: str, arguments: Sequence[Any], scale: Scale = 1.0) -> LightningStep:
+        Raises:
+            BaseException: ``error``, if it is about another rank.
+        """
+        if isinstance(error, RankFailedError):
+            raise error
+        self._in_lockstep.add(step.key)
+        warn_on_first_rank(
+            f"`{step.hook}` runs in lockstep: all ranks run it on the whole batch, and each operation is done by "
+            "the rank that has the parameters. That is right, but slower than one process. It cannot be pipelined: "
+            f"{error}"
+        )
+
+    def _run_in_lockstep(self, partitioned: PartitionedModule, step: LightningStep, batch: Any) -> Any:
+        """The step as it is, on the whole batch, within the view of the whole module. Collective.
+
+        A step that generates text calls its modules as often as the text is long: there are no stages of it.
+        """
+        whole = self.batcher.whole(batch)
+        plain = partitioned.view.plain
+        with partitioned.inside_view(waits=False):
+            try:
+                with self.recorder.microbatch(0, 0, whole.size, None, keep=True, plain=plain):
+                    output = step(whole)
+                results = self.recorder.results([output], plain=plain)
+            except BaseException:
+                step.forget()
+                raise
+        return self.recorder.apply(results)
+
+    # ---- both ----
+
+    def _step(self, hook: str, arguments: Sequence[Any], scale: Scale = 1.0) -> LightningStep:
         context = functools.partial(self.setup.step_context, hook)
         return LightningStep(self.module, hook, arguments, context, self.recorder, scale)
 
-    # ---- from one state to another ----
-
-    def _partition(self, before: Unpartitioned, step: LightningStep, batch: Any) -> None:
-        """Find stages, and let go of other ranks' parameters. Collective over all ranks.
+    def _partition_by(self, step: LightningStep, batch: Any) -> PartitionedModule:
+        """The module with its stages, which it gets by ``step`` if it has none. Collective over all ranks then.
 
         Raises:
             SplitError, VerificationError: on every rank: the step cannot be pipelined.
         """
+        if isinstance(self.state, Unpartitioned):
+            self.state = partition(self.state, step, self.batcher.split(batch, step), self.known_plan)
+        return self.state
+
+    def _show_partition(self, partitioned: PartitionedModule, step: LightningStep, batch: Any) -> None:
         microbatches = self.batcher.split(batch, step)
-        try:
-            partitioned = Partitioning(before, step, microbatches, self.known_plan).run()
-        except SplitError as error:
-            if not step.trains:
-                raise
-            cause = own_error(error)
-            if isinstance(cause, SplitError):
-                cause = SplitError(f"{cause} {USE_INSTEAD}")
-            raise cause from None
-        self.state = partitioned
-        if partitioned.replicas is not None:
-            partitioned.replicas.watching = self.watching
-            partitioned.replicas.marking = self.marking
-        self._choose_loss_weight(partitioned, step, batch, microbatches)
         self._show(step.hook, partitioned, microbatches, self.batcher.loss_weight(batch, step))
 
-    def _choose_loss_weight(
+    def _run(
         self,
         partitioned: PartitionedModule,
         step: LightningStep,
-        batch: Any,
-        microbatches: Sequence[MicroBatch],
-    ) -> None:
-        """With ``loss_weight="auto"``: as in the run that is resumed, else by the trial. Collective over all ranks."""
-        if self.setup.options.loss_weight != "auto" or self.batcher.chosen is not None:
-            return
-        if not step.trains:
-            if step.hook != "predict_step" and any(has_ignored(tensor) for tensor in tensors(batch)):
-                partitioned.notes.append(("note", COUNTED_BY_ROWS))
-            return
-        kept = partitioned.plan.decision.get("loss_weight")
-        if kept is not None:
-            self.batcher.chosen = LossWeight.from_json(kept)
-        elif len(microbatches) > 1:
-            whole = self.batcher.splitter.whole(batch)
-            self.batcher.chosen, note = find_loss_weight(partitioned, step, whole, microbatches)
-            if note is not None:
-                partitioned.notes.append(("note", note))
+        microbatches: MicroBatches,
+        paths: Sequence[TracedPath],
+    ) -> StepResults:
+        """Run all micro-batches under the schedule; what they make up, on every rank. Collective.
 
-    def close(self, gather: bool) -> None:
-        """Give back a whole module (unless it never was), and free what this object holds. Collective if ``gather``."""
-        partitioned = self.partitioned
-        for shards in self.shards:
-            shards.close()
-        if partitioned is not None:
-            partitioned.close()
-            if not gather:
-                leave_in_parts(self.module, BY_EXCEPTION)
-            elif not self.setup.options.meta_init:
-                self.metrics.share()
-                self._gather_on_hosts(partitioned)
-        self.sync.on_host = None
-        self.metrics.close()
-        if self._precision_plugin is not None:
-            give_back_clipping(self._precision_plugin)
+        It is combined on the rank where the step ends, and sent to the others.
 
-    def _gather_on_hosts(self, partitioned: PartitionedModule) -> None:
-        """Give every rank the whole module on its host, where it goes after a run in any case. Collective.
-
-        If a host lacks memory for that the parts stay on their ranks, with a warning.
+        Raises:
+            UncombinableError: on every rank: it cannot be put together.
+            Exception: on every rank, where the step has failed on one; see ``StepExchange.run``.
         """
-        setup, module = self.setup, self.module
-        if fits_on_hosts(module, setup.world):
-            partitioned.view.close()
-            unshard(module, partitioned.plan.ownership, setup.groups.pipeline, setup.device, to=CPU)
-            partitioned.is_gathered = True
-            return
-        leave_in_parts(module, BY_MEMORY)
-        warn_on_first_rank(f"{type(module).__name__} stays in parts, each on its rank: {BY_MEMORY}.")
+        setup, runtime = self.setup, partitioned.runtime
+        # Mixed precision casts each weight once for all micro-batches, where that makes no difference.
+        kinds = {path.staged.graph.cast_type for path in paths}
+        casts: AbstractContextManager[None] = nullcontext()
+        if step.trains and None not in kinds and not setup.options.activation_checkpointing:
+            with step.precision():
+                step.keeps_casts = may_keep_casts(kinds, setup.device)
+            if step.keeps_casts:
+                casts = kept_casts(partitioned.stash.parameters.values(), step.precision)
+        with casts:
+            run = runtime.run(paths, step, microbatches, step.trains)
+        results: Any = None
+        if runtime.ends_here and not run.failures:
+            try:
+                results = self.recorder.results(run.outputs, setup.num_stages - 1, step.trains)
+            except UncombinableError as error:
+                results = f"what `{step.hook}` gives for micro-batches cannot be put together: {error}"
+        try:
+            shared: StepResults | str = runtime.exchange.run(results, self.sync.digest(), run.failures)
+        except Exception:
+            step.forget()
+            raise
+        if isinstance(shared, str):
+            raise UncombinableError(f"{shared}. Give num_microbatches=1, or return something else.")
+        return shared
 
-    # ---- optimizers and precision ----
+    # ---- start and end of a run ----
 
     def take_optimizers(self, optimizers: Sequence[Any], plugin: Any) -> None:
         """The optimizers that the user built, and the precision plugin; before the first batch."""
@@ -262,67 +339,60 @@ class PipelinedModule:
         self.state.optimizers = list(optimizers)
         if self.setup.options.shard is not None:
             self.shards = self.state.shards = [OptimizerShards(optimizer) for optimizer in optimizers]
-        self._precision_plugin = plugin
-        take_over_clipping(plugin, self._clip_by_norm)
+        self._precision_plugin, self._scaler = plugin, getattr(plugin, "scaler", None)
+        take_over_clipping(plugin, lambda *args: self.state.clip_by_norm(*args))  # type: ignore[union-attr]  # by then
 
-    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        partitioned = self.partitioned
-        assert partitioned is not None
-        partitioned.clip_by_norm(optimizer, clip_val)
+    def close(self, gather: bool) -> None:
+        """Give back a whole module (unless it never was), and free what this object holds. Collective if ``gather``.
 
-    def deliver(self, factor: float, accumulates: bool) -> None:
-        """Set ``.grad`` to what the last :meth:`train` made, times ``factor``. Collective."""
-        partitioned = self.partitioned
-        assert partitioned is not None
-        factor /= self._share  # of a mean over those micro-batches that count
-        partitioned.deliver(factor, shares_overflow=self._scaler() is not None and not accumulates)
+        If a host lacks memory for that the parts stay on their ranks, with a warning.
+        """
+        setup, module, partitioned = self.setup, self.module, self.partitioned
+        for shards in self.shards:
+            shards.close()
+        if partitioned is not None:
+            partitioned.close()
+            if not gather:
+                _in_parts.add(module)
+            elif not setup.options.meta_init:
+                self.metrics.share()
+                # Each rank gets the whole module on its host, where it goes after a run in any case.
+                if fits_on_hosts(module, setup.world):
+                    partitioned.view.close()
+                    unshard(module, partitioned.plan.ownership, setup.groups.pipeline, setup.device, to=CPU)
+                    partitioned.is_gathered = True
+                else:
+                    _in_parts.add(module)
+                    warn_on_first_rank(f"{type(module).__name__} stays in parts, each on its rank: {_BY_MEMORY}.")
+        self.sync.on_host = None
+        self.metrics.close()
+        if self._precision_plugin is not None:
+            give_back_clipping(self._precision_plugin)
 
-    def scale(self) -> Scale:
-        """What a gradient scaler multiplies losses by; on a device it stays there, as reading it waits."""
-        scaler = self._scaler()
-        if scaler is None:
-            return 1.0
-        if self.setup.device.type == "cpu":
-            return float(scaler.get_scale())
-        scale: Tensor = scaler.scale(torch.ones((), device=self.setup.device))
-        return scale
-
-    def _scaler(self) -> Any:
-        scaler = getattr(self._precision_plugin, "scaler", None)
-        if scaler is not None and scaler.is_enabled():
-            return scaler
-        return None
-
-    # ---- state: the rest is `ModuleState`'s ----
+    # ---- state: the rest is `state`'s ----
 
     def state_dict(self, gather: bool = True) -> dict[str, Any]:
         """The whole module's, on the first rank of the first pipeline; or of each rank what it holds. Collective."""
         self.metrics.share()
         return self.state.state_dict(gather)
 
-    def plan_decision(self) -> Mapping[str, Any] | None:
+    def plan_decision(self) -> State | None:
         """What a resumed run has to know in order to have the same stages."""
-        partitioned = self.partitioned
-        if partitioned is None:
+        if self.partitioned is None:
             return self.known_plan
-        decision = dict(partitioned.plan.decision)
+        decision = dict(self.partitioned.plan.decision)
         if self.batcher.chosen is not None:
             decision["loss_weight"] = self.batcher.chosen.to_json()
         return decision
 
 
-_in_parts: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # why
-
-
-def leave_in_parts(module: nn.Module, reason: str) -> None:
-    """Remember that this rank has its own stages of ``module`` only."""
-    _in_parts[module] = reason
+_in_parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of which ranks have their own stages only
 
 
 def require_whole(module: nn.Module) -> None:
     """Raise ``ValueError`` if an earlier run has left ``module`` in parts, of which this rank has its own."""
     if module in _in_parts and any(parameter.is_meta for parameter in module.parameters()):
         raise ValueError(
-            f"{type(module).__name__} is in parts: {_in_parts[module]}, so that this rank has its own stages only. "
-            "Make a new module, and give `fit` the last checkpoint as `ckpt_path`."
+            f"{type(module).__name__} is in parts: an exception ended the run that had divided it, or {_BY_MEMORY}. So "
+            "this rank has its own stages only. Make a new module, and give `fit` the last checkpoint as `ckpt_path`."
         )

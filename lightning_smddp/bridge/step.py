@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from lightning_smddp.bridge.attribute_scopes import writes_of
 from lightning_smddp.bridge.step_record import StepRecorder
 from lightning_smddp.pipeline.capture.graph import SplitError
-from lightning_smddp.pipeline.capture.objects import with_same_memory
+from lightning_smddp.pipeline.capture.objects import describe, with_same_memory
 from lightning_smddp.pipeline.capture.tracer import is_tracing
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.casts import look_for_casts
-from lightning_smddp.pipeline.runtime.remote import ReplayError
-from lightning_smddp.pipeline.runtime.remote_tensor import active_run
-from lightning_smddp.pipeline.view.global_tensor import OutsideViewError
 from lightning_smddp.seeding import Generators, mix
 from lightning_smddp.wire.pytree import copied, map_leaves, tensors
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 Scale: TypeAlias = float | Tensor  # the latter a scalar on the device
 
 
+@dataclass(eq=False)
 class LightningStep:
     """One of a LightningModule's step methods on a batch's micro-batches.
 
@@ -40,37 +40,32 @@ class LightningStep:
         scale: the loss is multiplied by it before backward.
 
     Attributes:
+        keeps_casts: whether copies of weights are kept from one micro-batch to the next.
+        seed: of the batch's random numbers, the same on all ranks of the pipeline; None until that is known.
         trains: whether there is a backward, and gradients.
         key: which step this is: its name, and the index of its dataloader where Lightning gives one.
     """
 
-    def __init__(
-        self,
-        module: LightningModule,
-        hook: str,
-        arguments: Sequence[Any],
-        precision: Callable[[], AbstractContextManager[Any]],
-        recorder: StepRecorder,
-        scale: Scale = 1.0,
-    ) -> None:
-        self.module = module
-        self.hook = hook
-        self.arguments = tuple(arguments)
-        self.precision = precision
-        self.recorder = recorder
-        self.scale = scale
-        self.trains = hook == "training_step"
-        self.key: Any = (hook, self.arguments[1:])
-        self.keeps_casts = False  # of weights, from one micro-batch to the next
-        self.seed: int | None = None  # of the batch's random numbers, the same on all ranks of the pipeline
+    module: LightningModule
+    hook: str
+    arguments: Sequence[Any]
+    precision: Callable[[], AbstractContextManager[Any]]
+    recorder: StepRecorder
+    scale: Scale = 1.0
+    keeps_casts: bool = False
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        self.trains = self.hook == "training_step"
+        self.key: Any = (self.hook, *self.arguments[1:])
 
     def unscaled(self, trains: bool = True) -> LightningStep:
         """The same step with its loss as it is.
 
         Without a backward (not ``trains``) its paths are looked for apart from those of the training step.
         """
-        step = LightningStep(self.module, self.hook, self.arguments, self.precision, self.recorder)
-        step.seed = self.seed
+        step = copy.copy(self)
+        step.scale = 1.0
         if not trains:
             step.trains = False
             step.key = (*self.key, "forward only")
@@ -91,15 +86,7 @@ class LightningStep:
         with self.precision():
             if self.keeps_casts:
                 look_for_casts()
-            self.recorder.runs_step = True
-            try:
-                result = getattr(self.module, self.hook)(value, *self.arguments)
-            except OutsideViewError as error:  # of what a hook has kept: a trace will come to it on all ranks
-                if active_run() is None:
-                    raise SplitError(str(error)) from error
-                raise ReplayError(str(error)) from error
-            finally:
-                self.recorder.runs_step = False
+            result = getattr(self.module, self.hook)(value, *self.arguments)
             return self.recorder.finish(result)
 
     def around(
@@ -110,7 +97,7 @@ class LightningStep:
         keep: bool,
     ) -> AbstractContextManager[object]:
         """See :class:`~lightning_smddp.pipeline.runtime.stage_program.Step`."""
-        if index == 0 and self.arguments[:1] in ((), (0,)):
+        if index == 0 and not (self.arguments and self.arguments[0]):
             self.recorder.metrics.find()
         return self.recorder.microbatch(stage, index, microbatch.size, microbatch.weight, keep)
 
@@ -123,27 +110,31 @@ class LightningStep:
         """See :class:`~lightning_smddp.pipeline.runtime.stage_program.Step`."""
         self.recorder.drop()
 
-    def alone(self, microbatch: MicroBatch, generators: Generators, index: int = 0) -> Callable[[], Any]:
-        """A run of micro-batch ``index`` for nothing: what it logs, and what it does to metrics, is thrown away."""
+    @contextmanager
+    def alone(self, microbatch: MicroBatch, generators: Generators, index: int = 0) -> Iterator[Callable[[], Any]]:
+        """Gives a run of micro-batch ``index`` for nothing: what it logs, draws and does to metrics is thrown away."""
 
         def run() -> Any:
             generators.seed(self.seed_of(index))
-            copy = replace(microbatch, value=copied(microbatch.value))
-            before = list(map(writes_of, tensors(copy.value)))
+            part = replace(microbatch, value=copied(microbatch.value))
+            found = tensors(part.value)
+            written = [writes_of(tensor) for tensor in found]
             learning = self.recorder.scopes.learning() if is_tracing() else nullcontext()
             try:
-                with self.around(None, index, copy, keep=True), learning:
-                    return self(copy)
+                with self.around(None, index, part, keep=True), learning:
+                    return self(part)
             finally:
                 self.recorder.drop()
-                if before != list(map(writes_of, tensors(copy.value))):
+                if written != [writes_of(tensor) for tensor in found]:
                     self.recorder.changing_steps.add(self.key)
 
-        return run
+        with generators.preserved(), torch.set_grad_enabled(self.trains):
+            generators.seed(self.seed_of(index))  # as the run does: that is no draw of the step's
+            yield run
 
     def loss(self, microbatch: MicroBatch, result: Any) -> Tensor | None:
         """This micro-batch's part of the batch's loss, times the scale; None where nothing of it counts."""
-        if microbatch.weight == 0 or result is None:
+        if not self.trains or microbatch.weight == 0 or result is None:
             return None  # a mean over nothing is nan, and so would its gradient be
         return loss_of(result, self.hook) * (microbatch.weight * self.scale)
 
@@ -151,14 +142,14 @@ class LightningStep:
 def loss_of(result: Any, hook: str = "training_step", detached: bool = False) -> Tensor:
     """The loss in what the step returned. Raises ``SplitError`` if there is none that a pipeline can differentiate."""
     loss = result.get("loss") if isinstance(result, dict) else result
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        if not (loss.requires_grad or detached):
-            raise SplitError(
-                f"The loss that `{hook}` returned does not depend on any parameter that requires a gradient "
-                "(requires_grad=False): it was detached, or all of the last modules are frozen."
-            )
-        return loss.reshape(())
-    what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-    if isinstance(result, dict) and loss is None:
-        what = f"a dict without 'loss' (it has {', '.join(map(repr, result))})"
-    raise SplitError(f"`{hook}` returned {what}: the loss has to be a scalar tensor, such as `loss.mean()`.")
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise SplitError(
+            f"`{hook}` returned {describe(result)}: the loss has to be a scalar tensor, such as `loss.mean()`, "
+            "alone or as 'loss' in a dict."
+        )
+    if not (loss.requires_grad or detached):
+        raise SplitError(
+            f"The loss that `{hook}` returned does not depend on any parameter that requires a gradient "
+            "(requires_grad=False): it was detached, or all of the last modules are frozen."
+        )
+    return loss.reshape(())

@@ -134,7 +134,6 @@ class StepRecorder:
 
     Attributes:
         scopes: the module's attributes during a batch.
-        runs_step: whether the user's code of a step runs now, on a micro-batch.
         changing_steps: keys of those that write into their batch.
     """
 
@@ -149,7 +148,6 @@ class StepRecorder:
         self.module = module
         self.scopes = AttributeScopes(module, frozenset(vars(base())), warn)
         self.metrics = StepMetrics(module, metrics)
-        self.runs_step = False
         self.changing_steps: set[Any] = set()
         self._signature = inspect.signature(base.log)
         self._options = frozenset(self._signature.parameters) - {"self", "name", "value"}

@@ -155,20 +155,20 @@ class _Pipeline:
         )
         # As in a run: the step is traced, units are chosen, and its nodes are timed in a run of the whole.
         self.step.seed = 0
-        run = self.step.alone(self.microbatches[0], Generators(self.module, _CPU))
-        traced = self._traced(run)
-        modules = Modules(traced, self.module)
-        units = choose_units(traced, modules, resources, None, checkpointing).units
-        self.graph = build_graph(traced, modules, is_within(units))
-        with preserve_state(self.module, _CPU):
-            times = time_nodes(self.graph, run, self._loss, self.module, _CPU)
-        found = partition(self.graph, resources, times, None, checkpointing)
-        self.stages = cut_into_stages(self.graph, found.cuts)
-        # What training keeps differs from what the runs for times kept, where units are checkpointed.
-        self.timing_profiles = profile_stages(self.graph, self.stages, run, self._loss, self.module, False)
-        self.profiles = self.timing_profiles
-        if checkpointing:
-            self.profiles = profile_stages(self.graph, self.stages, run, self._loss, self.module, checkpointing)
+        with self.step.alone(self.microbatches[0], Generators(self.module, _CPU)) as run:
+            traced = self._traced(run)
+            modules = Modules(traced, self.module)
+            units = choose_units(traced, modules, resources, None, checkpointing).units
+            self.graph = build_graph(traced, modules, is_within(units))
+            with preserve_state(self.module, _CPU):
+                times = time_nodes(self.graph, run, self._loss, self.module, _CPU)
+            found = partition(self.graph, resources, times, None, checkpointing)
+            self.stages = cut_into_stages(self.graph, found.cuts)
+            # What training keeps differs from what the runs for times kept, where units are checkpointed.
+            self.timing_profiles = profile_stages(self.graph, self.stages, run, self._loss, self.module, False)
+            self.profiles = self.timing_profiles
+            if checkpointing:
+                self.profiles = profile_stages(self.graph, self.stages, run, self._loss, self.module, checkpointing)
 
     def _traced(self, run: Callable[[], Any]) -> Trace:
         with preserve_state(self.module, _CPU), kept_parameters(self.module) as written:

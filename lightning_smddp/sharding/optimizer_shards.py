@@ -232,6 +232,11 @@ class ShardedPiece:
     parameter: nn.Parameter
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """The user's optimizer where Lightning has wrapped it."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
 def all_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     """All parameters of an optimizer's groups, in their order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

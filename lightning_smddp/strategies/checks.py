@@ -21,7 +21,7 @@ from torch.utils.data import DistributedSampler
 from lightning_smddp._compat.trainer import averages_weights, is_compiled_module
 from lightning_smddp.communication.consistency import require_initialized
 from lightning_smddp.pipeline.partition.microbatches import looks_at_other_rows
-from lightning_smddp.sharding.optimizer_shards import all_parameters
+from lightning_smddp.sharding.optimizer_shards import all_parameters, unwrapped
 from lightning_smddp.sharding.optimizer_trial import Granularity, granularity, why_not_one_by_one
 from lightning_smddp.sharding.sharded_optimizers import refuse_own_sharding, splits_parameters
 from lightning_smddp.strategies.nonfinite import is_changed_hook
@@ -226,7 +226,7 @@ def require_shardable(optimizers: Iterable[Any], shard: str | None) -> None:
             "wraps from `configure_optimizers`: PipelineStrategy(shard='optimizer') shards it over the replicas.",
         )
         if shard is not None:
-            splits_parameters(getattr(optimizer, "optimizer", optimizer))
+            splits_parameters(unwrapped(optimizer))
 
 
 def refusal_of_training(module: Any, callbacks: Iterable[Any], optimizers: Sequence[Any] = ()) -> str | None:
@@ -243,7 +243,7 @@ def refusal_of_training(module: Any, callbacks: Iterable[Any], optimizers: Seque
             f"{name} has {counted(len(optimizers), 'optimizer')}: a pipeline's step has one backward and one optimizer."
         )
     for optimizer in optimizers:
-        if why_not_one_by_one(getattr(optimizer, "optimizer", optimizer)) is not None:
+        if why_not_one_by_one(unwrapped(optimizer)) is not None:
             return (
                 f"{type(optimizer).__name__} needs the gradients of all parameters in one place, or what it does "
                 "cannot be tried out, and a pipeline's stages hold them apart. AdamW and its kind treat parameters one "

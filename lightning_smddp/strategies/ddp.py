@@ -22,7 +22,7 @@ from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.resume.layouts import LayoutRank
-from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters, unwrapped
 from lightning_smddp.sharding.optimizer_states import whole_state_dict
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.strategies.base import COMPRESSION_KEY, TrainerStrategy
@@ -236,7 +236,7 @@ class DataParallel(TrainerStrategy):
         assert self.lightning_module is not None
         shards = []
         for optimizer in self.optimizers:
-            plain = getattr(optimizer, "optimizer", optimizer)  # without Lightning's wrapper
+            plain = unwrapped(optimizer)
             shards.append(OptimizerShards(plain))
         named = list(self.lightning_module.named_parameters())
         self._sharded = ShardedOptimizers(named, shards, self._session.communicator)
@@ -248,7 +248,7 @@ class DataParallel(TrainerStrategy):
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
         assert self._sharded is not None
-        self._sharded.clip_by_norm(getattr(optimizer, "optimizer", optimizer), clip_val)
+        self._sharded.clip_by_norm(unwrapped(optimizer), clip_val)
 
     @property
     @override
@@ -263,7 +263,7 @@ class DataParallel(TrainerStrategy):
             return [(shards.optimizer, shards.stepped()) for shards in self._sharded.shards]
         stepped = []
         for optimizer in self.optimizers:
-            plain = getattr(optimizer, "optimizer", optimizer)
+            plain = unwrapped(optimizer)
             stepped.append((plain, all_parameters(plain)))
         return stepped
 
@@ -275,7 +275,7 @@ class DataParallel(TrainerStrategy):
         if self._interrupted:  # others may be gone; see `_can_save`
             return {}
         assert dist.group.WORLD is not None
-        shards = self._sharded.of(getattr(optimizer, "optimizer", optimizer))
+        shards = self._sharded.of(unwrapped(optimizer))
         return whole_state_dict(shards, dist.group.WORLD, self.root_device)
 
     @property

@@ -36,6 +36,7 @@ from lightning_smddp.sharding.averaged_copies import AveragedCopies
 from lightning_smddp.sharding.clipping import clip_by_norm
 from lightning_smddp.sharding.fully_sharded import FullySharded
 from lightning_smddp.sharding.local_steps import LocalSteps
+from lightning_smddp.sharding.optimizer_shards import unwrapped
 from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
 from lightning_smddp.sharding.units import Wrap
 from lightning_smddp.sharding.whole_states import (
@@ -243,7 +244,7 @@ class FullyShardedParallel(TrainerStrategy):
     @override
     def _shard_optimizers(self) -> None:
         assert self.lightning_module is not None
-        optimizers = [_plain(optimizer) for optimizer in self.optimizers]
+        optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
         require_optimizers_of_module(self.lightning_module, optimizers)
         # One that looks at more than single elements steps with whole values, each rank all of them.
         self._steps_whole = False
@@ -423,7 +424,7 @@ class FullyShardedParallel(TrainerStrategy):
         """The whole optimizer's state, on global rank 0; with ``sharded`` of each rank its share. Collective."""
         if self._interrupted:
             return {}
-        return gathered_optimizer(_plain(optimizer).state_dict(), self._keepers, self.root_device)
+        return gathered_optimizer(unwrapped(optimizer).state_dict(), self._keepers, self.root_device)
 
     @property
     def _keepers(self) -> Keepers:
@@ -457,7 +458,7 @@ class FullyShardedParallel(TrainerStrategy):
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         self._saving.require_fitting_optimizers(checkpoint)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            plain = _plain(optimizer)
+            plain = unwrapped(optimizer)
             divided = divided_optimizer_state(self._optimized(plain), state)
             plain.load_state_dict(divided)  # Lightning would move all to the GPU, offloaded or not
         if self._memory is not None:
@@ -505,8 +506,3 @@ class FullyShardedParallel(TrainerStrategy):
     def _require_sharded(self) -> FullySharded:
         assert self._sharded is not None, "setup() comes first"
         return self._sharded
-
-
-def _plain(optimizer: Any) -> Any:
-    """Torch's optimizer, which Lightning's ``LightningOptimizer`` keeps in ``optimizer``."""
-    return getattr(optimizer, "optimizer", optimizer)

@@ -38,7 +38,7 @@ def print_partition(
         microbatches,
         loss_weight,
     )
-    rows += partitioned.notes
+    rows += [("note", note) for note in partitioned.notes]
     counts = partitioned.recorder.scopes.counts
     if counts and len(microbatches) > 1:
         rows.append(

@@ -1,11 +1,11 @@
 """``Trainer(strategy="smddp_pipeline")``: pipeline parallelism of the module's own ``training_step``.
 
 The first batch is traced and cut by ``bridge/partitioning.py``. A micro-batch's way, downward:
-:meth:`PipelineParallel.training_step`, ``bridge/pipelined_module.py`` (what the module is now), ``bridge/batches.py``
-(one batch), ``pipeline/runtime/engine.py`` (one run of its micro-batches, by torch's schedule), ``stage.py`` (one
-stage's forward, backward and messages), ``replay.py`` (the stage's part of the step), ``bridge/step.py`` (calls the
-user's ``training_step``). Backward is part of this: ``pipeline/state/gradients.py`` takes its gradients away,
-and puts them into ``.grad`` when Lightning calls ``backward``, as the returned loss is connected to it.
+:meth:`PipelineParallel.training_step`, ``bridge/pipelined_module.py`` (one batch), ``pipeline/runtime/engine.py`` (one
+run of its micro-batches, by torch's schedule), ``stage.py`` (one stage's forward, backward and messages),
+``step_run.py`` (the stage's part of the step), ``bridge/step.py`` (calls the user's ``training_step``). Backward is
+part of this: ``pipeline/state/gradients.py`` takes its gradients away, and puts them into ``.grad`` when Lightning
+calls ``backward``, as the returned loss is connected to it.
 """
 
 from __future__ import annotations
@@ -21,22 +21,20 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_smddp._compat.trainer import finetuning_by_identity, keeps_user_samplers
-from lightning_smddp.bridge.partitioned_module import PartitionedModule, RunSetup
+from lightning_smddp.bridge.partitioned_module import RunSetup, Unpartitioned
 from lightning_smddp.bridge.pipelined_module import PipelinedModule, require_whole
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.mesh import Groups
-from lightning_smddp.pipeline.partition.loss_weights import LossWeight
 from lightning_smddp.pipeline.partition.loss_weights import Option as LossWeightOption
-from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.self_check import Finding
 from lightning_smddp.pipeline.runtime.schedules import parse
 from lightning_smddp.pipeline.state.gradients import connected, factor_of
 from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
 from lightning_smddp.pipeline.state.state_dict import broadcast_initial, load_full_state_dict
-from lightning_smddp.sharding.optimizer_shards import OptimizerShards
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards, unwrapped
 from lightning_smddp.strategies.base import COMPRESSION_KEY
 from lightning_smddp.strategies.checks import (
     BEYOND_OPTIMIZER,
@@ -63,13 +61,16 @@ from lightning_smddp.strategies.options import (
     require_shard,
 )
 from lightning_smddp.strategies.partition_table import print_partition
-from lightning_smddp.strategies.pipeline_options import AsDataParallel, PartitionOptions, PipelineOptions
+from lightning_smddp.strategies.pipeline_options import (
+    AsDataParallel,
+    PartitionOptions,
+    PipelineOptions,
+    require_few_by_position,
+)
 from lightning_smddp.strategies.pipeline_ranks import PipelineRanks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-_BY_POSITION = 5  # up to `precision_plugin`; what follows in DDPStrategy is about its hook
 
 
 class PipelineParallel(PipelineRanks):
@@ -108,6 +109,7 @@ class PipelineParallel(PipelineRanks):
     _pipelined: PipelinedModule | None = None
     _ended: PipelinedModule | None = None  # that of the last run: checkpoints can be saved after it
 
+    _is_shown = False  # how the module was partitioned
     _accumulates = False
     _restored: Mapping[str, Any] | None = None  # a checkpoint's weights, until setup
 
@@ -150,15 +152,10 @@ class PipelineParallel(PipelineRanks):
             shard=shard,
             loss_weight=loss_weight,
         )
-        if len(args) > _BY_POSITION:
-            raise TypeError(
-                f"{type(self).__name__} takes {_BY_POSITION} arguments by position, as DDPStrategy does, but "
-                f"{len(args)} were given. Give the others by name."
-            )
+        require_few_by_position(self, args)
         super().__init__(**by_name(super().__init__, args, kwargs))
         self._hold_parts(gradients, reliability, resume)
         self._changes = ExitStack()  # of Lightning, until teardown
-        self._shown: set[str] = set()  # steps whose table was printed
         self._hook_view = HookView(self, self._current)
 
     # ---- start and end ----
@@ -206,6 +203,7 @@ class PipelineParallel(PipelineRanks):
             self.root_device,
             self._step_context,
             self._session.limit(self._timeout),
+            self._checks,
         )
         self._pipelined = PipelinedModule(setup, self._show_partition)
         if self._ended is not None and self._ended.module is self.lightning_module:
@@ -221,9 +219,8 @@ class PipelineParallel(PipelineRanks):
         # each is left with the parameters of this rank.
         if is_fit:
             refuse_training(self.lightning_module, (), self.optimizers)
-            self._pipelined.take_optimizers([_plain(optimizer) for optimizer in self.optimizers], self.precision_plugin)
-            self._pipelined.watching = self._checks.watches_gradients
-            self._pipelined.marking = not self._checks.changes_gradients
+            plain = [unwrapped(optimizer) for optimizer in self.optimizers]
+            self._pipelined.take_optimizers(plain, self.precision_plugin)
 
     @override
     def _watch_hooks(self, trainer: Trainer) -> None:
@@ -236,22 +233,13 @@ class PipelineParallel(PipelineRanks):
     @property
     @override
     def _shards(self) -> Sequence[OptimizerShards]:
-        if self._pipelined is None:
-            return ()
-        return self._pipelined.shards
+        return () if self._pipelined is None else self._pipelined.shards
 
-    def _show_partition(
-        self,
-        hook: str,
-        partitioned: PartitionedModule,
-        microbatches: Sequence[MicroBatch],
-        loss_weight: LossWeight,
-    ) -> None:
-        """Print how the module was partitioned: once for training, and for evaluation where nothing was printed yet."""
-        is_wanted = hook == "training_step" or not self._shown
-        self._shown.add(hook)
-        if is_wanted and self.options.gradients.communication.verbose and self.global_rank == 0:
-            print_partition(hook, partitioned, microbatches, loss_weight)
+    def _show_partition(self, hook: str, *found: Any) -> None:
+        """Print how the module was partitioned: for training, and for evaluation where nothing was printed yet."""
+        is_wanted, self._is_shown = hook == "training_step" or not self._is_shown, True
+        if is_wanted and self.options.gradients.communication.verbose and self.is_global_zero:
+            print_partition(hook, *found)
 
     def _current(self) -> PipelinedModule | None:
         return self._pipelined
@@ -259,8 +247,7 @@ class PipelineParallel(PipelineRanks):
     @override
     def model_to_device(self) -> None:
         """Move what is not partitioned yet, if there is room."""
-        assert self._pipelined is not None
-        self._pipelined.to_device()
+        self._last_pipelined().to_device()
 
     @override
     def _release_model(self) -> None:
@@ -307,7 +294,7 @@ class PipelineParallel(PipelineRanks):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of all micro-batches; the gradients are handed over in ``backward``."""
-        pipelined = self._require_pipelined()
+        pipelined = self._last_pipelined()
         trainer = self._trainer
         batch, *rest = [*args, *kwargs.values()]
         # Gradients exist when this returns, computed with the factor that Lightning's backward is expected to bring
@@ -330,8 +317,7 @@ class PipelineParallel(PipelineRanks):
 
         # What Lightning gets is the loss as the result of one autograd function, whose backward calls `deliver`.
         if isinstance(output, dict):
-            loss = connected(output["loss"], deliver)
-            return {**output, "loss": loss}
+            return {**output, "loss": connected(output["loss"], deliver)}
         return connected(output, deliver)
 
     @override
@@ -350,7 +336,7 @@ class PipelineParallel(PipelineRanks):
         return self._evaluate("predict_step", args, kwargs)
 
     def _evaluate(self, hook: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        pipelined = self._require_pipelined()
+        pipelined = self._last_pipelined()
         batch, *rest = [*args, *kwargs.values()]
         return pipelined.evaluate(hook, batch, rest, may_wait=self._trainer.state.fn == "fit")
 
@@ -366,14 +352,12 @@ class PipelineParallel(PipelineRanks):
 
     @override
     def _find_nonfinite(self) -> Mapping[str, str] | None:
-        found = self._require_pipelined().state.nonfinite()
-        if self._nonfinite_group is None:
-            return by_asking(found, self.root_device)
-        return found
+        found = self._last_pipelined().state.nonfinite()
+        return found if self._nonfinite_group is not None else by_asking(found, self.root_device)
 
     @override
     def _bad_before_averaging(self) -> Mapping[str, str]:
-        return self._require_pipelined().state.nonfinite() or {}
+        return self._last_pipelined().state.nonfinite() or {}
 
     @property
     @override
@@ -393,7 +377,7 @@ class PipelineParallel(PipelineRanks):
     @override
     def _require_outside_of_step(self) -> None:
         """Raises ``ValueError`` inside of a step, whose micro-batches reach each rank in turn."""
-        if self._pipelined is not None and self._pipelined.recorder.runs_step:
+        if self._in_step:
             raise SplitError(
                 "`strategy.barrier()` is called inside of a step that runs as a pipeline. Each rank is at another "
                 "micro-batch then, and they would wait for each other for ever. Call it in a hook around the step, "
@@ -407,7 +391,7 @@ class PipelineParallel(PipelineRanks):
             "_groups": None,
             "_pipelined": None,
             "_ended": None,
-            "_shown": set(),
+            "_is_shown": False,
             "_changes": ExitStack(),
         }
 
@@ -431,7 +415,7 @@ class PipelineParallel(PipelineRanks):
         """The whole optimizer's state, on global rank 0; with ``sharded`` of each rank its part. Collective."""
         if self._interrupted:
             return {}
-        return self._last_pipelined().state.optimizer_state(_plain(optimizer), gather=not self._reliability.sharded)
+        return self._last_pipelined().state.optimizer_state(unwrapped(optimizer), gather=not self._reliability.sharded)
 
     @override
     def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
@@ -452,12 +436,12 @@ class PipelineParallel(PipelineRanks):
         """Load optimizer states of the whole module."""
         # Before the module is partitioned, optimizers have all parameters, and can be compared with the checkpoint's.
         # To go on exactly the stages have to be cut as they were.
-        pipelined = self._require_pipelined()
-        if pipelined.partitioned is None:
+        pipelined = self._last_pipelined()
+        if isinstance(pipelined.state, Unpartitioned):
             self._saving.require_fitting_optimizers(checkpoint)
+            pipelined.state.remembered = checkpoint.get(COMPRESSION_KEY, {})
         pipelined.known_plan = self._exact_resume.saved("division")
         pipelined.state.load_optimizer_states(checkpoint["optimizer_states"])
-        pipelined.state.remembered = checkpoint.get(COMPRESSION_KEY, {})
 
     @property
     @override
@@ -481,10 +465,6 @@ class PipelineParallel(PipelineRanks):
         pipelined = self._pipelined or self._ended
         assert pipelined is not None, "setup() comes first"
         return pipelined
-
-    def _require_pipelined(self) -> PipelinedModule:
-        assert self._pipelined is not None, "setup() comes first"
-        return self._pipelined
 
     # ---- what users see ----
 
@@ -514,20 +494,9 @@ class PipelineParallel(PipelineRanks):
         partitioned = self._pipelined.partitioned
         sizes = {name: parameter.numel() for name, parameter in partitioned.setup.module.named_parameters()}
         ownership = partitioned.plan.ownership
-        found = []
-        for rank in range(ownership.num_ranks):
-            names = ownership.held_by(rank)
-            found.append(sum(sizes[name] for name in names))
-        return found
+        return [sum(sizes[name] for name in ownership.held_by(rank)) for rank in range(ownership.num_ranks)]
 
     @property
     def communication_report(self) -> CommunicationReport | None:
         """What averaging over replicas cost so far; None with one replica. Collective over the replicas."""
-        if self._pipelined is None:
-            return self._last_report
-        return self._pipelined.state.report()
-
-
-def _plain(optimizer: Any) -> Any:
-    """The user's optimizer where Lightning has wrapped it."""
-    return getattr(optimizer, "optimizer", optimizer)
+        return self._last_report if self._pipelined is None else self._pipelined.state.report()

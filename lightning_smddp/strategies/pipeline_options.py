@@ -14,6 +14,8 @@ from lightning_smddp.pipeline.runtime.schedules import Schedule, check
 from lightning_smddp.strategies.options import FromDDP, GradientOptions, is_positive, require_bools, with_hints
 from lightning_smddp.wording import counted
 
+_BY_POSITION = 5  # up to `precision_plugin`
+
 
 class AsDataParallel(FromDDP, total=False):
     """Arguments of ``SMDDPStrategy`` that a pipeline has as well, by name."""
@@ -136,6 +138,15 @@ class PipelineOptions:
                 "the first of each stage but the first."
             )
         return grid
+
+
+def require_few_by_position(strategy: Any, args: Sequence[Any]) -> None:
+    """Raise ``TypeError`` for more than the first five: what follows in ``DDPStrategy`` is about its hook."""
+    if len(args) > _BY_POSITION:
+        raise TypeError(
+            f"{type(strategy).__name__} takes {_BY_POSITION} arguments by position, as DDPStrategy does, but "
+            f"{len(args)} were given. Give the others by name."
+        )
 
 
 def _is_list_of_names(value: Any) -> bool:

@@ -36,6 +36,7 @@ from lightning_smddp.checkpoint.files import remove_directory
 from lightning_smddp.checkpoint.parts import names_of
 from lightning_smddp.checkpoint.ranks import Ranks
 from lightning_smddp.checkpoint.sharded import has_manifest, is_sharded, load_sharded, local_path, save_sharded
+from lightning_smddp.sharding.optimizer_shards import unwrapped
 from lightning_smddp.strategies.checkpoint_io import require_trainers
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class Saving:
         optimized = []
         if "optimizer_states" in checkpoint:
             for optimizer in strategy.optimizers:
-                plain = getattr(optimizer, "optimizer", optimizer)  # without Lightning's wrapper
+                plain = unwrapped(optimizer)
                 optimized.append(strategy._optimized(plain))
         # Each rank writes what it holds, and of what several hold the first one of them. The order of names is that of
         # the whole module, which the first rank knows.
@@ -184,7 +185,7 @@ class Saving:
         """Raise ``CheckpointError`` if the optimizers, which hold all parameters, are others than the checkpoint's."""
         outlines = []
         for optimizer in self.strategy.optimizers:
-            plain = getattr(optimizer, "optimizer", optimizer)
+            plain = unwrapped(optimizer)
             outlines.append(OptimizerOutline.of(plain))
         differences = compare_optimizers(outlines, checkpoint["optimizer_states"])
         require_none(differences, self.source)

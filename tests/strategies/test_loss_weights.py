@@ -24,6 +24,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from tests.ranks import run_trainer_ranks
 from tests.strategies.pipeline_learners import Bench, Matrix, name_of
 
 ROWS, LENGTH, VOCABULARY, WIDTH = 16, 12, 32, 16
@@ -248,6 +249,26 @@ class Sum(Small):
         return F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / 50
 
 
+class MadeLate(Sum):
+    """Its layers have no memory before the sanity check, by whose step they are placed."""
+
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+        self.head = None
+        self.losses = []
+
+    def configure_model(self) -> None:
+        if self.head is None:
+            self.embedding, self.layers = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+            self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
 class Masked(Small):
     loss_weight = "mask"
 
@@ -366,3 +387,14 @@ def test_more_losses(case: Any) -> None:
 @pytest.mark.slow
 def test_batch_size_fn_says_the_rows() -> None:
     TWO.compare(batch_size_fn)
+
+
+def found_after_sanity_check() -> str:
+    bench = Bench({"num_microbatches": 4, "meta_init": True})
+    trainer = bench.trainer(max_epochs=1, num_sanity_val_steps=1, limit_val_batches=1)
+    trainer.fit(MadeLate())
+    return trainer.strategy.chosen_loss_weight
+
+
+def test_the_weight_is_found_where_a_sanity_check_has_placed_the_module() -> None:
+    assert run_trainer_ranks(found_after_sanity_check, 2) == ["sum", "sum"]

@@ -90,9 +90,9 @@ MODULES = [
     ("Manual uses manual optimization (automatic_optimization=False)", Manual, {}),
     ("FromIterator.training_step takes `dataloader_iter`", FromIterator, {}),
     ("LBFGS needs the gradients of all parameters in one place", Huge, {}),
-    ("`training_step` returned a tensor of shape (8,)", NoScalar, {}),  # of micro-batches with one row
-    ("`training_step` returned a tensor of shape (8,)", NoScalarInDict, {}),
-    ("a dict without 'loss' (it has 'output')", DictWithoutLoss, {}),
+    ("`training_step` returned float32[8]", NoScalar, {}),  # of micro-batches with one row
+    ("`training_step` returned dict(loss=float32[8])", NoScalarInDict, {}),
+    ("`training_step` returned dict(output=float32[])", DictWithoutLoss, {}),
     ("does not depend on any parameter", Detached, {}),
     ("multiple optimizers is only supported with manual", TwoOptimizers, {}),
 ]

@@ -23,11 +23,6 @@ IGNORED = -100  # torch's and transformers' label of what does not count
 EXACT, MIXED = 1e-4, 1e-2  # relative errors that rounding may explain, in fp32 and with 16-bit types
 _SAME = 3e-7  # relative errors that differ by less are equal
 
-COUNTED_BY_ROWS = (
-    f"there are labels of {IGNORED}, and no training has shown what means are taken over: micro-batches count by their "
-    "rows. loss_weight='labels' or 'shifted_labels' count labels"
-)
-
 Kind: TypeAlias = Literal["rows", "labels", "shifted_labels", "sum", "entry", "function"]
 Option: TypeAlias = str | Callable[[Any], Any]
 """``"auto"``, ``"rows"``, ``"labels"``, ``"shifted_labels"``, ``"sum"``, the name of a batch entry, or a function."""

@@ -61,6 +61,10 @@ class MicroBatch:
     weight: float
 
 
+MicroBatches: TypeAlias = Sequence[MicroBatch]
+"""Of one batch, in order."""
+
+
 @dataclass(frozen=True)
 class Splitter:
     """Cuts batches.

@@ -95,11 +95,7 @@ class PipelineRuntime:
             self._stages,
             recorder,
         )
-        self._votes = self.exchange()
-
-    def exchange(self) -> StepExchange:
-        """For one kind of step."""
-        return StepExchange(Channel(self.groups.pipeline, self.device), self.groups.host, self.last_rank)
+        self.exchange = StepExchange(Channel(groups.pipeline, device), groups.host, self.last_rank)
 
     @property
     def ends_here(self) -> bool:
@@ -158,7 +154,7 @@ class PipelineRuntime:
         Raises:
             Exception: on every rank: see :meth:`StepExchange.run`.
         """
-        self._votes.run(None, failures=run.failures)
+        self.exchange.run(None, failures=run.failures)
         return run.outputs
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import disabled_torch_function, wrapper_subclass
+from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.ops import user_location
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.wire.pytree import LEAF_TYPES, leaves, map_leaves
@@ -29,7 +30,7 @@ class GlobalViewError(RuntimeError):
     """A tensor of another rank was used where its rank does not take part, or ranks did different things."""
 
 
-class OutsideViewError(GlobalViewError):
+class OutsideViewError(GlobalViewError, SplitError):
     """What a hook has kept was used elsewhere."""
 
 
