@@ -115,17 +115,8 @@ def partition(
         setup.num_stages,
         setup.options.activation_checkpointing,
     )
-    partitioned = PartitionedModule(
-        setup=setup,
-        recorder=step.recorder,
-        plan=plan,
-        resources=resources,
-        stash=stash,
-        runtime=runtime,
-        view=view,
-        buffers=SharedBuffers(view),
-        run_seed=seed,
-    )
+    parts = (plan, resources, stash, runtime, view, SharedBuffers(view))
+    partitioned = PartitionedModule(setup, step.recorder, *parts, run_seed=seed)
     # The traced path is the step's first one, and its numbers have to be right.
     try:
         staged = partitioned.stage(step, plan.graph, plan.stages)
