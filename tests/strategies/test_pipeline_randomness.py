@@ -217,6 +217,41 @@ class Dropped(nn.Module):
         return x + self.linear(x) * float(random.random() < 0.5) * float(np.random.uniform(0.5, 1))
 
 
+class Mask(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dropout: nn.Module) -> Tensor:
+        mask = dropout(torch.ones_like(x))
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (mask,) = ctx.saved_tensors
+        return gradients[0] * mask, None
+
+
+class DrawnWithinFunction(nn.Module):
+    """A function of autograd calls a module that draws, as reversible layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(16, 16), nn.Dropout(0.4)
+
+    def forward(self, x: Tensor) -> Any:
+        return Mask.apply(self.linear(x), self.dropout)  # type: ignore[no-untyped-call]
+
+
+class WithinFunctions(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1], self.net[3] = DrawnWithinFunction(), DrawnWithinFunction()
+
+
+def within_functions(bench: Bench) -> Any:
+    torch.manual_seed(3)
+    return bench.fit(WithinFunctions(), {"num_microbatches": 4}, max_epochs=1)
+
+
 class Layers(Mixup):
     def __init__(self) -> None:
         super().__init__(held=True)
@@ -360,7 +395,7 @@ def behind_runs_with_dropout(bench: Bench) -> list[Any]:
 
 
 CASES = [mixup, mixup_with_a_generator, random_path, layer_drop, left_out, shuffled, masked, with_a_generator_of_torch]
-WITH_DROPOUT = [many, layer_drop_with_dropout, whole_modules_draw, dropout_on_two_stages]
+WITH_DROPOUT = [many, within_functions, layer_drop_with_dropout, whole_modules_draw, dropout_on_two_stages]
 SEEDED = [functools.partial(seeded_in_the_step, kind=kind) for kind in ("new", "held", "default")]
 TWO = Matrix([*CASES, *WITH_DROPOUT])
 AUTO = Matrix(SEEDED)
@@ -378,6 +413,11 @@ def test_one_microbatch_draws_what_accumulation_draws(case: Case) -> None:
 def test_a_step_that_seeds_a_generator_gives_one_processs_numbers(case: Case) -> None:
     """Each micro-batch drew the same noise, which trials took for chance."""
     AUTO.compare(case)
+
+
+@pytest.mark.slow
+def test_modules_within_functions_draw_what_accumulation_draws() -> None:
+    TWO.compare(within_functions)
 
 
 @pytest.mark.slow

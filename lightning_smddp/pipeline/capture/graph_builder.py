@@ -43,7 +43,7 @@ def build_graph(trace: Trace, modules: Modules, is_small: IsSmall) -> StepGraph:
         foreign_writes=trace.foreign_writes,
         cast_type=cast_type(trace),
         buffers_used=trace.buffers_used,
-        drawing=frozenset(call.module for call in trace.calls if call.is_seeded),
+        drawing=frozenset(call.module for call in trace.calls if call.is_seeded) | trace.drawing_within_functions,
         mixes_draws=trace.mixes_draws,
         calls_compiled=any(event.compiled for event in trace.events if builder.is_between(event)),
         calls_apply=any(node.region is not None or is_autograd_function(node.function) for node in builder.nodes),

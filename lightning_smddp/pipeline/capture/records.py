@@ -136,6 +136,7 @@ class Trace:
         buffers_used: first name of a buffer -> names of the innermost modules whose code uses it; empty for the step's.
         returned: the values that the step returned.
         draws_in_python: whether it draws random numbers of Python's or numpy's.
+        drawing_within_functions: names of modules that draw where a function of torch's calls them.
         mixes_draws: two draws follow each other without a module between, the first of which not all stages do.
         refusals: messages about what it does that no pipeline can do.
         reads_of_batch: where Python code read a value of the batch: sizes or control flow may depend on it.
@@ -150,6 +151,7 @@ class Trace:
     buffers_used: dict[str, set[str]] = field(default_factory=dict)
     returned: tuple[int, ...] = ()
     draws_in_python: bool = False
+    drawing_within_functions: set[str] = field(default_factory=set)
     mixes_draws: bool = False
     refusals: list[str] = field(default_factory=list)
     reads_of_batch: list[str] = field(default_factory=list)

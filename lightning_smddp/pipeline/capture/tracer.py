@@ -198,7 +198,7 @@ class _Tracer(TorchFunctionMode, Tracking):
     def _wrap(self, name: str, forward: Forward) -> Forward:
         def traced(*args: Any, **kwargs: Any) -> Any:
             if self.inside:
-                return forward(*args, **kwargs)
+                return self._call_within_function(name, lambda: forward(*args, **kwargs))
             call = self._enter(name)
             with without_torch_function():
                 found = leaves((args, kwargs))
@@ -218,6 +218,15 @@ class _Tracer(TorchFunctionMode, Tracking):
             return result
 
         return traced
+
+    def _call_within_function(self, name: str, call: Callable[[], Any]) -> Any:
+        """A function that was seen, as an ``autograd.Function``, calls a module: no call of its own, but it may draw."""
+        seeded = self._begin_seeded(name)
+        result = call()
+        if seeded is not None and seeded.end():
+            self.trace.drawing_within_functions.add(name)
+            self._go_on_from_seed()
+        return result
 
     def _begin_seeded(self, name: str) -> SeededCall | None:
         """Modules draw as in :mod:`lightning_smddp.seeding`, so that the trace takes the path of the runs to come."""
