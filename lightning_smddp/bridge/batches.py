@@ -62,7 +62,7 @@ class MicroBatcher:
         if len(parts) == 1:
             return parts
         on_host = self._sync.on_host if self.splitter.split_batch is None else None  # cut by rows, as its parts are
-        return self.loss_weight(batch, step).apply(parts, on_host, self._sync.values_of)
+        return self.loss_weight(batch, step).apply(parts, on_host)
 
     def loss_weight(self, batch: Any, step: LightningStep) -> LossWeight:
         """How micro-batches of ``step`` count: as the user said, as the trial has found, else by rows.

@@ -323,7 +323,7 @@ class PipelinedModule:
             except UncombinableError as error:
                 results = f"what `{step.hook}` gives for micro-batches cannot be put together: {error}"
         try:
-            shared: StepResults | str = runtime.exchange.run(results, self.sync.digest(), run.failures)
+            shared: StepResults | str = runtime.exchange.run(results, self.sync.digest, run.failures)
         except Exception:
             step.forget()
             raise

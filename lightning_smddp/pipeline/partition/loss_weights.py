@@ -43,18 +43,12 @@ class LossWeight:
     path: Path = ()
     function: Callable[[Any], Any] | None = field(default=None, compare=False)
 
-    def apply(
-        self,
-        microbatches: Sequence[MicroBatch],
-        on_host: Any = None,
-        values_of: Callable[[Tensor], list[float]] = Tensor.tolist,
-    ) -> list[MicroBatch]:
+    def apply(self, microbatches: Sequence[MicroBatch], on_host: Any = None) -> list[MicroBatch]:
         """The same micro-batches with these weights; by rows where there is no such tensor, or nothing counts.
 
         Args:
             microbatches: of one batch.
             on_host: the batch before it was moved to a device and cut by rows, if that is known.
-            values_of: reads a vector of 64-bit floats.
 
         Raises:
             ValueError: the user's function returned no weight.
@@ -68,7 +62,7 @@ class LossWeight:
         else:
             found = self._counted(microbatches, self.counted(on_host))
             # One stacked tensor, and so at most one wait for a device, however many micro-batches there are.
-            counts = values_of(torch.stack([self.count(tensor) for tensor in found])) if found else []
+            counts = torch.stack([self.count(tensor) for tensor in found]).tolist() if found else []
         total = sum(counts)
         if not total > 0:
             return list(microbatches)
