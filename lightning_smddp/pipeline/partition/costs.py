@@ -15,7 +15,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -231,8 +231,7 @@ def explained_shortage() -> Iterator[None]:
 # ---- nodes -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class NodeTimes:
+class NodeTimes(NamedTuple):
     """Seconds of each node for one micro-batch."""
 
     forward: list[float]

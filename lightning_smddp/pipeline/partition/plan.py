@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +30,7 @@ from lightning_smddp.pipeline.runtime.stage_program import StagePlan
 from lightning_smddp.wire.objects import broadcast, gather
 
 Result = TypeVar("Result")
+_END = "its end"
 
 
 class StepFailedError(SplitError):
@@ -107,22 +108,15 @@ def divide(
     if split is not None or (known is not None and len(known["stage_seconds"]) != resources.num_stages):
         known = None
 
-    def choose() -> Sequence[str]:
-        if known is not None and _is_same_step(known, traced, modules, root):
-            units: Sequence[str] = known["splitting"]["units"]
-            return units
-        return choose_units(traced, modules, resources, split, checkpointing).units
-
-    # Measured times differ between ranks, and with them the best units and cuts. So one rank decides, and all work out
-    # from its words, plain data, what follows: graph, stages and owners are the same functions of the same values.
-    units = decided_by_first(choose, group)
-    graph = build_on_all(traced, modules, is_within(units), group)
-    require_same(graph, group)
-
-    def decide() -> tuple[dict[str, Any], dict[str, Any]]:
+    def decide() -> tuple[Mapping[str, Any], NodeTimes]:
+        graph = None if known is None else _known_graph(known, traced, modules, root)
+        is_new = graph is None
+        if graph is None:
+            units = choose_units(traced, modules, resources, split, checkpointing).units
+            graph = build_graph(traced, modules, is_within(units))
         times = _measure(graph, trial, root, device)
-        if known is not None and known["digest"] == graph.digest():
-            return dict(known), asdict(times)
+        if known is not None and not is_new:
+            return known, times
         found = partition(graph, resources, times, split, checkpointing)
         decision = {  # checkpoints keep it, so keys stay as they are
             "splitting": {"units": list(graph.units), "cuts": list(found.cuts)},
@@ -130,16 +124,13 @@ def divide(
             "stage_memory": found.stage_memory,
             "digest": graph.digest(),
         }
-        return decision, asdict(times)
+        return decision, times
 
+    # Measured times differ between ranks, and with them the best units and cuts. So one rank decides, and all work out
+    # from its words what follows: graph, stages and owners are the same functions of the same values.
     decision, times = decided_by_first(decide, group)
-    return _plan_of(graph, decision, NodeTimes(**times), root, resources)
-
-
-def _plan_of(
-    graph: StepGraph, decision: dict[str, Any], times: NodeTimes, root: nn.Module, resources: Resources
-) -> PartitionPlan:
-    """What follows from a decision, the same on every rank."""
+    graph = build_on_all(traced, modules, is_within(decision["splitting"]["units"]), group)
+    require_same(graph, group)
     stages = cut_into_stages(graph, decision["splitting"]["cuts"])
     parameter_stages = parameter_stages_of(graph, stages, [name for name, _ in root.named_parameters()])
     buffers = [name for name, _ in root.named_buffers()]
@@ -155,16 +146,17 @@ def _plan_of(
     )
 
 
-def _is_same_step(known: Mapping[str, Any], traced: Trace, modules: Modules, root: nn.Module) -> bool:
-    """Whether the step is the one that an earlier decision was made for."""
+def _known_graph(known: Mapping[str, Any], traced: Trace, modules: Modules, root: nn.Module) -> StepGraph | None:
+    """The graph that an earlier decision was made for, if the step still is the same."""
     # Units whose modules are gone make no graph; equal ones may make another graph, as the code may have changed.
     units = known["splitting"]["units"]
     if not dict(root.named_modules()).keys() >= set(units):
-        return False
+        return None
     try:
-        return build_graph(traced, modules, is_within(units)).digest() == str(known["digest"])
+        graph = build_graph(traced, modules, is_within(units))
     except SplitError:
-        return False
+        return None
+    return graph if graph.digest() == known["digest"] else None
 
 
 def _measure(graph: StepGraph, trial: Trial, root: nn.Module, device: torch.device) -> NodeTimes:
@@ -249,49 +241,57 @@ class OnAllRanks:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self._failure: str | None = None  # why there are no more collectives
+        self._failure: SplitError | None = None  # why there are no more collectives
 
     def check(self, location: str) -> None:
         """Before a collective at ``location`` (file:line of the user's code). Collective.
 
         Raises:
-            StepFailedError: another rank does not come there.
+            SplitError: another rank does not come there; as :meth:`run` does.
         """
         self._report(location)
-        if self._failure is not None:
-            raise StepFailedError(self._failure)
+        self._raise_failure()
 
     def run(self, attempt: Callable[[], Result]) -> Result:
         """What ``attempt`` returns, if no rank fails. Collective.
 
         Raises:
-            SplitError: on every rank, where one has failed; what ``attempt`` raised here is its cause.
+            SplitError: on every rank, where one has raised it, or a ``ReplayError``.
+            StepFailedError: on every rank, where one has failed otherwise; what was raised here is its cause.
         """
         try:
             result = attempt()
-        except SplitError as error:
-            self._report("its end", repr(error))
-            raise
         except Exception as error:
-            self._report("its end", repr(error))
-            raise StepFailedError(self._failure) from error
-        self.check("its end")
+            self._report(_END, error)
+            if not isinstance(error, SplitError):
+                self._raise_failure(error)
+            raise
+        self.check(_END)
         return result
 
-    def _report(self, location: str, error: str | None = None) -> None:
+    def _raise_failure(self, cause: Exception | None = None) -> None:
+        if self._failure is not None:  # a new one each time: with its traceback it would keep the group
+            raise type(self._failure)(*self._failure.args) from cause
+
+    def _report(self, location: str, error: Exception | None = None) -> None:
         # Each rank sends one message: where it has come to, and its error. So all of them take part in this exchange
         # wherever they are, and nobody is left alone in the user's own collective. After a failure all ranks know of
         # it, and nobody waits here any more.
         if self._failure is not None:
             return
-        reports = gather((location, error), self.group)
-        for rank, (_, failure) in enumerate(reports):
-            if failure is not None:
-                self._failure = f"The step failed on rank {rank} while it was traced: {failure}"
-                return
-        if any(other != reports[0] for other in reports):
-            places = ", ".join(f"{place} on rank {rank}" for rank, (place, _) in enumerate(reports))
-            self._failure = f"The step takes another path on each rank: while it was traced it came to {places}."
+        told: SplitError | None = None
+        if isinstance(error, (SplitError, ReplayError)):
+            told = SplitError(str(error))
+        elif error is not None:
+            told = StepFailedError(f"The step failed on rank {self.group.rank()} while it was traced: {error!r}")
+        places, failures = zip(*gather((location, told), self.group), strict=True)
+        if any(failures):
+            self._failure = next(filter(None, failures))
+        elif len(set(places)) > 1:
+            where = ", ".join(f"{place} on rank {rank}" for rank, place in enumerate(places))
+            self._failure = StepFailedError(
+                f"The step takes another path on each rank: while it was traced it came to {where}."
+            )
 
 
 def own_error(error: Exception) -> BaseException:
@@ -302,23 +302,6 @@ def own_error(error: Exception) -> BaseException:
 
 
 def decided_by_first(decide: Callable[[], Any], group: dist.ProcessGroup) -> Any:
-    """What ``decide`` returns on the first rank, or its error, on every rank. Collective.
-
-    Raises:
-        SplitError: the first rank's ``SplitError`` or ``ReplayError``, with its text.
-        StepFailedError: any other error there; its cause is known on the first rank alone.
-    """
-    answer: tuple[Any, SplitError | None] = (None, None)
-    cause: Exception | None = None
-    if group.rank() == 0:
-        try:
-            answer = (decide(), None)
-        except (SplitError, ReplayError) as error:
-            answer = (None, SplitError(str(error)))
-        except Exception as error:
-            cause = error
-            answer = (None, StepFailedError(f"The step failed on rank 0 while it was tried: {error!r}"))
-    value, failure = broadcast(answer, group)
-    if failure is not None:
-        raise failure from cause
-    return value
+    """What ``decide`` returns on the first rank, or its error as :meth:`OnAllRanks.run` has it. Collective."""
+    value = OnAllRanks(group).run(lambda: decide() if group.rank() == 0 else None)
+    return broadcast(value, group)
