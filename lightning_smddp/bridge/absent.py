@@ -22,47 +22,34 @@ class AbsentValueError(RuntimeError):
 
 
 class AbsentTensor(Tensor):
-    """Raises ``AbsentValueError`` where it is used."""
+    """Raises ``AbsentValueError`` where it is used.
+
+    Attributes:
+        text: of the error.
+        computes: whether its shape is known: it may be computed with, which gives others of its kind, but not read.
+    """
 
     text: str
+    computes: bool
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") not in _QUESTIONS:
-            raise AbsentValueError(cls._text((args, kwargs)))
-        return _plain(cls, func, types, args, kwargs or {})
-
-    @classmethod
-    def _text(cls, args: Any) -> str:
-        return next(tensor.text for tensor in tensors(args) if isinstance(tensor, AbsentTensor))
-
-
-class AbsentNumbers(AbsentTensor):
-    """Numbers that only their rank knows. They may be computed with, which gives others of their kind, but not read."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _READS:
-            raise AbsentValueError(cls._text((args, kwargs)))
+        name = getattr(func, "__name__", "")
+        absent = next(leaf for leaf in tensors((args, kwargs)) if isinstance(leaf, AbsentTensor))
+        if name in _READS or not (absent.computes or name in _QUESTIONS):
+            raise AbsentValueError(absent.text)
         result = _plain(cls, func, types, args, kwargs or {})
-        if isinstance(result, AbsentNumbers):
-            result.text = cls._text((args, kwargs))
+        for tensor in tensors(result):
+            if isinstance(tensor, AbsentTensor):
+                tensor.text, tensor.computes = absent.text, absent.computes
         return result
 
 
-def absent_tensor(text: str) -> AbsentTensor:
-    """One that raises with ``text``."""
-    return _with_text(torch.empty(0).as_subclass(AbsentTensor), text)
-
-
-def absent_like(tensor: Tensor, text: str) -> AbsentTensor:
-    """One of the shape of ``tensor`` that may be computed with, and raises with ``text`` when it is read."""
-    like = torch.zeros_like(tensor)
-    if tensor.is_floating_point():
-        like.fill_(torch.nan)
-    return _with_text(like.as_subclass(AbsentNumbers), text)
-
-
-def _with_text(tensor: AbsentTensor, text: str) -> AbsentTensor:
-    tensor.text = text
-    return tensor
+def absent_tensor(text: str, like: Tensor | None = None) -> AbsentTensor:
+    """One that raises with ``text``: where it is read, if its shape is that of ``like``, else by any use."""
+    made = torch.empty(0) if like is None else torch.zeros_like(like)
+    if made.is_floating_point():
+        made.fill_(torch.nan)
+    absent = made.as_subclass(AbsentTensor)
+    absent.text, absent.computes = text, like is not None
+    return absent

@@ -1,202 +1,291 @@
-"""What a step has done to attributes of objects: looked at before and behind it, put back, and done again elsewhere."""
+"""Attributes of objects that a step may change: looked at before and behind it, put back, and done again elsewhere.
+
+The objects, called owners, are modules, callbacks, and the user's objects in attributes of these. Where something is
+says its *place*: the name of a module (empty for the LightningModule) or callback, then attributes and keys::
+
+    ("", Attribute("calls"))                          self.calls
+    ("encoder", Attribute("cache"), "k")              self.encoder.cache["k"]
+    ("", Attribute("meters"), 0, Attribute("sum"))    self.meters[0].sum
+    ("callback Histogram 0", Attribute("counts"))     counts of the first such callback
+"""
 
 from __future__ import annotations
 
 import numbers
 import operator
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
 
 from lightning_smddp._compat.torch import write_count
-from lightning_smddp.bridge.owners import Place, owner_named
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from lightning_smddp.wire.pytree import leaves
 
-MOST_MEMBERS = 1000  # of a container that is copied; of a longer list only what it gains, of others nothing
+ROOT = ("",)  # the place of the LightningModule
+NOT_OF_USERS = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}  # attributes of modules: parameters, hooks
+_MOST_MEMBERS = 1000  # of a container that is looked through; of a longer list only what it gains is seen
 _CONTAINERS = (list, dict, set, deque)
-_MISSING = object()  # what an attribute is that is not there
-_PLAIN = (Tensor, numbers.Number, str, np.ndarray, np.generic)
+_PLAIN = (Tensor, numbers.Number, str, np.ndarray, np.generic, type(None))
+_LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_smddp", "torchmetrics"}
+_OTHERS = {"builtins", "collections", "numpy"}
 
-Owners: TypeAlias = Mapping[str, dict[str, Any]]  # attributes of objects, by the objects' names
-Follows: TypeAlias = Callable[[str, str], bool]  # whether an owner's attribute is looked at
+Place: TypeAlias = tuple[Any, ...]
+Contents: TypeAlias = dict[Place, Any]
+"""Members of containers, by place: a dict, list, set or deque. Those of an owner are its attributes."""
 
-Change: TypeAlias = tuple[Place, str, Any]
-"""What was done where: ``set`` to a value, ``delete`` (None), ``write`` in place (a tensor), ``extend`` by a list, or
-``members``: a container has these now."""
+Copies: TypeAlias = dict[Place, Tensor]
+"""That stand for tensors which are written in place, by place."""
+
+Change: TypeAlias = tuple[Place, Any]
+"""What is at a place now: a value, ``Members`` of a container that is there, or ``Deleted``."""
 
 
-class Snapshot:
-    """Attributes of some objects at one time, and what is in the containers among them.
+class Attribute(str):
+    """The name of an attribute in a place; all else in it are keys of dicts, and positions."""
+
+    __slots__ = ()
+
+
+class Members(NamedTuple):
+    """What a list has from a position on; what a set or deque has."""
+
+    start: int
+    members: list[Any]
+
+
+class Deleted:
+    """Itself what is at a place where nothing is any more."""
+
+
+# ---- places ----------------------------------------------------------------------------------------------------------
+
+
+def owners_in(root: nn.Module) -> dict[Place, Any]:
+    """All of them. Metrics are none: see ``metrics.py``."""
+    owners: dict[Place, Any] = {}
+    inside: set[int] = set()  # modules in metrics: a wrapper has others in it, and a collection its members
+    for name, module in root.named_modules():
+        if isinstance(module, (Metric, MetricCollection)):
+            inside.update(map(id, module.modules()))
+        elif id(module) not in inside:
+            owners[name,] = module
+    for name, callback in _callbacks(root).items():
+        owners[name,] = callback
+    helpers: dict[Place, Any] = {}
+    for place, owner in owners.items():
+        for attribute, value in vars(owner).items():
+            if attribute in NOT_OF_USERS:
+                continue
+            where = (*place, Attribute(attribute))
+            helpers.update(((*where, key), member) for key, member in _members(value) if _is_helper(member))
+            if _is_helper(value):
+                helpers[where] = value
+    return owners | helpers
+
+
+def object_at(root: nn.Module, place: Place) -> Any:
+    """What is there; None if nothing is, as of a callback that this rank lacks."""
+    found = _callbacks(root).get(place[0]) if place[0].startswith("callback ") else root.get_submodule(place[0])
+    for key in place[1:]:
+        members = getattr(found, "__dict__", {}) if isinstance(key, Attribute) else dict(_members(found))
+        found = members.get(key)
+    return found
+
+
+def slot_at(root: nn.Module, place: Place) -> tuple[Any, Any]:
+    """An owner's attributes, or a container, and the key in it; None for the former if it is not there."""
+    found, key = object_at(root, place[:-1]), place[-1]
+    if isinstance(key, Attribute):
+        return getattr(found, "__dict__", None), str(key)
+    return found, key
+
+
+def owner_of(place: Place) -> Place:
+    """The place of the owner in whose attribute it is."""
+    return place[:-1] if isinstance(place[-1], Attribute) else owner_of(place[:-1])
+
+
+def in_words(place: Place) -> str:
+    """A place as code would have it."""
+    name = place[0].split(" ")[1] if place[0].startswith("callback ") else f"self.{place[0]}".rstrip(".")
+    return name + "".join(f".{key}" if isinstance(key, Attribute) else f"[{key!r}]" for key in place[1:])
+
+
+def _callbacks(root: nn.Module) -> dict[str, Any]:
+    """The user's, by class and number among them: ranks may have others of libraries."""
+    counts: Counter[str] = Counter()
+    found = {}
+    for callback in getattr(vars(root).get("_trainer"), "callbacks", ()):
+        if not _is_of(callback, _LIBRARIES):
+            kind = type(callback).__qualname__
+            found[f"callback {kind} {counts[kind]}"] = callback
+            counts[kind] += 1
+    return found
+
+
+def _members(container: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(container, dict):
+        return islice(container.items(), _MOST_MEMBERS)
+    if isinstance(container, (list, tuple, deque)):
+        return islice(enumerate(container), _MOST_MEMBERS)
+    return ()
+
+
+def _is_helper(value: Any) -> bool:
+    is_object = hasattr(value, "__dict__") and not callable(value)
+    return is_object and not isinstance(value, (Tensor, *_CONTAINERS)) and not _is_of(value, _LIBRARIES | _OTHERS)
+
+
+def _is_of(value: Any, libraries: set[str]) -> bool:
+    return type(value).__module__.partition(".")[0] in libraries
+
+
+# ---- changes ---------------------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """Attributes of some objects, and what is in the containers among them, from one time on.
 
     Args:
-        owners: whose attributes.
-        follows: which of them.
-        starts: from which position on long lists are looked at, by their ids; None: from their present end on.
+        owners: the objects, by place.
+        ignored: attributes of the LightningModule that are not looked at; of others these are torch's.
 
     Attributes:
-        attributes: by owner.
-        members: by place, a container, and a copy of its members; of a long list only from a position on.
+        before: what they were at that time.
     """
 
-    def __init__(self, owners: Owners, follows: Follows, starts: dict[int, int] | None = None) -> None:
-        self.owners = owners
-        self.follows = follows
-        self.attributes: dict[str, dict[str, Any]] = {}
-        self.members: dict[Place, tuple[Any, int, Any]] = {}
-        self._is_first = starts is None
-        self._starts = starts or {}
-        for name, own in owners.items():
-            kept = {attribute: value for attribute, value in own.items() if follows(name, attribute)}
-            self.attributes[name] = kept
-            for attribute, value in kept.items():
-                self._look_into((name, attribute), value)
+    def __init__(self, owners: Mapping[Place, Any], ignored: frozenset[str]) -> None:
+        self._ignored = {place: ignored if place == ROOT else NOT_OF_USERS for place in owners}
+        self._containers: dict[Place, tuple[Any, int]] = {}  # with the position from which on a list is looked at
+        for place, owner in owners.items():
+            self._containers[place] = vars(owner), 0
+            for attribute, value in vars(owner).items():
+                if isinstance(value, _CONTAINERS) and attribute not in self._ignored[place]:
+                    self._add((*place, Attribute(attribute)), value)
+        self.before = self.now()
 
-    def current(self) -> Snapshot:
-        """The same attributes as they are now."""
-        return Snapshot(self.owners, self.follows, self._starts)
-
-    def _look_into(self, place: Place, container: Any) -> None:
-        is_long = isinstance(container, _CONTAINERS) and len(container) > MOST_MEMBERS
-        if not isinstance(container, _CONTAINERS) or (is_long and not isinstance(container, list)):
+    def _add(self, place: Place, container: Any) -> None:
+        if len(container) > _MOST_MEMBERS:
+            if isinstance(container, list):
+                self._containers[place] = container, len(container)
             return
-        if self._is_first and is_long:
-            self._starts[id(container)] = len(container)
-        start = self._starts.get(id(container), 0)
-        members: Any = container[start:] if isinstance(container, list) else container.copy()
-        self.members[place] = (container, start, members)
-        if len(place) == 2 and not isinstance(container, set) and len(members) <= MOST_MEMBERS:
-            for key, member in _items(members):
-                self._look_into((*place, key), member)
+        self._containers[place] = container, 0
+        for key, member in _members(container):
+            if isinstance(member, _CONTAINERS) and len(member) <= _MOST_MEMBERS:
+                self._containers[(*place, key)] = member, 0
 
-    def put_back(self, follows: Follows | None = None) -> None:
-        """Let attributes be so again, or these of them. Containers that are as they were are not written."""
-        follows = follows or self.follows
-        for name, kept in self.attributes.items():
-            own = self.owners[name]
-            for attribute in [other for other in own if other not in kept and follows(name, other)]:
-                del own[attribute]
-            own.update((attribute, value) for attribute, value in kept.items() if follows(name, attribute))
-        for place, (container, start, members) in self.members.items():
-            is_same = len(container) == start + len(members) and _begins_with(container, members, start)
-            if not is_same and follows(*place[:2]):
+    def now(self) -> Contents:
+        """What they are now."""
+        found: Contents = {}
+        for place, (container, start) in self._containers.items():
+            if isinstance(container, dict):
+                ignored = self._ignored.get(place, ())
+                found[place] = {key: value for key, value in container.items() if key not in ignored}
+            else:
+                found[place] = container[start:] if isinstance(container, list) else container.copy()
+        return found
+
+    def put_back(self, contents: Contents) -> None:
+        """Let them be so again."""
+        for place, members in contents.items():
+            container, start = self._containers[place]
+            if not isinstance(container, dict):
                 _set_members(container, start, members)
+                continue
+            for key in container.keys() - members.keys() - self._ignored.get(place, frozenset()):
+                del container[key]
+            container.update(members)
 
-    def changes_to(self, now: Snapshot, copies: Mapping[Place, Tensor]) -> Iterator[Change]:
-        """How ``now`` came to be. ``copies`` stood for tensors, to see which of these are written in place."""
-        for name, kept in now.attributes.items():
-            yield from _changed_items((name,), self.attributes[name], kept, copies)
-        for place, (container, _, members) in now.members.items():
-            known, _, before = self.members.get(place, (None, 0, None))
-            if known is not container:
+    def changes(self, contents: Contents, copies: Copies) -> Iterator[Change]:
+        """How ``contents`` came to be. ``copies`` stood for tensors, to see which of these are written in place."""
+        replaced: set[Place] = set()
+        for place, members in contents.items():
+            before, (container, start) = self.before[place], self._containers[place]
+            if place in replaced or place[:-1] in replaced:
                 continue  # it is in what was set
             if isinstance(container, dict):
-                yield from _changed_items(place, before, members, copies)
-                continue
-            is_begin = len(members) >= len(before) and _begins_with(members, before)
-            if is_begin and len(members) > len(before) and isinstance(container, list):
-                yield place, "extend", members[len(before) :]
-            elif not is_begin or len(members) > len(before):
-                yield place, "members", list(members)
+                for key in {**before, **members}:
+                    value = members.get(key, Deleted)
+                    if value is before.get(key, Deleted):
+                        continue
+                    where = self._where(place, key)
+                    is_copy = isinstance(value, Tensor) and value is copies.get(where)
+                    # Another stage has written into a copy, or this one.
+                    if not is_copy or isinstance(value, RemoteTensor) or write_count(value):
+                        replaced.add(where)
+                        yield where, value
+            elif not _are_same(members, before):
+                gains = isinstance(container, list) and _are_same(members[: len(before)], before)
+                known = len(before) if gains else 0
+                if not gains:
+                    replaced.add(place)
+                yield place, Members(start + known, list(members)[known:])
 
-    def tensors(self) -> Iterator[tuple[Place, Tensor]]:
-        """Tensors that are attributes, or members of containers in these."""
-        for name, kept in self.attributes.items():
-            for attribute, value in kept.items():
-                if type(value) is Tensor:
-                    yield (name, attribute), value
-        for place, (_, _, members) in self.members.items():
+    def tensors(self) -> Iterator[Place]:
+        """Where tensors are, as attributes or in dicts."""
+        for place, members in self.before.items():
             if isinstance(members, dict):
-                for key, value in members.items():
-                    if type(value) is Tensor:
-                        yield (*place, key), value
+                yield from (self._where(place, key) for key, value in members.items() if type(value) is Tensor)
+
+    def _where(self, place: Place, key: Any) -> Place:
+        return (*place, Attribute(key) if place in self._ignored else key)
 
 
 def apply_changes(root: nn.Module, changes: Iterable[Change]) -> None:
     """Do them to the objects here; owners that this rank lacks, such as another rank's callback, are left out."""
-    for place, kind, value in changes:
-        own = container_of(root, place)
-        if own is None:
+    for place, value in changes:
+        container, key = slot_at(root, place)
+        if container is None:
             continue
-        last = place[-1]
-        if kind == "set":
-            own[last] = value
-        elif kind == "delete":
-            own.pop(last, None)
-        elif kind == "extend":
-            own[last].extend(value)
-        elif kind == "members":
-            _set_members(own[last], 0, value)
+        if isinstance(value, Members):
+            _set_members(container[key], value.start, value.members)
+        elif value is Deleted:
+            container.pop(key, None)
         else:
-            with torch.no_grad():
-                own[last].copy_(value)
+            container[key] = value
 
 
-def container_of(root: nn.Module, place: Place) -> Any:
-    """What has the last key of ``place``: an object's attributes, or a container in one; None if it is not there."""
-    owner = owner_named(root, place[0])
-    if owner is None:
-        return None
-    container: Any = vars(owner)
-    for key in place[1:-1]:
-        container = container[key]
-    return container
+def is_plain(change: Change) -> bool:
+    """Whether other ranks can be told of it: there are tensors, numbers, text and None."""
+    place, value = change
+    are_plain = all(isinstance(leaf, _PLAIN) or leaf is Deleted for leaf in leaves(value))
+    return are_plain and all(isinstance(key, (str, int)) for key in place)
 
 
-def is_plain(place: Place, value: Any) -> bool:
-    """Whether other ranks can be told that ``value`` is there: of tensors, numbers, text and None."""
-    if not all(isinstance(key, (str, int)) for key in place):
-        return False
-    for leaf in leaves(value):
-        if isinstance(leaf, RemoteTensor) or not (leaf is None or isinstance(leaf, _PLAIN)):
-            return False
-    return True
+def copies_at(root: nn.Module, places: Iterable[Place]) -> Copies:
+    """Let copies stand for tensors that are written in place, and return them."""
+    copies: Copies = {}
+    for place in places:
+        container, key = slot_at(root, place)
+        value = None if container is None else container.get(key)
+        if type(value) is Tensor and not value.requires_grad and not value.is_meta:
+            with torch.inference_mode(False), torch.no_grad():  # writes to inference tensors are not counted
+                copies[place] = container[key] = value.clone()
+    return copies
 
 
-def _changed_items(place: Place, before: dict[Any, Any], now: dict[Any, Any], copies: Any) -> Iterator[Change]:
-    for key, value in now.items():
-        if value is before.get(key, _MISSING):
-            continue
-        where = (*place, key)
-        if copies.get(where, _MISSING) is not value:
-            yield where, "set", value
-        elif isinstance(value, RemoteTensor) or write_count(value):  # another stage has written into it, or this one
-            yield where, "write", value
-    for key in before:
-        if key not in now:
-            yield (*place, key), "delete", None
+def writes_of(tensor: Tensor) -> int:
+    """How often it was written; torch does not count that of inference tensors."""
+    return 0 if tensor.is_inference() else write_count(tensor)
 
 
-def _items(container: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(container, dict):
-        return container.items()
-    return enumerate(container)
+def _are_same(some: Any, others: Any) -> bool:
+    """Whether two containers have the very same objects."""
+    if isinstance(some, set):
+        return bool(some == others)
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
-def _begins_with(container: Any, members: Any, start: int = 0) -> bool:
-    """Whether the very objects ``members`` are in the container, from a position on."""
-    if isinstance(container, set):
-        return bool(container >= members)
-    if isinstance(container, dict):
-        return _are_same(container, members) and _are_same(container.values(), members.values())
-    return _are_same(islice(container, start, None), members)
-
-
-def _are_same(some: Iterable[Any], others: Iterable[Any]) -> bool:
-    return all(map(operator.is_, some, others))
-
-
-def _set_members(container: Any, start: int, members: Any) -> None:
+def _set_members(container: Any, start: int, members: Iterable[Any]) -> None:
     if isinstance(container, list):
         container[start:] = members
         return
     container.clear()
-    if isinstance(container, deque):
-        container.extend(members)
-    else:
-        container.update(members)
+    add_all = container.extend if isinstance(container, deque) else container.update
+    add_all(members)

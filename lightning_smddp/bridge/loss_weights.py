@@ -12,17 +12,14 @@ from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.partition.loss_weights import (
     EXACT,
-    IGNORED,
     MIXED,
     LossWeight,
     best_fit,
     candidates,
-    has_ignored,
 )
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import own_error
 from lightning_smddp.wire.objects import broadcast
-from lightning_smddp.wire.pytree import tensors
 
 _SEEDS = (20240229, 20250131)  # of the whole batch: a loss that follows them is chance
 
@@ -89,10 +86,7 @@ def _decide(
     microbatches: Sequence[MicroBatch],
 ) -> tuple[LossWeight, str | None]:
     if isinstance(losses, str):
-        more = ""
-        if any(has_ignored(tensor) for tensor in tensors(whole.value)):
-            more = f" There are labels of {IGNORED}, which do not count in most losses: give loss_weight=."
-        return LossWeight(), f"micro-batches count by rows, as the step fails in eval mode on a batch: {losses}.{more}"
+        return LossWeight(), f"micro-batches count by rows, as the step fails in eval mode on a batch: {losses}"
     first, again, *rest = losses
     tolerance = EXACT if partitioned.plan.is_exact else MIXED
     return best_fit(candidates(whole.value), (first, again), rest, microbatches, tolerance)

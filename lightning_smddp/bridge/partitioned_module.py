@@ -308,7 +308,7 @@ class PartitionedModule:
         rank in it, nor in a checkpoint among the arguments. For ``waits`` see :meth:`GlobalView.entered`.
         """
         view, module = self.view, self.setup.module
-        log = (module, "log", view.plain_log(module.log))
+        log = (vars(module), "log", view.plain_log(module.log))
         with ExitStack() as stack:
             for partition in self.optimizers if not view.is_entered else ():
                 stack.enter_context(partition.unsharded())

@@ -261,7 +261,7 @@ def _in_a_loop(step: LightningStep, parts: MicroBatches, setup: RunSetup, graph:
     seeds_modules: AbstractContextManager[None] = seeded_modules(module, wrappers.generators)
     if graph.mixes_draws:  # these are seeded one by one, in one stage as in several
         seeds_modules = wrappers.active([graph])
-    log = (module, "log", lambda *args, **kwargs: None)
+    log = (vars(module), "log", lambda *args, **kwargs: None)
     total = 0.0
     with (
         explained_shortage(),
@@ -288,7 +288,7 @@ def _in_a_loop(step: LightningStep, parts: MicroBatches, setup: RunSetup, graph:
 def _without_own_dropout(module: nn.Module) -> AbstractContextManager[None]:
     """Within it recurrent layers drop nothing: cuDNN's draw from a state of their own, which no seed resets."""
     layers = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
-    return patched([(layer, "dropout", 0.0) for layer in layers])
+    return patched([(vars(layer), "dropout", 0.0) for layer in layers])
 
 
 def _norms(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, float]:

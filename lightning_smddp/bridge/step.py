@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_smddp.bridge.attribute_scopes import writes_of
+from lightning_smddp.bridge.attributes import writes_of
 from lightning_smddp.bridge.step_record import StepRecorder
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.objects import describe, with_same_memory

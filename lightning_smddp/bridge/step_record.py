@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import compress, count
 from typing import Any, TypeAlias
 
 import torch
@@ -29,18 +28,16 @@ from lightning_smddp._compat.torch import forward_cache, set_forward_cache, with
 from lightning_smddp.bridge.attribute_scopes import AttributeScopes
 from lightning_smddp.bridge.attributes import Change
 from lightning_smddp.bridge.metrics import PipelineMetrics, StepMetrics, detached, patched, touch
-from lightning_smddp.bridge.owners import Place
+from lightning_smddp.pipeline.capture.preserve_state import set_within
 from lightning_smddp.pipeline.capture.tracer import open_modules
 from lightning_smddp.pipeline.partition.microbatches import merge_outputs, weighted_mean
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from lightning_smddp.wire.pytree import tensors
 
-_NAMES: dict[Any, str] = {
+_REDUCTIONS: dict[Any, str] = {
     "mean": "mean", "avg": "mean", torch.mean: "mean", "sum": "sum", torch.sum: "sum", sum: "sum",
     "max": "max", torch.max: "max", max: "max", "min": "min", torch.min: "min", min: "min",
 }  # fmt: skip
-_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
-_CPU = torch.device("cpu")
 
 Plain: TypeAlias = Callable[[Any], Any]
 
@@ -84,7 +81,7 @@ class _Record:
 
     def add(self, log: Log) -> None:
         """Keep what one call of ``self.log`` was given; a name that is logged again is another entry."""
-        number = next(number for number in count() if (log.name, number) not in self.logs)
+        number = [name for name, _ in self.logs].count(log.name)
         self.logs[log.name, number] = log
 
     def close(self, touched: Mapping[int, Tensor], output: Any) -> None:
@@ -109,7 +106,6 @@ class StepResults:
         logs: calls of ``self.log``, in order.
         output: what the step returns.
         changes: of attributes.
-        elsewhere: places that the last stage has not changed, see :meth:`AttributeScopes.changes`.
         metrics: names of those that it called.
         should_stop: whether the Trainer is told to stop.
         share: the weight of those micro-batches for which a training step returned something, where not all did.
@@ -118,7 +114,6 @@ class StepResults:
     logs: list[Log]
     output: Any
     changes: list[Change]
-    elsewhere: list[Place]
     metrics: list[str]
     should_stop: bool
     share: float = 1.0
@@ -146,11 +141,11 @@ class StepRecorder:
         # Of the package `lightning` or of `pytorch_lightning`.
         base: Any = next(base for base in type(module).__mro__ if base.__name__ == "LightningModule")
         self.module = module
-        self.scopes = AttributeScopes(module, frozenset(vars(base())), warn)
+        # `log` is one of its instance while a step or a hook runs, and whoever set it puts back what was there.
+        self.scopes = AttributeScopes(module, frozenset({*vars(base()), "log"}), warn)
         self.metrics = StepMetrics(module, metrics)
         self.changing_steps: set[Any] = set()
-        self._signature = inspect.signature(base.log)
-        self._options = frozenset(self._signature.parameters) - {"self", "name", "value"}
+        self._options = list(inspect.signature(base.log).parameters)[3:]  # behind self, name and value
         self._records: dict[int, _Record] = {}
         self._running: _Record | None = None
 
@@ -175,14 +170,11 @@ class StepRecorder:
         log = self._recording_log(record, self.module.log) if keep else self._ignored_log
         with (
             self.scopes.within(stage, index),
-            patched([(self.module, "log", log)]),
+            patched([(vars(self.module), "log", log)]),
             self.metrics.patched(record.touched if keep else None, plain),
+            set_within(self, "_running", record if keep else None),
         ):
-            self._running = record if keep else None
-            try:
-                yield
-            finally:
-                self._running = None
+            yield
         if keep:
             self._records[index] = record
 
@@ -195,8 +187,7 @@ class StepRecorder:
         if record is None:
             return output
         effects = self.scopes.side_effects()
-        values = [value for _, _, value in effects]
-        found = tensors(([log.given for log in record.logs.values()], record.touched, values, output))
+        found = tensors(([log.given for log in record.logs.values()], record.touched, effects, output))
         touched = {id(tensor): touch(tensor) for tensor in found}
         with without_torch_functions():
             self.scopes.settle(effects, touched)
@@ -229,37 +220,31 @@ class StepRecorder:
         Raises:
             UncombinableError: there is no rule for what the step returned.
         """
-        records = [self._records[index] for index in sorted(self._records)]  # they may have run in another order
-        assert len(outputs) == len(records), f"{len(outputs)} outputs of {len(records)} micro-batches"
-        counting = [output is not None for output in outputs]
-        share = 1.0
-        if trains and not all(counting):
-            kept = list(compress(records, counting))
-            if not _adds_losses(records):
-                share = sum(record.weight for record in kept)
-            if kept:
-                records, outputs = kept, list(compress(outputs, counting))
-        trainer = vars(self.module).get("_trainer")
+        indices = sorted(self._records)  # they may have run in another order
+        runs = [(self._records[index], output) for index, output in zip(indices, outputs, strict=True)]
+        counting = [run for run in runs if run[1] is not None or not trains]
+        adds, share = _adds_losses([record for record, _ in runs]), 1.0
+        if len(counting) < len(runs) and not adds:
+            share = sum(record.weight for record, _ in counting)
+        records, outputs = zip(*(counting or runs), strict=True)
+        changes = self.scopes.changes(stage)
+        if plain is not None:
+            records, outputs, changes = plain((records, outputs, changes))
         with torch.no_grad():
-            logs = _combined_logs(records)
-            if plain is not None:
-                logs, outputs = plain((logs, list(outputs)))
+            logs = _combined_logs(records, adds)
             parts = [detached(output) for output in outputs]
-            output = merge_outputs(parts, [record.size for record in records], _weights(records))
-            if trains and output is not None and _adds_losses(records):
+            output = merge_outputs(parts, [record.size for record in records], _weights(records, adds))
+            if trains and output is not None and adds:
                 loss = sum(map(_loss_in, parts))
                 output = {**output, "loss": loss} if isinstance(output, dict) else loss
-        changes, elsewhere = self.scopes.changes(stage)
-        if plain is not None:
-            changes = plain(changes)
-        stops = bool(getattr(trainer, "should_stop", False))
-        return StepResults(logs, output, changes, elsewhere, self.metrics.called(), stops, share)
+        stops = bool(getattr(vars(self.module).get("_trainer"), "should_stop", False))
+        return StepResults(logs, output, changes, list(self.metrics.called), stops, share)
 
     def apply(self, results: StepResults) -> Any:
         """Show the batch to Lightning, on every rank in the strategy's step method; returns what the step returns."""
         self._records.clear()
         module = self.module
-        self.scopes.end(results.changes, results.elsewhere)
+        self.scopes.end(results.changes)
         for log in results.logs:
             value = log.value
             if log.metric is not None:
@@ -277,39 +262,33 @@ class StepRecorder:
     def _recording_log(self, record: _Record, original: Callable[..., None]) -> Callable[..., None]:
         """Keeps what it is called with; what Lightning would refuse goes to ``original``, which says what is wrong."""
 
-        def log(*args: Any, **kwargs: Any) -> None:
-            options = self._given_options(args, kwargs)
-            name, value = options.pop("name"), options.pop("value")
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             open_modules(f"it calls `self.log({name!r}, ...)`")
-            options["reduce_fx"] = reduction = reduction_name(options.get("reduce_fx", "mean"))
+            options = dict(zip(self._options, args, strict=False), **kwargs)
+            if options.get("sync_dist_group") is not None:
+                raise ValueError(
+                    f"self.log({name!r}, ..., sync_dist_group=...): a pipeline calls `self.log` on all of its ranks "
+                    "and reduces over its replicas. Leave `sync_dist_group` out."
+                )
+            reduction = reduction_name(options.get("reduce_fx", "mean"))
             with without_torch_functions():
-                if isinstance(value, Metric) and reduction is not None:
-                    metric = self.metrics.name_of(value) or options.get("metric_attribute")
-                    record.add(Log(name, detached(forward_cache(value)), metric, options))
-                    return
                 is_number = isinstance(value, numbers.Number) or (isinstance(value, Tensor) and value.numel() == 1)
-                if is_number and reduction is not None:
-                    record.add(Log(name, _number(value), None, options, value))
-                    return
-            original(*args, **kwargs)
+                entry = None
+                if isinstance(value, Metric):
+                    metric = (self.metrics.names or {}).get(id(value)) or options.get("metric_attribute")
+                    entry = Log(name, detached(forward_cache(value)), metric, options)
+                elif is_number:
+                    entry = Log(name, _now(value), None, options, value)
+            if reduction is None or entry is None:
+                original(name, value, *args, **kwargs)
+                return
+            options["reduce_fx"] = reduction
+            record.add(entry)
 
         return log
 
     def _ignored_log(self, *args: Any, **kwargs: Any) -> None:
         """On stages where the step does not end."""
-
-    def _given_options(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        if len(args) == 2 and kwargs.keys() <= self._options:  # as nearly always; binding is slow
-            options = {"name": args[0], "value": args[1], **kwargs}
-        else:
-            options = dict(self._signature.bind(self.module, *args, **kwargs).arguments)
-            del options["self"]
-        if options.get("sync_dist_group") is not None:
-            raise ValueError(
-                f"self.log({options['name']!r}, ..., sync_dist_group=...): a pipeline calls `self.log` on all of its "
-                "ranks and reduces over its replicas. Leave `sync_dist_group` out."
-            )
-        return options
 
 
 # ---- values of micro-batches -----------------------------------------------------------------------------------------
@@ -318,7 +297,7 @@ class StepRecorder:
 def reduction_name(reduce_fx: Any) -> str | None:
     """``mean``, ``sum``, ``max`` or ``min``; None for a ``reduce_fx`` that Lightning refuses."""
     key = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
-    return _NAMES.get(key)
+    return _REDUCTIONS.get(key)
 
 
 def reduce_logged(reduction: str, values: Sequence[Any], weights: Sequence[float]) -> Tensor:
@@ -329,40 +308,34 @@ def reduce_logged(reduction: str, values: Sequence[Any], weights: Sequence[float
         values: of each micro-batch that has one.
         weights: of these. A mean leaves out what weighs nothing; it is floating-point, also of integers.
     """
-    device = next((value.device for value in values if isinstance(value, Tensor)), _CPU)
-    parts = [torch.as_tensor(value, device=device).squeeze() for value in values]
-    if reduction != "mean":
-        return _REDUCTIONS[reduction](torch.stack(parts))
-    # In double precision where the device has that; the mean has single precision, unless the values have more.
-    dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
-    precise = torch.float32 if device.type == "mps" else torch.float64
-    mean: Tensor = weighted_mean([part.to(precise) for part in parts], weights).to(dtype)
-    return mean
+    device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
+    stacked = torch.stack([torch.as_tensor(value, device=device).squeeze() for value in values])
+    value: Tensor
+    if reduction == "mean":  # in double precision where the device has that
+        precise = stacked.to(torch.float32 if device.type == "mps" else torch.float64)
+        value = weighted_mean(list(precise), weights).to(torch.promote_types(torch.float32, stacked.dtype))
+    else:
+        value = getattr(stacked, reduction)()
+    return value
 
 
-def _combined_logs(records: Sequence[_Record]) -> list[Log]:
-    """Each call once, over the micro-batches that made it."""
-    adds = _adds_losses(records)
+def _combined_logs(records: Sequence[_Record], adds: bool) -> list[Log]:
+    """Each call once, over the micro-batches that made it. ``adds``: see :func:`_adds_losses`."""
     combined = []
     for key in dict.fromkeys(key for record in records for key in record.logs):
         having = [record for record in records if key in record.logs]
         logs = [record.logs[key] for record in having]
-        options = dict(logs[-1].options)
-        weights = _weights(having)
-        if options.get("batch_size") is not None:
+        last = logs[-1]
+        values, weights = [log.value for log in logs], _weights(having, adds)
+        if last.options.get("batch_size") is not None:
             weights = [int(log.options["batch_size"]) for log in logs]
-            options["batch_size"] = sum(weights)
-        values = [log.value for log in logs]
-        reduction = options["reduce_fx"]
+            last.options["batch_size"] = sum(weights)
+        reduction = "mean" if last.metric is not None else last.options["reduce_fx"]  # of what the metric showed
         if adds and reduction == "mean" and all(log.is_loss for log in logs):
             reduction = "sum"
-        if logs[-1].metric is None:
-            value = reduce_logged(reduction, values, weights)
-        elif all(isinstance(value, Tensor) and value.is_floating_point() for value in values):
-            value = weighted_mean(values, weights)  # of what the metric showed
-        else:
-            value = values[-1]  # as of a metric that was updated alone
-        combined.append(Log(key[0], value, logs[-1].metric, options))
+        if all(value is not None for value in values):  # a metric that was updated alone shows nothing
+            last.value = reduce_logged(reduction, values, weights)
+        combined.append(last)
     return combined
 
 
@@ -375,18 +348,14 @@ def _adds_losses(records: Sequence[_Record]) -> bool:
     return len(records) > 1 and all(record.weight == 1 for record in records)
 
 
-def _weights(records: Sequence[_Record]) -> list[float]:
+def _weights(records: Sequence[_Record], adds: bool) -> list[float]:
     """Of means: where losses are added, rows; where nothing weighs anything, the same for all."""
-    if _adds_losses(records):
-        return [float(record.size) for record in records]
-    weights = [record.weight for record in records]
+    weights = [float(record.size) if adds else record.weight for record in records]
     return weights if any(weights) else [1.0] * len(weights)
 
 
-def _number(value: Any) -> Any:
-    """What was logged, as it is now: it may change in place behind the call."""
+def _now(value: Any) -> Any:
+    """What was logged, as it is now: it may change in place behind the call. Of another stage it comes at the end."""
     if isinstance(value, RemoteTensor):
-        return None  # it comes when the step ends
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return value.item() if hasattr(value, "item") else value
+        return None
+    return value.detach().clone() if isinstance(value, Tensor) else value

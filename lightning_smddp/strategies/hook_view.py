@@ -97,7 +97,7 @@ class HookView:
         own = vars(self.strategy)
         self._replaced = {name: own[name] for name in _OF_THE_STRATEGY if name in own}
         with ExitStack() as stack:
-            functions = [(self.strategy, name, function) for name, function in self._outside.items()]
+            functions = [(own, name, function) for name, function in self._outside.items()]
             stack.enter_context(patched(functions))
             stack.enter_context(around_hooks(trainer, self._around))
             yield

@@ -28,6 +28,7 @@ class Module(nn.Module):
         self.inner = nn.Linear(1, 1)
         self.opened = nn.Sequential()
         self.meter = Meter()
+        self.meters: dict[str, Meter] = {}
         self.calls = 0
         self.rows: list[Any] = []
         self.long = list(range(2000))
@@ -62,7 +63,7 @@ def ran(step: Step, stages: int = 2, batches: int = 1) -> Module:
             for stage in range(stages):
                 with scopes.within(stage, index):
                     step(module, index)
-        scopes.end(*scopes.changes(stages - 1))
+        scopes.end(scopes.changes(stages - 1))
     return module
 
 
@@ -129,17 +130,32 @@ def test_what_a_batch_leaves_out_is_as_it_was() -> None:
     )
 
 
-def test_tensors_that_are_written_stay_the_same_objects() -> None:
+def test_what_is_written_in_place_is_a_value_like_others() -> None:
     module = Module()
-    alias = module.hits
+    before = module.hits
     scopes = scopes_of(module, everything)
     with scopes.within(0, 0):
         everything(module, 0)
-    found, elsewhere = scopes.changes(0)
-    scopes.end(found, elsewhere)
-    assert [kind for place, kind, _ in found if place == ("", "hits")] == ["write"]
-    assert module.hits is alias
-    assert alias == 1
+    found = scopes.changes(0)
+    assert (module.hits is before, float(before)) == (True, 0)
+    scopes.end(found)
+    assert dict(found)["", "hits"] == 1
+    assert module.hits == 1
+
+
+def test_helpers_in_containers_are_followed() -> None:
+    def step(module: Module, _: int) -> None:
+        module.meters["train"].sum += 1
+
+    module = Module()
+    module.meters = {"train": Meter()}
+    scopes = scopes_of(module, step)
+    for index in range(3):
+        for stage in range(2):
+            with scopes.within(stage, index):
+                step(module, index)
+    scopes.end(scopes.changes(1))
+    assert module.meters["train"].sum == 3.0
 
 
 def test_a_flag_of_another_object_is_not_taken_back() -> None:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, R2Score, SumMetric
 
 from lightning_smddp.bridge.absent import AbsentValueError, absent_tensor
+from lightning_smddp.bridge.metrics import patched
 from lightning_smddp.bridge.step_record import StepRecorder, reduce_logged, reduction_name
 
 
@@ -301,6 +302,19 @@ def test_patches_and_changes_end_with_an_exception(error: type[BaseException], k
     assert module.found == []
     for copied in (copy.deepcopy(module.mean), pickle.loads(pickle.dumps(module.pair))):
         assert not {"forward", "reset"} & set(vars(copied))
+
+
+def test_a_hooks_log_is_put_back_where_a_dry_run_failed_before() -> None:
+    module = Module(lambda self, rows: None)
+    recorder = StepRecorder(module)
+    with pytest.raises(RuntimeError), recorder.microbatch(None, 0, 1, None, keep=False):
+        raise RuntimeError
+    with patched([(vars(module), "log", print)]):
+        with recorder.microbatch(0, 0, 1, None, keep=True):
+            recorder.finish(None)
+        recorder.apply(recorder.results([None]))
+        assert vars(module)["log"] is print
+    assert "log" not in vars(module)
 
 
 class Watching(TorchFunctionMode):
