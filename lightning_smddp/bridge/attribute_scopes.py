@@ -133,12 +133,12 @@ class AttributeScopes:
     def settle(self, effects: Sequence[Change], touched: Mapping[int, Tensor]) -> None:
         """Let tensors in :meth:`side_effects` be what they are here, by id: other stages have made or written some."""
         if self._learning is None:
-            here = [(place, map_leaves(lambda leaf: touched.get(id(leaf), leaf), value)) for place, value in effects]
-            apply_changes(self.module, here)
+            apply_changes(self.module, map_leaves(lambda leaf: touched.get(id(leaf), leaf), effects))
 
     def changes(self, stage: int) -> list[Change]:
         """What the runs of ``stage``, the last one, have done: plain data and tensors."""
-        return [(place, detached(value)) for place, value in self._changes_of(stage) if is_plain((place, value))]
+        plain: list[Change] = detached([change for change in self._changes_of(stage) if is_plain(change)])
+        return plain
 
     def end(self, changes: Sequence[Change] = ()) -> None:
         """The batch is over: the last stage's :meth:`changes`, and what stays on this rank. On all ranks."""

@@ -32,8 +32,10 @@ NOT_OF_USERS = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}  # attribu
 _MOST_MEMBERS = 1000  # of a container that is looked through; of a longer list only what it gains is seen
 _CONTAINERS = (list, dict, set, deque)
 _PLAIN = (Tensor, numbers.Number, str, np.ndarray, np.generic, type(None))
-_LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_smddp", "torchmetrics"}
-_OTHERS = {"builtins", "collections", "numpy"}
+_LIBRARIES = {
+    "torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_smddp", "torchmetrics", "builtins",
+    "collections", "numpy",
+}  # fmt: skip
 
 Place: TypeAlias = tuple[Any, ...]
 Contents: TypeAlias = dict[Place, Any]
@@ -122,7 +124,7 @@ def _callbacks(root: nn.Module) -> dict[str, Any]:
     counts: Counter[str] = Counter()
     found = {}
     for callback in getattr(vars(root).get("_trainer"), "callbacks", ()):
-        if not _is_of(callback, _LIBRARIES):
+        if _is_users(callback):
             kind = type(callback).__qualname__
             found[f"callback {kind} {counts[kind]}"] = callback
             counts[kind] += 1
@@ -139,11 +141,11 @@ def _members(container: Any) -> Iterable[tuple[Any, Any]]:
 
 def _is_helper(value: Any) -> bool:
     is_object = hasattr(value, "__dict__") and not callable(value)
-    return is_object and not isinstance(value, (Tensor, *_CONTAINERS)) and not _is_of(value, _LIBRARIES | _OTHERS)
+    return is_object and not isinstance(value, (Tensor, *_CONTAINERS)) and _is_users(value)
 
 
-def _is_of(value: Any, libraries: set[str]) -> bool:
-    return type(value).__module__.partition(".")[0] in libraries
+def _is_users(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] not in _LIBRARIES
 
 
 # ---- changes ---------------------------------------------------------------------------------------------------------

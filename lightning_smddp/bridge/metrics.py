@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -87,16 +88,14 @@ class StepMetrics:
         """Look for the module's metrics: at the first batch, and where there may be others."""
         if self.pipeline is not None:
             self.pipeline.refresh()
-        metrics = {}
+        names = {}
+        functions = []
         for name, module in self.module.named_modules():
             if isinstance(module, (Metric, MetricCollection)):
-                metrics[name] = module
-        names = {id(metric): name for name, metric in metrics.items()}
+                names[id(module)] = name
+                functions += [(vars(module), method, self._wrapped(name, module, method)) for method in _METHODS]
         if names != self.names:
-            self.names = names
-            self._functions = []
-            for name, metric in metrics.items():
-                self._functions += [(vars(metric), method, self._wrapped(name, metric, method)) for method in _METHODS]
+            self.names, self._functions = names, functions
 
     @contextmanager
     def patched(self, needed: list[Any] | None, plain: Callable[[Any], Any] | None) -> Iterator[None]:
@@ -224,6 +223,7 @@ def detached(structure: Any) -> Any:
 # ---- on all ranks ----------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class PipelineMetrics:
     """Makes ``compute`` of a module's metrics right on all ranks of a pipeline.
 
@@ -241,21 +241,16 @@ class PipelineMetrics:
         is_local: ``compute`` does not talk to the pipeline's other ranks: a step is running.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        group: dist.ProcessGroup,
-        src: int,
-        device: torch.device,
-        replicas: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.module = module
-        self.group = group
-        self.src = src
-        self.device = device
-        self.replicas = replicas
-        self.is_local = False
-        self._changed: set[int] = set()  # ids of metrics
+    module: nn.Module
+    group: dist.ProcessGroup
+    src: int
+    device: torch.device
+    replicas: dist.ProcessGroup | None = None
+    is_local: bool = field(default=False, init=False)
+    _changed: set[int] = field(default_factory=set, init=False)  # ids of metrics
+
+    def __post_init__(self) -> None:
+        """Take over the metrics that the module has now; later ones are found by :meth:`refresh`."""
         self.refresh()
 
     def refresh(self) -> None:
