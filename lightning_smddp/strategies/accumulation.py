@@ -206,10 +206,13 @@ class AccumulateMicroBatches(_Base):
         """Keep what ``self.log`` is called with; what Lightning refuses goes to Lightning."""
         module = self._module
         original, calls = module.log, Counter[str]()
-        signature = inspect.signature(original)
+        # A module may override it with other parameters, and hand them on.
+        base: Any = next(base for base in type(module).__mro__ if base.__name__ == "LightningModule")
+        signature = inspect.signature(base.log)
 
         def log(*args: Any, **kwargs: Any) -> None:
-            given = dict(signature.bind(*args, **kwargs).arguments)
+            given = dict(signature.bind(module, *args, **kwargs).arguments)
+            del given["self"]
             name, value = given["name"], given["value"]
             if isinstance(value, Metric):
                 given["cache"] = forward_cache(value)

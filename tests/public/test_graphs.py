@@ -182,7 +182,6 @@ class Chemprop(chemprop.models.MPNN):
     Case(Gat, WHOLE),
     Case(Gin, WHOLE),
     Case(SchNet, WHOLE),
-    Case(SchNetForces),
     Case(Autoencoder, WHOLE),
     Case(NodesOfOneGraph, WHOLE),
     Case(Chemprop, WHOLE),

@@ -180,7 +180,6 @@ class TaggerCrf(Embedding):
 @table(
     Case(TripletMined, WHOLE),
     Case(SupervisedContrastive, WHOLE),
-    Case(ArcFace),
     Case(CrossBatch, WHOLE),
     Case(Coral),
     Case(MetricsBeside),

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.public.cases import MARKS, WHOLE, Case, Learner, check, table
-from tests.public.test_generative import PythaeVaeGan, VectorQuantised
+from tests.public.test_generative import PythaeVaeGan
 from tests.public.test_graphs import SchNetForces
-from tests.public.test_metric_learning import CrossBatch, TripletMined
-from tests.public.test_self_supervised import Byol
+from tests.public.test_metric_learning import ArcFace
+from tests.public.test_self_supervised import Byol, Dino, Moco, Swav
+from tests.public.test_special_layers import Spiking, SpikingByHand
 from tests.public.test_vision import digits
 
 torchvision = pytest.importorskip("torchvision")
@@ -43,9 +44,12 @@ def refused(make: Any, message: str, **pipeline: Any) -> Case:
 @table(
     refused(PythaeVaeGan, r"ValueError: PythaeVaeGan uses manual optimization.* Use strategy='smddp'"),
     refused(Byol, r"SplitError: .* parameter 'backbone_momentum\S+' .*on_train_batch_end"),
-    refused(VectorQuantised, r"The step changes buffer 'codes\S+ at .*use num_microbatches=1", num_microbatches=2),
-    refused(CrossBatch, r"SplitError: The step (keeps tensors in self.criterion|changes buffer 'criterion)"),
-    refused(TripletMined, r"SplitError: .* makes a tensor whose size depends on values.* Pad it"),
+    refused(Moco, r"SplitError: .* parameter 'backbone_momentum\S+' .*on_train_batch_end"),
+    refused(Dino, r"SplitError: .* parameter 'teacher_backbone\S+' .*on_train_batch_end"),
+    refused(Swav, r"SplitError: .* parameter 'prototypes\S+' .*on_train_batch_end"),
+    refused(ArcFace, r"SplitError: .* parameter 'criterion.W' .*on_train_batch_end"),
+    refused(Spiking, r"SplitError: The step replaces buffer 'hidden.mem'.* Change it in place"),
+    refused(SpikingByHand, r"SplitError: The step replaces buffer 'neurons.mem'.* Change it in place"),
     refused(SchNetForces, r"SplitError: The step runs a backward pass of its own at \S*test_graphs.py:\d+"),
     refused(Scripted, r"SplitError: Module 'model' is scripted.* script it afterwards"),
 )

@@ -246,11 +246,7 @@ class LucidrainsByol(Learner):
     Case(BarlowTwins, WHOLE),
     Case(Vicreg, WHOLE),
     Case(SimSiam, WHOLE),
-    Case(Byol, APART),
     Case(ByolHook, APART),
-    Case(Moco, APART),
-    Case(Dino, {**WHOLE, "split": ["backbone"]}),
-    Case(Swav, WHOLE),
     Case(SwavHook, WHOLE),
     Case(LucidrainsByol, WHOLE),
 )

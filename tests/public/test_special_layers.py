@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.public.cases import MARKS, WHOLE, Case, Learner, check, integers, numbers, table
+from tests.public.cases import MARKS, Case, Learner, check, integers, numbers, table
 
 snntorch = pytest.importorskip("snntorch")
 surrogate = pytest.importorskip("snntorch.surrogate")
@@ -124,8 +124,6 @@ class Reversible(Learner):
 
 
 @table(
-    Case(Spiking, WHOLE),
-    Case(SpikingByHand),
     Case(Equivariant),
     Case(Orthogonal),
     Case(Liquid),

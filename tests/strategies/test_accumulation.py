@@ -34,6 +34,10 @@ class Model(LightningModule):
             torch.manual_seed(1)
             self.net = nn.Sequential(nn.Linear(INPUTS, 8), nn.Tanh(), nn.Linear(8, CLASSES))
 
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Overridden with parameters of its own, as packages do."""
+        super().log(*args, **kwargs)
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.step(self, batch)
 

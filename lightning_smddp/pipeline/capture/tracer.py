@@ -220,7 +220,7 @@ class _Tracer(TorchFunctionMode, Tracking):
         return traced
 
     def _call_within_function(self, name: str, call: Callable[[], Any]) -> Any:
-        """A function that was seen, as an ``autograd.Function``, calls a module: no call of its own, but it may draw."""
+        """A function that was seen (an ``autograd.Function``) calls a module: no call of its own, but it may draw."""
         seeded = self._begin_seeded(name)
         result = call()
         if seeded is not None and seeded.end():
