@@ -114,7 +114,7 @@ def test_another_module_names_both(begin: str, stage: int) -> None:
     flag: list[int] = []
     case = Case(lambda s, x: s.d((s.d if flag else s.b)(s.a(x)) + s.c(x)).mean(), begin)
     flag.append(1)
-    with pytest.raises(ReplayError, match=r"module 'net.d' where module 'net.b' was expected"):
+    with pytest.raises(ReplayError, match=r"module 'net.d' where net.b was expected"):
         case.run()
 
 

@@ -53,12 +53,7 @@ class Watch(TorchFunctionMode):
         if node.free:
             return result
         run.note_result(node, result)
-        found = leaves((args, kwargs))
-        for old, new, position in node.rebinds:
-            if position is not None:
-                run.here[new] = found[position]
-            elif old in run.here:
-                run.here[new] = run.here[old]
+        run.note_writes(node, leaves((args, kwargs)))
         return result
 
     def _done(self, node: Node, function: Any, args: Any, kwargs: Any) -> Any:

@@ -15,13 +15,12 @@ two stages, with other dropout, hooks that fire twice and buffers that are writt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_smddp._compat.torch import BackwardHook, set_apply_handler, without_subclass_functions
@@ -40,7 +39,6 @@ from lightning_smddp.pipeline.runtime.run_modes import Reads, Watch, stance
 from lightning_smddp.pipeline.runtime.stage_program import NOBODY, Observers, StageProgram
 from lightning_smddp.seeding import Forward, seeded
 from lightning_smddp.wire.pytree import leaves, map_leaves, rebuild
-from lightning_smddp.wording import counted
 
 _MIRRORED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge"}  # `real > remote` arrives as `remote < real`
 _CACHES = {"past_key_values", "layer_past"}  # of transformers: a second run in the backward pass would fill them twice
@@ -74,7 +72,31 @@ def run_stage(
     Raises:
         ReplayError: the step took another path than when it was traced.
     """
-    return StageRun(program, received, shapes, observers).execute(step, seed)
+    run = StageRun(program, received, shapes, observers)
+    watch: AbstractContextManager[object] = nullcontext()
+    if program.watches:
+        watch = Watch(run, seed or 0)
+    elif observers.reads is not None:
+        watch = Reads(run)
+    outer, outer_handler = active_run(), set_apply_handler(run.autograd_function)
+    set_active_run(run)
+    result = None
+    try:
+        if seed is not None:
+            program.wrappers.generators.seed(seed)
+        # Compiled code between units would run through us unseen; units run compiled.
+        with stance("force_eager", program.graph.calls_compiled), watch:
+            result = step()
+        run.check_end()
+        if program.is_last:
+            result = map_leaves(run.real, result)
+    except StageDone:
+        pass
+    finally:
+        set_active_run(outer)
+        set_apply_handler(outer_handler)
+        run.end()
+    return run.to_send(), result if program.is_last else None
 
 
 class StageRun:
@@ -84,6 +106,7 @@ class StageRun:
         here: value -> tensor: received, or made here and kept.
         position: index of the node that comes next.
         has_begun: whether the first own unit was entered.
+        keeps_all: all tensors that are made here are kept, not only those that are sent.
         inside: within a unit, or an operation that is done here: what it calls is its own.
         done: whether the next stage's first unit was met.
         is_over: whether the run has ended; stand-ins may live on in a checkpoint's second run.
@@ -102,6 +125,7 @@ class StageRun:
         self.device = program.device
         self.shapes = shapes
         self.observers = observers
+        self.keeps_all = program.watches or observers.shapes is not None
         pairs = zip(self.plan.receives, received, strict=True)
         self.here = {value: program.as_traced(value, tensor) for value, tensor in pairs}
         self.stand_ins: dict[int, Tensor] = {}
@@ -112,68 +136,33 @@ class StageRun:
         self.is_over = False
         self._reclassed: list[tuple[Tensor, type]] = []
 
-    def execute(self, step: Callable[[], Any], seed: int | None) -> tuple[tuple[Tensor, ...], Any]:
-        """See :meth:`StageProgram.run`."""
-        program = self.program
-        watch: TorchFunctionMode | None = None
-        wrappers = program.wrappers
-        if program.watches:
-            watch = Watch(self, seed or 0)
-        elif self.observers.reads is not None:
-            watch = Reads(self)
-        outer, outer_handler = active_run(), set_apply_handler(self.autograd_function)
-        set_active_run(self)
-        result = None
-        try:
-            if seed is not None:
-                wrappers.generators.seed(seed)
-            # Compiled code between units would run through us unseen; units run compiled.
-            with stance("force_eager", self.graph.calls_compiled), watch or nullcontext():
-                result = step()
-            self._check_end()
-            if program.is_last:
-                result = self._real_result(result)
-        except StageDone:
-            pass
-        finally:
-            set_active_run(outer)
-            set_apply_handler(outer_handler)
-            self.is_over = True
-            for tensor, kind in self._reclassed:
-                tensor.__class__ = kind
-        sent = self._to_send()
-        self.here = {value: tensor for value, tensor in self.here.items() if value in self.stand_ins}
-        return sent, result if program.is_last else None
+    def end(self) -> None:
+        """What the step does from here on, in a backward pass, is no part of the run."""
+        self.is_over = True
+        for tensor, kind in self._reclassed:
+            tensor.__class__ = kind
 
-    def _real_result(self, result: Any) -> Any:
-        if any(type(leaf) is RemoteTensor for leaf in leaves(result)):
-            return map_leaves(self.real, result)
-        return result
-
-    def _to_send(self) -> tuple[Tensor, ...]:
+    def to_send(self) -> tuple[Tensor, ...]:
+        """What the next stage receives. Other tensors are let go, but for those that a checkpoint's second run uses."""
         for node in self.graph.nodes[: self.plan.end] if self.program.kept else ():
             for rebind in node.rebinds:
                 if rebind.old in self.here and rebind.new in self.program.kept:
                     self.here.setdefault(rebind.new, self.here[rebind.old])  # written in place: the same object
-        found = self.observers.shapes
-        if found is not None:
-            for value, tensor in self.here.items():
-                found.values[value] = Shape.of(tensor)
-        missing = [value for value in self.plan.sends if value not in self.here]
-        if missing:
-            maker = self.graph.nodes[self.graph.producers[missing[0]]].name
-            raise ReplayError(f"The step has not made what {maker} made when it was traced. {OTHER_PATH}")
-        return tuple(self.here[value] for value in self.plan.sends)
+        here = self.here
+        if self.observers.shapes is not None:
+            self.observers.shapes.values.update((value, Shape.of(tensor)) for value, tensor in here.items())
+        for value in self.plan.sends:
+            if value not in here:
+                maker = self.graph.nodes[self.graph.producers[value]].name
+                raise ReplayError(f"The step has not made what {maker} made when it was traced. {OTHER_PATH}")
+        self.here = {value: tensor for value, tensor in here.items() if value in self.stand_ins}
+        return tuple(here[value] for value in self.plan.sends)
 
-    def _check_end(self) -> None:
+    def check_end(self) -> None:
         """The step has returned: raise ``ReplayError`` if it did so too early."""
-        if self.done:
-            return  # the user's code caught StageDone
-        nodes = self.graph.nodes
-        units = [node for node in nodes[self.position :] if node.module is not None]
-        if units:
-            raise ReplayError(f"The step returned before it came to {units[0].name}. {OTHER_PATH}")
-        self._skip_to(len(nodes))
+        for node in () if self.done else self.graph.nodes[self.position :]:  # done: user code has caught StageDone
+            if node.module is not None or node.index in self.program.remote:
+                raise ReplayError(f"The step returned before it came to {node.name}. {OTHER_PATH}")
 
     # ---- the traced order ----
 
@@ -181,16 +170,6 @@ class StageRun:
         """Leave the step: what comes is the next stage's."""
         self.done = True
         raise StageDone
-
-    def _skip_to(self, target: int) -> None:
-        """Go on to node ``target``; operations of earlier stages before it must have come."""
-        remote = self.program.remote
-        if remote:
-            for index in range(self.position, target):
-                if index in remote:
-                    name = self.graph.nodes[index].name
-                    raise ReplayError(f"The step went on behind {name}, which did not come. {OTHER_PATH}")
-        self.position = target
 
     def find(self, function: Any, values: set[int], parameters: set[str]) -> Node:
         """The next node of this function and these arguments, before the next unit."""
@@ -208,14 +187,10 @@ class StageRun:
         raise self._other_path(f"{name} at {user_location()}")
 
     def _other_path(self, got: str) -> ReplayError:
-        expected = "the end"
-        if self.position < len(self.graph.nodes):
-            node = self.graph.nodes[self.position]
-            expected = node.name if node.module is None else f"module {node.name!r}"
-        reads = [node for node in self.graph.nodes[: self.position] if node.reads and node.inputs]
-        reason = ""
-        if reads:
-            reason = f" Python read a tensor's value at {reads[-1].location}: does the step depend on it?"
+        nodes = self.graph.nodes
+        expected = nodes[self.position].name if self.position < len(nodes) else "the end"
+        reads = [node.location for node in nodes[: self.position] if node.reads and node.inputs]
+        reason = f" Python read a tensor's value at {reads[-1]}: does the step depend on it?" if reads else ""
         return ReplayError(f"The step came to {got} where {expected} was expected. {OTHER_PATH}{reason}")
 
     # ---- operations ----
@@ -244,14 +219,13 @@ class StageRun:
         node = self.find(function, values, parameters)
         if node.index >= self.plan.end:
             self.stop()
-        self._skip_to(node.index)
         self.position = node.index + 1
         if node.index in self.plan.again:
             result = self.do(function, map_leaves(self.real, args), map_leaves(self.real, kwargs))
             if node.reads:
                 return result
             self.note_result(node, result)
-        elif not self._is_known(node):
+        elif not (self.shapes.is_traced or self._is_known(node)):
             self._learn(node, function, args, kwargs)
         result = self._stand_in(node, found)
         self._rebind(node, found)
@@ -303,12 +277,13 @@ class StageRun:
         """A call of a module that is placed whole."""
         if self.done:
             raise StageDone
-        nodes, plan = self.graph.nodes, self.plan
-        index = self.graph.next_unit[self.position]
-        if index == len(nodes) or nodes[index].module != name:
+        plan, graph = self.plan, self.graph
+        index = graph.next_unit[self.position]
+        if index == len(graph.nodes) or graph.nodes[index].module != name:
             return self._unforeseen_unit(name, forward, args, kwargs)
-        node = nodes[index]
-        self._skip_to(index)
+        node = graph.nodes[index]
+        for skipped in sorted(self.program.remote.intersection(range(self.position, index))):
+            raise ReplayError(f"The step went on behind {graph.nodes[skipped].name}, which did not come. {OTHER_PATH}")
         found = leaves((args, kwargs))
         if index >= plan.begin:
             self.has_begun = True
@@ -319,24 +294,14 @@ class StageRun:
         if index >= plan.end:
             self.stop()
         self.position = index + 1
-        if self.observers.reads is not None:
-            self._read_sizes(name, found)
-        wrappers = self.program.wrappers
-        if index >= plan.begin:
-            if node.is_seeded:
-                return seeded(wrappers.generators, lambda: self._own_unit(node, forward, args, kwargs, found))
-            return self._own_unit(node, forward, args, kwargs, found)
-        result = self._stand_in(node, found)
+        if self.observers.reads is not None:  # rows that the step itself has added show in no kind of micro-batch
+            own = [leaf for leaf in found if isinstance(leaf, Tensor) and type(leaf) is not RemoteTensor]
+            self.observers.reads.append(
+                f"module {name!r} with inputs of the sizes {[tuple(leaf.shape) for leaf in own]}"
+            )
         if node.is_seeded:
-            seeded(wrappers.generators, lambda: None)
-        self._rebind(node, found)
-        return result
-
-    def _read_sizes(self, name: str, found: list[Any]) -> None:
-        """In a dry run: rows that the step itself has added to the batch show in no kind of micro-batch."""
-        sizes = [tuple(leaf.shape) for leaf in found if isinstance(leaf, Tensor) and type(leaf) is not RemoteTensor]
-        if sizes and self.observers.reads is not None:
-            self.observers.reads.append(f"module {name!r} with inputs of the sizes {sizes}")
+            return seeded(self.program.wrappers.generators, partial(self._result, node, forward, args, kwargs, found))
+        return self._result(node, forward, args, kwargs, found)
 
     def _note_arguments(self, node: Node, found: list[Any]) -> None:
         """Values that are seen as the arguments of a unit, as they are when it begins."""
@@ -344,25 +309,23 @@ class StageRun:
             if node.entry:
                 raise ReplayError(f"Module {node.name!r} was called with other arguments. {OTHER_PATH}")
             return
-        kept, keeps_all = self.program.kept, self.program.watches or self.observers.shapes is not None
         for value, leaf in zip(node.entry, found, strict=True):
-            if value is not None and (keeps_all or value in kept) and type(leaf) is not RemoteTensor:
+            if value is not None and (self.keeps_all or value in self.program.kept) and type(leaf) is not RemoteTensor:
                 self.here.setdefault(value, leaf)
 
     def _unforeseen_unit(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Behind the last module the last stage may do something else, if all of it is here."""
-        program, nodes = self.program, self.graph.nodes
-        index = self.graph.next_unit[self.position]
-        is_behind = program.is_last and self.has_begun and index == len(nodes)
-        args, kwargs = map_leaves(self.real, (args, kwargs))
-        unit = program.wrappers.root.get_submodule(name)
-        is_absent = any(id(parameter) in program.absent for parameter in unit.parameters())
-        if not is_behind or is_absent or any(type(leaf) is RemoteTensor for leaf in leaves((args, kwargs))):
-            expected = "the end" if index == len(nodes) else f"module {nodes[index].name!r}"
-            raise ReplayError(f"The step came to module {name!r} where {expected} was expected. {OTHER_PATH}")
-        return self.do(forward, args, kwargs)
+        is_behind = self.graph.next_unit[self.position] == len(self.graph.nodes)
+        if not (is_behind and self.program.is_last and self.has_begun):
+            raise self._other_path(f"module {name!r}")
+        return forward(*map_leaves(self.real, args), **map_leaves(self.real, kwargs))
 
-    def _own_unit(self, node: Node, forward: Forward, args: Any, kwargs: Any, found: list[Any]) -> Any:
+    def _result(self, node: Node, forward: Forward, args: Any, kwargs: Any, found: list[Any]) -> Any:
+        """What a unit returns, or what stands for that. ``found``: the leaves of its arguments."""
+        if node.index < self.plan.begin:
+            result = self._stand_in(node, found)
+            self._rebind(node, found)
+            return result
         observe = self.observers.node
         if observe is not None:
             observe(node, False, None)
@@ -372,40 +335,37 @@ class StageRun:
                 result = self.do(checkpoint, (forward, *args), {**kwargs, "use_reentrant": False})
             else:
                 result = self.do(forward, args, kwargs)
+        if observe is not None:
+            observe(node, True, result)
+        self.note_writes(node, found)
+        self.note_result(node, result)
+        return result
+
+    # ---- results of what is done here ----
+
+    def note_writes(self, node: Node, found: list[Any]) -> None:
+        """Keep what the tensors that ``node`` has changed in place are now. ``found``: the leaves of its arguments."""
         for old, new, position in node.rebinds:
             if position is not None:
                 self.here[new] = found[position]
             elif old in self.here:
                 self.here[new] = self.here[old]
-        if observe is not None:
-            observe(node, True, result)
-        self.note_result(node, result)
-        return result
-
-    # ---- results of what is done here ----
 
     def note_result(self, node: Node, result: Any) -> None:
         """Keep the tensors in the result of ``node`` that are needed, by their values."""
         found = leaves(result)
         sources = node.returned.sources
         if len(found) != len(sources):
-            raise ReplayError(
-                f"{node.name} returned {counted(len(found), 'thing')} where it returned {len(sources)} when it was "
-                f"traced. {OTHER_PATH}"
-            )
-        record = self.observers.shapes
-        keeps_all = self.program.watches or record is not None or node.index in self.plan.again
+            raise ReplayError(f"{node.name} returned {len(found)} things instead of {len(sources)}. {OTHER_PATH}")
+        keeps_all = self.keeps_all or node.index in self.plan.again
         for leaf, (kind, source) in zip(found, sources, strict=True):
-            if kind != "value":
-                continue
-            if not isinstance(leaf, Tensor):
-                raise ReplayError(
-                    f"{node.name} returned a {type(leaf).__name__} in a place of another kind. {OTHER_PATH}"
-                )
-            if keeps_all or source in self.program.kept:
-                self.here[source] = leaf
-        if record is not None and any(kind == "constant" for kind, _ in sources):
-            record.constants[node.index] = constants_of(found)
+            if kind == "value":
+                if not isinstance(leaf, Tensor):
+                    raise ReplayError(f"{node.name} returned a {type(leaf).__name__} in a tensor's place. {OTHER_PATH}")
+                if keeps_all or source in self.program.kept:
+                    self.here[source] = leaf
+        if self.observers.shapes is not None and any(kind == "constant" for kind, _ in sources):
+            self.observers.shapes.constants[node.index] = constants_of(found)
 
     # ---- stand-ins ----
 
@@ -466,11 +426,10 @@ class StageRun:
 
     def _is_known(self, node: Node) -> bool:
         """Whether it is known what the result of an operation looks like for this kind of batch."""
-        shapes = self.shapes
-        if any(value not in shapes.values for value in node.returned.values):
-            return False
-        has_constants = any(kind == "constant" for kind, _ in node.returned.sources)
-        return shapes.is_traced or not has_constants or node.index in shapes.constants
+        if node.index in self.shapes.constants:
+            return True
+        sources = node.returned.sources
+        return all(kind != "constant" and (kind != "value" or value in self.shapes.values) for kind, value in sources)
 
     def _learn(self, node: Node, function: Any, args: Any, kwargs: Any) -> None:
         """Find the shapes of an operation's result for a new kind of batch: do it once on zeros."""
