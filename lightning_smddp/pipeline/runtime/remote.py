@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -42,26 +42,6 @@ class Shape:
             if tensor.layout == torch.strided:
                 stride = tuple(tensor.stride())
         return cls(shape, stride, tensor.dtype, tensor.requires_grad)
-
-    def is_dense(self) -> bool:
-        """Whether the strides are those of a permuted contiguous tensor."""
-        # Without strides (sparse, nested) there are no dimensions to look at: nothing is known to be otherwise.
-        dimensions = zip(self.stride, self.shape, strict=False)
-        return _leaves_no_holes(sorted(dimensions))
-
-    def is_contiguous(self) -> bool:
-        """Whether the strides are those of a new tensor."""
-        return _leaves_no_holes(zip(reversed(self.stride), reversed(self.shape), strict=False))
-
-
-def _leaves_no_holes(dimensions: Iterable[tuple[int, int]]) -> bool:
-    """Whether each dimension (stride, size), from the innermost on, begins where those before it end."""
-    expected = 1
-    for stride, size in dimensions:
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 class TensorSpec(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_smddp._compat.torch import READ_NUMBER, shaped_wrapper, without_subclass_functions
 from lightning_smddp.pipeline.capture.graph import StepGraph
-from lightning_smddp.pipeline.capture.ops import Kind, asks_for_device, device_answer, kind_of, name_of, user_location
+from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, user_location
 from lightning_smddp.pipeline.runtime.remote import ReplayError, Shape
 from lightning_smddp.wire.pytree import LEAF_TYPES, leaves, map_leaves
 
@@ -94,10 +94,14 @@ class RemoteTensor(Tensor):
         found = leaves((args, kwargs))
         # Its own run, not the active one: a checkpoint's second run, in the backward pass, has none.
         run = next(leaf.run for leaf in found if type(leaf) is RemoteTensor)
-        if kind is Kind.LIKE and type(found[0]) is RemoteTensor and not any(_is_remote(leaf) for leaf in found[1:]):
+        if (
+            kind is Kind.LIKE
+            and type(found[0]) is RemoteTensor
+            and not any(type(leaf) is RemoteTensor for leaf in found[1:])
+        ):
             return function(*map_leaves(run.pattern, args), **map_leaves(run.pattern, kwargs))
         if kind is Kind.WATCHER and not run.has_begun:
-            return idle_hook()  # of its gradient: the stage that makes the tensor has the hook
+            return IdleNode()  # of its gradient: the stage that makes the tensor has the hook
         return run.operation(function, args, kwargs, found)
 
     @classmethod
@@ -115,10 +119,6 @@ class RemoteTensor(Tensor):
 
 
 LEAF_TYPES.add(RemoteTensor)
-
-
-def _is_remote(leaf: Any) -> bool:
-    return type(leaf) is RemoteTensor
 
 
 def _answer(function: Any, args: Any, kwargs: Any) -> Any:
@@ -139,14 +139,6 @@ def _answer(function: Any, args: Any, kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
 
-def absent_answer(function: Any, args: Any, device: torch.device) -> tuple[bool, Any]:
-    """Whether ``function`` asks where a parameter of another stage is, and what is answered: on ``device``."""
-    name = name_of(function)
-    if kind_of(function, args) is Kind.METADATA and asks_for_device(name):
-        return True, device_answer(name, args[0].dtype, device)
-    return False, None
-
-
 class IdleNode:
     """`grad_fn` of a tensor of another stage, and the handle of a hook on its gradient: nobody calls either here."""
 
@@ -162,8 +154,3 @@ class IdleNode:
 
     def remove(self) -> None:
         """As a handle of a hook: there is nothing to remove, as no hook was registered."""
-
-
-def idle_hook() -> IdleNode:
-    """The handle of a hook that is registered elsewhere."""
-    return IdleNode()

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lightning_smddp.pipeline.capture.boundaries import seen_before
 from lightning_smddp.pipeline.capture.graph import Node, StepGraph
+from lightning_smddp.pipeline.capture.records import Value
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.runtime.remote import Boundary, Shape, Shapes, TensorSpec
+from lightning_smddp.pipeline.runtime.remote import Boundary, Shapes, TensorSpec
 from lightning_smddp.pipeline.runtime.step_exchange import Failure
 from lightning_smddp.pipeline.runtime.wrappers import Wrappers
 
@@ -103,6 +104,7 @@ class StageProgram:
         self.watches = graph.mixes_draws or bool(written) or self._sends_unseen()
         self.kept = self._find_kept()
         self.inputs = [frozenset(node.inputs) for node in graph.nodes]
+        self._permuted = {value for value in plan.receives if _is_permuted(graph.values[value])}
         self._changed = {graph.values[r.new].storage for n in graph.nodes[plan.begin : plan.end] for r in n.rebinds}
 
     def _find_remote(self) -> frozenset[int]:
@@ -137,11 +139,16 @@ class StageProgram:
     def as_traced(self, value: int, tensor: Tensor) -> Tensor:
         """Received tensors are contiguous: give them the strides of old, and memory of their own if it is changed."""
         known = self.graph.values[value]
-        shape = Shape(tuple(tensor.shape), known.stride, tensor.dtype, tensor.requires_grad)
-        if known.shape == shape.shape and not shape.is_contiguous() and shape.is_dense():
-            strided = torch.empty_strided(shape.shape, shape.stride, dtype=shape.dtype, device=tensor.device)
+        if value in self._permuted and known.shape == tuple(tensor.shape):
+            strided = torch.empty_strided(known.shape, known.stride, dtype=tensor.dtype, device=tensor.device)
             return strided.copy_(tensor)
         return tensor.clone() if known.storage in self._changed else tensor
+
+
+def _is_permuted(value: Value) -> bool:
+    """Whether it has memory without holes, in another order than a new tensor."""
+    like = torch.empty_strided(value.shape, value.stride, device="meta")
+    return not like.is_contiguous() and torch.empty_like(like).stride() == like.stride()
 
 
 class Step(Protocol):

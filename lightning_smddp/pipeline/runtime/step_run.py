@@ -27,6 +27,8 @@ from lightning_smddp._compat.torch import BackwardHook, set_apply_handler, witho
 from lightning_smddp.pipeline.capture.graph import Node
 from lightning_smddp.pipeline.capture.ops import (
     Kind,
+    asks_for_device,
+    device_answer,
     is_autograd_function,
     kind_of,
     name_of,
@@ -34,7 +36,7 @@ from lightning_smddp.pipeline.capture.ops import (
     user_location,
 )
 from lightning_smddp.pipeline.runtime.remote import AS_TRACED, OTHER_PATH, ReplayError, Shape, Shapes, constants_of
-from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor, absent_answer, active_run, set_active_run
+from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor, active_run, set_active_run
 from lightning_smddp.pipeline.runtime.run_modes import Reads, Watch, stance
 from lightning_smddp.pipeline.runtime.stage_program import NOBODY, Observers, StageProgram
 from lightning_smddp.seeding import Forward, seeded
@@ -233,10 +235,9 @@ class StageRun:
 
     def parameter_operation(self, function: Any, args: Any, kwargs: Any) -> Any:
         """An operation on a parameter of another stage, and on no stand-in."""
-        is_answered, answer = absent_answer(function, args, self.device)
-        if is_answered:
-            return answer
-        kind = kind_of(function, args)
+        kind, name = kind_of(function, args), name_of(function)
+        if kind is Kind.METADATA and asks_for_device(name):
+            return device_answer(name, args[0].dtype, self.device)
         if kind is Kind.METADATA or sets_flag(function):
             with without_subclass_functions():
                 return function(*args, **kwargs)
