@@ -1,8 +1,9 @@
 """From a whole module and its first batch to a :class:`PartitionedModule`, on all ranks together.
 
 In this order: trace the step, make it a graph and choose where to cut that (:func:`divide` of
-``pipeline/partition/plan.py``); let go of other ranks' parameters; compare the pipeline with the same in one process;
-leave each optimizer this rank's parameters. The batch itself is trained on afterwards, as any other.
+``pipeline/partition/plan.py``); run the plain loop while the first rank has the whole module; let go of other ranks'
+parameters; compare the pipeline with the loop; leave each optimizer this rank's parameters. Then
+:class:`PipelinedModule` chooses the loss weights. The batch itself is trained on afterwards, as any other.
 
 Never silently wrong: the comparison is with a plain loop on the first rank, while that has the whole module. The user's
 step runs there on two micro-batches, one after the other, with attributes and buffers as the first has left them, and a

@@ -185,7 +185,7 @@ class TrainerStrategy(_Base):
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """The backward pass; of a step that runs as a whole on every rank, gradients are averaged in it."""
+        """The backward pass: gradients are averaged in it. Those of a pipeline come here from its ``training_step``."""
         self._supervision.phase("backward")
         with self._averaging():
             return super().backward(*args, **kwargs)

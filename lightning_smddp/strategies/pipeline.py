@@ -1,6 +1,8 @@
 """``Trainer(strategy="smddp_pipeline")``: pipeline parallelism of the module's own ``training_step``.
 
-The first batch is traced and cut by ``bridge/partitioning.py``. A micro-batch's way, downward:
+The first batch is traced and cut by ``bridge/partitioning.py``. The Trainer's calls come by ``hook_view.py``, whose
+objects stand on the strategy in place of ``training_step``, ``backward``, ``optimizer_step`` and others, and call the
+methods here outside of the view that hooks have of the module. A micro-batch's way, downward:
 :meth:`PipelineParallel.training_step`, ``bridge/pipelined_module.py`` (one batch), ``pipeline/runtime/engine.py`` (one
 run of its micro-batches, by torch's schedule), ``stage.py`` (one stage's forward, backward and messages),
 ``step_run.py`` (the stage's part of the step), ``bridge/step.py`` (calls the user's ``training_step``). Backward is
@@ -305,7 +307,9 @@ class PipelineParallel(PipelineRanks):
         continues = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches != 0
         output = pipelined.train(batch, rest, expected, continues, zeroes_as_usual(trainer), accumulates)
 
-        if output is None:  # Lightning skips the batch, if it is told that there is one rank: one replica
+        if output is None:
+            # Lightning next asks for `trainer.world_size`, and skips the batch only if that is 1. `PipelineRanks` answers
+            # with the number of replicas, once, and clears this.
             self._skips = True
             return None
 

@@ -53,7 +53,8 @@ class MicroBatch:
     Attributes:
         value: as the batch, with fewer rows; its tensors are views of the batch's.
         size: its number of rows.
-        weight: its share of the batch's rows: a mean over the batch is the sum of weighted means.
+        weight: how much it counts in the batch's loss and means: shares of rows or labels, which sum to 1; or 1.0 for
+            each of several where losses are added (``_adds_losses`` of ``step_record.py`` looks for that).
     """
 
     value: Any

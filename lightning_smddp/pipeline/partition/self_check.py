@@ -1,4 +1,7 @@
-"""Never silently wrong: the pipeline's loss and gradients on one micro-batch against those of the whole step."""
+"""Compares numbers: the pipeline's loss and gradients on two micro-batches with those of a plain loop.
+
+Both are run by ``bridge/partitioning.py``.
+"""
 
 from __future__ import annotations
 

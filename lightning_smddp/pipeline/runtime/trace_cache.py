@@ -2,8 +2,8 @@
 
 What a step does between its units may depend on the batch: on its shapes, and on its values where Python code reads
 them (is anything padded? how long is the longest row?), on what Python draws, and on the step's number, the epoch or
-anything else that is the same on all ranks. All ranks have the same batch and draw the same, so all find the same
-path, without talking to each other: they run the step's code once without doing any node (a *dry run*).
+anything else that is the same on all ranks. The pipeline's first rank finds the path, by a run of the step's code
+without doing any node (a *dry run*), and sends its number to the others. Only a new path is looked at by all.
 
 What a dry run reads of the batch are the *guards* of a path. A micro-batch takes a known path if it has the same kind
 (shapes, types, frozen parameters) and the same guards. Else shapes are inferred on the paths that are known, by one

@@ -1,4 +1,9 @@
-"""The modules whose calls a pipeline's steps go through: units, and modules that draw random numbers."""
+"""The modules whose calls a pipeline's steps go through: units, and modules that draw random numbers.
+
+While steps run, ``forward`` of each such module is replaced on the module object. The replacement asks
+``remote_tensor.active_run()`` for this thread's run of a stage and calls its ``unit``, which runs the module, stands in
+for it or leaves the step.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ A schedule runs forward and backward of all micro-batches within `training_step`
 and calls `backward` on the returned loss. So that loss is :func:`connected` to one function, whose backward delivers
 what the schedule has made: hooks, precision plugins and an overridden `backward` work as ever::
 
-    training_step: begin -> schedule makes .grad -> stash      .grad as it was before the batch
+    training_step: begin -> schedule makes .grad -> stash      .grad as it was before the batch; None if that is
+                                                               zeroed unread, or was added to
     zero_grad                                                  .grad as the Trainer wants it
     backward:      restore                                     .grad = what was there + what the schedule made
 
