@@ -44,7 +44,7 @@ from lightning_smddp.pipeline.partition.costs import (
     links_between,
     resources_for,
 )
-from lightning_smddp.pipeline.partition.microbatches import MicroBatch, MicroBatches
+from lightning_smddp.pipeline.partition.microbatches import MicroBatches
 from lightning_smddp.pipeline.partition.plan import PartitionPlan, Trial, decided_by_first, divide
 from lightning_smddp.pipeline.partition.self_check import (
     EXACT,
@@ -102,7 +102,10 @@ def partition(
     plan, resources = _plan(before, step, microbatches, known, seed)
     step.recorder.scopes.learn(units_here(plan.graph, plan.stages, setup))
     expected: Numbers | None = None
-    trial, checked = step.unscaled(), _checked(microbatches)
+    trial = step.unscaled()
+    # The first two micro-batches, or the only one, with weights that differ; what counts nothing stays so.
+    pairs = zip(microbatches, _WEIGHTS, strict=False)
+    checked = [replace(part, weight=part.weight and weight) for part, weight in pairs]
     if step.trains and setup.options.partition.check and setup.is_whole():
         expected = decided_by_first(lambda: _in_a_loop(trial, checked, setup, plan.graph), setup.world)
     # Up to here every rank has the whole module, and nothing of it has changed.
@@ -247,12 +250,6 @@ def _partition_optimizers(before: Unpartitioned, partitioned: PartitionedModule)
 
 
 # ---- the check -------------------------------------------------------------------------------------------------------
-
-
-def _checked(microbatches: MicroBatches) -> list[MicroBatch]:
-    """The first two, or the only one, with weights that differ; what counts nothing stays so."""
-    pairs = zip(microbatches, _WEIGHTS, strict=False)
-    return [replace(part, weight=part.weight and weight) for part, weight in pairs]
 
 
 def _in_a_loop(step: LightningStep, parts: MicroBatches, setup: RunSetup, graph: StepGraph) -> Numbers:

@@ -13,7 +13,7 @@ calls ``backward``, as the returned loss is connected to it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -278,9 +278,7 @@ class PipelineParallel(PipelineRanks):
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """With ``meta_init``: parameters get no memory yet."""
-        on_meta: AbstractContextManager[None] = nullcontext()
-        if self.options.meta_init:
-            on_meta = parameters_on_meta()
+        on_meta = parameters_on_meta() if self.options.meta_init else nullcontext()
         with super().tensor_init_context(empty_init=empty_init), on_meta:
             yield
 
