@@ -306,8 +306,7 @@ class PipelineParallel(PipelineRanks):
         output = pipelined.train(batch, rest, expected, continues, zeroes_as_usual(trainer), accumulates)
 
         if output is None:
-            # Lightning next asks for `trainer.world_size`, and skips the batch only if that is 1. `PipelineRanks` answers
-            # with the number of replicas, once, and clears this.
+            # Lightning asks for `trainer.world_size`, and skips it if that is 1: `PipelineRanks` answers with replicas.
             self._skips = True
             return None
 
