@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_smddp.pipeline.mesh import PipelineMesh
-from lightning_smddp.pipeline.partition.costs import LOOPBACK, NETWORK, NVLINK, WITHIN_RANK, links_between
+from lightning_smddp.pipeline.partition.costs import LOOPBACK, NETWORK, NVLINK, links_between
 from lightning_smddp.planner.partition import best_partition
 from lightning_smddp.planner.problem import Link, NodeCost, PartitionProblem
 
@@ -13,10 +13,10 @@ from lightning_smddp.planner.problem import Link, NodeCost, PartitionProblem
 @pytest.mark.parametrize(
     ("hosts", "device_type", "expected"),
     [
-        ("aaaa", "cuda", (NVLINK, WITHIN_RANK, NVLINK)),
-        ("aaab", "cuda", (NETWORK, WITHIN_RANK, NETWORK)),  # of the second pipeline, which spans hosts
-        ("aabb", "cuda", (NVLINK, WITHIN_RANK, NVLINK)),
-        ("aaab", "cpu", (LOOPBACK, WITHIN_RANK, LOOPBACK)),  # cores copy, wherever to
+        ("aaaa", "cuda", (NVLINK, NVLINK, NVLINK)),
+        ("aaab", "cuda", (NETWORK, NVLINK, NETWORK)),  # of the second pipeline, which spans hosts
+        ("aabb", "cuda", (NVLINK, NVLINK, NVLINK)),
+        ("aaab", "cpu", (LOOPBACK, LOOPBACK, LOOPBACK)),  # cores copy, wherever to
     ],
 )
 def test_links_are_those_of_the_slowest_pipeline(hosts: str, device_type: str, expected: tuple[Link, ...]) -> None:

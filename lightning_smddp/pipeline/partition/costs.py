@@ -45,7 +45,6 @@ _GROUPS = Path("/sys/fs/cgroup")
 LOOPBACK = Link(latency_s=1e-4, bytes_per_s=2e9)
 NVLINK = Link(latency_s=1e-5, bytes_per_s=100e9, unhidden=0.0)
 NETWORK = Link(latency_s=1e-4, bytes_per_s=3e9, unhidden=0.0)
-WITHIN_RANK = Link(latency_s=0.0, bytes_per_s=math.inf, unhidden=0.0)
 
 
 @dataclass(frozen=True)
@@ -157,9 +156,7 @@ def links_between(
     """
     links = []
     for sender, receiver in pairwise(rank_of_stage):
-        if sender == receiver:
-            links.append(WITHIN_RANK)
-        elif device_type == "cpu":
+        if device_type == "cpu":
             links.append(LOOPBACK)
         elif all(hosts[ranks[sender]] == hosts[ranks[receiver]] for ranks in pipelines):
             links.append(NVLINK)
@@ -270,15 +267,7 @@ def problem_of(graph: StepGraph, resources: Resources, times: NodeTimes, checkpo
     cut_bytes = [math.inf] * (len(costs) + 1)
     for cut in possible_cuts(graph):
         cut_bytes[cut] = boundary_bytes(graph, cut)
-    return PartitionProblem(
-        nodes=costs,
-        parameter_bytes=resources.parameter_bytes,
-        cut_bytes=cut_bytes,
-        rank_of_stage=resources.rank_of_stage,
-        in_flight=resources.in_flight,
-        memory_limit=resources.memory_limit,
-        links=resources.links,
-    )
+    return PartitionProblem(nodes=costs, cut_bytes=cut_bytes, **vars(resources))
 
 
 def time_nodes(graph: StepGraph, step: Step, loss_of: LossIn, root: nn.Module, device: torch.device) -> NodeTimes:
@@ -287,34 +276,43 @@ def time_nodes(graph: StepGraph, step: Step, loss_of: LossIn, root: nn.Module, d
     Units are timed. Operations between them are so short that their forward is taken from the trace, and their backward
     counts with the unit behind them.
     """
-    watch = _UnitWatch(Clock(device))
+    forward, backward = _Stopwatch(Clock(device)), _Stopwatch(Clock(device))
+
+    def ends(name: str, unit: nn.Module, arguments: Any, result: Any) -> None:
+        forward.enter(None)
+        # A hook on the gradient of each of its results: the first that fires is when its backward begins.
+        for tensor in tensors(result):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(lambda gradient: backward.enter(name))
+
     with ExitStack() as stack:
         for name in graph.units:
             unit = root.get_submodule(name)
-            stack.callback(unit.register_forward_pre_hook(watch.begins, prepend=True).remove)
-            stack.callback(unit.register_forward_hook(partial(watch.ends, name)).remove)
+            begins = partial(_begins, forward, name)
+            stack.callback(unit.register_forward_pre_hook(begins, prepend=True).remove)
+            stack.callback(unit.register_forward_hook(partial(ends, name)).remove)
         for parameter in root.parameters():
             if parameter.requires_grad:
                 stack.callback(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # to compile it anew for the hooks takes long
         loss = loss_of(step())
         if loss is not None and loss.requires_grad:
-            watch.enter(None)
+            backward.enter(None)
             loss.backward()
-            watch.enter(None)
+            backward.enter(None)
     times = NodeTimes.of_trace(graph)
     calls = Counter(node.module for node in graph.nodes)
     for node in graph.nodes:
         if node.module is None:
             times.backward[node.index] = 0.0
-        elif node.module in watch.forward:  # else its `forward` was called, and no hooks
-            times.forward[node.index] = watch.forward[node.module] / calls[node.module]
-            times.backward[node.index] = watch.backward[node.module] / calls[node.module]
-    times.backward[-1] += watch.backward[None]
+        elif node.module in forward.seconds:  # else its `forward` was called, and no hooks
+            times.forward[node.index] = forward.seconds[node.module] / calls[node.module]
+            times.backward[node.index] = backward.seconds[node.module] / calls[node.module]
+    times.backward[-1] += backward.seconds[None]
     return times
 
 
-class _UnitWatch:
+class _Stopwatch:
     """Seconds of units by name, of all their calls together.
 
     Gradients reach a unit's results when the backward of all behind it is done: from then on the time is the unit's,
@@ -323,33 +321,20 @@ class _UnitWatch:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.forward: dict[str | None, float] = defaultdict(float)
-        self.backward: dict[str | None, float] = defaultdict(float)
-        self._begun: list[Instant] = []  # calls of units that are in calls of others
-        self._running: tuple[Instant, str | None] | None = None  # backward: since when, which unit
-
-    def begins(self, unit: nn.Module, arguments: Any) -> None:
-        """A forward pre-hook of each unit: its time begins."""
-        self._begun.append(self.clock.now())
-
-    def ends(self, name: str, unit: nn.Module, arguments: Any, result: Any) -> None:
-        """A forward hook of the unit ``name``: its time ends, unless it is inside of another unit's call."""
-        begun = self._begun.pop()
-        if self._begun:
-            return
-        self.forward[name] += begun.until(self.clock.now())
-        # A hook on the gradient of each of its results: the first that fires is when its backward begins.
-        for tensor in tensors(result):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(lambda gradient: self.enter(name))
+        self.seconds: dict[str | None, float] = defaultdict(float)
+        self._running: tuple[Instant, str | None] | None = None  # since when, which unit
 
     def enter(self, name: str | None) -> None:
-        """The backward of this unit begins: the time until now is that of the one that has been running."""
+        """This unit begins: the time until now is that of the one that has been running."""
         now = self.clock.now()
         if self._running is not None:
             since, running = self._running
-            self.backward[running] += since.until(now)
+            self.seconds[running] += since.until(now)
         self._running = (now, name)
+
+
+def _begins(watch: _Stopwatch, name: str, unit: nn.Module, arguments: Any) -> None:
+    watch.enter(name)
 
 
 def _drop_gradient(parameter: Tensor) -> None:
