@@ -1,13 +1,11 @@
 """``Trainer(strategy="smddp_pipeline")``: pipeline parallelism of the module's own ``training_step``.
 
 The first batch is traced and cut by ``bridge/partitioning.py``. The Trainer's calls come by ``hook_view.py``, whose
-objects stand on the strategy in place of ``training_step``, ``backward``, ``optimizer_step`` and others, and call the
-methods here outside of the view that hooks have of the module. A micro-batch's way, downward:
-:meth:`PipelineParallel.training_step`, ``bridge/pipelined_module.py`` (one batch), ``pipeline/runtime/engine.py`` (one
-run of its micro-batches, by torch's schedule), ``stage.py`` (one stage's forward, backward and messages),
-``step_run.py`` (the stage's part of the step), ``bridge/step.py`` (calls the user's ``training_step``). Backward is
-part of this: ``pipeline/state/gradients.py`` takes its gradients away, and puts them into ``.grad`` when Lightning
-calls ``backward``, as the returned loss is connected to it.
+objects stand on the strategy in place of ``training_step``, ``backward`` and others, and call the methods here outside
+of the hooks' view of the module. A micro-batch's way, downward: ``bridge/pipelined_module.py`` (one batch),
+``pipeline/runtime/engine.py`` (one run of its micro-batches, by torch's schedule), ``stage.py`` (one stage's forward,
+backward and messages), ``step_run.py`` (its part of the step), ``bridge/step.py`` (the user's ``training_step``).
+``pipeline/state/gradients.py`` takes gradients away, and puts them into ``.grad`` when Lightning calls ``backward``.
 """
 
 from __future__ import annotations
