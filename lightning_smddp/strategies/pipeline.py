@@ -302,7 +302,6 @@ class PipelineParallel(PipelineRanks):
         accumulates = self._accumulates
         continues = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches != 0
         output = pipelined.train(batch, rest, expected, continues, zeroes_as_usual(trainer), accumulates)
-
         if output is None:
             # Lightning asks for `trainer.world_size`, and skips it if that is 1: `PipelineRanks` answers with replicas.
             self._skips = True

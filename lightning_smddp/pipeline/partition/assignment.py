@@ -67,7 +67,7 @@ def _stages_of_idle(
     """
     around, _, key = module.rpartition(".")
     first = names[0].removeprefix(module)
-    for other in used if first and not key.isdigit() else ():
+    for other in used if first.count(".") > 1 and not key.isdigit() else ():
         twin = other.removesuffix(first)
         twins = [twin + name.removeprefix(module) for name in names]
         if twin != other and used.keys() >= set(twins):
