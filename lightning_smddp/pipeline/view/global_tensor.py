@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_smddp._compat.torch import disabled_torch_function, wrapper_subclass
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.ops import user_location
-from lightning_smddp.pipeline.mesh import Ownership
+from lightning_smddp.pipeline.mesh import Ownership, named_tensors
 from lightning_smddp.wire.pytree import LEAF_TYPES, leaves, map_leaves
 from lightning_smddp.wire.stream import Spec, broadcast_tensors
 
@@ -22,7 +22,7 @@ View: TypeAlias = Any
 
 GRADIENT = "grad:"  # before the name of a parameter: its gradient
 
-Extent: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int, str]
+Extent: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
 """What a tensor covers of its memory: shape, strides, offset, dtype."""
 
 
@@ -49,18 +49,6 @@ class Call(NamedTuple):
         """The result, with what ``change`` makes of each of the :meth:`leaves` in its place."""
         args, kwargs = map_leaves(change, (self.args, self.kwargs))
         return self.function(*args, **kwargs)
-
-    def key(self, name: str) -> int:
-        """What tells its result from others: alike on ranks that have run the same code."""
-        facts: list[Any] = [name]
-        for leaf in self.leaves():
-            if isinstance(leaf, GlobalTensor):
-                facts += leaf.global_storage.key, leaf.extent
-            elif isinstance(leaf, Tensor):
-                facts.append(tuple(leaf.shape))
-            elif isinstance(leaf, (bool, int, float, complex, str)):
-                facts.append(leaf)
-        return key_of(*facts)
 
 
 class GlobalStorage:
@@ -104,6 +92,9 @@ class GlobalTensor(Tensor):
         cls, view: View, owner: int, meta: Tensor, local: Tensor | None, storage: GlobalStorage
     ) -> GlobalTensor:
         """A tensor like ``meta`` with the values ``local``, which ranks other than ``owner`` do not have."""
+        # Ranks without values go by the strides of the meta tensor, which a kernel need not have kept to.
+        if local is not None and local.stride() != meta.stride():
+            local = torch.empty_like(meta, device=local.device).copy_(local)
         self: GlobalTensor = wrapper_subclass(cls, meta, view.device)
         self.global_view = view
         self.owner = owner
@@ -138,7 +129,7 @@ class GlobalTensor(Tensor):
     def extent(self) -> Extent:
         """What it covers of its memory."""
         meta = self.meta
-        return tuple(meta.shape), tuple(meta.stride()), int(meta.storage_offset()), str(meta.dtype)
+        return meta.shape, meta.stride(), int(meta.storage_offset()), meta.dtype
 
     def describe(self) -> str:
         """The tensor as error messages name it: its parameter's name, if it has one, and its shape."""
@@ -178,13 +169,13 @@ class ModuleTensor:
         name: its first one.
         tensor: what the module holds under that name: the values, or a tensor on the meta device.
         ranks: all that have its values. Those of the first one, its owner, count.
-        global_tensor: what user code gets in its place; None before that has asked for it.
+        global_tensor: what user code gets in its place.
     """
 
     name: str
     tensor: Tensor
     ranks: tuple[int, ...]
-    global_tensor: GlobalTensor | None = None
+    global_tensor: GlobalTensor
 
     @property
     def owner(self) -> int:
@@ -208,11 +199,13 @@ class ModuleTensors:
         self.view = view
         self.gradients_known = False
         self.by_name: dict[str, ModuleTensor] = {}
-        for name, parameter in module.named_parameters():
-            self.by_name[name] = ModuleTensor(name, parameter, ownership.parameters[name])
-        for name, buffer in module.named_buffers():
-            if name in ownership.buffers:
-                self.by_name[name] = ModuleTensor(name, buffer, (ownership.buffers[name],))
+        buffers = {name: (owner,) for name, owner in ownership.buffers.items()}
+        holders = {**ownership.parameters, **buffers}
+        with torch.inference_mode(False):  # they stay when a validation is over
+            for name, tensor in named_tensors(module).items():
+                if name in holders:
+                    ranks = holders[name]
+                    self.by_name[name] = ModuleTensor(name, tensor, ranks, self._like(tensor, ranks[0], name))
         self._by_id = {id(found.tensor): found for found in self.by_name.values()}
 
     def find(self, tensor: object) -> ModuleTensor | None:
@@ -223,110 +216,90 @@ class ModuleTensors:
         return found
 
     def as_global(self, found: ModuleTensor) -> GlobalTensor:
-        """Its global tensor, up to date: the module's own may have got other memory since."""
+        """Its global tensor, up to date: the module's own may have got other memory, or another flag, since."""
         self.view.is_used = True
-        tensor = found.tensor
-        present = found.global_tensor
-        if present is None:
-            with torch.inference_mode(False):  # it stays when a validation is over
-                present = self._like(found, GlobalStorage(key_of(found.name), found.name))
-                present.requires_grad_(tensor.requires_grad)
-            found.global_tensor = present
-        if found.owner == self.view.rank and (present.local is None or present.local.data_ptr() != tensor.data_ptr()):
+        present, tensor = found.global_tensor, found.tensor
+        if present.requires_grad != tensor.requires_grad:
+            present.requires_grad_(tensor.requires_grad)
+        if found.owner == self.view.rank:
             present.local = tensor.detach()
         return present
 
-    def _like(self, found: ModuleTensor, storage: GlobalStorage, local: Tensor | None = None) -> GlobalTensor:
-        """A global tensor laid out as ``found``."""
-        like = found.tensor
-        meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
-        return GlobalTensor(self.view, found.owner, meta, local, storage)
+    def _like(self, tensor: Tensor, owner: int, name: str, local: Tensor | None = None) -> GlobalTensor:
+        """A global tensor laid out as ``tensor``."""
+        meta = torch.empty_like(tensor, device="meta")
+        return GlobalTensor(self.view, owner, meta, local, GlobalStorage(key_of(name), name))
 
     def named(self, name: str) -> GlobalTensor:
         """A parameter or buffer, or a gradient as it is on its owner now."""
         found = self.by_name[name.removeprefix(GRADIENT)]
-        if name.startswith(GRADIENT):
-            return self._like(found, GlobalStorage(key_of(name), name), self.own_gradient(found))
-        return self.as_global(found)
+        if name == found.name:
+            return self.as_global(found)
+        local = None
+        if found.owner == self.view.rank and found.tensor.grad is not None:
+            local = found.tensor.grad.detach()
+        return self._like(found.tensor, found.owner, name, local)
 
-    def moved(self, found: ModuleTensor, value: Tensor) -> GlobalTensor:
-        """``value`` where ``found`` is."""
-        storage = GlobalStorage(0)
+    def at_owner(self, found: ModuleTensor, value: Tensor) -> Tensor | None:
+        """``value`` on the owner of ``found``; None elsewhere. Collective where it has to be moved."""
         if isinstance(value, GlobalTensor):
             if value.owner == found.owner:
-                return value
-            storage.key = value.global_storage.key
+                return value.local
             (value,) = self.view.fetch([value])
-        local = None
-        if found.owner == self.view.rank:
-            local = torch.empty_like(found.tensor).copy_(value.detach())
-        return self._like(found, storage, local)
+        if found.owner != self.view.rank:
+            return None
+        return torch.empty_like(found.tensor).copy_(value.detach())
 
-    # ---- gradients ----
+    # ---- gradients: autograd and the optimizer's step work where the parameter is ----
 
-    def gradient(self, found: ModuleTensor) -> Tensor | None:
-        """``.grad`` of a parameter. The first look at any is collective: who has one is not known elsewhere."""
-        self._load_gradients()
-        return self.as_global(found).grad
-
-    def set_gradient(self, found: ModuleTensor, value: Tensor | None) -> None:
-        """What ``parameter.grad = value`` does. Collective as :meth:`gradient`, and where values have to be moved."""
-        self._load_gradients()
-        key = value.global_storage.key if isinstance(value, GlobalTensor) else 0
-        # Autograd and the optimizer's step work where the parameter is.
-        self.as_global(found).grad = None if value is None else self.moved(found, value)
-        self.view.note_write(GRADIENT + found.name, key)
-
-    def _load_gradients(self) -> None:
+    def load_gradients(self) -> None:
         """Give the global tensors the gradients that parameters have on their owners. Collective the first time."""
         if self.gradients_known:
             return
-        for name in self.view.names_with_gradient():
-            found = self.by_name[name]
-            if found.tensor.requires_grad:
-                self.as_global(found).grad = self.named(GRADIENT + name)
         self.gradients_known = True
-
-    def own_gradient(self, found: ModuleTensor) -> Tensor | None:
-        """The gradient that a parameter has on its owner, laid out as the parameter; None on other ranks."""
-        tensor = found.tensor
-        if found.owner != self.view.rank or tensor.grad is None:
-            return None
-        if tensor.grad.stride() != tensor.stride():
-            tensor.grad = torch.empty_like(tensor).copy_(tensor.grad)
-        return tensor.grad.detach()
+        for name in self.view.names_with_gradient():
+            self.as_global(self.by_name[name]).grad = self.named(GRADIENT + name)
 
     def with_gradient(self) -> list[str]:
         """Names of the parameters that this rank owns and that have one."""
-        return [name for name, found in self.by_name.items() if self.own_gradient(found) is not None]
+        own = [found for found in self.by_name.values() if found.owner == self.view.rank]
+        return [found.name for found in own if found.tensor.grad is not None]
 
     # ---- the hook's end ----
 
-    def write_back(self, changed: Set[str | None]) -> None:
+    def write_back(self, changed: Set[str]) -> None:
         """Ranks that hold a tied parameter get its owner's values, and parameters get the gradients made in the hook.
 
         Collective if something has to be sent.
 
         Args:
-            changed: names of tensors and gradients; None stands for new ones.
+            changed: names of tensors and gradients.
         """
-        for _, found in sorted(self.by_name.items()):  # alike on all ranks, as collectives need it
-            present = found.global_tensor
-            if present is None:  # user code has not asked for it
-                continue
+        for name, found in sorted(self.by_name.items()):  # alike on all ranks, as collectives need it
             is_tied = len(found.ranks) > 1
-            if is_tied and found.name in changed:
+            if is_tied and name in changed:
                 self._send(found, found.tensor.detach())
-            gradient = present.grad
-            if gradient is None and not self.gradients_known:  # nobody has looked, so None says nothing
+            if not self.gradients_known:
                 continue
-            if gradient is not None:  # a backward pass may have made it on another rank
-                gradient = self.moved(found, gradient)
-            if self.view.rank in found.ranks:
-                _set_gradient(found.tensor, gradient)
+            gradient = found.global_tensor.grad
+            own = GRADIENT + name
+            is_new = own in changed or not isinstance(gradient, GlobalTensor) or gradient.global_storage.name != own
+            self._set_gradient(found, gradient)
             # All ranks that hold a tied parameter have its gradient; the view has changed it on the owner alone.
-            if is_tied and gradient is not None and changed & {gradient.global_storage.name, GRADIENT + found.name}:
+            if is_tied and is_new and gradient is not None:
                 self._send(found, found.tensor.grad)
+
+    def _set_gradient(self, found: ModuleTensor, gradient: Tensor | None) -> None:
+        """The owner's ``.grad`` becomes ``gradient``, that of others who hold a tied parameter room for it."""
+        tensor = found.tensor
+        if gradient is None:
+            tensor.grad = None
+            return
+        value = self.at_owner(found, gradient)  # a backward pass may have made it on another rank
+        if value is not None:
+            tensor.grad = value
+        elif tensor.grad is None and self.view.rank in found.ranks:
+            tensor.grad = torch.zeros_like(tensor)
 
     def _send(self, found: ModuleTensor, values: Tensor | None) -> None:
         """Write the owner's ``values`` into those of all ranks that hold ``found``. Collective."""
@@ -335,18 +308,7 @@ class ModuleTensors:
 
     def forget_gradients(self) -> None:
         """Other code may change gradients from here on."""
-        self.gradients_known = False
-        for found in self.by_name.values():
-            if found.global_tensor is not None:
+        if self.gradients_known:
+            self.gradients_known = False
+            for found in self.by_name.values():
                 found.global_tensor.grad = None
-
-
-def _set_gradient(tensor: Tensor, gradient: GlobalTensor | None) -> None:
-    """``.grad`` becomes ``gradient``, or room for what the owner will send of it."""
-    if gradient is None:
-        tensor.grad = None
-    elif gradient.local is None:
-        if tensor.grad is None:
-            tensor.grad = torch.zeros_like(tensor)
-    elif tensor.grad is None or tensor.grad.data_ptr() != gradient.local.data_ptr():
-        tensor.grad = gradient.local.detach()

@@ -14,13 +14,13 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_smddp._compat.torch import WITHOUT_MARKS, OperatorFacts, operator_facts, storage_key
 from lightning_smddp._compat.torch_steps import mode_within_backwards
-from lightning_smddp.pipeline.capture.ops import Kind, asks_for_device, kind_of, name_of, user_location
+from lightning_smddp.pipeline.capture.ops import Kind, asks_for_device, kind_of, name_of, sets_flag, user_location
 from lightning_smddp.pipeline.view.global_tensor import (
+    GRADIENT,
     Call,
     GlobalStorage,
     GlobalTensor,
     GlobalViewError,
-    ModuleTensor,
     View,
     key_of,
 )
@@ -61,40 +61,30 @@ class ViewFunctions(TorchFunctionMode):
         found = view.find(args[0]) if args else None
         if found is not None and name == "__deepcopy__":
             return view.tensors.as_global(found).__deepcopy__(args[1])
-        if found is not None and name == "requires_grad_":
-            return self._flag(found, function, args, kwargs)
-        if found is not None and name == "grad" and attribute == "__get__":
-            return view.tensors.gradient(found)
+        if name == "grad" and attribute == "__get__" and found is not None:
+            view.tensors.load_gradients()
+            return view.tensors.as_global(found).grad
         # What needs no values (a shape, a hook for gradients, which fires where the parameter is): the module's own.
         kind = kind_of(function, args)
-        if kind is Kind.WATCHER or (kind is Kind.METADATA and not asks_for_device(name)):
+        if kind is Kind.WATCHER or sets_flag(function) or (kind is Kind.METADATA and not asks_for_device(name)):
             return function(*args, **kwargs)
         args, kwargs = view.as_global((args, kwargs))
-        if kind is Kind.BACKWARD:
-            with mode_within_backwards(self):
-                return function(*args, **kwargs)
-        result = function(*args, **kwargs)
-        if isinstance(result, GlobalTensor):  # in-place operations give the user's own object back
-            return view.own_object(result)
-        return result
+        if kind is not Kind.BACKWARD:
+            return function(*args, **kwargs)
+        view.tensors.load_gradients()  # it adds to them
+        with mode_within_backwards(self):
+            return function(*args, **kwargs)
 
     def _set(self, name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """What setting the attribute ``name`` of a tensor does, or without a value deleting it."""
-        target, *values = args
-        found = self.view.find(target)
-        if found is not None and name == "grad":
-            return self.view.tensors.set_gradient(found, values[0] if values else None)
-        if found is not None and name == "requires_grad":
-            return self._flag(found, function, args, {})
-        if name == "data" and (found is not None or isinstance(target, GlobalTensor)):
-            return self.view.set_data(target, values[0])
+        found = self.view.find(args[0])
+        if name == "grad" and found is not None:
+            self.view.tensors.load_gradients()
+            self.view.note_write(GRADIENT + found.name, 0)
+            return function(self.view.tensors.as_global(found), *args[1:])
+        if name == "data" and (found is not None or isinstance(args[0], GlobalTensor)):
+            return self.view.set_data(*args)
         return function(*args)
-
-    def _flag(self, found: ModuleTensor, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Set ``requires_grad`` of a parameter, and of its global tensor."""
-        result = function(*args, **kwargs)
-        self.view.tensors.as_global(found).requires_grad_(found.tensor.requires_grad)
-        return result
 
 
 def run_operator(view: View, call: Call) -> Any:
@@ -144,7 +134,7 @@ def _at_owner(view: View, call: Call, found: Sequence[GlobalTensor], facts: Oper
         except Exception:
             # The shape depends on values, or there is no such kernel, or it is the user's error.
             return _everywhere(view, call, found)
-    key = call.key(facts.name)
+    key = key_of(facts.name, [(tensor.global_storage.key, tensor.extent) for tensor in found])
     copies = _fetch(view, [tensor for tensor in found if tensor.owner != owner])
     real = None
     if view.rank == owner:
@@ -182,10 +172,6 @@ def _wrap(view: View, shapes: Any, real: Any, owner: int, found: Sequence[Global
             return tensor
         if storage_key(tensor.meta) == memory:
             return GlobalTensor(view, owner, shapes, real, tensor.global_storage)
-    # Ranks without values go by the strides of the meta tensor, which a kernel need not have kept to.
-    if real is not None and real.stride() != shapes.stride():
-        laid_out = torch.empty_strided(shapes.shape, shapes.stride(), dtype=shapes.dtype, device=real.device)
-        real = laid_out.copy_(real)
     return GlobalTensor(view, owner, shapes, real, GlobalStorage(key))
 
 

@@ -17,7 +17,8 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from itertools import count
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -41,13 +42,29 @@ from lightning_smddp.wire.objects import gather
 from lightning_smddp.wire.pytree import leaves, map_leaves
 from lightning_smddp.wire.stream import Spec, broadcast_tensors
 
-_END, _VALUES = 0, 1  # why a rank meets the others: it is at a hook's end, or behind it; it needs values
+# Why a rank meets the others: it is at a hook's end, or behind it; it needs values, or names of gradients.
+_END, _VALUES, _GRADIENTS = range(3)
 
 _CURE = (
     "What changes parameters, or computes with tensors of other ranks, has to run on all ranks alike, not under "
     "`if trainer.is_global_zero:`. The first rank alone can read parameters, gradients and buffers: "
     "`p.detach().cpu()` is a plain tensor, with which it may compute."
 )
+
+Contents: TypeAlias = tuple[GlobalStorage, int, Extent]
+"""What a global tensor holds: its memory, the key of what has made the values, and what it covers."""
+
+
+class Served(NamedTuple):
+    """What ranks send that only the first one, or all of them, have asked for.
+
+    Attributes:
+        values: of whole parameters, gradients and buffers.
+        with_gradient: names of the parameters that have one.
+    """
+
+    values: list[Tensor]
+    with_gradient: list[str]
 
 
 class GlobalView:
@@ -83,16 +100,16 @@ class GlobalView:
         self.changed_buffers: set[str] = set()
         self.pending = False
         self.is_used = False
+        self._alive: weakref.WeakValueDictionary[int, GlobalTensor] = weakref.WeakValueDictionary()
+        self._numbers = count()
         self.tensors = ModuleTensors(module, ownership, self)
+        self._alive.clear()  # the module's own are nobody's to keep
         self.find = self.tensors.find
         self._host = host or Channel(group, device)
         self._written: dict[str, int] = {}  # since ranks compared it: tensors of the module, and what tells how
         self._last_write = "nothing"
-        self._alive: weakref.WeakValueDictionary[int, GlobalTensor] = weakref.WeakValueDictionary()
-        self._made = 0  # tensors
-        self._copies: dict[GlobalStorage, dict[Extent, Tensor]] = {}  # fetched since the storage was last written
+        self._copies: dict[Contents, Tensor] = {}  # fetched in this hook
         self._modes: ExitStack | None = None
-        self._modules = {id(child) for child in module.modules()}
 
     # ---- entering ----
 
@@ -175,7 +192,8 @@ class GlobalView:
 
     def _refuse_new_parameter(self, module: nn.Module, name: str, parameter: Any) -> None:
         """Called for the registration of any parameter: the module's own may not be replaced in a hook."""
-        if id(module) in self._modules and parameter is not module._parameters.get(name):
+        before = module._parameters.get(name)
+        if parameter is not before and self.find(before) is not None:
             raise GlobalViewError(
                 f"Parameter {name!r} of a {type(module).__name__} is replaced by another one at {user_location()}, "
                 "in a hook: a pipeline has divided the parameters that it had. Change its values "
@@ -185,10 +203,10 @@ class GlobalView:
     def _value_into_buffer(self, module: nn.Module, name: str, value: Any) -> Any:
         """Called for the registration of any buffer: a new value for one of the module's goes into the old tensor."""
         before = module._buffers.get(name)
-        if id(module) not in self._modules or value is before or not isinstance(value, Tensor):
+        if value is before or not isinstance(value, Tensor):
             return value
         with without_torch_function():  # our own looks at tensors are not the user's
-            if before is None or not self.find(before):
+            if before is None or self.find(before) is None:
                 return self.plain(value)
             self.set_data(before, value)
         return before
@@ -200,7 +218,7 @@ class GlobalView:
 
     def _end(self, waits: bool) -> None:
         self.pending = True
-        changed = {None, *self._written}
+        changed = set(self._written)
         try:
             if waits or self._written:
                 self.settle()
@@ -212,16 +230,16 @@ class GlobalView:
     def _forget(self) -> None:
         """Copies are old as soon as other code runs."""
         self._copies.clear()
-        if self.is_used:
-            self.tensors.forget_gradients()
+        self.tensors.forget_gradients()
 
     # ---- where ranks meet ----
 
-    def _meet(self, why: int, key: int, what: str) -> bool:
+    def _meet(self, why: int, key: int, what: str, wanted: Sequence[GlobalTensor] = ()) -> Served | None:
         """Come for ``what``, and answer the first rank as long as it alone asks for values. Collective.
 
         Returns:
-            Whether all ranks have come for the same, as ``key`` tells; else this is the first one, which alone did.
+            None if all ranks have come for the same, as ``key`` tells. Else this is the first one, which alone did,
+            and gets what the others serve; or all of them ask for names of gradients.
 
         Raises:
             GlobalViewError: on every rank: they have come for what does not fit.
@@ -230,72 +248,47 @@ class GlobalView:
         while True:
             rows = [torch.empty_like(local) for _ in range(self._host.group.size())]
             dist.all_gather(rows, local, group=self._host.group)
-            requests = [tuple(row.tolist()) for row in rows]
+            requests = torch.stack(rows).tolist()
             first = requests[0]
-            if all(request == first for request in requests):
-                return True
-            if first[0] == _END:
-                everyones = gather(what, self._host.group)
-                lines = "; ".join(f"rank {rank} {theirs}" for rank, theirs in enumerate(everyones))
-                raise GlobalViewError(
-                    f"The ranks of a pipeline do different things in a hook or callback: {lines}. {_CURE}"
-                )
-            if requests[self.rank] == first:
-                return False
-            self._exchange(what)
+            are_equal = all(request == first for request in requests)
+            if are_equal and why != _GRADIENTS:
+                return None
+            served = self._serve(first[0] != _END, what, wanted)
+            if are_equal or self.rank == 0:
+                return served
 
-    def _exchange(self, what: str, wanted: Sequence[GlobalTensor] = ()) -> tuple[list[Tensor], list[str]]:
-        """Send what the first rank alone asks for. Collective.
+    def _serve(self, may_ask: bool, what: str, wanted: Sequence[GlobalTensor]) -> Served:
+        """Send what the first rank alone asks for: parameters, gradients and buffers. Collective.
 
         Args:
+            may_ask: the first rank has come for values, not to go on.
             what: this rank is here for, in words.
-            wanted: on the first rank; on the others nothing.
-
-        Returns:
-            On the first rank the values; on all the names of parameters with a gradient.
-
-        Raises:
-            GlobalViewError: on every rank, if they are none of the module's, or other ranks have changed them since.
+            wanted: on the first rank; on the others nothing counts.
         """
-        found = [self._name_of(tensor) for tensor in wanted]
-        everyones = gather((found, what, self._written, self.tensors.with_gradient()), self._host.group)
-        names, what, written, _ = everyones[0]
-        are_known = None not in names
-        for _, _, theirs, _ in everyones:
-            are_known = are_known and all(theirs.get(name) == written.get(name) for name in names)
-        if not are_known:
+        names = [tensor.global_storage.name for tensor in wanted]
+        everyones = gather((what, names, self._written, self.tensors.with_gradient()), self._host.group)
+        _, names, written, _ = everyones[0]
+        for _, _, theirs, _ in everyones:  # what other ranks have changed since cannot be sent as it was
+            may_ask = may_ask and all(name and theirs.get(name) == written.get(name) for name in names)
+        if not may_ask:
+            lines = "; ".join(f"rank {rank} {of_rank[0]}" for rank, of_rank in enumerate(everyones))
             raise GlobalViewError(
-                f"Rank 0 of the pipeline alone {what}: no parameter, gradient or buffer, or one that other ranks have "
-                f"changed since. {_CURE}"
+                f"The ranks of a pipeline do different things in a hook or callback: {lines}. {_CURE}"
             )
-        sent = self._broadcast([self.tensors.named(name) for name in names])
-        values = []
-        for tensor, value in zip(wanted, sent, strict=False):
-            shape, strides, offset, _ = tensor.extent
-            values.append(value.as_strided(shape, strides, offset))
-        return values, [name for _, _, _, gradients in everyones for name in gradients]
-
-    def _name_of(self, tensor: GlobalTensor) -> str | None:
-        """Of the module's parameter, gradient or buffer whose memory this is; None if there is none."""
-        name = tensor.global_storage.name
-        if name is None or self.tensors.named(name).dtype != tensor.dtype:
-            return None
-        return name
+        values = self._broadcast([self.tensors.named(name) for name in names])
+        return Served(values, [name for _, _, _, gradients in everyones for name in gradients])
 
     def names_with_gradient(self) -> list[str]:
         """The parameters that have one, on whatever rank. Collective."""
-        what = f"needs gradients at {user_location()}"
-        if not self._meet(_VALUES, 0, what):
-            return self._exchange(what)[1]
-        everyones = gather(self.tensors.with_gradient(), self._host.group)
-        return [name for theirs in everyones for name in theirs]
+        served = self._meet(_GRADIENTS, 0, f"needs gradients at {user_location()}")
+        assert served is not None
+        return served.with_gradient
 
     # ---- tensors ----
 
     def remember(self, tensor: GlobalTensor) -> None:
         """It becomes a plain one when the view closes, if it is still there."""
-        self._made += 1
-        self._alive[self._made] = tensor
+        self._alive[next(self._numbers)] = tensor
 
     def run(self, call: Call) -> Any:
         """The result of an operator call that has global tensors among its arguments."""
@@ -313,18 +306,12 @@ class GlobalView:
             return map_leaves(replaced, structure)
         return structure
 
-    def own_object(self, tensor: GlobalTensor) -> Tensor:
-        """The module's own tensor, if ``tensor`` is what stands for it; else ``tensor``."""
-        found = self.tensors.by_name.get(tensor.global_storage.name or "")
-        return found.tensor if found is not None and found.global_tensor is tensor else tensor
-
     # ---- changes ----
 
     def changed(self, tensor: GlobalTensor, key: int) -> None:
         """An operation has changed ``tensor``; ``key`` tells how."""
         storage = tensor.global_storage
         storage.key = key
-        self._copies.pop(storage, None)
         if storage.name is not None:
             self.note_write(storage.name, key)
 
@@ -343,19 +330,18 @@ class GlobalView:
         """
         found = self.find(target)
         if found is None or value.shape != target.shape or value.dtype != target.dtype:
-            described = repr(found.name) if found is not None else cast(GlobalTensor, target).describe()
             raise GlobalViewError(
-                f"`.data` of {described} is set at {user_location()}: from shape {tuple(target.shape)}, {target.dtype} "
-                f"to {tuple(value.shape)}, {value.dtype}. In a pipeline only that of a parameter or buffer can be set, "
-                "and shape and dtype have to stay. Use `.copy_()`."
+                f"`.data` of a tensor of shape {tuple(target.shape)}, {target.dtype} is set at {user_location()} to "
+                f"shape {tuple(value.shape)}, {value.dtype}. In a pipeline only that of a parameter or buffer can be "
+                "set, and shape and dtype have to stay. Use `.copy_()`."
             )
-        # `value` is on one rank or on all; the owner takes it, and the other holders get it from there.
-        current = self.tensors.as_global(found)
-        moved = self.tensors.moved(found, value)
-        if self.rank in found.ranks:  # others than the owner get their values at the hook's end
-            found.tensor.data = torch.empty_like(found.tensor) if moved.local is None else moved.local.detach()
-        self.changed(current, key_of("data", moved.global_storage.key, current.global_storage.key))
-        self.tensors.as_global(found)  # has other memory now
+        # `value` is on one rank or on all; the owner takes it, and the other holders get it at the hook's end.
+        local = self.tensors.at_owner(found, value)
+        if self.rank in found.ranks:
+            found.tensor.data = torch.empty_like(found.tensor) if local is None else local.detach()
+        current = self.tensors.as_global(found)  # has other memory now
+        key = value.global_storage.key if isinstance(value, GlobalTensor) else 0
+        self.changed(current, key_of("data", key, current.global_storage.key))
 
     # ---- values ----
 
@@ -390,29 +376,23 @@ class GlobalView:
 
     def fetch(self, tensors: Sequence[GlobalTensor]) -> list[Tensor]:
         """The values of ``tensors`` on every rank, not to be written. Collective, unless all were fetched already."""
+        contents = [(tensor.global_storage, tensor.global_storage.key, tensor.extent) for tensor in tensors]
         # What is missing is decided by copies, never by `local`: so all ranks, the owner too, decide alike and meet.
-        missing: dict[tuple[Any, ...], GlobalTensor] = {}
-        for tensor in tensors:
-            if tensor.extent not in self._copies.setdefault(tensor.global_storage, {}):
-                missing[tensor.global_storage, tensor.extent] = tensor
+        missing = {what: tensor for what, tensor in zip(contents, tensors, strict=True) if what not in self._copies}
         if missing:
-            self._fetch(list(missing.values()))
-        values = []
-        for tensor in tensors:
-            copy = self._copies[tensor.global_storage][tensor.extent]
-            values.append(copy if tensor.local is None else tensor.local)
-        return values
-
-    def _fetch(self, missing: Sequence[GlobalTensor]) -> None:
-        names = ", ".join(tensor.describe() for tensor in missing[:3])
-        key = key_of([(tensor.global_storage.key, tensor.extent) for tensor in missing])
-        what = f"needs the values of {names} at {user_location()}"
-        if self._meet(_VALUES, key, what):
-            values = self._broadcast(missing)
-        else:
-            values, _ = self._exchange(what, missing)
-        for tensor, copy in zip(missing, values, strict=True):
-            self._copies[tensor.global_storage][tensor.extent] = copy
+            wanted = list(missing.values())
+            names = ", ".join(tensor.describe() for tensor in wanted[:3])
+            key = key_of([(key, extent) for _, key, extent in missing])
+            served = self._meet(_VALUES, key, f"needs the values of {names} at {user_location()}", wanted)
+            if served is None:
+                values = self._broadcast(wanted)
+            else:  # whole parameters, gradients and buffers, of which `wanted` are views
+                values = []
+                for tensor, value in zip(wanted, served.values, strict=True):
+                    shape, strides, offset, dtype = tensor.extent
+                    values.append(value.view(dtype).as_strided(shape, strides, offset))
+            self._copies.update(zip(missing, values, strict=True))
+        return [self._copies[what] for what in contents]
 
     def _broadcast(self, tensors: Sequence[GlobalTensor]) -> list[Tensor]:
         """Each one's values on every rank. Collective."""
@@ -435,27 +415,17 @@ class GlobalView:
         """Give all global tensors that still exist their values, as plain tensors. Collective."""
         self.settle()
         gc.collect()  # what is alive has to be the same on all ranks
-        own = {id(found.global_tensor) for found in self.tensors.by_name.values()}
-        kept: dict[tuple[Any, ...], list[GlobalTensor]] = {}
-        for _, tensor in sorted(self._alive.items()):
-            if id(tensor) not in own:
-                kept.setdefault((tensor.owner, tensor.global_storage.key, tensor.extent), []).append(tensor)
-        # What was made alike is in the same order on all ranks. Where one has fewer, as it alone ran other code, it is
-        # not known which are which, and using them stays an error.
-        everyones = gather({what: len(tensors) for what, tensors in kept.items()}, self._host.group)
-        for what, tensors in sorted(kept.items(), key=repr):
-            if all(theirs.get(what) == len(tensors) for theirs in everyones):
-                for tensor in tensors:
-                    (value,) = self._broadcast([tensor])
-                    _make_plain(tensor, value)
-        for found in self.tensors.by_name.values():
-            found.global_tensor = None
+        kept = [tensor for _, tensor in sorted(self._alive.items())]
+        # Where ranks have kept other tensors, as one has run other code, using them stays an error.
+        everyones = gather([(tensor.global_storage.key, tensor.extent) for tensor in kept], self._host.group)
+        for tensor in kept:
+            if all(theirs == everyones[0] for theirs in everyones):
+                _make_plain(tensor, *self._broadcast([tensor]))
 
 
 def _make_plain(tensor: GlobalTensor, value: Tensor) -> None:
     """Turn the object into an ordinary tensor or parameter of this ``value``."""
     plain = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
     swap_contents(tensor, value.requires_grad_(tensor.requires_grad))
-    for name in ("global_view", "owner", "local", "meta", "global_storage"):
-        vars(tensor).pop(name, None)
+    vars(tensor).clear()
     cast(Any, tensor).__class__ = plain
