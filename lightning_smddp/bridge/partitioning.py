@@ -210,7 +210,8 @@ def _stash(before: Unpartitioned, plan: PartitionPlan, held: Parameters) -> Grad
     setup, groups = before.setup, before.setup.groups
     here = setup.stages_here
     stages = {name: [stage for stage in plan.parameter_stages[name] if stage in here] for name in held}
-    tied_groups = create_tied_groups(plan.ownership, groups.mesh.pipelines, setup.timeout, setup.device)
+    pipeline = groups.mesh.pipelines[groups.replica]
+    tied_groups = create_tied_groups(plan.ownership, pipeline, setup.timeout, setup.device)
     replicas = _replicas(before, held) if setup.num_replicas > 1 and before.optimizers else None
     tied = TiedGradients(setup.module, plan.ownership, groups.pipeline_rank, tied_groups)
     return GradientStash(held, stages, tied, replicas)

@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_smddp.bridge.step_record import reduce_logged
 from lightning_smddp.communication.nonfinite import bad_gradients
+from lightning_smddp.communication.norms import norm_over_ranks
 from lightning_smddp.pipeline.mesh import Channel, Ownership
 from lightning_smddp.pipeline.partition.loss_weights import LossWeight
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
@@ -37,7 +38,7 @@ ALLOWED = {
     "tied gradients, of which one is missing": 1,
     "overflow": 0,
     "clipping": 0,
-    "clipping by the largest": 0,
+    "the largest of all gradients": 0,
     "a look at gradients": 1,
     "a message like the last one": 1,
 }
@@ -50,7 +51,7 @@ def parts(device: torch.device) -> dict[str, Callable[[], Any]]:
     labels = [MicroBatch(torch.tensor([[1, 2, -100], [0, -100, 2]], device=device), 2, 0.25) for _ in range(4)]
     module = nn.Linear(3, 2, device=device)
     ownership = Ownership({"weight": (0, 1), "bias": (0, 1)}, {}, 2)
-    groups = create_tied_groups(ownership, [(0, 1)], timedelta(seconds=20), device)
+    groups = create_tied_groups(ownership, (0, 1), timedelta(seconds=20), device)
     tied = TiedGradients(module, ownership, group.rank(), groups)
     module(torch.ones(1, 3, device=device)).sum().backward()
     parameters = dict(module.named_parameters())
@@ -61,8 +62,7 @@ def parts(device: torch.device) -> dict[str, Callable[[], Any]]:
             module.bias.grad = None
         tied.sum()
 
-    def clip(norm_type: float) -> Any:
-        return clip_by_norm(parameters, ownership, group, 1.0, norm_type, device=device)
+    gradients = [parameter.grad for parameter in parameters.values()]
 
     hosts = Channel(dist.new_group(backend="gloo"), torch.device("cpu"))
     exchange = StepExchange(Channel(group, device), hosts, 0)
@@ -79,8 +79,8 @@ def parts(device: torch.device) -> dict[str, Callable[[], Any]]:
         "a logged mean": lambda: reduce_logged("mean", values, [0.25] * 4),
         "tied gradients": tied.sum,
         "overflow": lambda: share_overflow(parameters.values(), placeholder, group),
-        "clipping": lambda: clip(2.0),
-        "clipping by the largest": lambda: clip(float("inf")),
+        "clipping": lambda: clip_by_norm(parameters, ownership, group, 1.0, device),
+        "the largest of all gradients": lambda: norm_over_ranks(gradients, group, float("inf"), device),
         "a message like the last one": send,
         "a look at gradients": lambda: bad_gradients(parameters.items()),
         "tied gradients, of which one is missing": with_one_missing,

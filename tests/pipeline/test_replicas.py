@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -38,6 +39,11 @@ def batch(replica: int, microbatch: int) -> Tensor:
 def backward(model: nn.Module, replica: int, microbatches: int = MICROBATCHES) -> None:
     for microbatch in range(microbatches):
         model(batch(replica, microbatch)).square().mean().backward()
+
+
+def passes(model: nn.Module, times: int = MICROBATCHES) -> dict[str, int]:
+    """Backward passes that reach each parameter."""
+    return {name: times for name, _ in model.named_parameters()}
 
 
 def mean_gradients(replicas: int, **options: Any) -> list[Tensor]:
@@ -94,7 +100,7 @@ def all_algorithms(names: list[str]) -> list[str]:
         with averaging(model, groups[rank], algorithm=name, bucket_cap_mb=cap) as replicas:
             assert replicas.communicator.world_size == 2
             for _ in range(2):
-                replicas.begin(MICROBATCHES)
+                replicas.begin(passes(model))
                 backward(model, replica)
                 replicas.finish()
                 assert_close(model, expected)
@@ -130,7 +136,7 @@ def collectives_meanwhile(algorithm: str) -> None:
 
         if rank == 0:
             synchronizer.average = late  # type: ignore[method-assign]
-        replicas.begin(MICROBATCHES)
+        replicas.begin(passes(model))
         backward(model, rank)
         replicas.stash()
         time.sleep(0.2 * rank)
@@ -156,7 +162,7 @@ def one_group_of_several_nodes() -> None:
             for name in ("hierarchical", "balanced"):
                 model = stage()
                 with averaging(model, group, algorithm=name, compression=compression) as replicas:
-                    replicas.begin(MICROBATCHES)
+                    replicas.begin(passes(model))
                     backward(model, dist.get_rank())
                     replicas.finish()
                     assert_close(model, mean_gradients(4), 1e-6 if compression is None else 2e-2)
@@ -172,7 +178,7 @@ def steps() -> None:
     for check in (
         starts_during_backward,
         accumulated,
-        without_hooks,
+        all_at_the_end,
         put_aside,
         unused,
         replaced_gradients,
@@ -194,7 +200,7 @@ def starts_during_backward() -> None:
             return average(bucket)
 
         replicas._synchronizer.average = record
-        replicas.begin(MICROBATCHES)
+        replicas.begin(passes(model))
         backward(model, dist.get_rank(), MICROBATCHES - 1)
         assert launched == []
         model(batch(dist.get_rank(), MICROBATCHES - 1)).square().mean().backward()
@@ -208,7 +214,7 @@ def accumulated() -> None:
     model, expected = stage(), [3 * gradient for gradient in mean_gradients(2)]
     with averaging(model) as replicas:
         for index in range(3):
-            replicas.begin(MICROBATCHES if index == 2 else None, keep=index > 0)
+            replicas.begin(passes(model) if index == 2 else {}, keep=index > 0)
             backward(model, dist.get_rank())
             replicas.finish(average=index == 2)
             if index == 0:
@@ -218,17 +224,12 @@ def accumulated() -> None:
         assert_close(model, expected)
 
 
-def without_hooks() -> None:
-    """As schedules do that split backward in two."""
+def all_at_the_end() -> None:
+    """As of a batch that is known to be the last one only then."""
     model = stage()
     with averaging(model) as replicas:
-        replicas.begin(None)
-        for microbatch in range(MICROBATCHES):
-            loss = model(batch(dist.get_rank(), microbatch)).square().mean()
-            for parameter, gradient in zip(
-                model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
-            ):
-                parameter.grad += gradient
+        replicas.begin({})
+        backward(model, dist.get_rank())
         replicas.finish()
         assert_close(model, mean_gradients(2))
 
@@ -237,7 +238,7 @@ def put_aside() -> None:
     """Lightning zeroes the gradients between a pipeline's backward and the step."""
     model = stage()
     with averaging(model, algorithm="shared_memory") as replicas:
-        replicas.begin(MICROBATCHES)
+        replicas.begin(passes(model))
         backward(model, dist.get_rank())
         replicas.stash()
         assert all(parameter.grad is None for parameter in model.parameters())
@@ -252,7 +253,7 @@ def unused() -> None:
     for cap in (SMALL, 1.0):
         model = stage()
         with averaging(model, algorithm="shared_memory", bucket_cap_mb=cap) as replicas:
-            replicas.begin(MICROBATCHES)
+            replicas.begin(passes(model))
             for microbatch in range(MICROBATCHES):
                 value = model[2](batch(rank, microbatch))
                 (model[1](value) if rank == 0 else value).sum().backward()
@@ -265,13 +266,11 @@ def unused() -> None:
 def replaced_gradients() -> None:
     """``create_graph`` makes a new ``.grad`` instead of adding to the old one."""
     model = stage()
-    with averaging(model) as replicas:
-        replicas.begin(None)
+    with averaging(model) as replicas, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of references that go round
+        replicas.begin(passes(model))
         for microbatch in range(MICROBATCHES):
-            loss = model(batch(dist.get_rank(), microbatch)).square().mean()
-            gradients = torch.autograd.grad(loss, list(model.parameters()))
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter.grad = parameter.grad + gradient
+            model(batch(dist.get_rank(), microbatch)).square().mean().backward(create_graph=True)
         replicas.finish()
         assert_close(model, mean_gradients(2))
 
@@ -280,7 +279,7 @@ def thawed() -> None:
     model = stage()
     model[0].requires_grad_(False)
     with averaging(model) as replicas:
-        replicas.begin(MICROBATCHES)
+        replicas.begin(passes(model))
         backward(model, dist.get_rank())
         replicas.finish()
         assert model[0].weight.grad is None
@@ -288,7 +287,7 @@ def thawed() -> None:
         model[0].requires_grad_(True)
         model[1].requires_grad_(False)
         model[1].zero_grad()
-        replicas.begin(MICROBATCHES)
+        replicas.begin(passes(model))
         backward(model, dist.get_rank())
         replicas.finish()
         assert model[1].weight.grad is None
@@ -299,13 +298,15 @@ def too_many_backwards() -> None:
     """A reentrant checkpoint used twice: twice as many backward passes reach its parameters."""
     layer = stage()[:1]
     with averaging(layer) as replicas:
-        replicas.begin(1)
+        replicas.begin(passes(layer, 1))
         value = batch(0, 0).requires_grad_()
         for _ in range(2):
             value = checkpoint(layer, value, use_reentrant=True)
         message = message_of(RuntimeError, lambda: value.sum().backward())
-        assert "More was added to the gradient of '0.bias', whose average over the replicas may be under way" in message
-        replicas.begin(2)  # all is well with the right number
+        assert (
+            "More was added to a gradient of shape (12,), whose average over the replicas may be under way" in message
+        )
+        replicas.begin(passes(layer, 2))  # all is well with the right number
         value = batch(0, 0).requires_grad_()
         for _ in range(2):
             value = checkpoint(layer, value, use_reentrant=True)
@@ -328,7 +329,7 @@ def hooks_of_users_come_first() -> None:
     with averaging(model, algorithm="shared_memory") as replicas:
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(halve)
-        replicas.begin(1)
+        replicas.begin(passes(model, 1))
         backward(model, dist.get_rank(), 1)
         replicas.finish()
         assert_close(model, expected)
@@ -337,12 +338,12 @@ def hooks_of_users_come_first() -> None:
 def nothing_to_train() -> None:
     model = stage().requires_grad_(False)
     with averaging(model, algorithm="auto") as replicas:
-        replicas.begin(MICROBATCHES)
+        replicas.begin(passes(model))
         replicas.finish()
         assert replicas.report().gradient_bytes == 0
         assert replicas.state_dict() == {}
     with averaging(nn.Module(), algorithm="auto") as replicas:
-        replicas.begin(1)
+        replicas.begin({})
         replicas.finish()
 
 
@@ -370,7 +371,7 @@ def compressed() -> None:
     """The remembered error survives a change of replicas: saved, and loaded elsewhere."""
     model = stage()
     with averaging(model, algorithm="native", compression=Compression.parse("int8")) as replicas:
-        replicas.begin(MICROBATCHES)
+        replicas.begin(passes(model))
         backward(model, dist.get_rank())
         replicas.finish()
         assert_close(model, mean_gradients(2), 2e-2)
@@ -395,7 +396,7 @@ def given_up() -> float:
     replicas = ReplicaGradients(
         dict(model.named_parameters()), dist.group.WORLD, CPU, timedelta(seconds=40), algorithm="shared_memory"
     )
-    replicas.begin(1)
+    replicas.begin(passes(model, 1))
     start = time.monotonic()
     if dist.get_rank() == 0:
         backward(model, 0, 1)

@@ -31,45 +31,43 @@ from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.communication.norms import norm_over_ranks
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.state.replicas import ReplicaGradients
+from lightning_smddp.wire.pytree import copied
 from lightning_smddp.wire.stream import CPU
 
 Ranks: TypeAlias = tuple[int, ...]
-TiedGroups = Mapping[Ranks, dist.ProcessGroup]
+TiedGroups: TypeAlias = Mapping[Ranks, dist.ProcessGroup]
+Gradients: TypeAlias = Mapping[str, Tensor]
+"""By the name of the parameter."""
 
 _ROUNDING = 1e-6  # relative: a loss that nobody scales may arrive with so much
 
 
 def create_tied_groups(
     ownership: Ownership,
-    pipelines: Sequence[Sequence[int]],
+    pipeline: Sequence[int],
     timeout: timedelta,
     device: torch.device,
-) -> dict[Ranks, dist.ProcessGroup]:
+) -> TiedGroups:
     """A group for each set of ranks that share parameters, in this rank's pipeline. Collective over the world.
 
     Args:
         ownership: the same in every pipeline.
-        pipelines: for each replica the global ranks of its pipeline.
+        pipeline: the global ranks of this one.
         timeout: of the groups' collectives.
         device: where the gradients are.
 
     Returns:
         For each such set that this rank is in (pipeline ranks, ascending) its group.
     """
-    shared = list(ownership.shared())
-    if not shared:
-        return {}
     assert dist.group.WORLD is not None
-    name = new_name(dist.group.WORLD, device)
-    rank = dist.get_rank()
-    (pipeline,) = [pipeline for pipeline in pipelines if rank in pipeline]
-    local: dict[Ranks, dist.ProcessGroup] = {}
-    for ranks in shared:
+    groups = {}
+    for ranks in ownership.shared():
         # Only the members of a group create it, all of them in the order of `shared`.
-        members = [pipeline[pipeline_rank] for pipeline_rank in ranks]
-        if rank in members:
-            local[ranks] = create_group(members, f"{name}-tied-{members}", timeout, device)
-    return local
+        members = [pipeline[rank] for rank in ranks]
+        name = new_name(dist.group.WORLD, device)
+        if dist.get_rank() in members:
+            groups[ranks] = create_group(members, f"{name}-tied-{members}", timeout, device)
+    return groups
 
 
 class TiedGradients:
@@ -101,38 +99,32 @@ class TiedGradients:
         A holder without a gradient counts as zero; if none has one, it stays None.
         """
         for group, parameters in self._sets:
-            by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-            for parameter in parameters:
-                if parameter.requires_grad:
-                    by_dtype.setdefault(parameter.dtype, []).append(parameter)
-            for alike in by_dtype.values():
-                _sum(group, alike)
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
+            if trained:
+                _sum(group, trained)
 
 
 def _sum(group: dist.ProcessGroup, parameters: list[nn.Parameter]) -> None:
-    """Replace the gradients of ``parameters`` (of one dtype) by their sums over ``group``.
+    """Replace the gradients of ``parameters`` by their sums over ``group``.
 
-    One all-reduce of one flat tensor::
+    One all-reduce of one flat tensor, of the widest dtype that there is::
 
         gradient of p0 | gradient of p1 | ... | how many holders have one: p0, p1, ...
     """
     first = parameters[0]
     has_one = [parameter.grad is not None for parameter in parameters]
     gradients = [_gradient(parameter).flatten() for parameter in parameters]
-    holders = from_numbers(has_one, first.dtype, first.device)
-    flat = torch.cat([*gradients, holders])
+    flat = torch.cat([*gradients, from_numbers(has_one, first.dtype, first.device)])
     dist.all_reduce(flat, group=group)
-    sizes = [parameter.numel() for parameter in parameters]
-    *sums, holders = flat.split([*sizes, len(parameters)])
+    *sums, holders = flat.split([*map(len, gradients), len(parameters)])
     # Reading the counts waits for the device. Where this rank has all gradients, each has a holder anyway.
-    counts = [1.0] * len(parameters) if all(has_one) else holders.tolist()
+    counts = has_one if all(has_one) else holders.tolist()
     for parameter, total, count in zip(parameters, sums, counts, strict=True):
-        if count == 0:
-            continue
         # The sum is dense, whatever this rank's own part of it was.
-        if parameter.grad is None or parameter.grad.is_sparse:
+        if count and (parameter.grad is None or parameter.grad.is_sparse):
             parameter.grad = torch.empty_like(parameter)
-        parameter.grad.copy_(total.view(parameter.shape))
+        if parameter.grad is not None:
+            parameter.grad.copy_(total.view(parameter.shape))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
@@ -168,8 +160,8 @@ class GradientStash:
         self.stages = stages
         self.tied = tied
         self.replicas = replicas
-        self._old: dict[str, Tensor | None] | None = None  # copies of what was there before the batch
-        self._made: dict[str, Tensor | None] = {}  # by the schedule, without replicas; else the buckets hold it
+        self._old: Gradients | None = None  # copies of what was there before the batch
+        self._made: Gradients = {}  # by the schedule, without replicas; else the buckets hold it
         self._accumulates = False
         self._continues = False
 
@@ -189,19 +181,14 @@ class GradientStash:
         # has to look untouched until `backward`, while the schedule needs an empty one (copy: the memory of a gradient
         # that replicas have averaged is used again).
         if not continues and not may_drop:
-            self._old = {}
-            for name, gradient in self._gradients().items():
-                self._old[name] = None if gradient is None else gradient.clone()
-        if self.replicas is None:
-            if not continues:
-                self._set({})
-            return
+            self._old = copied(self._gradients())
         # Buckets start to be averaged when their gradients are complete: after a backward pass for each micro-batch
         # and stage. What only accumulates is not averaged.
-        backwards: dict[str, int] | None = None
-        if not accumulates:
+        if self.replicas is not None:
             backwards = {name: num_microbatches * len(stages) for name, stages in self.stages.items()}
-        self.replicas.begin(backwards, keep=continues)
+            self.replicas.begin({} if accumulates else backwards, keep=continues)
+        elif not continues:
+            self._set({})
 
     def stash(self) -> None:
         """Take away what the schedule has made, so that zeroing does not reach it, and put back what was there."""
@@ -233,23 +220,22 @@ class GradientStash:
         if self.replicas is not None:
             self.replicas.finish(average=not self._accumulates)
         if factor != 1.0:
-            for parameter in self.parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+            for gradient in self._gradients().values():
+                gradient.mul_(factor)
         if not self._accumulates:
             self.tied.sum()
         for name, gradient in before.items():
-            parameter = self.parameters[name]
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            made = self.parameters[name].grad
+            self.parameters[name].grad = gradient if made is None else made.add_(gradient)
         self._old = None
         self._made = {}
 
-    def _gradients(self) -> dict[str, Tensor | None]:
-        """What ``.grad`` is now, by parameter."""
-        return {name: parameter.grad for name, parameter in self.parameters.items()}
+    def _gradients(self) -> Gradients:
+        """What ``.grad`` is now, by parameter; without those that have none."""
+        found = {name: parameter.grad for name, parameter in self.parameters.items()}
+        return {name: gradient for name, gradient in found.items() if gradient is not None}
 
-    def _set(self, gradients: Mapping[str, Tensor | None]) -> None:
+    def _set(self, gradients: Gradients) -> None:
         """Let each parameter's ``.grad`` be the one of its name, or None where there is none."""
         for name, parameter in self.parameters.items():
             parameter.grad = gradients.get(name)
@@ -300,8 +286,6 @@ def clip_by_norm(
     ownership: Ownership,
     group: dist.ProcessGroup,
     max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
     device: torch.device = CPU,
 ) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_`` over all stages of a pipeline. Collective.
@@ -313,22 +297,17 @@ def clip_by_norm(
         ownership: who holds what.
         group: the ranks of this pipeline.
         max_norm: above it all gradients are scaled down to it, in place.
-        norm_type: p of the norm, positive or ``inf``.
-        error_if_nonfinite: raise ``RuntimeError`` on every rank if the norm is inf or nan.
         device: of the gradients.
 
     Returns:
-        The norm of all gradients before clipping, the same on every rank: a scalar.
-
-    Raises:
-        ValueError: ``norm_type`` is not positive.
+        The 2-norm of all gradients before clipping, the same on every rank: a scalar.
     """
     # A tied parameter has the same summed gradient on several ranks, so its owner alone counts it; all of its holders
     # scale it by the same factor.
     rank = group.rank()
-    owned = [parameter for name, parameter in parameters.items() if ownership.owner(name) == rank]
-    counted = [parameter.grad for parameter in owned if parameter.grad is not None]
-    total = norm_over_ranks(counted, group, norm_type, device, error_if_nonfinite)
+    owned = [parameter.grad for name, parameter in parameters.items() if ownership.owner(name) == rank]
+    counted = [gradient for gradient in owned if gradient is not None]
+    total = norm_over_ranks(counted, group, 2.0, device, error_if_nonfinite=False)
     clip_grads_with_norm_(parameters.values(), max_norm, total)
     return total
 
@@ -369,14 +348,10 @@ def share_overflow(parameters: Iterable[nn.Parameter], placeholder: nn.Parameter
     dense: list[Tensor] = []
     for parameter in parameters:
         gradient = parameter.grad
-        if gradient is None or parameter is placeholder:
-            continue
-        if gradient.is_sparse:
-            gradient = gradient.coalesce().values()
-        dense.append(gradient)
+        if gradient is not None and parameter is not placeholder:
+            dense.append(gradient.coalesce().values() if gradient.is_sparse else gradient)
     # The largest absolute value is finite if all are. The flag stays on the device: to read it would wait for that.
-    norm = get_total_norm(dense, inf)
-    is_spoiled = ~norm.isfinite()
+    is_spoiled = ~get_total_norm(dense, inf).isfinite()
     flag = is_spoiled.to(placeholder).view(1, 1)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
     # `GradScaler` finds the inf in this gradient on every rank, so all skip the step, and all scales stay equal.

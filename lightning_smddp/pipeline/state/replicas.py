@@ -7,11 +7,10 @@ cannot do it: with schedules that split backward in two it averages too early, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Set
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.utils.hooks import RemovableHandle
 
-from lightning_smddp._compat.torch import write_count
 from lightning_smddp.communication.autotune import DEFAULT_BUCKET_MB, Plan, choose_plan, given_plan
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import Compression, check_compressible
@@ -53,9 +51,9 @@ class GradientBucket:
         self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         self._views: list[Tensor] = []
         for parameter, part in zip(parameters, self._flat.split(sizes), strict=True):
-            view = part.as_strided(parameter.shape, _strides(parameter))
-            self._views.append(view.data)  # with a count of writes of its own: views of one tensor share one
-        self._written = [0] * len(parameters)  # counts of writes at `begin`; -1: it began with what `.grad` held
+            # The parameter's strides where they leave no holes, as optimizers are fastest with equal ones.
+            strides = torch.empty_like(parameter, device="meta").stride()
+            self._views.append(part.as_strided(parameter.shape, strides))
 
     def index(self) -> int:
         """Its position in the order of launches."""
@@ -75,35 +73,27 @@ class GradientBucket:
 
     def begin(self, keep: bool) -> None:
         """Let gradients flow in: added to what ``.grad`` holds, or to zero."""
-        kept = [keep and parameter.grad is not None for parameter in self._parameters]
-        if any(kept):
+        if keep:
             self.collect()
-            for view, is_kept in zip(self._views, kept, strict=True):
-                if not is_kept:
-                    view.zero_()
         else:
             self._flat.zero_()  # one kernel instead of one for each parameter
-        self._written = []
-        for parameter, view, is_kept in zip(self._parameters, self._views, kept, strict=True):
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if keep and parameter.grad is None:
+                view.zero_()
             parameter.grad = view
-            self._written.append(-1 if is_kept else write_count(view))
 
     def collect(self) -> None:
         """Take in gradients that someone put elsewhere, as ``backward(create_graph=True)`` does."""
         for parameter, view in zip(self._parameters, self._views, strict=True):
             gradient = parameter.grad
-            if gradient is not None and not _same_memory(gradient, view):
-                view.copy_(gradient)
+            if gradient is not None and (gradient.is_sparse or gradient.data_ptr() != view.data_ptr()):
+                view.copy_(gradient.detach())
                 parameter.grad = view
 
-    def used(self) -> list[bool]:
-        """Which parameters have a gradient, be it zero."""
-        return [write_count(view) != count for view, count in zip(self._views, self._written, strict=True)]
-
-    def hand_out(self, used: Sequence[bool]) -> None:
-        """Set ``.grad``: the view, or None for parameters without a gradient."""
-        for parameter, view, is_used in zip(self._parameters, self._views, used, strict=True):
-            parameter.grad = view if is_used else None
+    def hand_out(self, used: Set[int]) -> None:
+        """Set ``.grad``: the view, or None for parameters whose ``id`` is not in ``used``."""
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.grad = view if id(parameter) in used else None
 
 
 def assign_buckets(parameters: list[nn.Parameter], cap_bytes: int) -> list[GradientBucket]:
@@ -126,15 +116,6 @@ def assign_buckets(parameters: list[nn.Parameter], cap_bytes: int) -> list[Gradi
     filled.sort(key=lambda members: ends[id(members[-1])])
     last = len(filled) - 1
     return [GradientBucket(number, members, number == last) for number, members in enumerate(filled)]
-
-
-def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """The parameter's own where they leave no holes, as optimizers are fastest with equal ones; else contiguous."""
-    return torch.empty_like(parameter, device="meta").stride()
-
-
-def _same_memory(gradient: Tensor, view: Tensor) -> bool:
-    return not gradient.is_sparse and gradient.data_ptr() == view.data_ptr()
 
 
 class ReplicaGradients:
@@ -193,16 +174,18 @@ class ReplicaGradients:
         self.watching = False  # for NaN and inf, before averaging
         self.marking = True  # see `NonFiniteWatch.marks`
         self._launched = 0  # buckets
-        self._remaining: dict[int, int] = {}  # by id of a parameter the backward passes to come
+        # By id of a parameter:
+        self._remaining: dict[int, int] = {}  # backward passes to come
+        self._used: set[int] = set()  # with a gradient, be it zero
         self._build()
 
-    def begin(self, backwards: int | Mapping[str, int] | None, keep: bool = False) -> None:
+    def begin(self, backwards: Mapping[str, int], keep: bool = False) -> None:
         """Let gradients flow into the buckets: before the first backward.
 
         Args:
-            backwards: how many backward passes reach each parameter until its gradient is complete (the number of
-                micro-batches, times the stages of this rank that use it), for all or by name. None leaves everything
-                to :meth:`finish`: for batches that only accumulate.
+            backwards: by name, how many backward passes reach a parameter until its gradient is complete (the number
+                of micro-batches, times the stages of this rank that use it). What is not in it is left to
+                :meth:`finish`, as everything of a batch that only accumulates.
             keep: add to what ``.grad`` holds; else start from zero.
         """
         # A parameter that was frozen or thawed since needs other buckets, which are built when no average is under way.
@@ -212,10 +195,8 @@ class ReplicaGradients:
             self._unbuild()
             self._build()
         self._launched = 0
-        self._remaining = {}
-        if backwards is not None:
-            for name, parameter in trained.items():
-                self._remaining[id(parameter)] = backwards if isinstance(backwards, int) else backwards[name]
+        self._remaining = {id(trained[name]): passes for name, passes in backwards.items() if name in trained}
+        self._used = {id(parameter) for parameter in trained.values() if keep and parameter.grad is not None}
         for hook in self._hooks:
             # Behind hooks that users have registered since: what these make of a gradient is averaged.
             hooks = hook.hooks_dict_ref()
@@ -228,7 +209,7 @@ class ReplicaGradients:
         """Take ``.grad`` away until :meth:`finish`, so that nobody zeroes or reads what may be under way."""
         for bucket in self.buckets:
             bucket.collect()
-            bucket.hand_out([False] * len(bucket.parameters()))
+            bucket.hand_out(set())
 
     def finish(self, average: bool = True) -> None:
         """Set ``.grad``: the mean over the replicas, or with ``average=False`` what this rank has so far.
@@ -236,20 +217,17 @@ class ReplicaGradients:
         A replica without a gradient for a parameter counts as zero; if none has one, ``.grad`` is None. Collective
         over the replicas with ``average``.
         """
-        used: list[bool] = []
         for bucket in self.buckets:
             bucket.collect()
-            used += bucket.used()
         # What backward has not launched is launched now: buckets with parameters that some micro-batch has not used, or
-        # all of them if `begin` was given no number of backward passes.
+        # that `begin` was given no number of backward passes for.
         if average:
             self._launch_full(everything=True)
             self._wait()
-            used = self._used_by_any(used)
+            self._share_used()
         self._remaining = {}
-        flags = iter(used)
         for bucket in self.buckets:
-            bucket.hand_out(list(islice(flags, len(bucket.parameters()))))
+            bucket.hand_out(self._used)
 
     def take_nonfinite(self) -> dict[str, str] | None:
         """What was not finite in this rank's own gradients, by parameter; None if no replica's, nor their mean, was.
@@ -318,6 +296,7 @@ class ReplicaGradients:
 
     def _accumulated(self, parameter: Tensor) -> None:
         """A backward pass has added to the gradient."""
+        self._used.add(id(parameter))
         if id(parameter) not in self._remaining:
             return
         # One pass for each micro-batch and stage: the gradient is complete with the last of them. One more pass would
@@ -326,11 +305,10 @@ class ReplicaGradients:
         if self._remaining[id(parameter)] == 0:
             self._launch_full()
         elif self._remaining[id(parameter)] < 0:
-            (name,) = [name for name, own in self._parameters.items() if own is parameter]
             raise RuntimeError(
-                f"More was added to the gradient of {name!r}, whose average over the replicas may be under way: the "
-                "parameter is used in more backward passes than there are micro-batches (reentrant activation "
-                "checkpointing does that; use_reentrant=False does not)."
+                f"More was added to a gradient of shape {tuple(parameter.shape)}, whose average over the replicas may "
+                "be under way: the parameter is used in more backward passes than there are micro-batches (reentrant "
+                "activation checkpointing does that; use_reentrant=False does not)."
             )
 
     def _launch_full(self, everything: bool = False) -> None:
@@ -338,14 +316,11 @@ class ReplicaGradients:
         # In order, so a full bucket waits behind one that is not: every replica launches the same sequence, whatever
         # order its backward passes fill them in.
         for bucket in self.buckets[self._launched :]:
-            if not everything and not self._is_full(bucket):
+            # Asked at each gradient, so it looks no further than to the first that is missing.
+            if not everything and any(self._remaining.get(id(parameter), 1) for parameter in bucket.parameters()):
                 return
             self._launched += 1
             self._launch(bucket)
-
-    def _is_full(self, bucket: GradientBucket) -> bool:
-        # Asked at each gradient, so it looks no further than to the first that is missing.
-        return all(self._remaining.get(id(parameter), 1) <= 0 for parameter in bucket.parameters())
 
     def _launch(self, bucket: GradientBucket) -> None:
         bucket.collect()
@@ -371,14 +346,15 @@ class ReplicaGradients:
         for launched in pending:
             launched.result().wait()
 
-    def _used_by_any(self, used: list[bool]) -> list[bool]:
-        if not used or self.communicator.world_size == 1:
-            return used
-        flags = from_numbers(used, torch.float32, self._device)
-        dist.all_reduce(flags, group=self.communicator.group)
-        if all(used):  # then the sum says nothing new, and reading it would wait for the device
-            return used
-        return [flag > 0 for flag in flags.tolist()]
+    def _share_used(self) -> None:
+        """Take in which parameters have a gradient on other replicas. Collective over the replicas."""
+        parameters = [id(parameter) for bucket in self.buckets for parameter in bucket.parameters()]
+        used = [parameter in self._used for parameter in parameters]
+        if used and self.communicator.world_size > 1:
+            flags = from_numbers(used, torch.float32, self._device)
+            dist.all_reduce(flags, group=self.communicator.group)
+            if not all(used):  # else the sum says nothing new, and reading it would wait for the device
+                self._used = {parameter for parameter, flag in zip(parameters, flags.tolist(), strict=True) if flag}
 
 
 class _Held(nn.Module):
