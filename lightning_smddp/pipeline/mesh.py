@@ -70,10 +70,8 @@ class PipelineMesh:
 
     def find(self, rank: int) -> tuple[int, int]:
         """Replica of a rank of the job, and its rank in that pipeline."""
-        for replica, ranks in enumerate(self.pipelines):
-            if rank in ranks:
-                return replica, ranks.index(rank)
-        raise ValueError(f"rank {rank} is in none of the pipelines {self.pipelines}")
+        (found,) = [(replica, ranks.index(rank)) for replica, ranks in enumerate(self.pipelines) if rank in ranks]
+        return found
 
 
 class Channel(NamedTuple):
@@ -152,9 +150,9 @@ class Ownership:
         """Whether ``rank``, one of the pipeline, has the values of parameter ``name``."""
         return rank in self.parameters[name]
 
-    def owner(self, name: str) -> int:
-        """The rank that writes a parameter or buffer to checkpoints, and sends its values to others."""
-        return self.parameters[name][0] if name in self.parameters else self.buffers[name]
+    def owner(self, name: str) -> int | None:
+        """The rank that writes a tensor to checkpoints, and sends its values to others; None if all have the same."""
+        return self.parameters[name][0] if name in self.parameters else self.buffers.get(name)
 
     def held_by(self, rank: int) -> list[str]:
         """Names of the parameters that ``rank`` holds, in the module's order."""
@@ -164,10 +162,10 @@ class Ownership:
         """For each set of two or more ranks (ascending) the parameters that exactly these ranks hold, sorted."""
         # Sorted, so that all ranks go through them in the same order.
         sets: dict[tuple[int, ...], list[str]] = {}
-        for name, ranks in self.parameters.items():
+        for name, ranks in sorted(self.parameters.items(), key=lambda item: sorted(item[1])):
             if len(ranks) > 1:
                 sets.setdefault(tuple(sorted(ranks)), []).append(name)
-        return dict(sorted(sets.items()))
+        return sets
 
     def check(self, module: nn.Module) -> None:
         """Raise ``ValueError`` if ``module``'s parameters are not the ones that were placed."""

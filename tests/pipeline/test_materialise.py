@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 class Scaled(nn.Module):
-    """Draws random numbers for two parameters, and replaces one."""
+    """Draws random numbers for two parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,9 +22,17 @@ class Scaled(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        self.first = nn.Parameter(torch.randn(4))
+        nn.init.normal_(self.first)
         nn.init.normal_(self.second)
-        self.frequencies = torch.arange(3.0)
+        self.frequencies.copy_(torch.arange(3.0))
+
+
+class Assigning(Scaled):
+    """Replaces a parameter."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.first = nn.Parameter(torch.randn(4))
 
 
 class Uninitialised(nn.Module):
@@ -118,8 +126,7 @@ def test_values_are_those_of_the_constructor_in_distribution() -> None:
 
 @pytest.mark.parametrize("names", [["first", "second"], ["second"]])
 def test_one_parameter_of_a_module_draws_what_it_draws_in_the_whole(names: list[str]) -> None:
-    whole, part = on_meta(Scaled), on_meta(Scaled)
-    assert not whole.first.is_meta  # replaced by the constructor's own initialisation: taken for given values
+    assert not on_meta(Assigning).first.is_meta  # by the constructor's own initialisation: taken for given values
     whole, part = Scaled().to("meta"), Scaled().to("meta")
     first = part.first
     initialize_deferred(whole, ["first", "second"], CPU, seed=1)
@@ -173,6 +180,11 @@ def test_what_an_initialiser_forgets_is_named() -> None:
     model = on_meta(lambda: nn.ModuleDict({"a": Forgetful()}))
     with pytest.raises(ValueError, match=r"initialisation of Forgetful 'a' leaves bias without values"):
         initialize_deferred(model, all_names(model), CPU, seed=0)
+
+
+def test_a_parameter_that_an_initialiser_replaces_is_named() -> None:
+    with pytest.raises(ValueError, match=r"of Assigning leaves first without values\. Fill them in place"):
+        initialize_deferred(Assigning().to("meta"), ["first"], CPU, seed=0)
 
 
 def test_a_buffer_without_initialiser_is_named() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -117,8 +117,7 @@ def parameters_on_meta() -> Iterator[None]:
 
     def forget_values(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         # Called before the module takes the parameter: where the name is known, it replaces another one.
-        known = dict(module.named_parameters(recurse=False))
-        if parameter is not None and not parameter.is_meta and name not in known:
+        if parameter is not None and not parameter.is_meta and module._parameters.get(name) is None:
             set_contents(parameter, torch.empty_like(parameter, device="meta"))
 
     handle = register_module_parameter_registration_hook(forget_values)
@@ -149,7 +148,9 @@ def initialize_deferred(module: nn.Module, names: Collection[str], device: torch
     named = [parameter for name, parameter in module.named_parameters() if name in names]
     wanted = {id(tensor) for tensor in [*named, *module.buffers()] if tensor.is_meta}
     values: list[tuple[Tensor, Tensor]] = []
-    with _all_on_meta(module):  # an initialiser sees no values but those that it sets
+    known = [parameter for parameter in module.parameters() if not parameter.is_meta]
+    hidden = [(parameter, _contents(parameter, torch.device("meta"))) for parameter in known]
+    with swapped(hidden):  # an initialiser sees no values but those that it sets
         for name, child in module.named_modules():
             keys = [key for key, tensor in _own_tensors(child).items() if id(tensor) in wanted]
             if keys:
@@ -161,19 +162,17 @@ def initialize_deferred(module: nn.Module, names: Collection[str], device: torch
 
 
 @contextmanager
-def _all_on_meta(module: nn.Module) -> Iterator[None]:
-    """Within it no parameter has values; then those that had some have them again."""
-    hidden: list[tuple[nn.Parameter, Tensor]] = []
-    for parameter in module.parameters():
-        if not parameter.is_meta:
-            contents = torch.empty_like(parameter, device="meta", requires_grad=parameter.requires_grad)
-            swap_contents(parameter, contents)
-            hidden.append((parameter, contents))
+def swapped(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Within it both tensors of a pair have each other's contents."""
+    done = []
     try:
+        for tensor, other in pairs:
+            swap_contents(tensor, other)
+            done.append((tensor, other))
         yield
     finally:
-        for parameter, contents in hidden:
-            swap_contents(parameter, contents)
+        for tensor, other in done:
+            swap_contents(tensor, other)
 
 
 def _first_values(
@@ -195,30 +194,23 @@ def _first_values(
     # They have memory only while their initialisers run; before and after `contents` has it. So those of the next
     # module see none of these values.
     own = _own_tensors(module)
-    contents = {key: _blank(tensor, device) for key, tensor in own.items() if tensor.is_meta}
-    for key, blank in contents.items():
-        swap_contents(own[key], blank)
-    try:
-        devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), torch.no_grad():
-            # A seed of its own for each module and each of its initialisers: what is drawn depends neither on which
-            # other modules a rank holds, nor on the order in which they are come to.
-            for caller, initialize_one in initializers:
-                digest = hashlib.sha256(repr((seed, name, caller)).encode()).digest()
-                torch.manual_seed(int.from_bytes(digest[:7], "big"))  # torch's seeds have 64 bits
-                initialize_one()
-        for key, tensor in own.items():  # an initialiser may assign new ones, instead of filling the old ones
-            new = getattr(module, key)
-            if new is not tensor:
-                set_contents(tensor, new)
-                setattr(module, key, tensor)
-        empty = [key for key in keys if bool(own[key].isnan().any())]  # still the NaN that it was
-    finally:
-        for key, blank in contents.items():
-            swap_contents(own[key], blank)
+    contents = {key: _contents(tensor, device) for key, tensor in own.items() if tensor.is_meta}
+    devices = [device] if device.type == "cuda" else []
+    with (
+        swapped([(own[key], blank) for key, blank in contents.items()]),
+        torch.random.fork_rng(devices=devices),
+        torch.no_grad(),
+    ):
+        # A seed of its own for each module and each of its initialisers: what is drawn depends neither on which
+        # other modules a rank holds, nor on the order in which they are come to.
+        for caller, initialize_one in initializers:
+            digest = hashlib.sha256(repr((seed, name, caller)).encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:7], "big"))  # torch's seeds have 64 bits
+            initialize_one()
+    empty = [key for key in keys if bool(contents[key].isnan().any())]  # still the NaN that it was
     if empty:
         raise ValueError(
-            f"The initialisation of {title} leaves {', '.join(empty)} without values. Set them in its "
+            f"The initialisation of {title} leaves {', '.join(empty)} without values. Fill them in place in its "
             "`reset_parameters(self)`, or create it on a real device."
         )
     return [(own[key], contents[key]) for key in keys]
@@ -264,7 +256,7 @@ def _takes_a_module(method: Callable[..., object]) -> bool:
     return True
 
 
-def _blank(tensor: Tensor, device: torch.device) -> Tensor:
+def _contents(tensor: Tensor, device: torch.device) -> Tensor:
     """Memory for ``tensor``, filled with NaN, which no initialiser leaves behind; integers are 0, as they have none."""
     blank = torch.zeros_like(tensor, device=device, requires_grad=tensor.requires_grad)
     if blank.is_floating_point() or blank.is_complex():

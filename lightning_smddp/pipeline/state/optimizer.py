@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -35,7 +34,7 @@ def require_divisible(optimizer: Optimizer) -> None:
 class OptimizerPartition:
     """Reduces ``optimizer`` to the parameters of one rank, and saves and loads the state of the whole.
 
-    Between ranks states go by parameter name; in what is saved parameters have torch's numbers.
+    Between ranks and in what is saved parameters have torch's numbers: those of the whole optimizer.
 
     Args:
         optimizer: of the complete model; its ``param_groups`` keep their number, order and options (also the names of
@@ -73,17 +72,12 @@ class OptimizerPartition:
         """Take in groups that were added to the optimizer since; call it before each step. Not collective.
 
         Raises:
-            ValueError: see the class; or a group was removed.
+            ValueError: see the class.
         """
-        groups = self.optimizer.param_groups
-        if len(groups) == len(self._groups):
+        added = self.optimizer.param_groups[len(self._groups) :]
+        if not added:
             return
-        if len(groups) < len(self._groups):
-            raise ValueError(
-                f"{type(self.optimizer).__name__} has {len(groups)} parameter groups, it had {len(self._groups)}. "
-                "Groups may be added during training, not removed."
-            )
-        for group in groups[len(self._groups) :]:
+        for group in added:
             for index, parameter in enumerate(group["params"]):
                 if id(parameter) not in self._names:
                     raise ValueError(
@@ -141,18 +135,37 @@ class OptimizerPartition:
             device: where ``group``'s backend has its messages.
             states: of this rank's parameters; None: those that the optimizer has.
         """
-        local = {self._names[id(parameter)]: state for parameter, state in self._owned(states).items()}
-        found: dict[str, Any] = {}
-        for of_rank in gathered_objects(local, group, to_all, device):
+        whole = self.partial_state_dict(states)
+        found: dict[Any, Any] = {}
+        for of_rank in gathered_objects(whole["state"], group, to_all, device):
             found |= of_rank
         if not to_all and group.rank() != 0:
             return {}
-        by_name = {self._names[id(parameter)]: parameter for parameter in self._all()}
-        return self._state_dict({parameter: found[name] for name, parameter in by_name.items() if name in found})
+        numbered = {number: found[number] for number in range(len(self._all())) if number in found}
+        return {**whole, "state": {**numbered, **found}}
 
     def partial_state_dict(self, states: Mapping[Any, Any] | None = None) -> dict[str, Any]:
-        """What this rank gives to :meth:`full_state_dict`: its own parameters' state, with the whole's numbers."""
-        return self._state_dict(self._owned(states))
+        """What this rank gives to :meth:`full_state_dict`: the state of what it owns, with the whole's numbers.
+
+        Of the ranks with a tied parameter one owns it. What belongs to no parameter is in the part of each rank.
+        """
+        optimizer: Any = self.optimizer
+        real = optimizer.state
+        if states is None:
+            states = real
+        owned = {key: value for key, value in real.items() if not isinstance(key, Tensor)}
+        for parameter in self._all():
+            if parameter in states and self.ownership.owner(self._names[id(parameter)]) == self.rank:
+                owned[parameter] = states[parameter]
+        # `Optimizer.state_dict` reads its attribute `state`: for that moment it is another dict, which no step sees.
+        optimizer.state = owned
+        self._unshard()
+        try:
+            state: dict[str, Any] = optimizer.state_dict()
+            return state
+        finally:
+            optimizer.state = real
+            self._reshard()
 
     def load_full_state_dict(self, state: Mapping[str, Any], shards: OptimizerShards | None = None) -> None:
         """Load what :meth:`full_state_dict`, or the optimizer of a whole model, saved: this rank's part of it, copied.
@@ -169,21 +182,18 @@ class OptimizerPartition:
         numbers = chain.from_iterable(group["params"] for group in groups)
         numbered = zip(numbers, self._all(), strict=False)  # where they differ the optimizer says what is wrong
         others = {number for number, parameter in numbered if not self._is_mine(parameter)}
-        loaded = {
-            "state": {number: copied(value) for number, value in state["state"].items() if number not in others},
-            "param_groups": groups,
-        }
+        mine = {number: copied(value) for number, value in state["state"].items() if number not in others}
         fits = [len(group["params"]) for group in groups] == list(map(len, self._groups))
         try:
             if shards is None or not fits:
                 self._unshard()
-                self.optimizer.load_state_dict(loaded)
+                self.optimizer.load_state_dict({"state": mine, "param_groups": groups})
                 return
             # Shards of an optimizer know no parameters but this rank's: they get these numbers alone.
-            loaded["param_groups"] = [
-                {**group, "params": [number for number in group["params"] if number not in others]} for group in groups
-            ]
-            load_whole_state_dict(shards, loaded)
+            own = []
+            for group in groups:
+                own.append({**group, "params": [number for number in group["params"] if number not in others]})
+            load_whole_state_dict(shards, {"state": mine, "param_groups": own})
         finally:
             self._reshard()
 
@@ -192,16 +202,6 @@ class OptimizerPartition:
 
     def _is_mine(self, parameter: nn.Parameter) -> bool:
         return self.ownership.is_mine(self._names[id(parameter)], self.rank)
-
-    def _owned(self, states: Mapping[Any, Any] | None) -> dict[nn.Parameter, Any]:
-        """The states of parameters that this rank owns: of the ranks with a tied parameter one does."""
-        if states is None:
-            states = self.optimizer.state
-        owned = {}
-        for parameter in self._all():
-            if parameter in states and self.ownership.owner(self._names[id(parameter)]) == self.rank:
-                owned[parameter] = states[parameter]
-        return owned
 
     def _reshard(self) -> None:
         """Leave this rank's parameters in the groups, and their state."""
@@ -222,17 +222,3 @@ class OptimizerPartition:
         """Put the parameters of all ranks into the groups, without the placeholder."""
         for group, whole in zip(self.optimizer.param_groups, self._groups, strict=True):
             group["params"] = list(whole)
-
-    def _state_dict(self, states: Mapping[nn.Parameter, Any]) -> dict[str, Any]:
-        """As of the whole optimizer, with these states beside what belongs to no parameter."""
-        real = self.optimizer.state
-        # `Optimizer.state_dict` reads its attribute `state`: for that moment it is another dict, which no step sees.
-        everything: defaultdict[Any, Any] = defaultdict(dict, states)
-        everything.update((key, value) for key, value in real.items() if not isinstance(key, Tensor))
-        self.optimizer.state = everything
-        self._unshard()
-        try:
-            return self.optimizer.state_dict()
-        finally:
-            self.optimizer.state = real
-            self._reshard()

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Mapping, Set
+from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_smddp._compat.torch import swap_contents, without_torch_function
+from lightning_smddp._compat.torch import without_torch_function
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.mesh import Ownership, named_tensors
-from lightning_smddp.pipeline.state.meta_parameters import set_contents
+from lightning_smddp.pipeline.state.meta_parameters import set_contents, swapped
+from lightning_smddp.pipeline.view.global_tensor import broadcast_from_owners
 from lightning_smddp.pipeline.view.view import GlobalView
 from lightning_smddp.wire.objects import gather
 from lightning_smddp.wire.stream import CPU, Spec, broadcast_tensors, gather_tensors, gathered_shares
@@ -35,18 +36,15 @@ def broadcast_initial(module: nn.Module, group: dist.ProcessGroup, source: int =
         ValueError: on every rank, if the ranks' models differ.
     """
     named = named_tensors(module)
-    local = {name: (list(tensor.shape), tensor.dtype, tensor.is_meta) for name, tensor in named.items()}
+    local = [(name, tuple(tensor.shape), tensor.dtype, tensor.is_meta) for name, tensor in named.items()]
     everyones = gather(local, group)
-    expected = everyones[source]
-    for rank, found in enumerate(everyones):
-        if list(found.items()) != list(expected.items()):
-            names = [name for name in {**found, **expected} if found.get(name) != expected.get(name)]
-            what = "the order of their tensors"
-            if names:
-                what = f"{names[0]!r}: {expected.get(names[0])} and {found.get(names[0])}"
+    for rank, theirs in enumerate(everyones):
+        if theirs != everyones[source]:
+            pairs = zip_longest(everyones[source], theirs)
+            expected, found = next((expected, found) for expected, found in pairs if expected != found)
             raise ValueError(
-                f"The models of rank {source} and rank {rank} differ, first in {what} (shape, dtype, on the meta "
-                "device). Build the same model on every rank: nothing in it may depend on the rank."
+                f"The models of rank {source} and rank {rank} differ, first in {expected} and {found} (name, shape, "
+                "dtype, on the meta device). Build the same model on every rank: nothing in it may depend on the rank."
             )
     tensors = [tensor.detach() for tensor in named.values() if not tensor.is_meta]
     broadcast_tensors([Spec.of(tensor) for tensor in tensors], tensors, group, source, device)
@@ -71,7 +69,13 @@ def full_state_dict(
     received = gather_tensors(_owned(module, ownership, group.rank()), group, to_all, device)
     if not to_all and group.rank() != 0:
         return {}
-    with _lent(module, received):
+    named = named_tensors(module)
+    lent = []
+    for name, value in received.items():
+        if named[name].is_meta or named[name].data_ptr() != value.data_ptr():
+            lent.append((named[name], value.detach().requires_grad_(named[name].requires_grad)))
+    # Swapped, not copied: `state_dict` then returns the received tensors themselves.
+    with swapped(lent):
         state: dict[str, Any] = module.state_dict()
     for key, value in state.items():
         if isinstance(value, Tensor):
@@ -85,11 +89,8 @@ def partial_state_dict(module: nn.Module, ownership: Ownership, rank: int) -> di
     What no rank owns (buffers that training leaves alone, what hooks add) is in the part of every rank that has it.
     """
     # `keep_vars` gives the module's own tensor objects: they tell that a tied name is another one's, and whose it is.
-    owned = {*ownership.parameters, *ownership.buffers}
-    others = set()
-    for name, tensor in named_tensors(module).items():
-        if name in owned and ownership.owner(name) != rank:
-            others.add(id(tensor))
+    named = named_tensors(module)
+    others = {id(tensor) for name, tensor in named.items() if ownership.owner(name) not in (rank, None)}
     part = {}
     for key, value in module.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
@@ -131,43 +132,18 @@ def unshard(
     named = named_tensors(module)
     for share in gathered_shares(_owned(module, ownership, rank), group, True, device):
         for name, value in share.items():
+            # Every rank has each buffer, but its owner alone has what training has made of it.
             tensor = named[name]
             if tensor.is_meta:
                 set_contents(tensor, value.to(to or device))
-            elif ownership.buffers.get(name, rank) != rank:
-                # Every rank has the buffer, but its owner alone has what training has made of it.
+            elif ownership.owner(name) != rank:
                 set_contents(tensor, value.to(tensor.device))
 
 
 def _owned(module: nn.Module, ownership: Ownership, rank: int) -> dict[str, Tensor]:
     """The tensors that ``rank`` owns."""
     ownership.check(module)
-    names = {*ownership.parameters, *ownership.buffers}
-    found = {}
-    for name, tensor in named_tensors(module).items():
-        if name in names and ownership.owner(name) == rank:
-            found[name] = tensor
-    return found
-
-
-@contextmanager
-def _lent(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within it ``module``'s tensors of these names hold ``values``, where they are not theirs already."""
-    named = named_tensors(module)
-    changed = []
-    try:
-        for name, value in values.items():
-            tensor = named[name]
-            if tensor.is_meta or tensor.data_ptr() != value.data_ptr():
-                # Swapped, not copied: `state_dict` then returns the received tensors themselves, and a second swap
-                # gives them back.
-                other = value.detach().requires_grad_(tensor.requires_grad)
-                swap_contents(tensor, other)
-                changed.append((tensor, other))
-        yield
-    finally:
-        for tensor, other in changed:
-            swap_contents(tensor, other)
+    return {name: tensor for name, tensor in named_tensors(module).items() if ownership.owner(name) == rank}
 
 
 class SharedBuffers:
@@ -197,28 +173,15 @@ class SharedBuffers:
     def before_training(self) -> None:
         """All ranks get what training steps use of what hooks have changed. Collective if that is anything."""
         # What no training step uses stays on its owner, such as an average of the weights; a later `share` sends it.
-        wanted = self._changed_in_hooks & self._used_in_training
-        self._changed_in_hooks -= wanted
-        self._send(wanted)
+        self._send(self._changed_in_hooks & self._used_in_training)
 
     def share(self) -> None:
         """All ranks get all that has changed. Collective if anything has."""
-        if self.trained:
-            wanted = set(self.ownership.buffers)
-        else:
-            wanted = set(self._changed_in_hooks)
-        self._changed_in_hooks.clear()
+        self._send(self.ownership.buffers.keys() if self.trained else set(self._changed_in_hooks))
         self.trained = False
-        self._send(wanted)
 
     def _send(self, wanted: Set[str]) -> None:
-        # One broadcast from each owner, in the order of ranks, with its buffers in the module's order: alike on all.
-        view = self.view
-        by_owner: dict[int, list[Tensor]] = {}
-        for name, buffer in view.module.named_buffers():
-            if name in wanted:
-                owner = self.ownership.buffers[name]
-                by_owner.setdefault(owner, []).append(buffer.detach())
-        for owner, buffers in sorted(by_owner.items()):
-            specs = [Spec.of(buffer) for buffer in buffers]
-            broadcast_tensors(specs, buffers, view.group, owner, view.device)
+        named = [(name, buffer.detach()) for name, buffer in self.view.module.named_buffers() if name in wanted]
+        owned = [(self.ownership.buffers[name], buffer) for name, buffer in named]
+        broadcast_from_owners(owned, self.view.group, self.view.device)
+        self._changed_in_hooks -= wanted

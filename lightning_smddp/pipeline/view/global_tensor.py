@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import disabled_torch_function, wrapper_subclass
@@ -156,6 +157,21 @@ class GlobalTensor(Tensor):
 LEAF_TYPES.add(GlobalTensor)
 
 
+def broadcast_from_owners(owned: Iterable[tuple[int, Tensor]], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Write into each tensor what it is on the rank that is given with it: one broadcast a rank. Collective.
+
+    Args:
+        owned: owners and tensors, in the same order on all ranks.
+        group: the ranks.
+        device: where ``group``'s backend has its messages.
+    """
+    by_owner: dict[int, list[Tensor]] = {}
+    for owner, tensor in owned:
+        by_owner.setdefault(owner, []).append(tensor)
+    for owner, tensors in sorted(by_owner.items()):
+        broadcast_tensors([Spec.of(tensor) for tensor in tensors], tensors, group, owner, device)
+
+
 def key_of(*facts: Any) -> int:
     """A digest that is the same in all processes."""
     return zlib.crc32(repr(facts).encode())
@@ -217,7 +233,6 @@ class ModuleTensors:
 
     def as_global(self, found: ModuleTensor) -> GlobalTensor:
         """Its global tensor, up to date: the module's own may have got other memory, or another flag, since."""
-        self.view.is_used = True
         present, tensor = found.global_tensor, found.tensor
         if present.requires_grad != tensor.requires_grad:
             present.requires_grad_(tensor.requires_grad)
@@ -245,7 +260,7 @@ class ModuleTensors:
         if isinstance(value, GlobalTensor):
             if value.owner == found.owner:
                 return value.local
-            (value,) = self.view.fetch([value])
+            (value,) = self.view.fetch([value]).values()
         if found.owner != self.view.rank:
             return None
         return torch.empty_like(found.tensor).copy_(value.detach())
@@ -275,6 +290,8 @@ class ModuleTensors:
         Args:
             changed: names of tensors and gradients.
         """
+        if not changed and not self.gradients_known:
+            return
         for name, found in sorted(self.by_name.items()):  # alike on all ranks, as collectives need it
             is_tied = len(found.ranks) > 1
             if is_tied and name in changed:

@@ -59,8 +59,8 @@ class ViewFunctions(TorchFunctionMode):
         if attribute in ("__set__", "__delete__"):
             return self._set(name, function, args)
         found = view.find(args[0]) if args else None
-        if found is not None and name == "__deepcopy__":
-            return view.tensors.as_global(found).__deepcopy__(args[1])
+        if name == "__deepcopy__":
+            return view.as_global(args[0]).__deepcopy__(args[1])
         if name == "grad" and attribute == "__get__" and found is not None:
             view.tensors.load_gradients()
             return view.tensors.as_global(found).grad
@@ -117,7 +117,7 @@ def run_operator(view: View, call: Call) -> Any:
 
 def _everywhere(view: View, call: Call, found: Sequence[GlobalTensor]) -> Any:
     """All ranks fetch what they lack, and do it."""
-    copies = _fetch(view, found)
+    copies = view.fetch(found)
     return call.run(lambda leaf: copies.get(id(leaf), leaf))
 
 
@@ -135,7 +135,7 @@ def _at_owner(view: View, call: Call, found: Sequence[GlobalTensor], facts: Oper
             # The shape depends on values, or there is no such kernel, or it is the user's error.
             return _everywhere(view, call, found)
     key = key_of(facts.name, [(tensor.global_storage.key, tensor.extent) for tensor in found])
-    copies = _fetch(view, [tensor for tensor in found if tensor.owner != owner])
+    copies = view.fetch([tensor for tensor in found if tensor.owner != owner])
     real = None
     if view.rank == owner:
         real = call.run(lambda leaf: copies.get(id(leaf), _local(leaf)))
@@ -148,11 +148,6 @@ def _at_owner(view: View, call: Call, found: Sequence[GlobalTensor], facts: Oper
     if facts.num_returns == 0:
         return None
     return written[0] if facts.num_returns == 1 else tuple(written)
-
-
-def _fetch(view: View, tensors: Sequence[GlobalTensor]) -> dict[int, Tensor]:
-    """By id, the values of ``tensors``. Collective if there are any."""
-    return dict(zip(map(id, tensors), view.fetch(tensors), strict=True))
 
 
 def _wrap(view: View, shapes: Any, real: Any, owner: int, found: Sequence[GlobalTensor], key: int) -> Any:

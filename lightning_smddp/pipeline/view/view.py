@@ -23,6 +23,10 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from lightning_smddp._compat.torch import swap_contents, without_torch_function
 from lightning_smddp.communication.host_numbers import from_numbers
@@ -35,12 +39,12 @@ from lightning_smddp.pipeline.view.global_tensor import (
     GlobalTensor,
     GlobalViewError,
     ModuleTensors,
+    broadcast_from_owners,
     key_of,
 )
 from lightning_smddp.pipeline.view.operations import ViewFunctions, run_operator
 from lightning_smddp.wire.objects import gather
 from lightning_smddp.wire.pytree import leaves, map_leaves
-from lightning_smddp.wire.stream import Spec, broadcast_tensors
 
 # Why a rank meets the others: it is at a hook's end, or behind it; it needs values, or names of gradients.
 _END, _VALUES, _GRADIENTS = range(3)
@@ -80,7 +84,6 @@ class GlobalView:
     Attributes:
         rank: of this process in ``group``.
         changed_buffers: names of those whose values their owners alone have.
-        is_used: whether the hook has done anything with the module's tensors, or others made of such.
         pending: whether code has run within the view since ranks met: the first one may still be in it.
     """
 
@@ -99,7 +102,6 @@ class GlobalView:
         self.rank = group.rank()
         self.changed_buffers: set[str] = set()
         self.pending = False
-        self.is_used = False
         self._alive: weakref.WeakValueDictionary[int, GlobalTensor] = weakref.WeakValueDictionary()
         self._numbers = count()
         self.tensors = ModuleTensors(module, ownership, self)
@@ -176,40 +178,23 @@ class GlobalView:
         self._written.clear()
 
     def _push(self) -> None:
-        self.is_used = False
         self._modes = ExitStack()
-        # torch's hooks for registrations are called for every module there is; these two look for those of ours.
-        hooks = nn.modules.module
-        handles = [
-            hooks.register_module_parameter_registration_hook(self._refuse_new_parameter),
-            hooks.register_module_buffer_registration_hook(self._value_into_buffer),
-        ]
-        for handle in handles:
-            self._modes.callback(handle.remove)
+        # torch's hooks for registrations are called for every module there is; this one looks for tensors of ours.
+        for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook):
+            self._modes.callback(register(self._refuse_replacement).remove)
         # Functions above autograd see the module's own parameters, and put global tensors in their place; autograd's
         # operators on these come to `run`.
         self._modes.enter_context(ViewFunctions(self))
 
-    def _refuse_new_parameter(self, module: nn.Module, name: str, parameter: Any) -> None:
-        """Called for the registration of any parameter: the module's own may not be replaced in a hook."""
-        before = module._parameters.get(name)
-        if parameter is not before and self.find(before) is not None:
+    def _refuse_replacement(self, module: nn.Module, name: str, tensor: Any) -> None:
+        """Called for the registration of any parameter or buffer: the module's own may not be replaced in a hook."""
+        before = module._parameters.get(name, module._buffers.get(name))
+        if tensor is not before and self.find(before) is not None:
             raise GlobalViewError(
-                f"Parameter {name!r} of a {type(module).__name__} is replaced by another one at {user_location()}, "
-                "in a hook: a pipeline has divided the parameters that it had. Change its values "
+                f"Parameter or buffer {name!r} of a {type(module).__name__} is replaced by another one at "
+                f"{user_location()}, in a hook: a pipeline has divided those that it had. Change its values "
                 "(`p.data.copy_(...)`), or make the change in `__init__` or `configure_model`."
             )
-
-    def _value_into_buffer(self, module: nn.Module, name: str, value: Any) -> Any:
-        """Called for the registration of any buffer: a new value for one of the module's goes into the old tensor."""
-        before = module._buffers.get(name)
-        if value is before or not isinstance(value, Tensor):
-            return value
-        with without_torch_function():  # our own looks at tensors are not the user's
-            if before is None or self.find(before) is None:
-                return self.plain(value)
-            self.set_data(before, value)
-        return before
 
     def _pop(self) -> None:
         assert self._modes is not None
@@ -222,8 +207,7 @@ class GlobalView:
         try:
             if waits or self._written:
                 self.settle()
-            if self.is_used:
-                self.tensors.write_back(changed)
+            self.tensors.write_back(changed)
         finally:
             self._forget()
 
@@ -292,7 +276,6 @@ class GlobalView:
 
     def run(self, call: Call) -> Any:
         """The result of an operator call that has global tensors among its arguments."""
-        self.is_used = True
         return run_operator(self, call)
 
     def as_global(self, structure: Any) -> Any:
@@ -348,15 +331,14 @@ class GlobalView:
     def plain(self, structure: Any) -> Any:
         """``structure`` with plain tensors, this rank's own, in place of global ones. Collective if there are any."""
         with without_torch_function():
-            found = [leaf for leaf in leaves(structure) if isinstance(leaf, GlobalTensor)]
-            fetched = iter(self.fetch(found))
+            values = self.fetch([leaf for leaf in leaves(structure) if isinstance(leaf, GlobalTensor)])
 
             def value_of(leaf: Any) -> Any:
                 if not isinstance(leaf, GlobalTensor):
                     return leaf
-                return next(fetched).detach().requires_grad_(leaf.requires_grad)
+                return values[id(leaf)].detach().requires_grad_(leaf.requires_grad)
 
-            return map_leaves(value_of, structure) if found else structure
+            return map_leaves(value_of, structure) if values else structure
 
     def plain_log(self, log: Callable[..., None]) -> Callable[..., None]:
         """A LightningModule's ``log`` that is given plain values."""
@@ -374,39 +356,34 @@ class GlobalView:
                     argument[key] = self.plain(argument[key])
         return self.plain(result)
 
-    def fetch(self, tensors: Sequence[GlobalTensor]) -> list[Tensor]:
-        """The values of ``tensors`` on every rank, not to be written. Collective, unless all were fetched already."""
+    def fetch(self, tensors: Sequence[GlobalTensor]) -> dict[int, Tensor]:
+        """By ``id``, the values of ``tensors`` on every rank, not to be written. Collective, unless fetched before."""
         contents = [(tensor.global_storage, tensor.global_storage.key, tensor.extent) for tensor in tensors]
         # What is missing is decided by copies, never by `local`: so all ranks, the owner too, decide alike and meet.
         missing = {what: tensor for what, tensor in zip(contents, tensors, strict=True) if what not in self._copies}
+        copies = self._copies
         if missing:
             wanted = list(missing.values())
             names = ", ".join(tensor.describe() for tensor in wanted[:3])
             key = key_of([(key, extent) for _, key, extent in missing])
             served = self._meet(_VALUES, key, f"needs the values of {names} at {user_location()}", wanted)
             if served is None:
-                values = self._broadcast(wanted)
-            else:  # whole parameters, gradients and buffers, of which `wanted` are views
-                values = []
-                for tensor, value in zip(wanted, served.values, strict=True):
-                    shape, strides, offset, dtype = tensor.extent
-                    values.append(value.view(dtype).as_strided(shape, strides, offset))
-            self._copies.update(zip(missing, values, strict=True))
-        return [self._copies[what] for what in contents]
+                copies.update(zip(missing, self._broadcast(wanted), strict=True))
+            else:  # whole parameters, gradients and buffers, of which `wanted` are views; on this rank alone
+                copies = dict(copies)
+                for what, value in zip(missing, served.values, strict=True):
+                    shape, strides, offset, dtype = what[2]
+                    copies[what] = value.view(dtype).as_strided(shape, strides, offset)
+        return {id(tensor): copies[what] for what, tensor in zip(contents, tensors, strict=True)}
 
     def _broadcast(self, tensors: Sequence[GlobalTensor]) -> list[Tensor]:
         """Each one's values on every rank. Collective."""
         values = []
-        by_owner: dict[int, list[Tensor]] = {}
         for tensor in tensors:
-            if tensor.local is None:
-                value = torch.empty_like(tensor.meta, device=self.device)
-            else:
-                value = tensor.local.detach()
-            values.append(value)
-            by_owner.setdefault(tensor.owner, []).append(value)
-        for owner, chosen in sorted(by_owner.items()):
-            broadcast_tensors([Spec.of(value) for value in chosen], chosen, self.group, owner, self.device)
+            local = tensor.local
+            values.append(torch.empty_like(tensor.meta, device=self.device) if local is None else local.detach())
+        owners = [tensor.owner for tensor in tensors]
+        broadcast_from_owners(zip(owners, values, strict=True), self.group, self.device)
         return values
 
     # ---- the end ----
