@@ -31,7 +31,6 @@ class Assigning(Scaled):
     """Replaces a parameter."""
 
     def reset_parameters(self) -> None:
-        super().reset_parameters()
         self.first = nn.Parameter(torch.randn(4))
 
 

@@ -184,4 +184,4 @@ class SharedBuffers:
         named = [(name, buffer.detach()) for name, buffer in self.view.module.named_buffers() if name in wanted]
         owned = [(self.ownership.buffers[name], buffer) for name, buffer in named]
         broadcast_from_owners(owned, self.view.group, self.view.device)
-        self._changed_in_hooks -= wanted
+        self._changed_in_hooks.difference_update(wanted)  # in place: it is the set of the view
