@@ -28,7 +28,7 @@ class Scaled(nn.Module):
 
 
 class Assigning(Scaled):
-    """Replaces a parameter."""
+    """Replaces a parameter, and fills nothing."""
 
     def reset_parameters(self) -> None:
         self.first = nn.Parameter(torch.randn(4))
@@ -182,7 +182,7 @@ def test_what_an_initialiser_forgets_is_named() -> None:
 
 
 def test_a_parameter_that_an_initialiser_replaces_is_named() -> None:
-    with pytest.raises(ValueError, match=r"of Assigning leaves first without values\. Fill them in place"):
+    with pytest.raises(ValueError, match=r"of Assigning leaves first, frequencies without values\. Fill them in place"):
         initialize_deferred(Assigning().to("meta"), ["first"], CPU, seed=0)
 
 
