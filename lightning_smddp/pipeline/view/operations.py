@@ -70,7 +70,9 @@ class ViewFunctions(TorchFunctionMode):
             return function(*args, **kwargs)
         args, kwargs = view.as_global((args, kwargs))
         if kind is not Kind.BACKWARD:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            # In-place operations give the user's own object back, as `self.weight += 1` puts it where it was.
+            return view.own_object(result) if isinstance(result, GlobalTensor) else result
         view.tensors.load_gradients()  # it adds to them
         with mode_within_backwards(self):
             return function(*args, **kwargs)
