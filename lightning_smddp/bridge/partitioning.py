@@ -35,7 +35,7 @@ from lightning_smddp.bridge.partitioned_module import (
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
-from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
+from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.mesh import held_parameters
 from lightning_smddp.pipeline.partition.costs import (
     Resources,
@@ -265,7 +265,6 @@ def _in_a_loop(step: LightningStep, parts: MicroBatches, setup: RunSetup, graph:
     with (
         explained_shortage(),
         preserve_state(module, setup.device),
-        kept_parameters(module),
         _without_own_dropout(module),
     ):
         with step.recorder.scopes.within(None, 0), patched([log]), seeds_modules:

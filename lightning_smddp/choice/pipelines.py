@@ -17,7 +17,7 @@ from lightning_smddp.choice.first_batch import FirstBatch
 from lightning_smddp.choice.stage_profile import profile_stages
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
-from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
+from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.partition.assignment import cut_into_stages, parameter_stages_of
@@ -171,10 +171,10 @@ class _Pipeline:
                 self.profiles = profile_stages(self.graph, self.stages, run, self._loss, self.module, checkpointing)
 
     def _traced(self, run: Callable[[], Any]) -> Trace:
-        with preserve_state(self.module, _CPU), kept_parameters(self.module) as written:
+        with preserve_state(self.module, _CPU):
             traced = trace(run, self.module, _CPU)
-            refuse_foreign_writes(written.locations())
-            return traced
+        refuse_foreign_writes(traced.foreign_writes)
+        return traced
 
     def _loss(self, result: Any) -> Tensor:
         return loss_of(result, "training_step")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_smddp._compat.torch_memory import MemoryRecord, recorded_memory
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
-from lightning_smddp.pipeline.capture.tracer import Clock
+from lightning_smddp.pipeline.capture.tracer import now
 
 _CPU = torch.device("cpu")
 
@@ -63,12 +63,11 @@ def profile_step(loss_of_step: Callable[[], Tensor], root: nn.Module) -> StepPro
 
 def shortest(run: Callable[[], object], repeats: int = 2) -> float:
     """Seconds of the fastest of some runs, without the time in which other processes had the processor."""
-    clock = Clock(_CPU)
     seconds = []
     for _ in range(repeats):
-        begin = clock.now()
+        begin = now(_CPU)
         run()
-        seconds.append(begin.until(clock.now()))
+        seconds.append(now(_CPU) - begin)
     return min(seconds)
 
 

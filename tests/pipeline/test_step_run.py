@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_smddp.pipeline.capture.boundaries import possible_cuts
+from lightning_smddp.pipeline.capture.boundaries import obstacle_to, possible_cuts
 from lightning_smddp.pipeline.runtime.remote import ReplayError, Shapes
 from tests.pipeline.stage_emulation import (
     Stage,
@@ -325,6 +325,32 @@ def test_a_tensors_hook_fires_once() -> None:
 
     check(Net(hooked))
     assert len(counts) == 4
+
+
+@pytest.mark.parametrize("used_between", [True, False])
+def test_a_hook_that_is_registered_late_sees_the_whole_gradient(used_between: bool) -> None:
+    """Behind a later module: on the stage of the tensor's first use, or no stage begins between that and the hook."""
+    norms: list[float] = []
+
+    def late(n: Net, i: int, x: Tensor, s: dict[str, Tensor]) -> Tensor:
+        if i == 0:
+            s["early"] = x
+            return torch.ones_like(x) if used_between else x
+        if i == 3:
+            s["early"].register_hook(lambda g: norms.append(float(g.norm())) or g * 0.5)
+            return x + s["early"]
+        return x
+
+    net = Net(late, before=lambda n, x: {})
+    check(net, stages=(2,))
+    graph = program_of(nn.ModuleDict({"net": net}), lambda: loss_of_net(nn.ModuleDict({"net": net})), is_unit)
+    units = [node for node in graph.nodes if node.module is not None]
+    reasons = {node.module: obstacle_to(graph, node.index) for node in units[1:]}
+    forbidden = {name for name, reason in reasons.items() if reason is not None}
+    assert forbidden == (set() if used_between else {"net.blocks.2", "net.blocks.3"})
+    assert all("test_step_run.py" in (reasons[name] or "") for name in forbidden)
+    assert len(norms) == 2
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
 # ---- checkpoints ----

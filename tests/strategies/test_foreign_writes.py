@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_smddp.pipeline.capture.graph import SplitError
-from lightning_smddp.pipeline.capture.preserve_state import kept_parameters
+from lightning_smddp.pipeline.capture.tracer import trace
 from tests.strategies.pipeline_learners import Bench, Case, Cases, Matrix, Net
 
 pytestmark = pytest.mark.slow
@@ -157,12 +157,15 @@ def test_equals_one_process(case: Case) -> None:
 def test_what_was_there_is_put_back() -> None:
     root, other = torch.nn.Linear(2, 2), torch.arange(4.0)
     weight = root.weight.clone()
-    with kept_parameters(root) as written, torch.no_grad():
+
+    @torch.no_grad()
+    def step() -> None:
         other[2:].add_(1)
         other.mul_(2)  # what was before the first write counts
         root.weight.zero_()
         torch.ones(2).zero_()
-        (place,) = written.locations()
+
+    (place,) = trace(step, root, torch.device("cpu")).foreign_writes
     assert "test_foreign_writes.py" in place
     assert other.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert torch.equal(root.weight, weight)

@@ -1,20 +1,16 @@
-"""Where a stage may begin, and what crosses to it: what the stages before can see, and no other can make again.
+"""Where a stage may begin, and what crosses to it: what it needs of the stages before, and cannot make again.
 
-A stage begins at a unit. It is sent what units before it have returned or were given (its operations between units are
-seen by nobody else), as far as it needs that; what is made of smaller values that cross is made again instead.
+A stage begins at a unit. What is made of values that are no larger is made again from these instead of being sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
 
-from lightning_smddp._compat.torch import BackwardHook
+from lightning_smddp._compat.torch import BACKWARD_HOOK
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.ops import is_autograd_function
-
-Values: TypeAlias = tuple[int, ...]
-"""Indices of values, ascending."""
+from lightning_smddp.pipeline.capture.records import Values
 
 # They take values out of tensors, and torch function does not see it where these are another stage's.
 _ESCAPES = {"tensor", "nested_tensor", "__dlpack__", "from_dlpack", "full", "full_like", "new_full", "new_tensor"}
@@ -22,15 +18,14 @@ _ESCAPES = {"tensor", "nested_tensor", "__dlpack__", "from_dlpack", "full", "ful
 
 def starts_of_stages(graph: StepGraph) -> list[int]:
     """The nodes that a stage could begin with: units, or the hooks just before them."""
+    hooked = {found.first for found in graph.colocations}
     found = []
-    for node in graph.nodes[1:]:
+    for before, node in enumerate(graph.nodes[1:]):
         if node.module is None:
             continue
         # torch's full backward hooks take hold of a module's inputs just before it.
-        before = graph.nodes[node.index - 1]
-        is_hook = is_autograd_function(before.function) and before.function.__self__ is BackwardHook
-        is_hooked = is_hook and any(one.first == before.index for one in graph.colocations)
-        start = before.index if is_hooked else node.index
+        is_hooked = before in hooked and graph.nodes[before].name.startswith(BACKWARD_HOOK)
+        start = before if is_hooked else node.index
         if start > 0:
             found.append(start)
     return found
@@ -50,8 +45,8 @@ def obstacle_to(graph: StepGraph, cut: int) -> str | None:
     for found in graph.colocations:
         if found.first < cut <= found.last:
             return found.reason
-    node, before = graph.nodes[cut], graph.nodes[cut - 1]
-    if node.region is not None and before.region == node.region:
+    region = graph.nodes[cut].region
+    if region is not None and graph.nodes[cut - 1].region == region:
         return "it is inside of a region that `torch.utils.checkpoint` runs again"
     for node in graph.nodes[:cut]:
         if node.function is not None and node.name.split(" ")[0] in _ESCAPES and node.inputs:
@@ -83,85 +78,71 @@ def boundary_values(graph: StepGraph, cuts: Sequence[int]) -> tuple[list[Values]
     """
     crossing: list[Values] = [()]
     for cut in cuts:
-        crossing.append(_fewest(graph, cut, crossing[-1]))
+        needed = _wanted(graph, cut, len(graph.nodes))
+        sent, _ = _sent_and_repeated(graph, cut, crossing[-1], needed)
+        crossing.append(tuple(sorted(sent)))
     crossing.append(())
-    again = []
-    for stage, (begin, end) in enumerate(zip([0, *cuts], [*cuts, len(graph.nodes)], strict=True)):
-        again.append(_recomputed(graph, begin, end, crossing[stage], crossing[stage + 1]))
+    again: list[frozenset[int]] = [frozenset()]
+    ends = [*cuts[1:], len(graph.nodes)]
+    for stage, begin in enumerate(cuts):
+        needed = _wanted(graph, begin, ends[stage])
+        needed.update(value for value in crossing[stage + 2] if graph.producers[value] < begin)
+        _, repeated = _sent_and_repeated(graph, begin, crossing[stage], needed)
+        # Where Python reads, it does so on each stage.
+        repeated.update(node.index for node in graph.nodes[:begin] if node.reads and node.inputs)
+        again.append(frozenset(repeated))
     return crossing[1:-1], again
 
 
 def boundary_bytes(graph: StepGraph, cut: int) -> int:
     """Bytes that cross ``cut`` if it is the only one."""
     (sent,), _ = boundary_values(graph, [cut])
-    return nbytes(graph, sent)
+    return _nbytes(graph, sent)
 
 
-def nbytes(graph: StepGraph, values: Iterable[int]) -> int:
-    """Bytes of some values together."""
+def _nbytes(graph: StepGraph, values: Iterable[int]) -> int:
     return sum(graph.values[value].nbytes for value in values)
 
 
-def seen_before(graph: StepGraph, cut: int) -> set[int]:
-    """The values that units before ``cut`` show, returned by or given to them; also what that of ``cut`` is given."""
-    seen: set[int | None] = set()
-    for node in graph.nodes[:cut]:
-        if node.module is not None:
-            seen.update(node.outputs, node.entry)
-            seen.discard(None)
-        seen.update(new for old, new, _ in node.rebinds if old in seen)  # the same object, written in place
-    for node in graph.nodes[cut : cut + 1]:
-        seen.update(node.entry if node.module is not None else node.inputs)
-    return {value for value in seen if value is not None}
+def _sent_and_repeated(graph: StepGraph, cut: int, received: Values, needed: set[int]) -> tuple[set[int], set[int]]:
+    """Which values cross ``cut``, and which nodes before it are done again, so that all ``needed`` ones are there.
 
-
-def _fewest(graph: StepGraph, cut: int, received: Values) -> Values:
-    """The values that cross ``cut``; what no unit sees counts, too, if fewer bytes cross so."""
-    choices: list[tuple[int, Values]] = []
-    error: SplitError | None = None
-    for sees_all in (False, True):
-        try:
-            values = _needed(graph, cut, received, sees_all)
-        except SplitError as failure:
-            error = failure
-            continue
-        choices.append((nbytes(graph, values), values))
-    if error is not None and not choices:
-        raise error
-    return min(choices, key=lambda choice: choice[0])[1]
-
-
-def _needed(graph: StepGraph, cut: int, received: Values, sees_all: bool) -> Values:
+    ``received``: what the stage before ``cut`` has itself received, which it sends on.
+    """
+    # Units show what they return and are given. What an operation between them makes is caught by a slower run, see
+    # `run_modes.py`; what an autograd function makes is not.
     seen = seen_before(graph, cut)
-    if sees_all:
-        for node in graph.nodes[:cut]:
-            seen.update(node.outputs)
-    seen = {v for v in seen if graph.overwritten.get(v, cut) >= cut and graph.values[v].sendable}
-    found: set[int] = set()
-    pending = _wanted(graph, cut, len(graph.nodes))
+    made = set(seen)
+    for node in graph.nodes[:cut]:
+        if not is_autograd_function(node.function):
+            made.update(node.outputs)
+    gone = {value for value in made if graph.overwritten.get(value, cut) < cut or not graph.values[value].sendable}
+    seen -= gone
+    made -= gone
+    sent: set[int] = set()
+    repeated: set[int] = set()
+    pending = set(needed)
     looked_at: set[int] = set()
     while pending:
         value = pending.pop()
-        if value in looked_at:
+        node = graph.nodes[graph.producers[value]]
+        if node.free or value in looked_at:  # every stage has what is free
             continue
         looked_at.add(value)
-        node = graph.nodes[graph.producers[value]]
-        if node.free:  # every stage has it
-            continue
         may_repeat = node.recomputable and value not in received
-        is_larger = nbytes(graph, node.inputs) <= graph.values[value].nbytes and seen.issuperset(node.inputs)
-        if value in seen and not (may_repeat and is_larger):
-            found.add(value)
+        sources = seen if value in seen else made
+        is_larger = _nbytes(graph, node.inputs) <= graph.values[value].nbytes and sources.issuperset(node.inputs)
+        if value in made and not (may_repeat and is_larger):
+            sent.add(value)
         elif may_repeat:
+            repeated.add(node.index)
             pending.update(node.inputs)
-        elif not graph.values[value].sendable:
-            raise SplitError(f"the sparse or nested result of {node.name} cannot be sent")
         else:
             raise SplitError(
-                f"what {node.name} makes is used behind it, and no module before it returns or takes that: put this "
-                "code into a module"
+                f"what {node.name} makes is used behind it and cannot be sent, as it is changed in place, is sparse or "
+                "nested, or no module sees it: put this code into a module"
             )
-    return tuple(sorted(found))
+    return sent, repeated
 
 
 def _wanted(graph: StepGraph, begin: int, end: int) -> set[int]:
@@ -173,20 +154,14 @@ def _wanted(graph: StepGraph, begin: int, end: int) -> set[int]:
     return {value for value in used if graph.producers.get(value, begin) < begin}
 
 
-def _recomputed(graph: StepGraph, begin: int, end: int, received: Values, sends: Values) -> frozenset[int]:
-    """Nodes before ``begin`` that a stage does again, for itself, for what it sends, and where Python reads."""
-    if begin == 0:
-        return frozenset()
-    again = {node.index for node in graph.nodes[:begin] if node.reads and node.inputs and node.module is None}
-    pending = _wanted(graph, begin, end)
-    pending.update(value for value in sends if graph.producers[value] < begin)
-    while pending:
-        value = pending.pop()
-        node = graph.nodes[graph.producers[value]]
-        if value in received or node.index in again or node.free:
-            continue
-        if not node.recomputable:
-            raise SplitError(f"what {node.name} makes is needed by a later stage, and is not sent to it")
-        again.add(node.index)
-        pending.update(node.inputs)
-    return frozenset(again)
+def seen_before(graph: StepGraph, cut: int) -> set[int]:
+    """The values that units before ``cut`` show, returned by or given to them; also what that of ``cut`` is given."""
+    seen: set[int | None] = set()
+    for node in graph.nodes[:cut]:
+        if node.module is not None:
+            seen.update(node.outputs, node.entry)
+            seen.discard(None)
+        seen.update(new for old, new, _ in node.rebinds if old in seen)  # the same object, written in place
+    first = graph.nodes[cut]
+    seen.update(first.entry if first.module is not None else first.inputs)
+    return {value for value in seen if value is not None}

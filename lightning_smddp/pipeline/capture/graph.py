@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 
-from lightning_smddp.pipeline.capture.records import InPlaceVersion, OutputSpec, Value
+from lightning_smddp.pipeline.capture.records import Changes, Names, OutputSpec, StepFacts, Values
 
 
 class SplitError(ValueError):
@@ -45,29 +45,29 @@ class Node:
         varies: whether it makes a tensor whose size depends on values that a module made.
         entry: of a unit, the value that each leaf of its arguments is; None for other leaves.
         region: the region of ``torch.utils.checkpoint`` that it is in, by number.
-        is_seeded: whether this call of a unit draws, or comes behind draws.
+        is_seeded: whether it is a call of a unit that draws, or comes behind draws.
     """
 
     index: int
     name: str
-    inputs: tuple[int, ...]
-    parameters: tuple[str, ...]
-    buffers: tuple[str, ...]
-    buffers_read: tuple[str, ...]
+    inputs: Values
+    outputs: Values
+    rebinds: Changes
+    parameters: Names
+    buffers: Names
+    buffers_read: Names
+    returned: OutputSpec
     random: bool
     location: str
+    seconds: float
     activation_bytes: int
+    varies: bool
     region: int | None
     module: str | None = None
     function: Any = None
-    outputs: tuple[int, ...] = ()
-    rebinds: tuple[InPlaceVersion, ...] = ()
-    returned: OutputSpec = OutputSpec()
-    seconds: float = 0.0
     recomputable: bool = False
     reads: bool = False
     free: bool = False
-    varies: bool = False
     entry: tuple[int | None, ...] = ()
     is_seeded: bool = False
 
@@ -81,46 +81,34 @@ class Colocation(NamedTuple):
 
 
 @dataclass
-class StepGraph:
+class StepGraph(StepFacts):
     """The nodes of a step in order, and the values between them.
 
     Attributes:
+        units: their names, in the order of their first calls.
+        colocations: which nodes must stay together.
+        cast_type: what weights are cast to, if their copies may be kept; see :func:`cast_type`.
+        drawing: modules that draw random numbers, or are called behind draws: each call is seeded.
+        calls_compiled: whether code between units is compiled.
+        calls_apply: whether there are ``autograd.Function``s between units, or regions of ``torch.utils.checkpoint``.
         producers: value -> the node that makes it.
         last_use: value -> the last node that uses it.
         overwritten: value -> the first node that changes its memory. From there on it is gone.
-        colocations: which nodes must stay together.
-        reads_of_batch: where Python code reads values of the batch (``file:line``): shapes may depend on them.
-        returned: the values that the step returns.
-        draws: whether its code draws random numbers in Python: all stages have to draw the same ones between units.
-        foreign_writes: see :class:`Trace`.
-        cast_type: what weights are cast to, if their copies may be kept; see :func:`cast_type`.
-        buffers_used: see :class:`Trace`.
-        drawing: modules that draw random numbers, or are called behind draws: each call is seeded.
-        mixes_draws: whether several draws between the same modules are seeded one by one, as not all stages do all.
-        calls_compiled: whether code between units is compiled.
-        calls_apply: whether there are ``autograd.Function``s between units, or regions of ``torch.utils.checkpoint``.
         next_unit: node -> the first unit there or behind.
         unit_names: the units, as a set.
         possible_cuts: see :func:`~lightning_smddp.pipeline.capture.boundaries.possible_cuts`; None until it is asked.
     """
 
-    nodes: list[Node]
-    values: list[Value]
-    units: tuple[str, ...]
+    nodes: list[Node] = field(default_factory=list)
+    units: Names = ()
+    colocations: list[Colocation] = field(default_factory=list)
+    cast_type: torch.dtype | None = None
+    drawing: frozenset[str] = frozenset()
+    calls_compiled: bool = False
+    calls_apply: bool = False
     producers: dict[int, int] = field(default_factory=dict)
     last_use: dict[int, int] = field(default_factory=dict)
     overwritten: dict[int, int] = field(default_factory=dict)
-    colocations: list[Colocation] = field(default_factory=list)
-    reads_of_batch: tuple[str, ...] = ()
-    returned: tuple[int, ...] = ()
-    draws: bool = False
-    foreign_writes: tuple[str, ...] = ()
-    cast_type: torch.dtype | None = None
-    buffers_used: Mapping[str, Set[str]] = field(default_factory=dict)
-    drawing: frozenset[str] = frozenset()
-    mixes_draws: bool = False
-    calls_compiled: bool = False
-    calls_apply: bool = False
     next_unit: list[int] = field(default_factory=list)
     unit_names: frozenset[str] = frozenset()
     possible_cuts: list[int] | None = None
@@ -137,9 +125,8 @@ class StepGraph:
                 self.producers.setdefault(value, node.index)
                 in_storage[self.values[value].storage].append(value)
         # What the step returns is used behind its last node: it crosses every cut behind the node that makes it.
-        for value in self.returned:
-            if value in self.producers:
-                self.last_use[value] = len(self.nodes)
+        returned = self.producers.keys() & self.returned
+        self.last_use.update(dict.fromkeys(returned, len(self.nodes)))
         self._colocate_views()
         self._colocate_buffers()
         self.unit_names = frozenset(self.units)
@@ -151,43 +138,35 @@ class StepGraph:
     def _colocate_views(self) -> None:
         """A change in place reaches all views of the memory only where they still are views of each other."""
         for node in self.nodes:
-            # By storage: who made those of the tensors changed in it that the node was given, or that are used later.
-            makers: dict[int, list[int]] = defaultdict(list)
-            for old, new, position in node.rebinds:
-                if old not in self.producers:
-                    continue
-                if position is not None or new in self.last_use:
-                    makers[self.values[new].storage].append(self.producers[old])
-            reason = f"{node.name} changes a tensor in place of which views are used later"
-            for producers in makers.values():
-                first = min(producers)
-                if len(producers) > 1 and first < node.index:
-                    self.colocations.append(Colocation(first, node.index, reason))
+            # Who made those of the tensors changed in it that the node was given, or that are used later.
+            changed = [old for old, new, position in node.rebinds if position is not None or new in self.last_use]
+            makers = [self.producers[old] for old in changed if old in self.producers]
+            if len(makers) > 1:
+                reason = f"{node.name} changes a tensor in place of which views are used later"
+                self.colocations.append(Colocation(min(makers), node.index, reason))
 
     def _colocate_buffers(self) -> None:
         """A buffer lives on the stage that changes it."""
         # Who only reads it has to be there, too: on another stage it would read what the buffer was before the step.
-        users: dict[str, list[int]] = defaultdict(list)
+        first_users: dict[str, Node] = {}
         for node in self.nodes:
             for name in {*node.buffers, *node.buffers_read}:
-                users[name].append(node.index)
-        for name, indices in users.items():
-            first, last = self.nodes[indices[0]], self.nodes[indices[-1]]
-            reason = f"{first.name} and {last.name} use buffer {name!r}, which the step changes"
-            self.colocations.append(Colocation(first.index, last.index, reason))
+                first = first_users.setdefault(name, node)
+                reason = f"{first.name} and {node.name} use buffer {name!r}, which the step changes"
+                self.colocations.append(Colocation(first.index, node.index, reason))
 
     def needed_after(self, cut: int) -> list[int]:
         """Values made before node ``cut`` and used by it or later ones."""
         return [value for value, last in self.last_use.items() if self.producers[value] < cut <= last]
 
     def digest(self) -> str:
-        """The same on every rank that traced the same step."""
+        """The same on every rank that traced the same step. Checkpoints have it."""
         return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
 
     def lines(self) -> list[str]:
         """A line for each node."""
         lines = []
-        for node in self.nodes:  # checkpoints have digests of these
+        for node in self.nodes:
             inputs = ",".join(map(str, node.inputs))
             outputs = ",".join(map(str, node.outputs))
             lines.append(f"{node.name}({inputs})->{outputs}")

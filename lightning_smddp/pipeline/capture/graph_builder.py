@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection
+from dataclasses import fields
 from typing import TypeAlias
 
 import torch
@@ -12,11 +13,26 @@ from torch import nn
 from lightning_smddp._compat.torch import BACKWARD_HOOK, has_full_backward_hooks
 from lightning_smddp.pipeline.capture.graph import Colocation, Node, SplitError, StepGraph
 from lightning_smddp.pipeline.capture.ops import is_autograd_function
-from lightning_smddp.pipeline.capture.records import OPAQUE, Call, Event, InPlaceVersion, Trace, each_once
+from lightning_smddp.pipeline.capture.records import (
+    OPAQUE,
+    Call,
+    Changes,
+    Event,
+    InPlaceVersion,
+    StepFacts,
+    Trace,
+    Values,
+    each_once,
+)
 from lightning_smddp.pipeline.runtime.casts import cast_type
 
 IsSmall: TypeAlias = Callable[[str], bool]
 """Whether a module of this name may be a unit, if nothing else is against it."""
+
+_UNSEEN = (
+    "it calls operations that torch's function modes do not see (an extension's, say), or uses a tensor whose memory "
+    "was changed through another view of it"
+)
 
 
 def build_graph(trace: Trace, modules: Modules, is_small: IsSmall) -> StepGraph:
@@ -31,29 +47,25 @@ def build_graph(trace: Trace, modules: Modules, is_small: IsSmall) -> StepGraph:
     _refuse_scripted(modules)
     builder = _Builder(trace, modules, is_small)
     builder.visit(None)
-    units = dict.fromkeys(node.module for node in builder.nodes if node.module is not None)
+    nodes = builder.nodes
+    between = [event for event in trace.events if nodes[builder.node_of[event.index]].module is None]
+    facts = {fact.name: getattr(trace, fact.name) for fact in fields(StepFacts)}
     return StepGraph(
-        nodes=builder.nodes,
-        values=trace.values,
-        units=tuple(units),
-        colocations=builder.backward_hooks(),
-        returned=trace.returned,
-        reads_of_batch=each_once(trace.reads_of_batch),
-        draws=trace.draws_in_python,
-        foreign_writes=trace.foreign_writes,
+        **facts,
+        nodes=nodes,
+        units=each_once(node.module for node in nodes),
+        colocations=[*builder.backward_hooks(), *builder.gradient_hooks()],
         cast_type=cast_type(trace),
-        buffers_used=trace.buffers_used,
         drawing=frozenset(call.module for call in trace.calls if call.is_seeded) | trace.drawing_within_functions,
-        mixes_draws=trace.mixes_draws,
-        calls_compiled=any(event.compiled for event in trace.events if builder.is_between(event)),
-        calls_apply=any(node.region is not None or is_autograd_function(node.function) for node in builder.nodes),
+        calls_compiled=any(event.compiled for event in between),
+        calls_apply=any(node.region is not None or is_autograd_function(node.function) for node in nodes),
     )
 
 
 def _refuse_scripted(modules: Modules) -> None:
     """Parameters of a scripted module are its own copies: another rank's cannot be taken out of it."""
     for name, module in modules.by_name.items():
-        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
             raise SplitError(
                 f"Module {name!r} is scripted (`torch.jit.script`), so its parameters cannot be placed on one rank of "
                 "a pipeline. Train the module that it was made of, and script it afterwards."
@@ -64,7 +76,7 @@ def _refuse_opaque(event: Event) -> None:
     if event.function is OPAQUE:
         raise SplitError(
             f"At {event.location}, outside of any module that could be placed whole, the step cannot be followed: "
-            f"{event.reason}. Put the code around it into a module of its own."
+            f"{_UNSEEN}. Put the code around it into a module of its own."
         )
 
 
@@ -84,7 +96,7 @@ class Modules:
         self.root = root
         self.by_name = dict(root.named_modules())
         self.calls: dict[str, list[Call]] = defaultdict(list)
-        self.chains: dict[int | None, tuple[int, ...]] = {None: ()}
+        self.chains: dict[int | None, Values] = {None: ()}
         for call in trace.calls:  # a parent comes before its children
             self.calls[call.module].append(call)
             self.chains[call.index] = (*self.chains[call.parent], call.index)
@@ -93,24 +105,14 @@ class Modules:
         self.better_whole: dict[str, str] = {}
         # In this order: the last one takes modules that have no obstacle, so all of these have to be known.
         self._find_escapes()
-        self._judge_calls()
+        for call in trace.calls:
+            if call.obstacle is not None:
+                self.obstacles.setdefault(call.module, call.obstacle)
         self._judge_events()
 
     def seconds(self, name: str) -> float:
         """Forward time of all calls of a module."""
         return sum(call.seconds for call in self.calls[name])
-
-    def _judge_calls(self) -> None:
-        """Modules whose calls other stages could not stand in for are no units."""
-        for call in self.trace.calls:
-            if call.obstacle is not None:
-                self.obstacles.setdefault(call.module, call.obstacle)
-            if call.last <= call.first or call.returned is None:
-                self.obstacles.setdefault(call.module, "its result depends on the batch alone")
-            # A stage that does not run the module would not know the size. Opened, its code runs on all stages, and
-            # these have the batch whose values decide.
-            if call.sizes_by_batch and any(self.trace.values[v].varies_with_batch for v in self.results(call)):
-                self.obstacles.setdefault(call.module, "the size of its result depends on the batch's values")
 
     def _judge_events(self) -> None:
         """Modules that do what cannot be followed from outside are not opened."""
@@ -122,7 +124,7 @@ class Modules:
             if event.call is None:
                 continue
             if event.function is OPAQUE:
-                self.must_be_whole[calls[event.call].module] = event.reason
+                self.must_be_whole[calls[event.call].module] = _UNSEEN
             elif event.index >= last_begin:
                 continue  # what comes behind the last module is the last stage's alone
             elif event.reads and not event.free:
@@ -144,20 +146,19 @@ class Modules:
         # Hooks that collect tensors, and attributes that later code reads, hand values over in other ways. A stage that
         # does not run the module would not have them: such a module is no unit, and is opened until somebody returns
         # the tensor.
+        calls = self.trace.calls
         handed_over = []  # of each call: what its caller gets, as a result or by a change in place
-        for call in self.trace.calls:
-            returned = call.returned.values if call.returned is not None else ()
-            handed_over.append({version.new for version in self.changes(call)}.union(returned))
+        for call in calls:
+            handed_over.append({*call.returned.values, *(version.new for version in self.changes(call))})
         for event in self.trace.events:
             around = self.chains[event.call]
             for value in event.inputs:
                 for index in self._calls_around_maker(value):
                     if index not in around and value not in handed_over[index]:
-                        where = f"{event.location} without being returned"
-                        name = self.trace.calls[index].module
-                        self.obstacles.setdefault(name, f"a tensor made in it is used at {where}")
+                        reason = f"a tensor made in it is used at {event.location} without being returned"
+                        self.obstacles.setdefault(calls[index].module, reason)
 
-    def changes(self, call: Call) -> tuple[InPlaceVersion, ...]:
+    def changes(self, call: Call) -> Changes:
         """Tensors made outside of ``call`` that it changes in place: what they were before it, and are after it."""
         # A tensor that is changed twice, a -> b -> c, is one change from a to c: found by what it is now.
         before: dict[int, tuple[int, int | None]] = {}  # what a tensor is now -> (what it was before, position)
@@ -165,21 +166,18 @@ class Modules:
             for old, new, position in event.mutated:
                 if old in before:
                     before[new] = before.pop(old)
-                elif old is not None and not self.made_in(old, call):
+                elif old is not None and not self._made_in(old, call):
                     before[new] = (old, position)
         return tuple(InPlaceVersion(old, new, position) for new, (old, position) in before.items())
 
     def results(self, call: Call) -> list[int]:
         """The values that ``call`` returns and has made."""
-        if call.returned is None:
-            return []
-        return [value for value in call.returned.values if self.made_in(value, call)]
+        return [value for value in call.returned.values if self._made_in(value, call)]
 
-    def made_in(self, value: int, call: Call) -> bool:
-        """Whether an operation within ``call`` made ``value``."""
+    def _made_in(self, value: int, call: Call) -> bool:
         return call.index in self._calls_around_maker(value)
 
-    def _calls_around_maker(self, value: int) -> tuple[int, ...]:
+    def _calls_around_maker(self, value: int) -> Values:
         event = self.trace.values[value].event
         return self.chains[self.trace.events[event].call]
 
@@ -234,91 +232,99 @@ class _Builder:
         for call in self.trace.calls:
             # Around a module with such hooks torch calls an autograd function of its own: on the inputs just before the
             # module's first event, and on the outputs behind its last one. Without the former both are apart.
-            begin, end = call.first - 1, call.last - 1
+            begin = call.first - 1
             is_hooked = has_full_backward_hooks(self.modules.by_name[call.module])
             if not is_hooked or begin < 0 or events[begin].name != BACKWARD_HOOK:
                 continue
-            for event in events[call.last :]:
-                if event.name == BACKWARD_HOOK and event.call == call.parent:
-                    end = event.index
-                    break
-            if begin in self.node_of and end in self.node_of:
-                reason = f"module {call.module!r} has full backward hooks, so it must be on one stage"
-                colocations.append(Colocation(self.node_of[begin], self.node_of[end], reason))
+            behind = [one.index for one in events[call.last :] if one.name == BACKWARD_HOOK and one.call == call.parent]
+            end = min(behind, default=call.last - 1)
+            reason = f"module {call.module!r} has full backward hooks, so it must be on one stage"
+            colocations.append(Colocation(self.node_of[begin], self.node_of[end], reason))
         return colocations
 
-    def is_between(self, event: Event) -> bool:
-        """Whether it is an operation between units."""
-        return event.index in self.node_of and self.nodes[self.node_of[event.index]].module is None
+    def gradient_hooks(self) -> list[Colocation]:
+        """A tensor's hook is registered by the stage that sees its whole gradient.
+
+        Where the step's code comes to it on a later stage than the tensor's first use is on, that stage's tensor has a
+        part of the gradient only.
+        """
+        colocations = []
+        for value, event, call, location in self.trace.hooks:
+            users = [node.index for node in self.nodes if value in node.inputs]
+            last = self.node_of.get(event, len(self.nodes))
+            around = {self.trace.calls[index].module for index in self.modules.chains[call]}
+            if last == len(self.nodes) or self.nodes[last].module not in around:
+                last -= 1  # registered before that node, not within it
+            reason = (
+                f"at {location} a hook is registered on the gradient of a tensor that an earlier stage would have "
+                "used: register it right behind what makes the tensor"
+            )
+            if users:
+                colocations.append(Colocation(users[0], last, reason))
+        return colocations
 
     def _operations(self, first: int, last: int) -> None:
         """A node for each event between calls of units."""
         for event in self.trace.events[first:last]:
             _refuse_opaque(event)
             _, _, place = event.location.rpartition("/")
-            node = self._node(f"{event.name} at {place}", [event])
+            node = self._node(f"{event.name} at {place}", [event], event, list(event.returned.values), event.mutated)
             node.function = event.function
-            node.rebinds = event.mutated
-            node.outputs = each_once(event.returned.values, (version.new for version in event.mutated))
-            node.returned = event.returned
-            node.seconds = event.seconds
             node.reads = event.reads
             node.free = event.free
-            node.varies = self._varies(node)
             node.recomputable = self._is_recomputable(node)
 
     def _unit(self, call: Call) -> None:
         """One node for all events of a call."""
-        assert call.returned is not None
+        modules = self.modules
         events = self.trace.events[call.first : call.last]
         for event in events:
-            if call.index not in self.modules.chains[event.call]:
+            if call.index not in modules.chains[event.call]:
                 _refuse_opaque(event)  # seen here first, but it was done outside
-        module = self.modules.by_name[call.module]
-        node = self._node(call.module, events)
-        node.module = call.module
         # Seen from outside, a unit makes what it returns, and new values of what it changes in place. All else that is
         # made in it stays there.
-        node.rebinds = self.modules.changes(call)
-        node.outputs = each_once(self.modules.results(call), (version.new for version in node.rebinds))
-        node.returned = call.returned
-        node.parameters = each_once((self.canonical[id(p)] for p in module.parameters()), node.parameters)
-        node.seconds = call.seconds
+        node = self._node(call.module, events, call, modules.results(call), modules.changes(call))
+        node.module = call.module
+        held = modules.by_name[call.module].parameters()
+        node.parameters = each_once((self.canonical[id(parameter)] for parameter in held), node.parameters)
         node.entry = call.entry
         node.is_seeded = call.is_seeded
-        node.varies = self._varies(node)
 
-    def _node(self, name: str, events: list[Event]) -> Node:
-        """Append a node for ``events``."""
+    def _node(self, name: str, events: list[Event], source: Event | Call, results: list[int], changes: Changes) -> Node:
+        """Append a node for ``events``, which are ``source`` or lie within it."""
         # Values that are made and used within the node are none of its inputs.
         own: set[int] = set()
         for event in events:
             self.node_of[event.index] = len(self.nodes)
             own.update(self.made[event.index])
+        values, first = self.trace.values, events[0]
+        outputs = each_once(results, (version.new for version in changes))
         used = each_once(*(event.inputs for event in events))
         node = Node(
             index=len(self.nodes),
             name=name,
             inputs=tuple(value for value in used if value not in own),
+            outputs=outputs,
+            rebinds=changes,
             parameters=each_once(*(event.parameters for event in events)),
             buffers=each_once(*(event.buffers for event in events)),
             buffers_read=each_once(*(event.buffers_read for event in events)),
+            returned=source.returned,
             random=any(event.random for event in events),
-            location=events[0].location,
-            activation_bytes=sum(self.trace.values[value].nbytes for value in own),
-            region=events[0].region if events[0].region == events[-1].region else None,
+            location=first.location,
+            seconds=source.seconds,
+            activation_bytes=sum(values[value].nbytes for value in own),
+            varies=any(values[value].varies for value in outputs),
+            region=first.region if first.region == events[-1].region else None,
         )
         self.nodes.append(node)
         return node
-
-    def _varies(self, node: Node) -> bool:
-        return any(self.trace.values[value].varies for value in node.outputs)
 
     def _is_recomputable(self, node: Node) -> bool:
         """Whether an operation between units gives the same wherever and how often it is done, and writes nothing."""
         touches_state = node.parameters or node.rebinds or node.buffers or node.buffers_read
         if touches_state or node.random or node.free or node.reads:
             return False
-        if any(self.trace.values[value].watched for value in node.outputs):
+        if any(hook.value in node.outputs for hook in self.trace.hooks):
             return False  # the user's hook on its gradient would fire on two stages
         return not is_autograd_function(node.function)

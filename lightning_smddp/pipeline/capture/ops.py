@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterator
 from enum import Enum
 from types import FrameType
 from typing import Any
@@ -124,17 +125,10 @@ def asks_for_device(name: str) -> bool:
     return name in ("device", "get_device", "type", "is_cpu", "is_cuda", "is_meta", "is_mps", "is_xpu")
 
 
-def device_answer(name: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """What such a function answers for a tensor on ``device``."""
-    if name == "device":
-        return device
-    if name == "get_device":
-        if device.type == "cpu":
-            return -1
-        return device.index or 0
-    if name == "type":
-        return torch.empty(0, dtype=dtype, device=device).type()
-    return name == f"is_{device.type}"
+def device_answer(function: Any, args: tuple[Any, ...], device: torch.device) -> Any:
+    """What such a function answers for a tensor like ``args[0]`` on ``device``."""
+    like = torch.empty(0, dtype=args[0].dtype, device=device)
+    return function(like, *args[1:])
 
 
 # ---- the user's code that runs now -----------------------------------------------------------------------------------
@@ -142,25 +136,27 @@ def device_answer(name: str, dtype: torch.dtype, device: torch.device) -> Any:
 _NO_USERS = ("torch.", "lightning_smddp.", "contextlib")  # files whose code is not the user's
 
 
-def user_location() -> str:
-    """``file:line`` of the innermost code that is neither torch's nor ours."""
+def _callers() -> Iterator[tuple[FrameType, str]]:
+    """The frames around the code that asks, from the inside out, each with its module's name."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
+        yield frame, frame.f_globals.get("__name__", "")
+        frame = frame.f_back
+
+
+def user_location() -> str:
+    """``file:line`` of the innermost code that is neither torch's nor ours."""
+    for frame, name in _callers():
         if name != "torch" and not name.startswith(_NO_USERS):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
     return "?"
 
 
 def is_in_compiled_code() -> bool:
     """Whether the code that runs now was given to ``torch.compile``, and runs as it is for the moment."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
+    for _, name in _callers():
         if name == "torch._dynamo.eval_frame":
             return True
         if name.startswith(("lightning.", "pytorch_lightning.")):
             return False
-        frame = frame.f_back
     return False

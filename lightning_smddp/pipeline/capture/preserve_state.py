@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
-from lightning_smddp._compat.torch import DispatchMode, operator_facts, storage_key
+from lightning_smddp._compat.torch import operator_facts, storage_key
 from lightning_smddp._compat.torch_steps import makes_its_results, storage_again
 from lightning_smddp.pipeline.capture.ops import user_location
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
@@ -40,7 +40,7 @@ def preserve_state(root: nn.Module, device: torch.device) -> Iterator[None]:
 
     Attributes are put back as objects; lists, dicts and sets among them also get back their members, which are the
     hooks and the registered buffers, too. What an object further inside has become is not undone. Parameters that are
-    written in place are put back inside of :func:`kept_parameters` alone.
+    written in place are put back by :func:`~lightning_smddp.pipeline.capture.tracer.trace`.
     """
     attributes = [(vars(module), _attributes(module)) for module in root.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in root.buffers() if not buffer.is_meta]
@@ -91,23 +91,8 @@ def _restore(own: dict[str, Any], saved: dict[str, tuple[Any, Any]]) -> None:
             add_all(members)
 
 
-@contextmanager
-def kept_parameters(root: nn.Module) -> Iterator[WrittenTensors]:
-    """Put back what is written in place within it and was there before: parameters, and tensors of others.
-
-    Gives what is noted of them, to be asked within.
-    """
-    written = WrittenTensors(root)
-    try:
-        # Dynamo never again compiles code that it meets under a dispatch mode.
-        with torch.compiler.set_stance("force_eager"), written:
-            yield written
-    finally:
-        written.put_back()
-
-
-class WrittenTensors(DispatchMode):
-    """Copies a storage when an operator is about to write it for the first time, unless it is a buffer's or new.
+class WrittenMemory:
+    """What a traced step writes in place and was there before it: parameters, and tensors of others.
 
     Parameters are followed by the trace, and copies stand in for tensors in the LightningModule's own attributes. What
     else a step writes in place, in objects of the user's or global variables, is written for each micro-batch, by each
@@ -115,27 +100,24 @@ class WrittenTensors(DispatchMode):
     """
 
     def __init__(self, root: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._parameters = {storage_key(p) for p in root.parameters() if not p.is_meta and not is_lazy(p)}
         self._own = {storage_key(buffer) for buffer in root.buffers()}
         self._before: dict[StorageWeakRef, tuple[torch.UntypedStorage, str]] = {}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        # Below autograd each operator's schema says what it writes, whatever the user's code calls it.
+    def before(self, function: Any, args: Any, kwargs: Any) -> None:
+        """An operation of torch's dispatcher comes: copy memory that it is the first to write.
+
+        Below autograd each operator's schema says what it writes, whatever the user's code calls it.
+        """
         for tensor in tensors(operator_facts(function).written(args, kwargs)):
-            self._keep(tensor)
-        result = function(*args, **kwargs)
+            key = storage_key(tensor)
+            if key is not None and key not in self._own and key not in self._before and _is_plain_tensor(tensor):
+                self._before[key] = (tensor.untyped_storage().clone(), user_location())
+
+    def behind(self, function: Any, result: Any) -> None:
+        """It has run: memory that it has made is the step's own."""
         if makes_its_results(function):
             self._own.update(map(storage_key, tensors(result)))
-        return result
-
-    def _keep(self, tensor: Tensor) -> None:
-        key = storage_key(tensor)
-        if key is None or key in self._own or key in self._before:
-            return
-        if _is_plain_tensor(tensor):
-            self._before[key] = (tensor.untyped_storage().clone(), user_location())
 
     def locations(self) -> list[str]:
         """Where memory was written first (``file:line``) that is no parameter's: asked when the step is over."""
@@ -149,4 +131,3 @@ class WrittenTensors(DispatchMode):
             storage = storage_again(key)
             if storage is not None and storage.nbytes() == contents.nbytes():
                 storage.copy_(contents)
-        self._before.clear()

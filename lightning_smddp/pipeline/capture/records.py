@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,10 @@ from torch import Tensor
 from lightning_smddp.pipeline.capture.ops import name_of
 
 T = TypeVar("T")
+Values: TypeAlias = tuple[int, ...]
+"""Indices of values, each once."""
+Names: TypeAlias = tuple[str, ...]
+"""First names of modules, parameters or buffers, each once."""
 
 OPAQUE: Final = "opaque"  # an operation that torch's function modes do not see
 
@@ -30,9 +34,8 @@ _OF_THE_REST = {"masked_select", "repeat_interleave", "_pack_padded_sequence"}
 class Value:
     """A tensor that a bound operation made. Strides are elements.
 
-    ``storage`` numbers its storage: values with the same number are views of each other. ``watched``: the user has
-    registered a hook on its gradient. Sparse and nested tensors have no strides and are not ``sendable``. ``varies``,
-    ``varies_with_batch``: its size depends on values that a module made, or on those of the batch.
+    ``storage`` numbers its storage: values with the same number are views of each other. Sparse and nested tensors have
+    no strides and are not ``sendable``. ``varies``: its size depends on values that a module made.
     """
 
     index: int
@@ -41,11 +44,9 @@ class Value:
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    storage: int = -1
-    watched: bool = False
-    sendable: bool = True
-    varies: bool = False
-    varies_with_batch: bool = False
+    storage: int
+    sendable: bool
+    varies: bool
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +66,7 @@ class OutputSpec:
     sources: tuple[tuple[str, Any], ...] = ()
 
     @property
-    def values(self) -> tuple[int, ...]:
+    def values(self) -> Values:
         """The values among the leaves."""
         return tuple(source for kind, source in self.sources if kind == "value")
 
@@ -78,6 +79,10 @@ class InPlaceVersion(NamedTuple):
     position: int | None  # among the arguments' leaves; None for another view of the same memory
 
 
+Changes: TypeAlias = tuple[InPlaceVersion, ...]
+"""What an operation or a call of a module changes in place."""
+
+
 @dataclass
 class Event:
     """A bound operation. ``call`` is the module call that it was made in; ``mutated`` are the tensors it changed."""
@@ -85,14 +90,13 @@ class Event:
     index: int
     function: Any
     call: int | None
-    inputs: tuple[int, ...] = ()
-    parameters: tuple[str, ...] = ()
-    location: str = ""
+    location: str
+    inputs: Values
+    parameters: Names
     returned: OutputSpec = OutputSpec()
-    mutated: tuple[InPlaceVersion, ...] = ()
-    buffers: tuple[str, ...] = ()  # that it changed
-    buffers_read: tuple[str, ...] = ()  # of those that the step changes somewhere
-    parameters_changed: tuple[str, ...] = ()  # in place
+    mutated: Changes = ()
+    buffers: Names = ()  # that it changed
+    buffers_read: Names = ()  # of those that the step changes somewhere
     random: bool = False
     is_seeded: bool = False  # random, and drawn from generators that seeds are given to
     free: bool = False  # no bound input: known by its function
@@ -100,7 +104,6 @@ class Event:
     sized_by_module: bool = False  # the size of its result depends on values that a module made
     region: int | None = None  # the user's own torch.utils.checkpoint that it is within, by number
     compiled: bool = False  # in code that torch.compile was asked to compile
-    reason: str = ""  # of an opaque one
     seconds: float = 0.0
 
     @property
@@ -118,44 +121,68 @@ class Call:
     parent: int | None
     first: int
     last: int = -1
-    returned: OutputSpec | None = None
+    returned: OutputSpec = OutputSpec()
     entry: tuple[int | None, ...] = ()  # the value that each leaf of its arguments is, as it begins
     obstacle: str | None = None  # why it cannot be a unit
     is_seeded: bool = False  # it draws, or comes behind draws
     reads: bool = False  # Python saw values of tensors in it, or drew random numbers
-    sizes_by_batch: bool = False  # the batch's values decide on the size of a tensor that is made in it
     seconds: float = 0.0  # of the operations in it
 
 
+class GradientHook(NamedTuple):
+    """A hook that the step's code registers on the gradient of a value.
+
+    ``event``: the one that comes next; ``call``: the module call that it is registered in.
+    """
+
+    value: int
+    event: int
+    call: int | None
+    location: str
+
+
 @dataclass
-class Trace:
+class StepFacts:
+    """What is known of a step, whatever its units are.
+
+    Attributes:
+        values: all tensors that bound operations made.
+        returned: the values that the step returned.
+        reads_batch: whether Python code reads a value of the batch: sizes or control flow may depend on it.
+        draws: whether it draws random numbers of Python's or numpy's: all stages draw the same ones between units.
+        mixes_draws: two draws follow each other without a module between, the first of which not all stages do: these
+            are seeded one by one.
+        foreign_writes: where it writes tensors in place that were there before it, see ``preserve_state.py``.
+        buffers_used: first names of the buffers that it uses.
+    """
+
+    values: list[Value] = field(default_factory=list)
+    returned: Values = ()
+    reads_batch: bool = False
+    draws: bool = False
+    mixes_draws: bool = False
+    foreign_writes: tuple[str, ...] = ()
+    buffers_used: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Trace(StepFacts):
     """The record.
 
     Attributes:
         changed_buffers: first names of buffers that the step changes.
-        buffers_used: first name of a buffer -> names of the innermost modules whose code uses it; empty for the step's.
-        returned: the values that the step returned.
-        draws_in_python: whether it draws random numbers of Python's or numpy's.
-        drawing_within_functions: names of modules that draw where a function of torch's calls them.
-        mixes_draws: two draws follow each other without a module between, the first of which not all stages do.
         refusals: messages about what it does that no pipeline can do.
-        reads_of_batch: where Python code read a value of the batch: sizes or control flow may depend on it.
-        foreign_writes: where it writes tensors in place that were there before it, see ``preserve_state.py``.
+        hooks: on gradients of values.
+        drawing_within_functions: names of modules that draw where a function of torch's calls them.
         casts: how often a parameter, by its first name, was copied in which other type.
     """
 
     events: list[Event] = field(default_factory=list)
-    values: list[Value] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
-    changed_buffers: frozenset[str] = frozenset()
-    buffers_used: dict[str, set[str]] = field(default_factory=dict)
-    returned: tuple[int, ...] = ()
-    draws_in_python: bool = False
-    drawing_within_functions: set[str] = field(default_factory=set)
-    mixes_draws: bool = False
+    changed_buffers: set[str] = field(default_factory=set)
     refusals: list[str] = field(default_factory=list)
-    reads_of_batch: list[str] = field(default_factory=list)
-    foreign_writes: tuple[str, ...] = ()
+    hooks: list[GradientHook] = field(default_factory=list)
+    drawing_within_functions: set[str] = field(default_factory=set)
     casts: Counter[tuple[str, torch.dtype]] = field(default_factory=Counter)
 
 
@@ -170,11 +197,12 @@ PUTS_ROWS_BACK = {"index_add", "index_copy", "index_put", "scatter", "scatter_ad
 
 def deciding_tensors(name: str, arguments: Sequence[Any]) -> list[Tensor]:
     """The tensors whose values decide on the size of what an operation returns. ``arguments`` are its leaves."""
+    given = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
+    if name in _OF_ALL or (len(arguments) == 1 and name in _OF_ALL_IF_ALONE):
+        return given
+    if name in _OF_THE_REST:
+        return given[1:]
     if name == "__getitem__":
         # `x[mask]` has as many entries as the mask has True ones; an index of integers says the size by its own.
-        return [leaf for leaf in arguments[1:] if isinstance(leaf, Tensor) and leaf.dtype is torch.bool]
-    if name in _OF_ALL or (len(arguments) == 1 and name in _OF_ALL_IF_ALONE):
-        return [leaf for leaf in arguments if isinstance(leaf, Tensor)]
-    if name in _OF_THE_REST:
-        return [leaf for leaf in arguments[1:] if isinstance(leaf, Tensor)]
+        return [tensor for tensor in given[1:] if tensor.dtype is torch.bool]
     return []

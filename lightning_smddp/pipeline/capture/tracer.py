@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,9 @@ from lightning_smddp.pipeline.capture.ops import (
     sets_flag,
     user_location,
 )
+from lightning_smddp.pipeline.capture.preserve_state import WrittenMemory
 from lightning_smddp.pipeline.capture.records import Call, Event, Trace, each_once
-from lightning_smddp.pipeline.capture.tracking import UNSEEN, Tracking, is_plain
+from lightning_smddp.pipeline.capture.tracking import Tracking, is_plain
 from lightning_smddp.seeding import (
     Forward,
     Generators,
@@ -61,32 +62,17 @@ Fetch: TypeAlias = Callable[[str], Tensor]
 """The values of a parameter, by its first name."""
 
 
-class Instant(NamedTuple):
-    """A moment: seconds by the clock, and of the processor time that this process has had."""
+def now(device: torch.device) -> float:
+    """Seconds at which ``device`` has done what it was given so far.
 
-    wall: float
-    processor: float
-
-    def until(self, end: Instant) -> float:
-        """Seconds to ``end`` without those in which other processes had the processor.
-
-        Threads of this process that work at the same time make its processor time longer than that by the clock.
-        """
-        return min(end.wall - self.wall, end.processor - self.processor)
-
-
-class Clock:
-    """Tells moments of work on ``device``. Of a device's work the host's processor time says nothing."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def now(self) -> Instant:
-        """When the device has done what it was given so far."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        wall = time.perf_counter()
-        return Instant(wall, time.process_time() if self._device.type == "cpu" else wall)
+    On a CPU without those in which others had the processor: of the thread that asks, which takes part in all work. Of
+    another device's work the host's processor time says nothing.
+    """
+    if device.type == "cpu":
+        return time.thread_time()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def trace(step: Step, module: nn.Module, device: torch.device, fetch: Fetch | None = None) -> Trace:
@@ -102,16 +88,21 @@ def trace(step: Step, module: nn.Module, device: torch.device, fetch: Fetch | No
         fetch: called for each parameter that an operation uses, in the same order on every rank, gives its values on
             ``device`` by its first name: for models that are not whole here. Nothing is kept for a backward then.
     """
-    known = Trace()
+    changed_buffers: set[str] = set()
     generators = Generators(module, device)
+    written = WrittenMemory(module)
     # What reads buffers before they change has to be recorded, too: if a run finds such buffers, the step runs again.
-    while True:
-        with _of_one_thread, generators.preserved():
-            generators.seed(torch.initial_seed())  # as before each run: what was drawn before is not the step's
-            result = _Tracer(module, device, known, fetch, generators).run(step)
-        if result.changed_buffers <= known.changed_buffers:
-            return result
-        known.changed_buffers |= result.changed_buffers
+    try:
+        while True:
+            with _of_one_thread, generators.preserved():
+                generators.seed(torch.initial_seed())  # as before each run: what was drawn before is not the step's
+                result = _Tracer(module, device, changed_buffers, fetch, generators, written).run(step)
+            if result.changed_buffers <= changed_buffers:
+                result.foreign_writes = tuple(written.locations())
+                return result
+            changed_buffers |= result.changed_buffers
+    finally:
+        written.put_back()
 
 
 _of_one_thread = threading.RLock()  # default generators are the process's: who else traces would draw in between
@@ -142,20 +133,21 @@ class _Tracer(TorchFunctionMode, Tracking):
         self,
         module: nn.Module,
         device: torch.device,
-        known: Trace,
+        changed_buffers: Collection[str],
         fetch: Fetch | None,
         generators: Generators,
+        written: WrittenMemory,
     ) -> None:
         TorchFunctionMode.__init__(self)
-        Tracking.__init__(self, module, known, borrows=fetch is not None)
+        Tracking.__init__(self, module, changed_buffers, borrows=fetch is not None)
         self.module = module
+        self.modules = dict(module.named_modules())
         self.device = device
         self.fetch = fetch
+        self.written = written
         self.inside = False  # a function that was seen
         self.busy = False  # with our own bookkeeping
         self.lent: dict[int, str] = {}  # by `fetch`, for one operation
-        self.clock = Clock(device)
-        self.watching = 0.0  # seconds that the dispatch mode took
         self.regions: list[object] = []  # of `torch.utils.checkpoint`, kept so that no two have one identity
         self.generators = generators
         self.seeded_names = frozenset(drawing_candidates(module))
@@ -176,19 +168,19 @@ class _Tracer(TorchFunctionMode, Tracking):
                 visible_autograd_functions(),
                 torch.compiler.set_stance("force_eager"),  # else compiled code would leave our modes out
                 saving,
-                installed(forward_patches(self.module, self._wrap, list(self.modules)[1:])),
+                installed(forward_patches(self.module, self._wrap, [name for name in self.modules if name])),
                 _Dispatched(self),
                 self,
             ):
                 result = step()
         finally:
             _active.tracer = outer
-        now = dict(self.module.named_buffers())
-        for name in [name for name, buffer in buffers.items() if now.get(name) is not buffer]:
-            self.trace.refusals.append(
-                f"The step replaces buffer {name!r} by another tensor (`self.buffer = ...`), which one stage alone "
-                "would have. Change it in place (`self.buffer.copy_(...)`), or in a hook."
-            )
+        for name, buffer in self.module.named_buffers():
+            if buffers.get(name) is not buffer:
+                self.trace.refusals.append(
+                    f"The step replaces buffer {name!r} by another tensor (`self.buffer = ...`), which one stage alone "
+                    "would have. Change it in place (`self.buffer.copy_(...)`), or in a hook."
+                )
         self._note_python_draws()
         self.trace.returned = each_once(map(self.find, tensors(result)))
         return self.trace
@@ -199,13 +191,19 @@ class _Tracer(TorchFunctionMode, Tracking):
         def traced(*args: Any, **kwargs: Any) -> Any:
             if self.inside:
                 return self._call_within_function(name, lambda: forward(*args, **kwargs))
-            call = self._enter(name)
+            self._note_python_draws()
+            arguments = leaves((args, kwargs))
+            call = Call(len(self.trace.calls), name, self.innermost_call(), first=len(self.trace.events))
+            self.trace.calls.append(call)
+            self.stack.append(call)
             with without_torch_function():
-                found = leaves((args, kwargs))
-                call.entry = tuple(self.find(leaf) if isinstance(leaf, Tensor) else None for leaf in found)
+                call.entry = tuple(map(self.find, arguments))
             seeded = self._begin_seeded(name)
             try:
                 result = forward(*args, **kwargs)
+            except BaseException:
+                call.obstacle = "it raises an exception"
+                raise
             finally:
                 self._note_python_draws()
                 if seeded is not None:
@@ -214,7 +212,7 @@ class _Tracer(TorchFunctionMode, Tracking):
                 self.stack.pop()
                 call.last = len(self.trace.events)
             with without_torch_function():
-                self._leave(call, result, leaves((args, kwargs)))
+                self._leave(call, result, arguments)
             return result
 
         return traced
@@ -240,33 +238,23 @@ class _Tracer(TorchFunctionMode, Tracking):
         self.has_drawn_bound = False
         self.python_states = self._states_of_python()
 
-    def _enter(self, name: str) -> Call:
-        """Begin a call of the module ``name``: what is recorded from here on is in it."""
-        self._note_python_draws()
-        call = Call(len(self.trace.calls), name, self.innermost_call(), first=len(self.trace.events))
-        self.trace.calls.append(call)
-        self.stack.append(call)
-        return call
-
     def _leave(self, call: Call, result: Any, arguments: list[Any]) -> None:
         """Note what ``call`` returns, and why it cannot be a unit if stages could not build that again."""
+        events = self.trace.events
         for leaf in tensors(result):
             self.find(leaf)
-        call.last = len(self.trace.events)
-        call.seconds = sum(event.seconds for event in self.trace.events[call.first :])
+        call.last = len(events)
+        call.seconds = sum(event.seconds for event in events[call.first :])
         call.returned = self.spec_of(result, arguments)
+        if call.first == call.last:
+            call.obstacle = "its result depends on the batch alone"
         # Other stages return a unit's result without running it. They can do that with values, which are sent to them,
         # with arguments, and with plain constants that come out of no tensor.
-        for (path, leaf), (kind, source) in zip(items(result), call.returned.sources, strict=True):
-            if kind != "constant":
+        for (path, leaf), (kind, _) in zip(items(result), call.returned.sources, strict=True):
+            if kind != "constant" or (is_plain(leaf) and (leaf is None or not call.reads)):
                 continue
-            where = "".join(f"[{key!r}]" for key in path)
-            if isinstance(leaf, Tensor):
-                call.obstacle = f"its result{where} depends on the batch alone"
-            elif not is_plain(leaf):
-                call.obstacle = f"its result{where} is a {type(leaf).__name__}"
-            elif call.reads and isinstance(source, (int, float, complex, str)):
-                call.obstacle = f"its result{where} is a Python value that may come out of a tensor"
+            why = "depends on the batch alone" if isinstance(leaf, Tensor) else "other stages could not make"
+            call.obstacle = f"its result has a {type(leaf).__name__}, at {list(path)}, that {why}"
 
     def _states_of_python(self) -> list[Any]:
         """Of all generators but torch's default ones."""
@@ -278,7 +266,7 @@ class _Tracer(TorchFunctionMode, Tracking):
         states = self._states_of_python()
         if not same(states, self.python_states):
             self.python_states = states
-            self.trace.draws_in_python = True
+            self.trace.draws = True
             for call in self.stack:
                 call.reads = True  # what it returns may be a number that was drawn
 
@@ -287,11 +275,9 @@ class _Tracer(TorchFunctionMode, Tracking):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = kind_of(function, args)
-        if kind is Kind.METADATA and args and self._is_elsewhere(args[0]):
+        if kind is Kind.METADATA and args and self._is_elsewhere(args[0]) and asks_for_device(name_of(function)):
             # A parameter that is borrowed for each operation says that it is where it will be then.
-            name = name_of(function)
-            if asks_for_device(name):
-                return device_answer(name, args[0].dtype, self.device)
+            return device_answer(function, args, self.device)
         if self.inside:
             return function(*args, **kwargs)
         if kind is Kind.METADATA or kind is Kind.WATCHER or _sets_parameter(function, args):
@@ -324,35 +310,36 @@ class _Tracer(TorchFunctionMode, Tracking):
         if kind is Kind.LIKE:
             given = given[1:]
         # What it reads and changes is asked before it runs: in place it makes other values of its arguments.
-        event = Event(len(self.trace.events), function, self.innermost_call(), inputs=each_once(map(self.find, given)))
-        event.parameters = each_once(self.parameters.get(id(tensor)) for tensor in given)
+        inputs = each_once(map(self.find, given))
+        parameters = each_once(self.parameters.get(id(tensor)) for tensor in given)
+        index = len(self.trace.events)
+        event = Event(index, function, self.innermost_call(), user_location(), inputs, parameters)
         versions = [self._version(tensor) for tensor in given]
         drawn_from = self.generators.states_of_torch()
-        watching = self.watching
         # `inside`: what the function itself calls is not the user's. `busy`: what our bookkeeping calls is nobody's.
         self.inside, self.busy = True, False
-        start = self.clock.now()
+        start = now(self.device)
         try:
             result = self._do(function, args, kwargs)
         finally:
             self.inside = False
-        event.seconds = max(0.0, start.until(self.clock.now()) - (self.watching - watching))
+        event.seconds = now(self.device) - start
         self.busy = True
         event.is_seeded = not same(drawn_from, self.generators.states_of_torch())
         event.random = event.is_seeded or any(isinstance(leaf, torch.Generator) for leaf in arguments)
         before = zip(given, versions, strict=True)
-        mutated = [tensor for tensor, version in before if not _is_equal(self._version(tensor), version)]
-        if args and is_inplace(function):
-            mutated = _with_target(mutated, args[0])
+        mutated = [tensor for tensor, version in before if not torch.equal(self._version(tensor), version)]
+        if args and is_inplace(function):  # not all of them count versions: `torch._foreach_mul_` does not
+            mutated = list(each_once(mutated, tensors(args[0])))
         self._record(event, given, arguments, result, mutated)
         self.busy = False
         return result
 
-    def _version(self, tensor: Tensor) -> int | Tensor:
+    def _version(self, tensor: Tensor) -> Tensor:
         """What differs after a change in place: for buffers the contents, as ``batch_norm`` counts no version."""
         if id(tensor) in self.buffers:
             return tensor.clone()
-        return -1 if tensor.is_inference() else write_count(tensor)
+        return torch.tensor(-1 if tensor.is_inference() else write_count(tensor))
 
     def _do(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Call ``function``; where parameters are elsewhere, with those that are borrowed for it."""
@@ -402,11 +389,13 @@ class _Tracer(TorchFunctionMode, Tracking):
         for call in self.stack if event.reads else ():
             call.reads = True
         self.note_sizes(event, given, made, arguments)
-        event.location = user_location()
-        event.region = self._region()
+        region = checkpoint_region()
+        if region is not None:
+            if region not in self.regions[-1:]:
+                self.regions.append(region)
+            event.region = len(self.regions)
         self.trace.mixes_draws |= event.is_seeded and self.has_drawn_bound
-        is_done_by_each_stage = event.free and not event.buffers
-        if is_done_by_each_stage:
+        if event.free and not event.buffers:  # done by each stage
             if event.random:  # noted for its place: what comes behind is seeded
                 self.trace.events.append(event)
             self.note_free(event, made, mutated)
@@ -421,14 +410,6 @@ class _Tracer(TorchFunctionMode, Tracking):
                 # `mask.expand_as(h)` shows the mask, which all stages have, in another shape.
                 self.track(leaf, event.index, binds=self.storage_of(leaf).number not in free)
         event.returned = self.spec_of(result, arguments)
-
-    def _region(self) -> int | None:
-        region = checkpoint_region()
-        if region is None:
-            return None
-        if not self.regions or self.regions[-1] is not region:
-            self.regions.append(region)
-        return len(self.regions)
 
     # ---- what the function mode does not see ----
 
@@ -453,12 +434,10 @@ class _Tracer(TorchFunctionMode, Tracking):
             return
         # Whatever comes out of something bound is bound. Inside of a function that was seen, that function's event
         # stands for it; else an opaque one does.
-        opaque = None
+        opaque: int | None = None
         if not self.inside:
-            event = self.add_opaque(self.innermost_call(), UNSEEN)
-            event.inputs = each_once(map(self.find_tracked, given))
-            event.parameters = each_once(storage.parameter for storage in storages)
-            opaque = event.index
+            parameters = each_once(storage.parameter for storage in storages)
+            opaque = self.add_opaque(self.innermost_call(), each_once(map(self.find_tracked, given)), parameters)
         for storage in made:
             storage.bound = True
             if storage.opaque is None:
@@ -478,31 +457,17 @@ class _Dispatched(DispatchMode):
         inside = tracer.inside
         tracer.inside = True  # function modes see what is called here, but not as the user's
         try:
+            if not tracer.busy:
+                tracer.written.before(function, args, kwargs)
             result = function(*args, **kwargs)
         finally:
             tracer.inside = inside
+        tracer.written.behind(function, result)
         if not tracer.busy:
-            begin = time.perf_counter()
             with without_torch_function():
                 tracer.note_dispatched(function, args, kwargs, result)
-            tracer.watching += time.perf_counter() - begin
         return result
 
 
 def _sets_parameter(function: Any, args: Any) -> bool:
     return sets_flag(function) and isinstance(args[0], nn.Parameter)
-
-
-def _is_equal(one: int | Tensor, other: int | Tensor) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)
-
-
-def _with_target(changed: list[Tensor], target: Any) -> list[Tensor]:
-    """``changed``, and what an operation in place is called for, where no version was counted."""
-    if isinstance(target, Tensor) and not any(tensor is target for tensor in changed):
-        return [*changed, target]
-    if isinstance(target, (list, tuple)) and not changed:  # `torch._foreach_mul_`
-        return tensors(target)
-    return changed

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
@@ -19,17 +18,17 @@ from lightning_smddp.pipeline.capture.records import (
     PUTS_ROWS_BACK,
     Call,
     Event,
+    GradientHook,
     InPlaceVersion,
+    Names,
     OutputSpec,
     Trace,
     Value,
+    Values,
     deciding_tensors,
     each_once,
 )
-from lightning_smddp.wire.pytree import leaves, map_leaves, tensors
-
-UNSEEN = "it calls operations that torch's function modes do not see (an extension's, say)"
-ALIAS = "it uses a tensor whose memory was changed through another view of it"
+from lightning_smddp.wire.pytree import leaves, map_leaves
 
 _EMPTY = torch.empty(0)
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type)
@@ -43,21 +42,19 @@ class Storage:
         number: counts storages.
         call: the module call in which it was first seen (None: before or outside of all).
         bound: what is in it depends on a parameter or a random number.
-        changed: a bound operation changed it in place.
         opaque: the event of the opaque operation that made it.
         parameter, buffer: first name of the parameter or buffer that lies in it.
-        varying: sizes of tensors in it that depend on values, and for each whether a module made these.
+        varying: sizes of tensors in it that depend on values that a module made.
         views: the tracked tensors in it.
     """
 
     number: int
     call: int | None
     bound: bool = False
-    changed: bool = False
     opaque: int | None = None
     parameter: str | None = None
     buffer: str | None = None
-    varying: set[tuple[int, bool]] = field(default_factory=set)
+    varying: set[int] = field(default_factory=set)
     views: list[weakref.ref[Tensor]] = field(default_factory=list)
 
     def live_views(self) -> list[Tensor]:
@@ -71,21 +68,20 @@ class Tracking:
 
     Args:
         module: the root.
-        known: what earlier runs of the step have found out.
+        changed_buffers: names of buffers that the step is known to change.
         borrows: whether parameters are lent for each operation, which writes them.
 
     Attributes:
         stack: the module calls that the step is in.
     """
 
-    def __init__(self, module: nn.Module, known: Trace, borrows: bool) -> None:
-        self.trace = Trace(changed_buffers=known.changed_buffers)
-        self.known = known
+    def __init__(self, module: nn.Module, changed_buffers: Collection[str], borrows: bool) -> None:
+        self.trace = Trace()
+        self.changed_buffers = changed_buffers
         self.borrows = borrows
         # By identity of the tensor; the module keeps these tensors, so no other one can have it.
         self.parameters = {id(p): name for name, p in module.named_parameters()}
         self.buffers = {id(b): name for name, b in module.named_buffers()}
-        self.modules = dict(module.named_modules())
         # By identity, too, but nothing keeps these tensors alive: the reference says whether it is still the same one.
         self.tracked: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.stack: list[Call] = []
@@ -104,7 +100,7 @@ class Tracking:
     def storage_of(self, tensor: Tensor) -> Storage:
         """The storage of ``tensor``."""
         key = storage_key(tensor)
-        if key is not None and key in self._storages:
+        if key in self._storages:
             return self._storages[key]
         storage = Storage(self._num_storages, self.innermost_call())
         self._num_storages += 1
@@ -116,32 +112,30 @@ class Tracking:
         """The index of the module call that the step is in; None outside of all."""
         return self.stack[-1].index if self.stack else None
 
-    def add_opaque(self, call: int | None, reason: str) -> Event:
-        """Record an operation in ``call`` that was not seen."""
-        event = Event(len(self.trace.events), OPAQUE, call, location=user_location(), reason=reason)
+    def add_opaque(self, call: int | None, inputs: Values = (), parameters: Names = ()) -> int:
+        """Record an operation in ``call`` that was not seen; returns the event's index."""
+        event = Event(len(self.trace.events), OPAQUE, call, user_location(), inputs, parameters)
         self.trace.events.append(event)
-        return event
+        return event.index
 
     def track(self, tensor: Tensor, event: int, binds: bool = True) -> int:
         """From here on ``tensor`` is a new value, made by ``event``, which ``binds`` its memory if it wrote there."""
-        storage = self.storage_of(tensor)
+        values, storage = self.trace.values, self.storage_of(tensor)
         # Sparse tensors have a shape and no strides; a nested one's shape is another in each row, so it has neither.
         is_strided = tensor.layout == torch.strided and not tensor.is_nested
         shape = () if tensor.is_nested else tuple(tensor.shape)
-        varying = {by_module for size, by_module in storage.varying if size in shape}
         value = Value(
-            index=len(self.trace.values),
+            index=len(values),
             event=event,
             shape=shape,
-            stride=tuple(tensor.stride()) if is_strided else (),
+            stride=tensor.stride() if is_strided else (),
             dtype=tensor.dtype,
             requires_grad=tensor.requires_grad,
             storage=storage.number,
             sendable=is_strided,
-            varies=True in varying,
-            varies_with_batch=False in varying,
+            varies=not storage.varying.isdisjoint(shape),
         )
-        self.trace.values.append(value)
+        values.append(value)
         reference = weakref.ref(tensor)
         if self.find_tracked(tensor) is None:
             storage.views.append(reference)
@@ -156,8 +150,10 @@ class Tracking:
             return None
         return value
 
-    def find(self, tensor: Tensor) -> int | None:
-        """The value that ``tensor`` is; None for parameters and free tensors."""
+    def find(self, tensor: Any) -> int | None:
+        """The value that ``tensor`` is; None for parameters, free tensors, and what is none."""
+        if not isinstance(tensor, Tensor):
+            return None
         value = self.find_tracked(tensor)
         if value is not None or id(tensor) in self.parameters or id(tensor) in self.buffers:
             return value
@@ -166,20 +162,17 @@ class Tracking:
         storage = self.storage_of(tensor)
         if not storage.bound:
             return None
-        if storage.opaque is None:
-            return self.track(tensor, self.add_opaque(storage.call, ALIAS if storage.changed else UNSEEN).index)
-        return self.track(tensor, storage.opaque)
+        event = self.add_opaque(storage.call) if storage.opaque is None else storage.opaque
+        return self.track(tensor, event)
 
-    def add_versions(self, mutated: list[Tensor], arguments: list[Any], event: int) -> Iterator[InPlaceVersion]:
+    def add_versions(self, mutated: Collection[Tensor], arguments: list[Any], event: int) -> Iterator[InPlaceVersion]:
         """New values for tensors changed in place, and for every other view of their memory."""
         positions = {id(leaf): position for position, leaf in enumerate(arguments)}
         views = {id(tensor): tensor for tensor in mutated}
         for tensor in mutated:
-            storage = self.storage_of(tensor)
-            storage.changed = True
             # A change in place changes every view of the memory. Which those are only this process can see: stages that
             # hold stand-ins follow what is written down here.
-            views.update((id(view), view) for view in storage.live_views())
+            views.update((id(view), view) for view in self.storage_of(tensor).live_views())
         for key, view in views.items():
             if key not in self.parameters and key not in self.buffers:  # these stay on their stage
                 old = self.find_tracked(view)
@@ -205,64 +198,59 @@ class Tracking:
 
     # ---- what an operation does ----
 
-    def note_changes(self, event: Event, given: list[Tensor], mutated: list[Tensor]) -> None:
+    def note_changes(self, event: Event, given: list[Tensor], mutated: Collection[Tensor]) -> None:
         """Which buffers and parameters it uses and changes."""
         storages = [self.storage_of(tensor) for tensor in mutated]
-        event.buffers = each_once(storage.buffer for storage in storages)
         changed = [storage.parameter for storage in storages]
         if not self.borrows or is_inplace(event.function):  # borrowing a parameter writes it, too
             changed += [self.parameters.get(id(tensor)) for tensor in mutated]  # by `p.data = ...`
-        event.parameters_changed = each_once(changed)
-        for name in event.parameters_changed[:1]:
+        for name in each_once(changed)[:1]:
             self.trace.refusals.append(
-                f"At {user_location()} the step changes parameter {name!r} in place, which in a pipeline happens once "
+                f"At {event.location} the step changes parameter {name!r} in place, which in a pipeline happens once "
                 "for each micro-batch, while others are on their way. Do it in a hook (`on_train_batch_end`)."
             )
-        self.trace.changed_buffers |= set(event.buffers)
-        user = self.stack[-1].module if self.stack else ""
+        event.buffers = each_once(storage.buffer for storage in storages)
+        self.trace.changed_buffers.update(event.buffers)
         used = each_once(self.buffers.get(id(tensor)) for tensor in given)
-        for name in used:
-            self.trace.buffers_used.setdefault(name, set()).add(user)
-        event.buffers_read = tuple(name for name in used if name in self.known.changed_buffers)
+        self.trace.buffers_used.update(used)
+        event.buffers_read = tuple(name for name in used if name in self.changed_buffers)
 
     def note_sizes(self, event: Event, given: list[Tensor], made: list[Tensor], arguments: list[Any]) -> None:
         """Which sizes of what ``event`` makes depend on values: those of a module, or of the batch."""
         deciding = deciding_tensors(event.name, arguments)
         event.sized_by_module = any(self.storage_of(tensor).bound for tensor in deciding)
         if deciding and not event.sized_by_module:
-            self.trace.reads_of_batch.append(user_location())
+            self.trace.reads_batch = True
+            # A stage that does not run the module would not know the size. Opened, its code runs on all stages, and
+            # these have the batch whose values decide.
             for call in self.stack:
-                call.sizes_by_batch = True
-        sized = arguments[:1] if event.name in PUTS_ROWS_BACK else given
-        varying = set(chain.from_iterable(self.storage_of(tensor).varying for tensor in tensors(sized)))
-        if not deciding and not varying:
+                call.obstacle = f"the size of a tensor at {event.location} depends on the batch's values"
+        sized = given[:1] if event.name in PUTS_ROWS_BACK else given
+        varying: set[int] = set().union(*(self.storage_of(tensor).varying for tensor in sized))
+        if not event.sized_by_module and not varying:
             return
         fixed = {1}.union(*(tensor.shape for tensor in given if not tensor.is_nested))
         for tensor in made:
             if tensor.is_nested or any(tensor is argument for argument in given):
                 continue  # a change in place changes no size
-            sizes = {pair for pair in varying if pair[0] in tensor.shape}
-            if deciding:
-                new = [size for size in tensor.shape if size not in fixed]
-                # All rows may have been chosen, this time.
-                sizes.update((size, event.sized_by_module) for size in new or tensor.shape[:1])
+            sizes = varying.intersection(tensor.shape)
+            if event.sized_by_module:  # all rows may have been chosen, this time
+                sizes.update(set(tensor.shape) - fixed or tensor.shape[:1])
             self.storage_of(tensor).varying |= sizes
 
-    def note_free(self, event: Event, made: list[Tensor], mutated: list[Tensor]) -> None:
+    def note_free(self, event: Event, made: list[Tensor], mutated: Collection[Tensor]) -> None:
         """A free operation is done again by each stage, so its changes in place must not be hidden in a unit."""
         for tensor in made:
             storage = self.storage_of(tensor)
             storage.bound = storage.parameter is not None  # `empty_like` was seen to take something bound
-        if event.reads:
-            self.trace.reads_of_batch.append(user_location())
+        self.trace.reads_batch |= event.reads
         for tensor in mutated:
             storage = self.storage_of(tensor)
             if storage.live_views():  # these may be on another stage, which would not see the change
-                self.add_opaque(self.innermost_call(), ALIAS)
+                self.add_opaque(self.innermost_call())
             for call in self.stack:
-                # What the call has made itself, or keeps for itself, nobody misses where the call is not run.
-                if not self._is_within(storage.call, call.index) and not self._owns(call, tensor):
-                    call.obstacle = f"it changes a tensor in place, at {user_location()}, that was made outside of it"
+                if not self._is_within(storage.call, call.index):  # what it has made itself, nobody else misses
+                    call.obstacle = f"it changes a tensor in place, at {event.location}, that was made outside of it"
 
     def _is_within(self, call: int | None, outer: int) -> bool:
         """Whether ``call`` is ``outer``, or was made within it."""
@@ -270,21 +258,16 @@ class Tracking:
             call = self.trace.calls[call].parent
         return call == outer
 
-    def _owns(self, call: Call, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is an attribute of the called module or of one within."""
-        modules = self.modules[call.module].modules()
-        return any(value is tensor for module in modules for value in vars(module).values())
-
     def note_hook(self, tensor: Any) -> None:
         """The user's code puts a hook on the gradient of ``tensor``."""
+        location, value = user_location(), self.find(tensor)
         if id(tensor) in self.parameters:
             self.trace.refusals.append(
-                f"The step registers a hook on a parameter at {user_location()}: in a pipeline this would happen for "
-                "each micro-batch, on some stages alone. Register it in `__init__` or in `on_fit_start`."
+                f"The step registers a hook on a parameter at {location}: in a pipeline this would happen for each "
+                "micro-batch, on some stages alone. Register it in `__init__` or in `on_fit_start`."
             )
-        value = self.find(tensor) if isinstance(tensor, Tensor) else None
         if value is not None:
-            self.trace.values[value].watched = True
+            self.trace.hooks.append(GradientHook(value, len(self.trace.events), self.innermost_call(), location))
 
 
 def is_plain(leaf: Any) -> bool:

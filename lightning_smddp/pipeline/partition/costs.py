@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.pipeline.capture.boundaries import boundary_bytes, possible_cuts
 from lightning_smddp.pipeline.capture.graph import StepGraph
-from lightning_smddp.pipeline.capture.tracer import Clock, Instant, Step
+from lightning_smddp.pipeline.capture.tracer import Step, now
 from lightning_smddp.pipeline.mesh import named_tensors
 from lightning_smddp.pipeline.runtime.schedules import Schedule, orders
 from lightning_smddp.planner.problem import Link, NodeCost, PartitionProblem
@@ -276,7 +276,7 @@ def time_nodes(graph: StepGraph, step: Step, loss_of: LossIn, root: nn.Module, d
     Units are timed. Operations between them are so short that their forward is taken from the trace, and their backward
     counts with the unit behind them.
     """
-    forward, backward = _Stopwatch(Clock(device)), _Stopwatch(Clock(device))
+    forward, backward = _Stopwatch(device), _Stopwatch(device)
 
     def ends(name: str, unit: nn.Module, arguments: Any, result: Any) -> None:
         forward.enter(None)
@@ -319,18 +319,18 @@ class _Stopwatch:
     until they reach another one's. What comes before the first is that of None.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.seconds: dict[str | None, float] = defaultdict(float)
-        self._running: tuple[Instant, str | None] | None = None  # since when, which unit
+        self._running: tuple[float, str | None] | None = None  # since when, which unit
 
     def enter(self, name: str | None) -> None:
         """This unit begins: the time until now is that of the one that has been running."""
-        now = self.clock.now()
+        time = now(self.device)
         if self._running is not None:
             since, running = self._running
-            self.seconds[running] += since.until(now)
-        self._running = (now, name)
+            self.seconds[running] += time - since
+        self._running = (time, name)
 
 
 def _begins(watch: _Stopwatch, name: str, unit: nn.Module, arguments: Any) -> None:

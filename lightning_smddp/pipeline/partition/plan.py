@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_smddp._compat.torch import without_torch_functions
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph, first_difference
 from lightning_smddp.pipeline.capture.graph_builder import IsSmall, Modules, build_graph
-from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
+from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.capture.tracer import Fetch, Step, trace
 from lightning_smddp.pipeline.mesh import Ownership
@@ -188,10 +188,8 @@ def record(
             return fetch(name)
 
     def attempt() -> Trace:
-        with explained_shortage(), preserve_state(root, device), kept_parameters(root) as foreign:
-            traced = trace(step, root, device, borrow)
-            traced.foreign_writes = tuple(foreign.locations())
-            return traced
+        with explained_shortage(), preserve_state(root, device):
+            return trace(step, root, device, borrow)
 
     return together.run(attempt)
 

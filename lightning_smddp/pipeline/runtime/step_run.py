@@ -237,7 +237,7 @@ class StageRun:
         """An operation on a parameter of another stage, and on no stand-in."""
         kind, name = kind_of(function, args), name_of(function)
         if kind is Kind.METADATA and asks_for_device(name):
-            return device_answer(name, args[0].dtype, self.device)
+            return device_answer(function, args, self.device)
         if kind is Kind.METADATA or sets_flag(function):
             with without_subclass_functions():
                 return function(*args, **kwargs)

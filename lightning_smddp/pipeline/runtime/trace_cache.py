@@ -232,7 +232,7 @@ class TraceCache:
         return path
 
     def _varies(self) -> bool:
-        return any(staged.graph.reads_of_batch or staged.graph.draws for staged in self.steps)
+        return any(staged.graph.reads_batch or staged.graph.draws for staged in self.steps)
 
     def _kind(self, microbatch: MicroBatch) -> str:
         """What shapes follow from: those of the micro-batch, and which parameters are trained."""

@@ -168,7 +168,7 @@ class SharedBuffers:
 
     def note_training(self, graph: StepGraph) -> None:
         """Note which buffers this training step uses."""
-        self._used_in_training |= graph.buffers_used.keys() & self.ownership.buffers.keys()
+        self._used_in_training |= graph.buffers_used & self.ownership.buffers.keys()
 
     def before_training(self) -> None:
         """All ranks get what training steps use of what hooks have changed. Collective if that is anything."""
