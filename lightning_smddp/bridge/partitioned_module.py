@@ -30,7 +30,7 @@ from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules
 from lightning_smddp.pipeline.mesh import Groups
 from lightning_smddp.pipeline.partition.assignment import follow, nodes_by_stage
-from lightning_smddp.pipeline.partition.costs import Resources
+from lightning_smddp.pipeline.partition.costs import Cluster
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, MicroBatches
 from lightning_smddp.pipeline.partition.plan import PartitionPlan, build_on_all, own_error, record, require_same
 from lightning_smddp.pipeline.partition.self_check import Finding
@@ -204,7 +204,7 @@ class PartitionedModule:
         setup: of the run.
         recorder: keeps what steps do.
         plan: which stage has what.
-        resources: that it was planned for.
+        cluster: that it was planned for.
         stash: gradients between the schedule, which makes them, and Lightning's backward.
         runtime: runs this rank's stages.
         view: the whole module, for hooks.
@@ -221,7 +221,7 @@ class PartitionedModule:
     setup: RunSetup
     recorder: StepRecorder
     plan: PartitionPlan
-    resources: Resources
+    cluster: Cluster
     stash: GradientStash
     runtime: PipelineRuntime
     view: GlobalView

@@ -38,11 +38,11 @@ from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.mesh import held_parameters
 from lightning_smddp.pipeline.partition.costs import (
-    Resources,
+    Cluster,
+    cluster_of,
     explained_shortage,
     in_flight,
     links_between,
-    resources_for,
 )
 from lightning_smddp.pipeline.partition.microbatches import MicroBatches
 from lightning_smddp.pipeline.partition.plan import PartitionPlan, Trial, decided_by_first, divide
@@ -99,7 +99,7 @@ def partition(
     setup, last = before.setup, len(microbatches) - 1
     seed = broadcast(run_seed() % 2**31, setup.world)
     step.seed = seed_of_batch(setup, step, seed)
-    plan, resources = _plan(before, step, microbatches, known, seed)
+    plan, cluster = _plan(before, step, microbatches, known, seed)
     step.recorder.scopes.learn(units_here(plan.graph, plan.stages, setup))
     expected: Numbers | None = None
     trial = step.unscaled()
@@ -119,7 +119,7 @@ def partition(
         setup.num_stages,
         setup.options.activation_checkpointing,
     )
-    parts = (plan, resources, stash, runtime, view, SharedBuffers(view))
+    parts = (plan, cluster, stash, runtime, view, SharedBuffers(view))
     partitioned = PartitionedModule(setup, step.recorder, *parts, run_seed=seed)
     # The traced path is the step's first one, and its numbers have to be right.
     try:
@@ -144,13 +144,13 @@ def _plan(
     microbatches: MicroBatches,
     known: State | None,
     seed: int,
-) -> tuple[PartitionPlan, Resources]:
+) -> tuple[PartitionPlan, Cluster]:
     """Stages for the step: traced on every rank, decided by the first; and what they were planned for."""
     setup, options, ranks = before.setup, before.setup.options, before.setup.rank_of_stage
     hosts = gather(node_identity(), setup.world)
     with step.precision():  # autocast keeps a copy of weights in 16 bits
         casts = step.trains and torch.is_autocast_enabled(setup.device.type)
-    resources = resources_for(
+    cluster = cluster_of(
         setup.module,
         before.optimizers,
         ranks,
@@ -168,12 +168,12 @@ def _plan(
             setup.module,
             setup.device,
             setup.world,
-            resources,
+            cluster,
             options.split,
             options.activation_checkpointing,
             known,
         )
-    return plan, resources
+    return plan, cluster
 
 
 def _first_values(before: Unpartitioned, seed: int, name: str) -> Tensor:

@@ -21,7 +21,7 @@ from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.partition.assignment import cut_into_stages, parameter_stages_of
-from lightning_smddp.pipeline.partition.costs import LOOPBACK, best_share, in_flight, resources_for, time_nodes
+from lightning_smddp.pipeline.partition.costs import LOOPBACK, best_share, cluster_of, in_flight, time_nodes
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, rows_of
 from lightning_smddp.pipeline.partition.plan import refuse_foreign_writes
 from lightning_smddp.pipeline.partition.split import choose_units, is_within, partition
@@ -146,7 +146,7 @@ class _Pipeline:
     def _divide(self) -> None:
         """Cut by the times of a run on the first micro-batch, as the strategy's first rank does."""
         checkpointing = self.case.checkpointing
-        resources = resources_for(
+        cluster = cluster_of(
             self.module,
             self.first.optimizers,
             self.rank_of_stage,
@@ -158,11 +158,11 @@ class _Pipeline:
         with self.step.alone(self.microbatches[0], Generators(self.module, _CPU)) as run:
             traced = self._traced(run)
             modules = Modules(traced, self.module)
-            units = choose_units(traced, modules, resources, None, checkpointing).units
+            units = choose_units(traced, modules, cluster, None, checkpointing).units
             self.graph = build_graph(traced, modules, is_within(units))
             with preserve_state(self.module, _CPU):
                 times = time_nodes(self.graph, run, self._loss, self.module, _CPU)
-            found = partition(self.graph, resources, times, None, checkpointing)
+            found = partition(self.graph, cluster, times, None, checkpointing)
             self.stages = cut_into_stages(self.graph, found.cuts)
             # What training keeps differs from what the runs for times kept, where units are checkpointed.
             self.timing_profiles = profile_stages(self.graph, self.stages, run, self._loss, self.module, False)

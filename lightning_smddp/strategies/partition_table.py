@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lightning_smddp.pipeline.partition.costs import Resources, best_share, problem_of
+from lightning_smddp.pipeline.partition.costs import Cluster, best_share, problem_of
 from lightning_smddp.pipeline.partition.loss_weights import LossWeight
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, looks_at_other_rows
 from lightning_smddp.pipeline.partition.plan import PartitionPlan
@@ -33,7 +33,7 @@ def print_partition(
     rows = describe(
         partitioned.plan,
         setup.options,
-        partitioned.resources,
+        partitioned.cluster,
         setup.module,
         microbatches,
         loss_weight,
@@ -61,7 +61,7 @@ def print_partition(
 def describe(
     plan: PartitionPlan,
     options: PipelineOptions,
-    resources: Resources,
+    cluster: Cluster,
     module: nn.Module,
     microbatches: Sequence[MicroBatch],
     loss_weight: LossWeight,
@@ -72,24 +72,24 @@ def describe(
     """
     rows = [
         ("units", _units(plan)),
-        ("schedule", _schedule(options, resources, microbatches)),
+        ("schedule", _schedule(options, cluster, microbatches)),
         ("loss weights", loss_weight.describe()),
     ]
-    rows += _of_stages(plan, resources, module)
+    rows += _of_stages(plan, cluster, module)
     norms = looks_at_other_rows(module)
     if len(microbatches) > 1 and norms:
         which = norms[0]
         if len(norms) > 1:
             which += f" and {len(norms) - 1} more"
         rows.append(("note", f"in training {which} (BatchNorm) sees the rows of a micro-batch, not of the batch"))
-    setting = _setting(plan, options, resources, microbatches)
+    setting = _setting(plan, options, cluster, microbatches)
     line = advice(setting)
     if line is not None:
         rows.append(("advice", line))
     return rows
 
 
-def _of_stages(plan: PartitionPlan, resources: Resources, module: nn.Module) -> list[tuple[str, str]]:
+def _of_stages(plan: PartitionPlan, cluster: Cluster, module: nn.Module) -> list[tuple[str, str]]:
     """Rows about each stage, and about each rank where ranks have several."""
     rows = []
     total = sum(plan.stage_seconds) or 1.0
@@ -100,7 +100,7 @@ def _of_stages(plan: PartitionPlan, resources: Resources, module: nn.Module) -> 
     # a rank that has several of these.
     for stage in plan.stages:
         number = stage.stage
-        rank = resources.rank_of_stage[number]
+        rank = cluster.rank_of_stage[number]
         nodes = plan.graph.nodes[stage.begin : stage.end]
         modules = [node.module for node in nodes if node.module is not None]
         names = {name for name, stages in plan.parameter_stages.items() if number in stages}
@@ -114,7 +114,7 @@ def _of_stages(plan: PartitionPlan, resources: Resources, module: nn.Module) -> 
             sent = sum(plan.graph.values[value].nbytes for value in stage.sends)
             text += f", sends {sent / 2**10:.1f} KiB a micro-batch"
         rows.append((f"stage {number} on rank {rank}", text))
-    if len(of_rank) < resources.num_stages:
+    if len(of_rank) < cluster.num_stages:
         for rank, names in sorted(of_rank.items()):
             percent = 100 * seconds[rank] / total
             parameters = _count_of(names, counts)
@@ -130,24 +130,24 @@ def _units(plan: PartitionPlan) -> str:
     return f"{modules}, {calls}; {items} in all"
 
 
-def _schedule(options: PipelineOptions, resources: Resources, microbatches: Sequence[MicroBatch]) -> str:
+def _schedule(options: PipelineOptions, cluster: Cluster, microbatches: Sequence[MicroBatch]) -> str:
     sizes = sorted({microbatch.size for microbatch in microbatches}, reverse=True)
     rows = " or ".join(map(str, sizes)) + " rows"
     if sizes == [1]:
         rows = "1 row"
     count = counted(len(microbatches), "micro-batch")
-    percent = 100 * best_share(options.schedule, resources.rank_of_stage, len(microbatches))
+    percent = 100 * best_share(options.schedule, cluster.rank_of_stage, len(microbatches))
     return f"{options.schedule.name}, {count} of {rows}; ranks compute {percent:.0f} % of the time at best"
 
 
 def _setting(
     plan: PartitionPlan,
     options: PipelineOptions,
-    resources: Resources,
+    cluster: Cluster,
     microbatches: Sequence[MicroBatch],
 ) -> Setting:
-    ranks = max(resources.rank_of_stage) + 1
-    problem = problem_of(plan.graph, resources, plan.times, options.activation_checkpointing)
+    ranks = max(cluster.rank_of_stage) + 1
+    problem = problem_of(plan.graph, cluster, plan.times, options.activation_checkpointing)
     return Setting(
         nodes=problem.nodes,
         stage_seconds=plan.stage_seconds,
@@ -157,8 +157,8 @@ def _setting(
         batch_rows=sum(microbatch.size for microbatch in microbatches),
         stages_per_rank=options.stages_per_rank,
         is_split_given=options.split is not None,
-        rule=lambda count: options.schedule.microbatches_ok(count, ranks, resources.num_stages),
-        bound=lambda count: best_share(options.schedule, resources.rank_of_stage, count),
+        rule=lambda count: options.schedule.microbatches_ok(count, ranks, cluster.num_stages),
+        bound=lambda count: best_share(options.schedule, cluster.rank_of_stage, count),
     )
 
 

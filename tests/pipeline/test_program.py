@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.capture.boundaries import boundary_values, obstacle_to, possible_cuts
+from lightning_smddp.pipeline.capture.boundaries import boundary_values, possible_cuts, reason_not_to_cut
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
 from lightning_smddp.pipeline.capture.tracer import trace
@@ -186,7 +186,7 @@ def test_a_buffer_stays_with_what_changes_it() -> None:
     assert set(found.nodes[first].buffers) == {
         f"net.bn.{n}" for n in ("running_mean", "running_var", "num_batches_tracked")
     }
-    assert obstacle_to(found, second) is not None
+    assert reason_not_to_cut(found, second) is not None
 
 
 def test_what_the_step_returns_is_needed_to_the_end() -> None:

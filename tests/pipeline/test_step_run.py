@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_smddp.pipeline.capture.boundaries import obstacle_to, possible_cuts
+from lightning_smddp.pipeline.capture.boundaries import possible_cuts, reason_not_to_cut
 from lightning_smddp.pipeline.runtime.remote import ReplayError, Shapes
 from tests.pipeline.stage_emulation import (
     Stage,
@@ -345,7 +345,7 @@ def test_a_hook_that_is_registered_late_sees_the_whole_gradient(used_between: bo
     check(net, stages=(2,))
     graph = program_of(nn.ModuleDict({"net": net}), lambda: loss_of_net(nn.ModuleDict({"net": net})), is_unit)
     units = [node for node in graph.nodes if node.module is not None]
-    reasons = {node.module: obstacle_to(graph, node.index) for node in units[1:]}
+    reasons = {node.module: reason_not_to_cut(graph, node.index) for node in units[1:]}
     forbidden = {name for name, reason in reasons.items() if reason is not None}
     assert forbidden == (set() if used_between else {"net.blocks.2", "net.blocks.3"})
     assert all("test_step_run.py" in (reasons[name] or "") for name in forbidden)

@@ -108,13 +108,13 @@ def test_what_python_made_of_a_value_is_no_constant() -> None:
         return h, h.mean().item()
 
     _, modules = record(Net(lambda s, x: s.inner(s.a(x))[0].mean(), inner=Layer(numbers)))
-    assert "other stages could not make" in modules.obstacles["net.inner"]
+    assert "other stages could not make" in modules.not_placeable["net.inner"]
 
 
 def test_what_comes_out_of_a_tensor_by_numpy_is_made_by_each_stage() -> None:
     layer = Layer(lambda s, x: torch.from_dlpack(x.detach()) + torch.from_numpy(x.detach().numpy().copy()))
     _, modules = record(Net(lambda s, x: s.b(s.inner(s.a(x))).mean(), inner=layer))
-    assert "depends on the batch alone" in modules.obstacles["net.inner"]
+    assert "depends on the batch alone" in modules.not_placeable["net.inner"]
 
 
 def test_changes_of_the_batch_are_not_hidden_in_a_unit() -> None:
@@ -126,7 +126,7 @@ def test_changes_of_the_batch_are_not_hidden_in_a_unit() -> None:
         return (s.inner(x, s.a(x)) * x).mean()
 
     _, modules = record(Net(body, inner=Layer(change)))
-    assert "in place" in modules.obstacles["net.inner"]
+    assert "in place" in modules.not_placeable["net.inner"]
 
 
 def test_views_changed_through_the_whole_cannot_be_followed() -> None:
@@ -222,7 +222,7 @@ def test_python_random_numbers(draw: Callable[[], float]) -> None:
 def test_what_a_module_drew_is_no_constant() -> None:
     layer = Layer(lambda s, x: (s.linear(x), random.random() < 2))
     _, modules = record(Net(lambda s, x: s.b(s.inner(x)[0]).mean(), inner=layer))
-    assert "other stages could not make" in modules.obstacles["net.inner"]
+    assert "other stages could not make" in modules.not_placeable["net.inner"]
 
 
 def test_random_numbers_are_put_back() -> None:

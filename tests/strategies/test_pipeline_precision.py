@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_smddp.pipeline.capture.tracer import trace
-from lightning_smddp.pipeline.partition.costs import resources_for
+from lightning_smddp.pipeline.partition.costs import cluster_of
 from lightning_smddp.pipeline.runtime.casts import cast_type, kept_casts, look_for_casts, may_keep_casts
 from tests.ranks import run_trainer_ranks
 from tests.strategies.pipeline_learners import Bench, Net, assert_same
@@ -110,7 +110,7 @@ def test_on_devices(precision: str) -> None:
 def test_the_copies_count_as_memory() -> None:
     model = Net()
     model.net[0].requires_grad_(False)  # is cast anew each time
-    plain, mixed = (resources_for(model, [], [0, 1], [1, 1], (), None, casts) for casts in (False, True))
+    plain, mixed = (cluster_of(model, [], [0, 1], [1, 1], (), None, casts) for casts in (False, True))
     for name, parameter in model.named_parameters():
         copy = 0 if name.startswith("net.0.") else 2 * parameter.numel()
         assert mixed.parameter_bytes[name] == plain.parameter_bytes[name] + copy

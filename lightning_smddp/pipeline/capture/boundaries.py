@@ -34,11 +34,11 @@ def starts_of_stages(graph: StepGraph) -> list[int]:
 def possible_cuts(graph: StepGraph) -> list[int]:
     """The nodes that a stage may begin with."""
     if graph.possible_cuts is None:
-        graph.possible_cuts = [cut for cut in starts_of_stages(graph) if obstacle_to(graph, cut) is None]
+        graph.possible_cuts = [cut for cut in starts_of_stages(graph) if reason_not_to_cut(graph, cut) is None]
     return graph.possible_cuts
 
 
-def obstacle_to(graph: StepGraph, cut: int) -> str | None:
+def reason_not_to_cut(graph: StepGraph, cut: int) -> str | None:
     """Why no stage may begin with node ``cut``; None if one may."""
     if cut not in starts_of_stages(graph):
         return "a stage begins at a module that is placed whole: put this code into a module"
@@ -161,7 +161,7 @@ def seen_before(graph: StepGraph, cut: int) -> set[int]:
         if node.module is not None:
             seen.update(node.outputs, node.entry)
             seen.discard(None)
-        seen.update(new for old, new, _ in node.rebinds if old in seen)  # the same object, written in place
+        seen.update(new for old, new, _ in node.versions if old in seen)  # the same object, written in place
     first = graph.nodes[cut]
     seen.update(first.entry if first.module is not None else first.inputs)
     return {value for value in seen if value is not None}

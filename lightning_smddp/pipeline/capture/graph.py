@@ -30,7 +30,7 @@ class Node:
     Attributes:
         inputs: values made before that it uses.
         outputs: values it makes that others may use.
-        rebinds: tensors that it changes in place and that exist outside of it.
+        versions: tensors that it changes in place and that exist outside of it.
         parameters: first names of the parameters that it uses or holds.
         buffers: names of buffers that it changes.
         buffers_read: of those that the step changes somewhere, names of buffers that it reads.
@@ -52,7 +52,7 @@ class Node:
     name: str
     inputs: Values
     outputs: Values
-    rebinds: Changes
+    versions: Changes
     parameters: Names
     buffers: Names
     buffers_read: Names
@@ -119,7 +119,7 @@ class StepGraph(StepFacts):
         for node in self.nodes:
             self.last_use.update(dict.fromkeys(node.inputs, node.index))
             # Before the node's outputs are added: these are what its changes in place have made of the old values.
-            for storage in {self.values[version.new].storage for version in node.rebinds}:
+            for storage in {self.values[version.new].storage for version in node.versions}:
                 self.overwritten.update(dict.fromkeys(in_storage.pop(storage, ()), node.index))
             for value in node.outputs:
                 self.producers.setdefault(value, node.index)
@@ -139,7 +139,7 @@ class StepGraph(StepFacts):
         """A change in place reaches all views of the memory only where they still are views of each other."""
         for node in self.nodes:
             # Who made those of the tensors changed in it that the node was given, or that are used later.
-            changed = [old for old, new, position in node.rebinds if position is not None or new in self.last_use]
+            changed = [old for old, new, position in node.versions if position is not None or new in self.last_use]
             makers = [self.producers[old] for old in changed if old in self.producers]
             if len(makers) > 1:
                 reason = f"{node.name} changes a tensor in place of which views are used later"

@@ -86,7 +86,7 @@ class Modules:
     Attributes:
         calls: by module.
         chains: call -> the calls that it was made in, from the outside in, and itself.
-        obstacles: module -> why it cannot be a unit.
+        not_placeable: module -> why it cannot be a unit.
         must_be_whole: module -> why it cannot be opened.
         better_whole: module -> why it is opened only where there are too few units else.
     """
@@ -100,14 +100,14 @@ class Modules:
         for call in trace.calls:  # a parent comes before its children
             self.calls[call.module].append(call)
             self.chains[call.index] = (*self.chains[call.parent], call.index)
-        self.obstacles: dict[str, str] = {}
+        self.not_placeable: dict[str, str] = {}
         self.must_be_whole: dict[str, str] = {}
         self.better_whole: dict[str, str] = {}
-        # In this order: the last one takes modules that have no obstacle, so all of these have to be known.
+        # In this order: the last one takes modules that have no not_placeable, so all of these have to be known.
         self._find_escapes()
         for call in trace.calls:
-            if call.obstacle is not None:
-                self.obstacles.setdefault(call.module, call.obstacle)
+            if call.not_placeable is not None:
+                self.not_placeable.setdefault(call.module, call.not_placeable)
         self._judge_events()
 
     def seconds(self, name: str) -> float:
@@ -137,7 +137,7 @@ class Modules:
         """The innermost module around ``event`` that can be placed whole, and is not ``unfit``, is kept ``whole``."""
         for index in reversed(self.chains[event.call]):
             name = self.trace.calls[index].module
-            if name not in self.obstacles and name not in unfit:
+            if name not in self.not_placeable and name not in unfit:
                 whole.setdefault(name, reason)
                 return
 
@@ -156,7 +156,7 @@ class Modules:
                 for index in self._calls_around_maker(value):
                     if index not in around and value not in handed_over[index]:
                         reason = f"a tensor made in it is used at {event.location} without being returned"
-                        self.obstacles.setdefault(calls[index].module, reason)
+                        self.not_placeable.setdefault(calls[index].module, reason)
 
     def changes(self, call: Call) -> Changes:
         """Tensors made outside of ``call`` that it changes in place: what they were before it, and are after it."""
@@ -215,15 +215,15 @@ class _Builder:
         self._operations(position, last)
 
     def _is_unit(self, name: str) -> bool:
-        """A module that must be whole is a unit; any other without an obstacle is one if it is small."""
-        obstacle = self.modules.obstacles.get(name)
+        """A module that must be whole is a unit; any other without an not_placeable is one if it is small."""
+        not_placeable = self.modules.not_placeable.get(name)
         whole = self.modules.must_be_whole.get(name)
-        if whole and obstacle:
+        if whole and not_placeable:
             raise SplitError(
-                f"Module {name!r} cannot be placed on one stage, as {obstacle}, and cannot be opened, as {whole}. "
+                f"Module {name!r} cannot be placed on one stage, as {not_placeable}, and cannot be opened, as {whole}. "
                 "Let the module return all tensors that are used outside of it."
             )
-        return whole is not None or (obstacle is None and self.is_small(name))
+        return whole is not None or (not_placeable is None and self.is_small(name))
 
     def backward_hooks(self) -> list[Colocation]:
         """The hooks at a module's inputs and outputs belong together."""
@@ -305,7 +305,7 @@ class _Builder:
             name=name,
             inputs=tuple(value for value in used if value not in own),
             outputs=outputs,
-            rebinds=changes,
+            versions=changes,
             parameters=each_once(*(event.parameters for event in events)),
             buffers=each_once(*(event.buffers for event in events)),
             buffers_read=each_once(*(event.buffers_read for event in events)),
@@ -322,7 +322,7 @@ class _Builder:
 
     def _is_recomputable(self, node: Node) -> bool:
         """Whether an operation between units gives the same wherever and how often it is done, and writes nothing."""
-        touches_state = node.parameters or node.rebinds or node.buffers or node.buffers_read
+        touches_state = node.parameters or node.versions or node.buffers or node.buffers_read
         if touches_state or node.random or node.free or node.reads:
             return False
         if any(hook.value in node.outputs for hook in self.trace.hooks):

@@ -123,7 +123,7 @@ class Call:
     last: int = -1
     returned: OutputSpec = OutputSpec()
     entry: tuple[int | None, ...] = ()  # the value that each leaf of its arguments is, as it begins
-    obstacle: str | None = None  # why it cannot be a unit
+    not_placeable: str | None = None  # why it cannot be a unit
     is_seeded: bool = False  # it draws, or comes behind draws
     reads: bool = False  # Python saw values of tensors in it, or drew random numbers
     seconds: float = 0.0  # of the operations in it

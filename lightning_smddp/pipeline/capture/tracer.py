@@ -125,7 +125,7 @@ def open_modules(reason: str) -> None:
     tracer: _Tracer | None = getattr(_active, "tracer", None)
     if tracer is not None:
         for call in tracer.stack:
-            call.obstacle = f"{reason}, at {user_location()}"
+            call.not_placeable = f"{reason}, at {user_location()}"
 
 
 class _Tracer(TorchFunctionMode, Tracking):
@@ -202,7 +202,7 @@ class _Tracer(TorchFunctionMode, Tracking):
             try:
                 result = forward(*args, **kwargs)
             except BaseException:
-                call.obstacle = "it raises an exception"
+                call.not_placeable = "it raises an exception"
                 raise
             finally:
                 self._note_python_draws()
@@ -247,14 +247,14 @@ class _Tracer(TorchFunctionMode, Tracking):
         call.seconds = sum(event.seconds for event in events[call.first :])
         call.returned = self.spec_of(result, arguments)
         if call.first == call.last:
-            call.obstacle = "its result depends on the batch alone"
+            call.not_placeable = "its result depends on the batch alone"
         # Other stages return a unit's result without running it. They can do that with values, which are sent to them,
         # with arguments, and with plain constants that come out of no tensor.
         for (path, leaf), (kind, _) in zip(items(result), call.returned.sources, strict=True):
             if kind != "constant" or (is_plain(leaf) and (leaf is None or not call.reads)):
                 continue
             why = "depends on the batch alone" if isinstance(leaf, Tensor) else "other stages could not make"
-            call.obstacle = f"its result has a {type(leaf).__name__}, at {list(path)}, that {why}"
+            call.not_placeable = f"its result has a {type(leaf).__name__}, at {list(path)}, that {why}"
 
     def _states_of_python(self) -> list[Any]:
         """Of all generators but torch's default ones."""

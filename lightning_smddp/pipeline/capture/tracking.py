@@ -224,7 +224,7 @@ class Tracking:
             # A stage that does not run the module would not know the size. Opened, its code runs on all stages, and
             # these have the batch whose values decide.
             for call in self.stack:
-                call.obstacle = f"the size of a tensor at {event.location} depends on the batch's values"
+                call.not_placeable = f"the size of a tensor at {event.location} depends on the batch's values"
         sized = given[:1] if event.name in PUTS_ROWS_BACK else given
         varying: set[int] = set().union(*(self.storage_of(tensor).varying for tensor in sized))
         if not event.sized_by_module and not varying:
@@ -250,7 +250,9 @@ class Tracking:
                 self.add_opaque(self.innermost_call())
             for call in self.stack:
                 if not self._is_within(storage.call, call.index):  # what it has made itself, nobody else misses
-                    call.obstacle = f"it changes a tensor in place, at {event.location}, that was made outside of it"
+                    call.not_placeable = (
+                        f"it changes a tensor in place, at {event.location}, that was made outside of it"
+                    )
 
     def _is_within(self, call: int | None, outer: int) -> bool:
         """Whether ``call`` is ``outer``, or was made within it."""

@@ -48,7 +48,7 @@ NETWORK = Link(latency_s=1e-4, bytes_per_s=3e9, unhidden=0.0)
 
 
 @dataclass(frozen=True)
-class Resources:
+class Cluster:
     """What there is to place stages on.
 
     Attributes:
@@ -71,7 +71,7 @@ class Resources:
         return len(self.rank_of_stage)
 
 
-def resources_for(
+def cluster_of(
     module: nn.Module,
     optimizers: Sequence[Optimizer],
     rank_of_stage: Sequence[int],
@@ -80,7 +80,7 @@ def resources_for(
     memory_limit: float | None = None,
     casts_weights: bool = False,
     num_shares: int = 1,
-) -> Resources:
+) -> Cluster:
     """What stages of ``module`` may use.
 
     Args:
@@ -102,7 +102,7 @@ def resources_for(
             sizes[name] = int(parameter.nbytes * (2 + states))  # the parameter, its gradient, the optimizer's states
         if casts_weights and parameter.requires_grad and parameter.dtype == torch.float32:
             sizes[name] += parameter.numel() * torch.bfloat16.itemsize
-    return Resources(tuple(rank_of_stage), tuple(flights), sizes, memory_limit, links)
+    return Cluster(tuple(rank_of_stage), tuple(flights), sizes, memory_limit, links)
 
 
 def _state_copies(optimizer: Optimizer) -> int:
@@ -241,7 +241,7 @@ class NodeTimes(NamedTuple):
         return cls(forward, [_BACKWARD_OF_FORWARD * seconds for seconds in forward])
 
 
-def problem_of(graph: StepGraph, resources: Resources, times: NodeTimes, checkpointing: bool) -> PartitionProblem:
+def problem_of(graph: StepGraph, cluster: Cluster, times: NodeTimes, checkpointing: bool) -> PartitionProblem:
     """What the partition has to solve."""
     costs = []
     kinds: dict[Hashable, list[int]] = defaultdict(list)  # indices of the nodes of each kind
@@ -251,7 +251,7 @@ def problem_of(graph: StepGraph, resources: Resources, times: NodeTimes, checkpo
         if node.module is not None:
             # Layers are of one kind if their names differ in numbers only ("blocks.3.mlp" is as "blocks.4.mlp"), and
             # parameters, activations and outputs are as large.
-            sizes = [resources.parameter_bytes[name] for name in node.parameters]
+            sizes = [cluster.parameter_bytes[name] for name in node.parameters]
             shapes = [graph.values[value].shape for value in node.outputs]
             kind = (re.sub(r"\d+", "#", node.name), tuple(sizes), tuple(shapes), kept)
             if checkpointing:  # its forward runs again in the backward, and nothing is kept in between
@@ -267,7 +267,7 @@ def problem_of(graph: StepGraph, resources: Resources, times: NodeTimes, checkpo
     cut_bytes = [math.inf] * (len(costs) + 1)
     for cut in possible_cuts(graph):
         cut_bytes[cut] = boundary_bytes(graph, cut)
-    return PartitionProblem(nodes=costs, cut_bytes=cut_bytes, **vars(resources))
+    return PartitionProblem(nodes=costs, cut_bytes=cut_bytes, **vars(cluster))
 
 
 def time_nodes(graph: StepGraph, step: Step, loss_of: LossIn, root: nn.Module, device: torch.device) -> NodeTimes:

@@ -23,7 +23,7 @@ from lightning_smddp.pipeline.partition.assignment import (
     ownership_of,
     parameter_stages_of,
 )
-from lightning_smddp.pipeline.partition.costs import LossIn, NodeTimes, Resources, explained_shortage, time_nodes
+from lightning_smddp.pipeline.partition.costs import Cluster, LossIn, NodeTimes, explained_shortage, time_nodes
 from lightning_smddp.pipeline.partition.split import choose_units, is_within, partition
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.stage_program import StagePlan
@@ -90,7 +90,7 @@ def divide(
     root: nn.Module,
     device: torch.device,
     group: dist.ProcessGroup,
-    resources: Resources,
+    cluster: Cluster,
     split: Sequence[str] | None,
     checkpointing: bool,
     known: Mapping[str, Any] | None = None,
@@ -105,19 +105,19 @@ def divide(
     """
     traced = record(trial.traced, root, device, group, trial.fetch)
     modules = Modules(traced, root)
-    if split is not None or (known is not None and len(known["stage_seconds"]) != resources.num_stages):
+    if split is not None or (known is not None and len(known["stage_seconds"]) != cluster.num_stages):
         known = None
 
     def decide() -> tuple[Mapping[str, Any], NodeTimes]:
         graph = None if known is None else _known_graph(known, traced, modules, root)
         is_new = graph is None
         if graph is None:
-            units = choose_units(traced, modules, resources, split, checkpointing).units
+            units = choose_units(traced, modules, cluster, split, checkpointing).units
             graph = build_graph(traced, modules, is_within(units))
         times = _measure(graph, trial, root, device)
         if known is not None and not is_new:
             return known, times
-        found = partition(graph, resources, times, split, checkpointing)
+        found = partition(graph, cluster, times, split, checkpointing)
         decision = {  # checkpoints keep it, so keys stay as they are
             "splitting": {"units": list(graph.units), "cuts": list(found.cuts)},
             "stage_seconds": found.stage_seconds,
@@ -137,7 +137,7 @@ def divide(
     return PartitionPlan(
         graph=graph,
         stages=stages,
-        ownership=ownership_of(graph, stages, parameter_stages, resources.rank_of_stage, buffers),
+        ownership=ownership_of(graph, stages, parameter_stages, cluster.rank_of_stage, buffers),
         parameter_stages=parameter_stages,
         times=times,
         stage_seconds=tuple(decision["stage_seconds"]),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from lightning_smddp.pipeline.capture.boundaries import obstacle_to, starts_of_stages
+from lightning_smddp.pipeline.capture.boundaries import reason_not_to_cut, starts_of_stages
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import IsSmall, Modules, build_graph
 from lightning_smddp.pipeline.capture.records import Trace
-from lightning_smddp.pipeline.partition.costs import NodeTimes, Resources, problem_of
+from lightning_smddp.pipeline.partition.costs import Cluster, NodeTimes, problem_of
 from lightning_smddp.planner.partition import Partition, best_partition, given_partition
 from lightning_smddp.planner.problem import PartitionError
 
@@ -24,7 +24,7 @@ _NAMED = 5  # modules that an error message explains
 def choose_units(
     trace: Trace,
     modules: Modules,
-    resources: Resources,
+    cluster: Cluster,
     split: Sequence[str] | None,
     checkpointing: bool,
 ) -> StepGraph:
@@ -38,7 +38,7 @@ def choose_units(
     # A greedy search: each round cuts the step with the units that there are, and opens the one that stands in the way.
     # One module more may be no gain, and two may be, as where both halves of a model are one module each: so it goes on
     # for some rounds without success, and the best graph of all is what counts.
-    opened = _first_opened(modules, resources.num_stages)
+    opened = _first_opened(modules, cluster.num_stages)
     best: StepGraph | None = None
     best_seconds = math.inf
     failures = 0
@@ -47,7 +47,7 @@ def choose_units(
         found: Partition | None = None
         slowest = math.inf
         try:
-            found = best_partition(problem_of(graph, resources, NodeTimes.of_trace(graph), checkpointing))
+            found = best_partition(problem_of(graph, cluster, NodeTimes.of_trace(graph), checkpointing))
             slowest = max(found.stage_seconds)
         except PartitionError as failure:  # too few units, say
             error = failure
@@ -58,7 +58,7 @@ def choose_units(
             failures = 0
         if best is not None and failures > _PATIENCE:
             break
-        if found is not None and _is_balanced(found, resources):
+        if found is not None and _is_balanced(found, cluster):
             break
         candidate = _to_open(graph, found, modules, must=False)
         if candidate is None and best is None:
@@ -71,10 +71,10 @@ def choose_units(
     return best
 
 
-def _is_balanced(partition: Partition, resources: Resources) -> bool:
+def _is_balanced(partition: Partition, cluster: Cluster) -> bool:
     # A pipeline is as fast as its slowest stage, and no partition makes that faster than the mean.
-    mean = sum(partition.stage_seconds) / resources.num_stages
-    latency = max((link.latency_s for link in resources.links), default=0.0)
+    mean = sum(partition.stage_seconds) / cluster.num_stages
+    latency = max((link.latency_s for link in cluster.links), default=0.0)
     limit = max(_BALANCED * mean, mean + _NEGLIGIBLE * latency)
     return max(partition.stage_seconds) <= limit
 
@@ -110,7 +110,7 @@ def _to_open(graph: StepGraph, partition: Partition | None, modules: Modules, mu
 
 def partition(
     graph: StepGraph,
-    resources: Resources,
+    cluster: Cluster,
     times: NodeTimes,
     split: Sequence[str] | None,
     checkpointing: bool,
@@ -120,7 +120,7 @@ def partition(
     Raises:
         SplitError: no partition is possible; the message says why.
     """
-    problem = problem_of(graph, resources, times, checkpointing)
+    problem = problem_of(graph, cluster, times, checkpointing)
     try:
         if split is None:
             return best_partition(problem)
@@ -132,14 +132,14 @@ def partition(
 def what_forbids(graph: StepGraph) -> str:
     """Where the step cannot be cut, and why: the first such place."""
     for cut in starts_of_stages(graph):
-        reason = obstacle_to(graph, cut)
+        reason = reason_not_to_cut(graph, cut)
         if reason is not None:
             return f" No stage may begin with {graph.nodes[cut].name}: {reason}."
     return ""
 
 
 def _explained(error: PartitionError, modules: Modules, graph: StepGraph) -> SplitError:
-    reasons = [f"{name!r} is opened, as {why}" for name, why in modules.obstacles.items()]
+    reasons = [f"{name!r} is opened, as {why}" for name, why in modules.not_placeable.items()]
     reasons += [f"{name!r} is better placed whole, as {why}" for name, why in modules.better_whole.items()]
     reasons += [f"{name!r} is placed whole, as {why}" for name, why in modules.must_be_whole.items()]
     hint = f" Of the modules, {'; '.join(reasons[:_NAMED])}." if reasons else ""

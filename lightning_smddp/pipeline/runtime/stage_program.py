@@ -49,7 +49,7 @@ class StagePlan:
     stage: int
     begin: int
     end: int
-    again: frozenset[int]
+    recomputed: frozenset[int]
     receives: tuple[int, ...]
     sends: tuple[int, ...]
 
@@ -63,7 +63,7 @@ def dry_run_plan(graph: StepGraph) -> StagePlan:
     # From where Python reads a tensor that a module made, or a size depends on it, nothing is known of the way.
     reads = [node.index for node in graph.nodes if node.varies or (node.reads and (node.inputs or node.parameters))]
     end = min([units[-1], *reads]) if units else 0
-    return StagePlan(_DRY_RUN, begin=end, end=end, again=frozenset(), receives=(), sends=())
+    return StagePlan(_DRY_RUN, begin=end, end=end, recomputed=frozenset(), receives=(), sends=())
 
 
 class StageProgram:
@@ -105,7 +105,7 @@ class StageProgram:
         self.kept = self._find_kept()
         self.inputs = [frozenset(node.inputs) for node in graph.nodes]
         self._permuted = {value for value in plan.receives if _is_permuted(graph.values[value])}
-        self._changed = {graph.values[r.new].storage for n in graph.nodes[plan.begin : plan.end] for r in n.rebinds}
+        self._changed = {graph.values[r.new].storage for n in graph.nodes[plan.begin : plan.end] for r in n.versions}
 
     def _find_remote(self) -> frozenset[int]:
         """Operations before the stage that are not of the batch and of parameters that are here alone."""
@@ -117,7 +117,7 @@ class StageProgram:
                 continue
             if real.issuperset(node.inputs) and held.issuperset(node.parameters):
                 real.update(node.outputs)
-            elif node.rebinds or not all(kind == "argument" for kind, _ in node.returned.sources) or node.reads:
+            elif node.versions or not all(kind == "argument" for kind, _ in node.returned.sources) or node.reads:
                 remote.add(node.index)  # what only returns its argument need not come: `as_tensor` does not
         return frozenset(remote)
 
@@ -127,13 +127,13 @@ class StageProgram:
             return False
         seen = seen_before(self.graph, self.plan.end).union(self.plan.receives)
         unseen = [value for value in self.plan.sends if value not in seen]
-        return any(self.graph.producers[value] not in self.plan.again for value in unseen)
+        return any(self.graph.producers[value] not in self.plan.recomputed for value in unseen)
 
     def _find_kept(self) -> set[int]:
         """Values whose tensors a run has to keep: what is sent, and what that was before it was changed in place."""
         kept = set(self.plan.sends)
         for node in reversed(self.graph.nodes[: self.plan.end]):
-            kept.update(rebind.old for rebind in node.rebinds if rebind.new in kept and rebind.old is not None)
+            kept.update(version.old for version in node.versions if version.new in kept and version.old is not None)
         return kept
 
     def as_traced(self, value: int, tensor: Tensor) -> Tensor:

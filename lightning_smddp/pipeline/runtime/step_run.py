@@ -4,7 +4,7 @@ Modules that are placed whole (*units*) are wrapped, and operations on tensors o
 these tensors; everything else is plain PyTorch. A run has two parts::
 
     before its first own unit   units, and operations on what they return, give stand-ins; they are matched with the
-                                traced order, and done only where the stage needs their numbers (`StagePlan.again`)
+                                traced order, and done only where the stage needs their numbers (`StagePlan.recomputed`)
     from there on               units run, and what was received takes the place of its stand-ins
     first unit of the next one  leaves the step by an exception, StageDone
 
@@ -41,6 +41,7 @@ from lightning_smddp.pipeline.runtime.run_modes import Reads, Watch, stance
 from lightning_smddp.pipeline.runtime.stage_program import NOBODY, Observers, StageProgram
 from lightning_smddp.seeding import Forward, seeded
 from lightning_smddp.wire.pytree import leaves, map_leaves, rebuild
+from lightning_smddp.wording import counted
 
 _MIRRORED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge"}  # `real > remote` arrives as `remote < real`
 _CACHES = {"past_key_values", "layer_past"}  # of transformers: a second run in the backward pass would fill them twice
@@ -147,9 +148,9 @@ class StageRun:
     def to_send(self) -> tuple[Tensor, ...]:
         """What the next stage receives. Other tensors are let go, but for those that a checkpoint's second run uses."""
         for node in self.graph.nodes[: self.plan.end] if self.program.kept else ():
-            for rebind in node.rebinds:
-                if rebind.old in self.here and rebind.new in self.program.kept:
-                    self.here.setdefault(rebind.new, self.here[rebind.old])  # written in place: the same object
+            for version in node.versions:
+                if version.old in self.here and version.new in self.program.kept:
+                    self.here.setdefault(version.new, self.here[version.old])  # written in place: the same object
         here = self.here
         if self.observers.shapes is not None:
             self.observers.shapes.values.update((value, Shape.of(tensor)) for value, tensor in here.items())
@@ -222,15 +223,15 @@ class StageRun:
         if node.index >= self.plan.end:
             self.stop()
         self.position = node.index + 1
-        if node.index in self.plan.again:
+        if node.index in self.plan.recomputed:
             result = self.do(function, map_leaves(self.real, args), map_leaves(self.real, kwargs))
             if node.reads:
                 return result
             self.note_result(node, result)
         elif not (self.shapes.is_traced or self._is_known(node)):
             self._learn(node, function, args, kwargs)
-        result = self._stand_in(node, found)
-        self._rebind(node, found)
+        result = self._placeholder(node, found)
+        self._note_versions(node, found)
         return result
 
     def parameter_operation(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -324,14 +325,14 @@ class StageRun:
     def _result(self, node: Node, forward: Forward, args: Any, kwargs: Any, found: list[Any]) -> Any:
         """What a unit returns, or what stands for that. ``found``: the leaves of its arguments."""
         if node.index < self.plan.begin:
-            result = self._stand_in(node, found)
-            self._rebind(node, found)
+            result = self._placeholder(node, found)
+            self._note_versions(node, found)
             return result
         observe = self.observers.node
         if observe is not None:
             observe(node, False, None)
         with stance("default", self.graph.calls_compiled):
-            if self.program.checkpointing and torch.is_grad_enabled() and not node.rebinds:
+            if self.program.checkpointing and torch.is_grad_enabled() and not node.versions:
                 kwargs = {**kwargs, **dict.fromkeys(_CACHES & kwargs.keys())}
                 result = self.do(checkpoint, (forward, *args), {**kwargs, "use_reentrant": False})
             else:
@@ -346,7 +347,7 @@ class StageRun:
 
     def note_writes(self, node: Node, found: list[Any]) -> None:
         """Keep what the tensors that ``node`` has changed in place are now. ``found``: the leaves of its arguments."""
-        for old, new, position in node.rebinds:
+        for old, new, position in node.versions:
             if position is not None:
                 self.here[new] = found[position]
             elif old in self.here:
@@ -357,8 +358,10 @@ class StageRun:
         found = leaves(result)
         sources = node.returned.sources
         if len(found) != len(sources):
-            raise ReplayError(f"{node.name} returned {len(found)} things instead of {len(sources)}. {OTHER_PATH}")
-        keeps_all = self.keeps_all or node.index in self.plan.again
+            raise ReplayError(
+                f"{node.name} returned {counted(len(found), 'value')} instead of {len(sources)}. {OTHER_PATH}"
+            )
+        keeps_all = self.keeps_all or node.index in self.plan.recomputed
         for leaf, (kind, source) in zip(found, sources, strict=True):
             if kind == "value":
                 if not isinstance(leaf, Tensor):
@@ -395,7 +398,7 @@ class StageRun:
             self.stand_ins[value] = made
         return made
 
-    def _stand_in(self, node: Node, given: list[Any]) -> Any:
+    def _placeholder(self, node: Node, given: list[Any]) -> Any:
         """What stands for the result of ``node``."""
         sources = node.returned.sources
         if node.returned.skeleton is ... and sources[0][0] == "value":  # nearly all results are one tensor
@@ -412,9 +415,9 @@ class StageRun:
                 found.append(source if constant == AS_TRACED else constant)
         return found[0] if node.returned.skeleton is ... else rebuild(node.returned.skeleton, found)
 
-    def _rebind(self, node: Node, given: list[Any]) -> None:
+    def _note_versions(self, node: Node, given: list[Any]) -> None:
         """``node`` has changed tensors in place: these objects are other values from now on."""
-        for old, new, position in node.rebinds:
+        for old, new, position in node.versions:
             changed: Any = self.stand_ins.get(-1 if old is None else old) if position is None else given[position]
             if changed is None:
                 continue
@@ -447,7 +450,7 @@ class StageRun:
             raise ReplayError(f"The shape of what {node.name} makes is not known: {failure}")
         given = leaves(filled)
         made = [(s, leaf) for leaf, (k, s) in zip(leaves(result), node.returned.sources, strict=True) if k == "value"]
-        made += [(new, given[position]) for _, new, position in node.rebinds if position is not None]
+        made += [(new, given[position]) for _, new, position in node.versions if position is not None]
         for value, tensor in made:
             requires_grad = self.graph.values[value].requires_grad
             self.shapes.values[value] = Shape(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, requires_grad)
