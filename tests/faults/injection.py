@@ -26,7 +26,7 @@ MESSAGE = "the user's own"
 PEERS_WAIT_S = 0.3  # by then the other ranks have come to the collective
 TWICE_AFTER_S = 1.5
 NAP_S = 7.0
-IN_CGROUP_S = 2.5  # others have seen by then in which cgroup it is, as they have long before in a real job
+IN_CGROUP_S = 4.0  # others have seen by then in which cgroup it is, as they have long before in a real job
 FILE_LIMIT = 200_000  # bytes, below the size of the model's checkpoint
 
 

@@ -51,7 +51,7 @@ def communicators() -> Found:
 
 def is_late(functions: tuple[str, ...]) -> bool:
     """Whether a training step was under way; but a pipeline's first one partitions the module, where all is made."""
-    return "optimizer_step" in functions and "_partition" not in functions or bool(IN_A_STEP.intersection(functions))
+    return "optimizer_step" in functions and "_partition_by" not in functions or bool(IN_A_STEP.intersection(functions))
 
 
 def fit_data_parallel(communication: list[dict[str, Any]]) -> list[Found]:
