@@ -204,7 +204,6 @@ class SeriesTransformer(HuggingFace):
     Case(UnevenTemporalFusion, WHOLE),
     Case(NBeats, WHOLE),
     Case(NHits, WHOLE),
-    Case(DeepAr, WHOLE),
     Case(GluontsFeedForward),
     Case(GluontsDeepAr),
     Case(PatchTst),

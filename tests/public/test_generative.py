@@ -308,7 +308,6 @@ class Process(gpytorch.models.ApproximateGP):
     Case(AutoregressiveFlow),
     Case(NeuralOde),
     Case(AdaptiveOde, WHOLE),
-    Case(DeepKernel, WHOLE),
 )
 def test_generative(case: Case) -> None:
     check(case)

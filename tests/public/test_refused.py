@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.public.cases import MARKS, WHOLE, Case, Learner, check, table
-from tests.public.test_generative import PythaeVaeGan
+from tests.public.reinforcement import Dqn, Ppo
+from tests.public.test_forecasting import DeepAr
+from tests.public.test_generative import DeepKernel, PythaeVaeGan
 from tests.public.test_graphs import SchNetForces
 from tests.public.test_metric_learning import ArcFace
 from tests.public.test_self_supervised import Byol, Dino, Moco, Swav
@@ -50,6 +52,10 @@ def refused(make: Any, message: str, **pipeline: Any) -> Case:
     refused(ArcFace, r"SplitError: .* parameter 'criterion.W' .*on_train_batch_end"),
     refused(Spiking, r"SplitError: The step replaces buffer 'hidden.mem'.* Change it in place"),
     refused(SpikingByHand, r"SplitError: The step replaces buffer 'neurons.mem'.* Change it in place"),
+    refused(DeepKernel, r"SplitError: The step takes another path each time that it is run on the same batch"),
+    refused(DeepAr, r"SplitError: 2 stages were asked for.* 'rnn' is opened, as the size of .* the batch's values"),
+    refused(Dqn, r"SplitError: 2 stages were asked for, but the step has only 1 unit \(objective\)"),
+    refused(Ppo, r"SplitError: 2 stages were asked for, but the step has only 1 unit \(objective\)"),
     refused(SchNetForces, r"SplitError: The step runs a backward pass of its own at \S*test_graphs.py:\d+"),
     refused(Scripted, r"SplitError: Module 'model' is scripted.* script it afterwards"),
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.public.cases import MARKS, Case, Learner, check, integers, numbers, table
+from tests.public.cases import MARKS, WHOLE, Case, Learner, check, integers, numbers, table
 
 snntorch = pytest.importorskip("snntorch")
 surrogate = pytest.importorskip("snntorch.surrogate")
@@ -127,7 +127,7 @@ class Reversible(Learner):
     Case(Equivariant),
     Case(Orthogonal),
     Case(Liquid),
-    Case(Reversible),
+    Case(Reversible, WHOLE),  # it keeps states of generators and hashes from a forward pass to its backward
 )
 def test_special_layers(case: Case) -> None:
     check(case)

@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.public.cases import MARKS, WHOLE, Case, Learner, check, integers, numbers, table
+from tests.public.cases import Learner, integers, numbers
 
 objectives = pytest.importorskip("torchrl.objectives")
 rl_modules = pytest.importorskip("torchrl.modules")
 tensordict = pytest.importorskip("tensordict")
 tensordict_nn = pytest.importorskip("tensordict.nn")
 
-pytestmark = MARKS
 
 STATES, ACTIONS = 4, 3
 
@@ -81,11 +80,3 @@ class Ppo(Transitions):
     def loss(self, batch: Any) -> Tensor:
         out = self.objective(batch)
         return out["loss_objective"] + out["loss_critic"] + out["loss_entropy"]
-
-
-@table(
-    Case(Dqn, WHOLE),
-    Case(Ppo, WHOLE),
-)
-def test_reinforcement(case: Case) -> None:
-    check(case)
