@@ -265,10 +265,10 @@ def test_whoever_comes_first_the_ranks_are_named_in_order() -> None:
 def test_a_second_rank_0_that_arrives_first_and_ends() -> None:
     """It is arrival 1 and judges nothing: the ranks that wait judge without it, at once."""
     store = dist.HashStore()
-    leave(store, card(host="elsewhere"))
+    leave(store, card(world_size=3, host="elsewhere"))
     begin = time.monotonic()
     with ThreadPoolExecutor(2) as ranks:
-        waits = [ranks.submit(meet, store, card(rank=rank), begin + 20, 20.0, False) for rank in (0, 1)]
+        waits = [ranks.submit(meet, store, card(world_size=3, rank=rank), begin + 20, 20.0, False) for rank in (0, 1)]
         errors = [str(wait.exception()) for wait in waits]
     assert "Two processes are rank 0: pid " in errors[0]
     assert errors[0] == errors[1]
