@@ -96,18 +96,18 @@ class LightningStep:
         microbatch: MicroBatch,
         keep: bool,
     ) -> AbstractContextManager[object]:
-        """See :class:`~lightning_smddp.pipeline.runtime.stage_program.Step`."""
+        """Around one run: what it logs is kept where the step ends (``keep``); attributes are those of ``stage``."""
         if index == 0 and not (self.arguments and self.arguments[0]):
             self.recorder.metrics.find()
         return self.recorder.microbatch(stage, index, microbatch.size, microbatch.weight, keep)
 
     def seed_of(self, index: int) -> int:
-        """See :class:`~lightning_smddp.pipeline.runtime.stage_program.Step`."""
+        """The seed of the random numbers of micro-batch ``index``, the same on all ranks of the pipeline."""
         assert self.seed is not None
         return mix(self.seed, index)
 
     def forget(self) -> None:
-        """See :class:`~lightning_smddp.pipeline.runtime.stage_program.Step`."""
+        """Throw away what runs on micro-batches have left."""
         self.recorder.drop()
 
     @contextmanager

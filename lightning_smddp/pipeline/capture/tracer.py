@@ -56,7 +56,7 @@ from lightning_smddp.wire.pytree import items, leaves, map_leaves, tensors
 
 _NOTHING = torch.empty(0)
 
-Step: TypeAlias = Callable[[], Any]
+StepCall: TypeAlias = Callable[[], Any]
 """Runs the user's step on one micro-batch, and returns what that returns."""
 Fetch: TypeAlias = Callable[[str], Tensor]
 """The values of a parameter, by its first name."""
@@ -75,7 +75,7 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def trace(step: Step, module: nn.Module, device: torch.device, fetch: Fetch | None = None) -> Trace:
+def trace(step: StepCall, module: nn.Module, device: torch.device, fetch: Fetch | None = None) -> Trace:
     """Run ``step`` once or a few times and record it. ``module`` is the root whose parameters and submodules it uses.
 
     Random states (torch's, Python's and numpy's) are put back. The step's other effects (buffers, attributes) are the
@@ -154,7 +154,7 @@ class _Tracer(TorchFunctionMode, Tracking):
         self.python_states = self._states_of_python()
         self.has_drawn_bound = False  # a bound operation has drawn since the last call of a module began or ended
 
-    def run(self, step: Step) -> Trace:
+    def run(self, step: StepCall) -> Trace:
         saving: AbstractContextManager[Any] = nullcontext()
         if self.fetch is not None:  # no backward will come
             saving = saved_tensors_hooks(lambda _: _NOTHING, lambda _: _NOTHING)

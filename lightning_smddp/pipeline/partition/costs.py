@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.pipeline.capture.boundaries import boundary_bytes, possible_cuts
 from lightning_smddp.pipeline.capture.graph import StepGraph
-from lightning_smddp.pipeline.capture.tracer import Step, now
+from lightning_smddp.pipeline.capture.tracer import StepCall, now
 from lightning_smddp.pipeline.mesh import named_tensors
 from lightning_smddp.pipeline.runtime.schedules import Schedule, orders
 from lightning_smddp.planner.problem import Link, NodeCost, PartitionProblem
@@ -270,7 +270,7 @@ def problem_of(graph: StepGraph, cluster: Cluster, times: NodeTimes, checkpointi
     return PartitionProblem(nodes=costs, cut_bytes=cut_bytes, **vars(cluster))
 
 
-def time_nodes(graph: StepGraph, step: Step, loss_of: LossIn, root: nn.Module, device: torch.device) -> NodeTimes:
+def time_nodes(graph: StepGraph, step: StepCall, loss_of: LossIn, root: nn.Module, device: torch.device) -> NodeTimes:
     """Run the step once, forward, and backward if it has a loss; no gradients stay.
 
     Units are timed. Operations between them are so short that their forward is taken from the trace, and their backward

@@ -15,7 +15,7 @@ from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph, first_
 from lightning_smddp.pipeline.capture.graph_builder import IsSmall, Modules, build_graph
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.records import Trace
-from lightning_smddp.pipeline.capture.tracer import Fetch, Step, trace
+from lightning_smddp.pipeline.capture.tracer import Fetch, StepCall, trace
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.partition.assignment import (
     cut_into_stages,
@@ -80,7 +80,7 @@ class Trial:
         fetch: gives the first values of a parameter that has no memory yet. None: all have.
     """
 
-    traced: Step
+    traced: StepCall
     loss_of: LossIn
     fetch: Fetch | None = None
 
@@ -171,7 +171,7 @@ def _measure(graph: StepGraph, trial: Trial, root: nn.Module, device: torch.devi
 
 
 def record(
-    step: Step,
+    step: StepCall,
     root: nn.Module,
     device: torch.device,
     group: dist.ProcessGroup,

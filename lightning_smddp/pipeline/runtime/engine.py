@@ -40,7 +40,7 @@ from lightning_smddp.wording import counted
 _KEPT_SCHEDULES = 16  # torch's objects, one per number of micro-batches and mode; they hold orders only, no tensors
 
 
-class StepRun(NamedTuple):
+class StepOutcome(NamedTuple):
     """What a step on a batch has come to, on this rank.
 
     Attributes:
@@ -104,11 +104,11 @@ class PipelineRuntime:
 
     def stage(self, graph: StepGraph, stages: tuple[StagePlan, ...]) -> StagedStep:
         """This rank's part of a step."""
-        replays = {
+        programs = {
             stage: StageProgram(graph, stages[stage], self.wrappers, self.checkpointing) for stage in self._stages
         }
         dry_run = StageProgram(graph, dry_run_plan(graph), self.wrappers)
-        return StagedStep(graph, stages, replays, dry_run)
+        return StagedStep(graph, stages, programs, dry_run)
 
     def run(
         self,
@@ -117,7 +117,7 @@ class PipelineRuntime:
         microbatches: Sequence[MicroBatch],
         train: bool,
         observe: Observer | None = None,
-    ) -> StepRun:
+    ) -> StepOutcome:
         """Run one step: forward, and in training backward, of all micro-batches. Collective over the pipeline.
 
         Args:
@@ -146,9 +146,9 @@ class PipelineRuntime:
         finally:
             for body in self._stages.values():
                 body.running = None
-        return StepRun(running.results if self.ends_here else [], running.failures)
+        return StepOutcome(running.results if self.ends_here else [], running.failures)
 
-    def require_success(self, run: StepRun) -> list[Any]:
+    def require_success(self, run: StepOutcome) -> list[Any]:
         """The outputs of ``run``. Collective over the pipeline.
 
         Raises:

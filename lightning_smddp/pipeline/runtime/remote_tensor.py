@@ -22,7 +22,7 @@ _active = threading.local()  # .run: the stage's run that is under way in this t
 _TEXT = {"__format__", "__repr__", "__str__"}
 
 
-class StageRun(Protocol):
+class RunOfStage(Protocol):
     """What these tensors know of :class:`~lightning_smddp.pipeline.runtime.step_run.StageRun`."""
 
     device: torch.device
@@ -51,12 +51,12 @@ class StageRun(Protocol):
         ...
 
 
-def active_run() -> StageRun | None:
+def active_run() -> RunOfStage | None:
     """The stage's run that is under way in this thread."""
     return getattr(_active, "run", None)
 
 
-def set_active_run(run: StageRun | None) -> None:
+def set_active_run(run: RunOfStage | None) -> None:
     """From here on ``run`` is the one of this thread."""
     _active.run = run
 
@@ -72,10 +72,10 @@ class RemoteTensor(Tensor):
     """
 
     value: int
-    run: StageRun
+    run: RunOfStage
 
     @staticmethod
-    def standing_for(value: int, shape: Shape, run: StageRun) -> RemoteTensor:
+    def standing_for(value: int, shape: Shape, run: RunOfStage) -> RemoteTensor:
         """The stand-in for ``value`` in ``run``."""
         requires_grad = shape.requires_grad and torch.is_grad_enabled()
         stride = shape.stride if len(shape.stride) == len(shape.shape) else None

@@ -76,7 +76,7 @@ class ReplayedStage:
             announced = staged.boundary(self.stage, shapes, running.train)
         if not running.failures:
             try:
-                sent = self._run(running, staged.replays[self.stage], microbatch, received)
+                sent = self._run(running, staged.programs[self.stage], microbatch, received)
                 if self.stage < len(staged.stages) - 1:
                     _require_announced(sent, announced)
                 return sent

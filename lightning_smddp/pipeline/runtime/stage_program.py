@@ -191,13 +191,13 @@ class StagedStep:
     Attributes:
         graph: of the step on that path.
         stages: what each stage does.
-        replays: by stage, for those of this rank.
+        programs: by stage, for those of this rank.
         dry_run: runs the step's Python code without doing any node, see :func:`dry_run_plan`.
     """
 
     graph: StepGraph
     stages: tuple[StagePlan, ...]
-    replays: dict[int, StageProgram]
+    programs: dict[int, StageProgram]
     dry_run: StageProgram
 
     def boundary(self, stage: int, shapes: Shapes, train: bool) -> Boundary:

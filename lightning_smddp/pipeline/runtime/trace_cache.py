@@ -67,7 +67,7 @@ def infer_shapes(
             report: Any = None
             failure: Exception | None = None
             if rank == runtime.groups.pipeline_rank:
-                replay = staged.replays[stage]
+                replay = staged.programs[stage]
                 try:
                     with torch.set_grad_enabled(train):
                         report = _run_stage(replay, step, microbatch, index, received, shapes)
