@@ -89,6 +89,7 @@ def test_while_the_hub_is_stopped_the_grace_time_ends_all(tmp_path: Path, stop_g
 def test_ranks_that_come_to_a_gate_stop_there_without_the_agreement_of_a_stopped_one(tmp_path: Path) -> None:
     options = {"fault": [1, 3], "kind": "SIGSTOP", "signals": True, "steps": 10000, "pause": 0.01, "stop_grace": 4.0}
     with job(tmp_path, "train", 2, **options) as started:
+        started.until("ready")  # rank 0 handles signals from then on, which rank 1 does not wait for
         started.until_stopped(1)
         kill(started.ranks[0].pid, signal.SIGTERM)
         deadline = time.monotonic() + 10
