@@ -150,6 +150,7 @@ def loss_of(result: Any, hook: str = "training_step", detached: bool = False) ->
     if not (loss.requires_grad or detached):
         raise SplitError(
             f"The loss that `{hook}` returned does not depend on any parameter that requires a gradient "
-            "(requires_grad=False): it was detached, or all of the last modules are frozen."
+            "(requires_grad=False): it was detached, all of the last modules are frozen, or it is of a metric that "
+            "does not say `is_differentiable = True`."
         )
     return loss.reshape(())

@@ -8,7 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import Metric
 
 from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.pipeline.partition.self_check import VerificationError
@@ -56,6 +59,44 @@ class Wrong(Net):
         self.put_back()
 
 
+class Undeclared(Metric):
+    """It has a gradient, and does not say so."""
+
+    full_state_update = False
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), "sum")
+
+    def update(self, logits: Tensor) -> None:
+        self.total = self.total + logits.square().mean()
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+class Declared(Undeclared):
+    is_differentiable = True
+
+
+class WithMetric(Net):
+    """A metric is a part of the loss."""
+
+    def __init__(self, metric: type[Undeclared] = Undeclared) -> None:
+        super().__init__()
+        self.metric = metric()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        return F.cross_entropy(logits, batch[1]) + self.metric(logits)
+
+
+class WithDeclaredMetric(WithMetric):
+    def __init__(self) -> None:
+        super().__init__(Declared)
+
+
 def checked(make: Callable[[], Any], options: dict[str, Any]) -> Any:
     """What the check found: its comparisons, or its error."""
     model = make()
@@ -72,8 +113,15 @@ def checked(make: Callable[[], Any], options: dict[str, Any]) -> Any:
     return [(finding.name, finding.expected, finding.actual) for finding in findings]
 
 
-RIGHT: list[tuple[Any, dict[str, Any]]] = [(Net, {}), (Dropping, {}), (Normed, {}), (Counting, {}), (Gpt, {})]
-WRONG: list[tuple[Any, dict[str, Any]]] = [(Wrong, {})]
+RIGHT: list[tuple[Any, dict[str, Any]]] = [
+    (Net, {}),
+    (Dropping, {}),
+    (Normed, {}),
+    (Counting, {}),
+    (Gpt, {}),
+    (WithDeclaredMetric, {}),
+]
+WRONG: list[tuple[Any, dict[str, Any]]] = [(Wrong, {}), (WithMetric, {})]
 ON_TWO = Cases(checked, [*RIGHT, *WRONG])
 REPLICAS: list[tuple[Any, dict[str, Any]]] = [(Net, {"pipeline_parallel_size": 2, "compression": "int8"})]
 ON_FOUR = Cases(checked, REPLICAS, 4)
@@ -100,3 +148,9 @@ def test_replicas_are_compared_without_compression() -> None:
 def test_wrong_weights_of_micro_batches_are_caught() -> None:
     for text in ON_TWO.results(WRONG[0]):
         assert DIFFERS in text
+
+
+def test_a_metric_in_the_loss_has_to_say_that_it_is_differentiable() -> None:
+    for text in ON_TWO.results(WRONG[1]):
+        assert DIFFERS in text
+        assert "a metric in the loss that does not say `is_differentiable = True`" in text

@@ -97,7 +97,8 @@ def require_equal(findings: Sequence[Finding], tolerance: float) -> None:
     raise VerificationError(
         f"The pipeline does not compute what the step computes on one rank: {'; '.join(lines)}. Something passes "
         "between modules in a way that cannot be seen: a Python number made from a tensor, an object that is changed, "
-        "a global variable. Return it from the module as a tensor, keep both ends in one module, or name the "
-        "modules of each stage by `split=`. (`PartitionOptions(check=False)` turns this check off, not the error.)",
+        "a global variable, a metric in the loss that does not say `is_differentiable = True`. Return it from the "
+        "module as a tensor, keep both ends in one module, or name the modules of each stage by `split=`. "
+        "(`PartitionOptions(check=False)` turns this check off, not the error.)",
         findings,
     )
