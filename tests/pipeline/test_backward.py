@@ -119,6 +119,22 @@ class Counted(torch.autograd.Function):
         return gradient * weight, (gradient * x).sum()
 
 
+def test_a_way_that_parameters_share_is_gone_through_once() -> None:
+    net, calls = Two(lambda net, x: (x,)), []
+    (x,) = net.leaves()
+    shared = torch.tanh(net.v * 2)
+    out = x
+    for weight in (net.a.bias, net.b.bias):
+        way = shared * weight
+        way.register_hook(calls.append)
+        out = torch.tanh(out * way)
+    parts = SplitBackward([(get_gradient_edge(out), torch.ones_like(out))], [x])
+    parts.inputs()
+    assert calls == []
+    parts.weights()
+    assert len(calls) == 2
+
+
 def test_each_layer_is_gone_through_once_in_each_part() -> None:
     weights = [torch.tensor(float(n), requires_grad=True) for n in range(1, 6)]
     x = torch.ones(3, requires_grad=True)

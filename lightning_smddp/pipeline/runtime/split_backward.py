@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -56,7 +55,7 @@ class SplitBackward:
         self._roots = list(roots)
         self._inputs = list(inputs)
         # Where in the graph the gradients of some parameters start, and these parameters; mostly one layer's.
-        self._parts: dict[tuple[Node, ...], list[Tensor]] | None = None
+        self._parts: list[tuple[list[Node], list[Tensor]]] | None = None
         self._arrived: dict[Node, tuple[Tensor | None, ...]] = {}
 
     def inputs(self) -> list[Tensor | None]:
@@ -64,24 +63,23 @@ class SplitBackward:
         inputs, self._inputs = self._inputs, []
         if not inputs or not self._roots:
             return [None] * len(inputs)
-        to_inputs, below = _survey(self._roots, inputs)
+        to_inputs, parts = _survey(self._roots, inputs)
         roots = [root for root in self._roots if root[0].node in to_inputs]
         # Roots that lead to no input start in the second part. The other tensors are let go here: activations should
         # not live until a rank has time for it.
         self._roots = [root for root in self._roots if root[0].node not in to_inputs]
         starts = to_inputs.union(edge.node for edge, _ in self._roots)
-        starts_of: dict[Node, list[Node]] = defaultdict(list)
-        for node, leaves in below.items():
-            for leaf in leaves if node in starts else ():
-                starts_of[leaf].append(node)
-        self._parts = defaultdict(list)
-        for leaf, nodes in starts_of.items():
-            self._parts[tuple(nodes)].append(leaf.variable)  # type: ignore[attr-defined]
+        self._parts = []
+        for nodes in parts:
+            leaves = [node for node in nodes if type(node).__name__ == "AccumulateGrad" and node not in to_inputs]
+            if leaves:
+                parameters = [leaf.variable for leaf in leaves]  # type: ignore[attr-defined]
+                self._parts.append(([node for node in nodes if node in starts], parameters))
         if not roots:
             return [None] * len(inputs)
         # A prehook is called with the gradients that have arrived at its node, summed over all ways to it.
         handles = []
-        for node in to_inputs.intersection(itertools.chain(*self._parts)):
+        for node in to_inputs.intersection(itertools.chain(*(nodes for nodes, _ in self._parts))):
             keep = functools.partial(self._arrived.__setitem__, node)
             handles.append(node.register_prehook(keep))
         try:
@@ -97,13 +95,13 @@ class SplitBackward:
         if self._parts is None:
             backward(self._roots, ())
         else:
-            for starts, leaves in self._parts.items():
-                self._accumulate(starts, leaves)
+            for starts, parameters in self._parts:
+                self._accumulate(starts, parameters)
         self._roots = []
-        self._parts = {}
+        self._parts = []
         self._arrived.clear()
 
-    def _accumulate(self, starts: Sequence[Node], leaves: list[Tensor]) -> None:
+    def _accumulate(self, starts: Sequence[Node], parameters: Sequence[Tensor]) -> None:
         roots = [root for root in self._roots if root[0].node in starts]
         handles = []
         for node in starts:
@@ -117,27 +115,32 @@ class SplitBackward:
         try:
             if roots:
                 edges, gradients = zip(*roots, strict=True)
-                torch.autograd.backward(edges, gradients, inputs=leaves, retain_graph=True)
+                torch.autograd.backward(edges, gradients, inputs=parameters, retain_graph=True)
         finally:
             for handle in handles:
                 handle.remove()
 
 
-def _survey(roots: Roots, inputs: Sequence[Tensor]) -> tuple[set[Node], dict[Node, frozenset[Node]]]:
-    """The nodes that lead to ``inputs``; and for each node the parameters it leads to by none but other nodes."""
+def _survey(roots: Roots, inputs: Sequence[Tensor]) -> tuple[set[Node], list[list[Node]]]:
+    """The nodes that lead to ``inputs``; and all nodes, in the parts into which the graph falls below those.
+
+    Nodes are in one part where one leads to the other and that one to no input: gradients flow through it once.
+    """
     to_inputs = {get_gradient_edge(leaf).node for leaf in inputs}
-    below: dict[Node, frozenset[Node]] = {}
+    part_of: dict[Node, list[Node]] = {}
     # In autograd's graph a node's children (`next_functions`) are where its gradients flow to. Children come first, so
-    # both questions about a node (does it lead to an input? to which parameters?) are answered by its children's.
+    # both questions about a node (does it lead to an input? with which others is it?) are answered by its children's.
     for node in _children_first([edge.node for edge, _ in roots]):
         children = {child for child, _ in node.next_functions if child is not None}
         if not children.isdisjoint(to_inputs):
             to_inputs.add(node)
-        elif type(node).__name__ == "AccumulateGrad" and node not in to_inputs:
-            below[node] = frozenset([node])
-            continue
-        below[node] = frozenset[Node]().union(*(below[child] for child in children - to_inputs))
-    return to_inputs, below
+        part = part_of[node] = [node]
+        for child in children - to_inputs:
+            if part_of[child] is not part:
+                smaller, part = sorted([part, part_of[child]], key=len)
+                part += smaller
+                part_of.update(dict.fromkeys(smaller, part))
+    return to_inputs, list({id(part): part for part in part_of.values()}.values())
 
 
 def _children_first(starts: Sequence[Node]) -> list[Node]:
