@@ -112,6 +112,24 @@ def layer_drop(bench: Bench) -> Any:
     return bench.fit(LayerDrop(), ONE, max_epochs=1)
 
 
+class Scheduled(Net):
+    """A layer's dropout is another module from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for index in (1, 3):
+            self.net[index] = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.1))
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch:
+            self.net[1][2], self.net[3][2] = nn.Dropout(0.4), nn.Dropout(0.4)
+
+
+def new_dropout(bench: Bench) -> Any:
+    torch.manual_seed(3)
+    return bench.fit(Scheduled(), {"num_microbatches": 4, "split": ["net.3"]}, max_epochs=2)
+
+
 class LeftOut(Net):
     """Layers in a list are left out by chance, in the first step all of them; ``early`` is called before them."""
 
@@ -395,7 +413,7 @@ def behind_runs_with_dropout(bench: Bench) -> list[Any]:
 
 
 CASES = [mixup, mixup_with_a_generator, random_path, layer_drop, left_out, shuffled, masked, with_a_generator_of_torch]
-WITH_DROPOUT = [many, within_functions, layer_drop_with_dropout, whole_modules_draw, dropout_on_two_stages]
+WITH_DROPOUT = [many, within_functions, layer_drop_with_dropout, new_dropout, whole_modules_draw, dropout_on_two_stages]
 SEEDED = [functools.partial(seeded_in_the_step, kind=kind) for kind in ("new", "held", "default")]
 TWO = Matrix([*CASES, *WITH_DROPOUT])
 AUTO = Matrix(SEEDED)
@@ -418,6 +436,11 @@ def test_a_step_that_seeds_a_generator_gives_one_processs_numbers(case: Case) ->
 @pytest.mark.slow
 def test_modules_within_functions_draw_what_accumulation_draws() -> None:
     TWO.compare(within_functions)
+
+
+@pytest.mark.slow
+def test_a_module_that_is_replaced_in_mid_training_draws_what_accumulation_draws() -> None:
+    TWO.compare(new_dropout)
 
 
 @pytest.mark.slow
