@@ -22,7 +22,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
@@ -69,6 +69,16 @@ class _Traced(NamedTuple):
         return owner_of(self.place) != ROOT and not is_state
 
 
+class _DryRun(NamedTuple):
+    """The scope of a dry run of a micro-batch, which goes on from that of the micro-batch before."""
+
+    microbatch: int
+
+
+_Scope: TypeAlias = int | _DryRun | None
+"""That of a stage, by number; that of a dry run; None: attributes are as they were before the batch."""
+
+
 class AttributeScopes:
     """The attributes of a LightningModule, and of what it uses, during batches.
 
@@ -100,9 +110,9 @@ class AttributeScopes:
         self._undecided: list[_Traced] = []  # until a batch shows whether the last stage changes them
         self._elsewhere: dict[Place, Tensor | None] = {}  # what hooks find there; None for what there is
         self._base: Watch | None = None  # from before the batch on
-        self._scope = -1  # which is in place: that of a stage; -1 for none; -2 - i for a dry run of micro-batch i
-        self._contents: dict[int, Contents] = {}  # by scope
-        self._copies: dict[int, Copies] = {}  # by scope, of what is written in place
+        self._scope: _Scope = None  # which is in place
+        self._contents: dict[_Scope, Contents] = {}
+        self._copies: dict[_Scope, Copies] = {}  # of what is written in place
 
     # ---- during a batch ----
 
@@ -115,11 +125,11 @@ class AttributeScopes:
             return
         trainer: Any = vars(self.module).get("_trainer")
         stops = getattr(trainer, "should_stop", None)
-        self._enter(-2 - index, -1 - index)
+        self._enter(_DryRun(index), _DryRun(index - 1))
         try:
             yield
         finally:
-            self._enter(-1, -1)
+            self._enter(None, None)
             if stops is not None:
                 trainer.should_stop = stops
 
@@ -142,8 +152,9 @@ class AttributeScopes:
 
     def end(self, changes: Sequence[Change] = ()) -> None:
         """The batch is over: the last stage's :meth:`changes`, and what stays on this rank. On all ranks."""
-        self._enter(-1, -1)
-        found = self._changes_of(max(-1, *self._contents))
+        self._enter(None, None)
+        stages = [scope for scope in self._contents if isinstance(scope, int)]
+        found = self._changes_of(max(stages))
         # What a trace saw change, and the last stage has not: inside of a module of another stage, as hooks do.
         elsewhere = [traced for traced in self._undecided if not _is_among(traced.place, changes)]
         self._undecided = []
@@ -157,26 +168,26 @@ class AttributeScopes:
         if self._base is not None:
             self._base.put_back(self._base.before)
         self._base = None
-        self._scope = -1
+        self._scope = None
         self._contents.clear()
         self._copies.clear()
 
-    def _enter(self, scope: int, known: int) -> None:
-        """Let attributes be those of ``scope`` (-1: as before the batch), which goes on from ``known``."""
+    def _enter(self, scope: _Scope, known: _Scope) -> None:
+        """Let attributes be those of ``scope``, which goes on from ``known``, or from what was before the batch."""
         if scope == self._scope:
             return
         if self._base is None:
             found = [(place, object_at(self.module, place)) for place in self._followed]
             self._base = Watch({place: owner for place, owner in found if hasattr(owner, "__dict__")}, self._ignored)
-        elif self._scope != -1:
+        elif self._scope is not None:
             self._contents[self._scope] = self._base.now()
         self._base.put_back(self._contents.get(known, self._base.before))
-        if scope != -1 and (scope != known or scope not in self._copies):
+        if scope is not None and (scope != known or scope not in self._copies):
             self._copies[scope] = copies_at(self.module, self._written)
         self._scope = scope
 
     def _changes_of(self, stage: int) -> list[Change]:
-        self._enter(-1, -1)
+        self._enter(None, None)
         if self._base is None or stage not in self._contents:
             return []
         found = self._base.changes(self._contents[stage], self._copies[stage])
