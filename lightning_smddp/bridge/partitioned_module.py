@@ -156,7 +156,7 @@ class Unpartitioned:
         self.remembered: Remembered = {}
 
     def state_dict(self, gather: bool) -> StateDict:
-        """The module's."""
+        """The whole module's on every rank, gathered or not. Parameters that wait for memory are on ``meta``."""
         return self.setup.module.state_dict()
 
     def load_state_dict(self, state: State, strict: bool) -> None:

@@ -60,9 +60,10 @@ class LightningStep:
         self.key: Any = (self.hook, *self.arguments[1:])
 
     def unscaled(self, trains: bool = True) -> LightningStep:
-        """The same step with its loss as it is.
+        """The same step with its loss as it is: that of the check, or of the trial of weights, which runs forward only.
 
-        Without a backward (not ``trains``) its paths are looked for apart from those of the training step.
+        Args:
+            trains: whether there is a backward; without, its paths are kept apart from those of the training step.
         """
         step = copy.copy(self)
         step.scale = 1.0
@@ -72,13 +73,11 @@ class LightningStep:
         return step
 
     def __call__(self, microbatch: MicroBatch) -> Any:
-        """Run the method's code once, as each stage does: so on a copy of the batch.
+        """Run the method once, as each stage does, and return what it returns.
 
-        Only a step that changes numbers in place gets a copy of those too. What it does to containers, objects and
-        flags (``requires_grad_``) is not seen by the next run in any case.
+        Each run gets containers and tensors of its own, so that what one does to the batch does not show in the next.
+        The memory of tensors is shared, but for a step that was seen to write into it.
         """
-        # Each stage runs the whole code, and what it does to the batch must not show in the next run. Containers are
-        # new; tensors are other objects on the same memory, unless the step was seen to write into it.
         value = microbatch.value
         if self.key in self.recorder.changing_steps:
             value = copied(value)
@@ -96,7 +95,7 @@ class LightningStep:
         microbatch: MicroBatch,
         keep: bool,
     ) -> AbstractContextManager[object]:
-        """Around one run: what it logs is kept where the step ends (``keep``); attributes are those of ``stage``."""
+        """Around one run: see :meth:`StepRecorder.microbatch`. A new epoch's first one looks for new metrics."""
         if index == 0 and not (self.arguments and self.arguments[0]):
             self.recorder.metrics.find()
         return self.recorder.microbatch(stage, index, microbatch.size, microbatch.weight, keep)
@@ -140,7 +139,16 @@ class LightningStep:
 
 
 def loss_of(result: Any, hook: str = "training_step", detached: bool = False) -> Tensor:
-    """The loss in what the step returned. Raises ``SplitError`` if there is none that a pipeline can differentiate."""
+    """The loss in what the step returned, as a tensor without dimensions.
+
+    Args:
+        result: what it returned.
+        hook: name of the step.
+        detached: the loss needs no gradient.
+
+    Raises:
+        SplitError: there is no loss, or it has no gradient.
+    """
     loss = result.get("loss") if isinstance(result, dict) else result
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise SplitError(
