@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import LearningRateFinder, ModelPruning
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from torchmetrics import MeanSquaredError
 
 from lightning_smddp import PipelineStrategy
 from tests.ranks import run_trainer_ranks
@@ -76,6 +77,22 @@ class Detached(Net):
         return self.loss(batch).detach()
 
 
+class OwnSquaredError(MeanSquaredError):
+    """A metric of one's own, which does not say whether it can be a loss."""
+
+    is_differentiable = None
+
+
+class LossOfMetric(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = OwnSquaredError()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        return self.error(logits, torch.ones_like(logits))
+
+
 class TwoOptimizers(Net):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.net[index].parameters(), lr=0.1) for index in (0, 2)]
@@ -94,6 +111,7 @@ MODULES = [
     ("`training_step` returned dict(loss=float32[8])", NoScalarInDict, {}),
     ("`training_step` returned dict(output=float32[])", DictWithoutLoss, {}),
     ("does not depend on any parameter", Detached, {}),
+    ("it is of a metric that does not say `is_differentiable = True`", LossOfMetric, {}),
     ("multiple optimizers is only supported with manual", TwoOptimizers, {}),
 ]
 LAYOUTS = [
