@@ -169,7 +169,8 @@ class StepMetrics:
             self._note(name, metric)
             args, kwargs = given
             result = original(*args, **kwargs)
-            self._results.setdefault((name, method), detached(result))
+            if (name, method) not in self._results:
+                self._results[name, method] = detached(result)
         return result
 
     def _note(self, name: str, metric: AnyMetric) -> None:
