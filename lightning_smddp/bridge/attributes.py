@@ -102,7 +102,8 @@ def object_at(root: nn.Module, place: Place) -> Any:
 
 def slot_at(root: nn.Module, place: Place) -> tuple[Any, Any]:
     """An owner's attributes, or a container, and the key in it; None for the former if it is not there."""
-    found, key = object_at(root, place[:-1]), place[-1]
+    found = object_at(root, place[:-1])
+    key = place[-1]
     if isinstance(key, Attribute):
         return getattr(found, "__dict__", None), str(key)
     return found, key
@@ -208,7 +209,8 @@ class Watch:
         """How ``contents`` came to be. ``copies`` stood for tensors, to see which of these are written in place."""
         replaced: set[Place] = set()
         for place, members in contents.items():
-            before, (container, start) = self.before[place], self._containers[place]
+            before = self.before[place]
+            container, start = self._containers[place]
             if place in replaced or place[:-1] in replaced:
                 continue  # it is in what was set
             if isinstance(container, dict):

@@ -96,7 +96,7 @@ def partition(
         SplitError, VerificationError: on every rank: it cannot be done, or would train something else. Every rank has
             the module as it was before.
     """
-    setup, last = before.setup, len(microbatches) - 1
+    setup = before.setup
     seed = broadcast(run_seed() % 2**31, setup.world)
     step.seed = seed_of_batch(setup, step, seed)
     plan, cluster = _plan(before, step, microbatches, known, seed)
@@ -119,11 +119,12 @@ def partition(
         setup.num_stages,
         setup.options.activation_checkpointing,
     )
-    parts = (plan, cluster, stash, runtime, view, SharedBuffers(view))
-    partitioned = PartitionedModule(setup, step.recorder, *parts, run_seed=seed)
+    buffers = SharedBuffers(view)
+    partitioned = PartitionedModule(setup, step.recorder, plan, cluster, stash, runtime, view, buffers, seed)
     # The traced path is the step's first one, and its numbers have to be right.
     try:
         staged = partitioned.stage(step, plan.graph, plan.stages)
+        last = len(microbatches) - 1  # which was traced
         partitioned.remember(staged, step, microbatches[last], last)
         if expected is not None:
             _check(partitioned, trial, checked, expected)

@@ -223,7 +223,8 @@ class StepRecorder:
         indices = sorted(self._records)  # they may have run in another order
         runs = [(self._records[index], output) for index, output in zip(indices, outputs, strict=True)]
         counting = [run for run in runs if run[1] is not None or not trains]
-        adds, share = _adds_losses([record for record, _ in runs]), 1.0
+        adds = _adds_losses([record for record, _ in runs])
+        share = 1.0
         if len(counting) < len(runs) and not adds:
             share = sum(record.weight for record, _ in counting)
         records, outputs = zip(*(counting or runs), strict=True)
