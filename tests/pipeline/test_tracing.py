@@ -219,6 +219,30 @@ def test_python_random_numbers(draw: Callable[[], float]) -> None:
     assert not build_graph(found, Modules(found, root), lambda name: True).draws
 
 
+class Calling(torch.autograd.Function):
+    """Calls a module."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+@pytest.mark.parametrize(
+    ("before", "within", "draws"), [(True, False, True), (False, True, True), (False, False, False)]
+)
+def test_python_random_numbers_around_a_module_within_a_function(before: bool, within: bool, draws: bool) -> None:
+    def body(s: Net, x: Tensor) -> Tensor:
+        h = s.a(x) * (random.random() if before else 1.0)
+        return s.b(Calling.apply(h, s.inner)).mean()  # type: ignore[no-untyped-call]
+
+    found, _ = record(Net(body, inner=Layer(lambda s, x: x * random.random() if within else x.clone())))
+    assert found.draws == draws
+
+
 def test_what_a_module_drew_is_no_constant() -> None:
     layer = Layer(lambda s, x: (s.linear(x), random.random() < 2))
     _, modules = record(Net(lambda s, x: s.b(s.inner(x)[0]).mean(), inner=layer))

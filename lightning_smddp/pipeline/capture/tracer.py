@@ -219,10 +219,13 @@ class _Tracer(TorchFunctionMode, Tracking):
 
     def _call_within_function(self, name: str, call: Callable[[], Any]) -> Any:
         """A function that was seen (an ``autograd.Function``) calls a module: no call of its own, but it may draw."""
+        self._note_python_draws()
         seeded = self._begin_seeded(name)
         result = call()
-        if seeded is not None and seeded.end():
-            self.trace.drawing_within_functions.add(name)
+        self._note_python_draws()
+        if seeded is not None:
+            if seeded.end():
+                self.trace.drawing_within_functions.add(name)
             self._go_on_from_seed()
         return result
 
