@@ -311,3 +311,25 @@ def test_a_run_times_units_forward_and_backward() -> None:
     assert not slow._forward_hooks
     evaluated = time_nodes(found, step, lambda result: None, root, CPU)
     assert sum(evaluated.backward) == 0 < sum(evaluated.forward)
+
+
+def test_the_time_of_a_unit_that_another_one_calls_is_the_callers() -> None:
+    class Busy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(200):
+                x = super().forward(x)
+            return x
+
+    busy = Busy(D, D)
+    outer = nn.Sequential(busy, Busy(D, D))
+    root = nn.ModuleDict({"net": Net(lambda s, x: s.outer(s.busy(x)).mean(), busy=busy, outer=outer)})
+
+    def step() -> Tensor:
+        loss: Tensor = root["net"](torch.ones(4, D))
+        return loss
+
+    record = trace(step, root, CPU)
+    found = build_graph(record, Modules(record, root), lambda name: name != "net")
+    times = time_nodes(found, step, lambda result: None, root, CPU)
+    assert names(found) == ["net.busy", "net.outer", "mean"]
+    assert 1.4 * times.forward[0] < times.forward[1]

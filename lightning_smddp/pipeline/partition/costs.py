@@ -276,21 +276,13 @@ def time_nodes(graph: StepGraph, step: StepCall, loss_of: LossIn, root: nn.Modul
     Units are timed. Operations between them are so short that their forward is taken from the trace, and their backward
     counts with the unit behind them.
     """
-    forward, backward = _Stopwatch(device), _Stopwatch(device)
-
-    def ends(name: str, unit: nn.Module, arguments: Any, result: Any) -> None:
-        forward.enter(None)
-        # A hook on the gradient of each of its results: the first that fires is when its backward begins.
-        for tensor in tensors(result):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(lambda gradient: backward.enter(name))
-
+    hooks = _UnitHooks(device)
+    forward, backward = hooks.forward, hooks.backward
     with ExitStack() as stack:
         for name in graph.units:
             unit = root.get_submodule(name)
-            begins = partial(_begins, forward, name)
-            stack.callback(unit.register_forward_pre_hook(begins, prepend=True).remove)
-            stack.callback(unit.register_forward_hook(partial(ends, name)).remove)
+            stack.callback(unit.register_forward_pre_hook(partial(hooks.begins, name), prepend=True).remove)
+            stack.callback(unit.register_forward_hook(partial(hooks.ends, name)).remove)
         for parameter in root.parameters():
             if parameter.requires_grad:
                 stack.callback(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)
@@ -333,8 +325,30 @@ class _Stopwatch:
         self._running = (time, name)
 
 
-def _begins(watch: _Stopwatch, name: str, unit: nn.Module, arguments: Any) -> None:
-    watch.enter(name)
+class _UnitHooks:
+    """Time forward and backward of units. One that is shared may be called within another, whose time it is then."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.forward = _Stopwatch(device)
+        self.backward = _Stopwatch(device)
+        self._depth = 0  # calls of units that are in calls of others
+
+    def begins(self, name: str, unit: nn.Module, arguments: Any) -> None:
+        """Before its forward."""
+        if self._depth == 0:
+            self.forward.enter(name)
+        self._depth += 1
+
+    def ends(self, name: str, unit: nn.Module, arguments: Any, result: Any) -> None:
+        """Behind its forward."""
+        self._depth -= 1
+        if self._depth:
+            return
+        self.forward.enter(None)
+        # A hook on the gradient of each of its results: the first that fires is when its backward begins.
+        for tensor in tensors(result):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(lambda gradient: self.backward.enter(name))
 
 
 def _drop_gradient(parameter: Tensor) -> None:
