@@ -39,6 +39,7 @@ def test_who_holds_and_who_speaks() -> None:
         ("copy.0.weight copy.1.weight", (0, 1)),  # beside its twin
         ("other.1.weight other.2.weight", (1, 1)),  # of `net` only one has such a name
         ("net.2.weight", (1,)),  # a layer that was left out: behind `net.1`
+        ("net.1.own.0.weight net.1.own.1.weight", (1, 1)),  # of a layer: not beside a part of `net` with such names
         ("extra", (1,)),
     ],
 )

@@ -62,17 +62,19 @@ def _stages_of_idle(
     """Where to place the parameters ``names`` of a ``module``, none of which is used.
 
     Beside their twins: a teacher that follows a student, or an average of the weights, is a copy of a module under
-    another name, and nothing has to be sent to update it. But a layer in a list may have been left out by chance: it,
-    and what has no twin, goes where its neighbours are, as it would run between them.
+    another name, and nothing has to be sent to update it. But a layer in a list, or a part of one, may have been left
+    out by chance, and others are its like: it, and what has no twin, goes where its neighbours are, as it would run
+    between them.
     """
-    around, _, key = module.rpartition(".")
-    first = names[0].removeprefix(module)
-    for other in used if first.count(".") > 1 and not key.isdigit() else ():
+    path, first = module.split("."), names[0].removeprefix(module)
+    # One name (".weight") tells no twin, as many modules have it.
+    may_have_twin = first.count(".") > 1 and not any(map(str.isdigit, path))
+    for other in used if may_have_twin else ():
         twin = other.removesuffix(first)
         twins = [twin + name.removeprefix(module) for name in names]
         if twin != other and used.keys() >= set(twins):
             return {name: (min(used[of_twin]),) for name, of_twin in zip(names, twins, strict=True)}
-    neighbours = f"{around}." if around else ""
+    neighbours = "".join(f"{part}." for part in path[:-1])
     position = order.index(names[0])
     before = [name for name in order[:position] if name in used and name.startswith(neighbours)]
     behind = [name for name in order[position:] if name in used and name.startswith(neighbours)]
