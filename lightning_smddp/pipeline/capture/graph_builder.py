@@ -103,7 +103,7 @@ class Modules:
         self.not_placeable: dict[str, str] = {}
         self.must_be_whole: dict[str, str] = {}
         self.better_whole: dict[str, str] = {}
-        # In this order: the last one takes modules that have no not_placeable, so all of these have to be known.
+        # In this order: the last one takes modules that may be units, so all that may not have to be known.
         self._find_escapes()
         for call in trace.calls:
             if call.not_placeable is not None:
@@ -215,7 +215,7 @@ class _Builder:
         self._operations(position, last)
 
     def _is_unit(self, name: str) -> bool:
-        """A module that must be whole is a unit; any other without an not_placeable is one if it is small."""
+        """A module that must be whole is a unit; any other that may be one is one if it is small."""
         not_placeable = self.modules.not_placeable.get(name)
         whole = self.modules.must_be_whole.get(name)
         if whole and not_placeable:

@@ -44,7 +44,7 @@ NOBODY = Observers()
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What a stage does: nodes ``[begin, end)``, and those in ``again``; values that it receives and sends."""
+    """What a stage does: nodes ``[begin, end)``, and ``recomputed`` ones before; values that it receives and sends."""
 
     stage: int
     begin: int
