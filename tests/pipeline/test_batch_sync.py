@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -76,7 +78,10 @@ def test_a_sample_is_of_the_whole_tensor() -> None:
 class Own:
     """An object of the user's, with parts of all kinds, and itself among them."""
 
+    __slots__ = ("__dict__", "slot")
+
     def __init__(self, **values: Any) -> None:
+        self.slot = values.pop("slot", 1)
         self.lock, self.me, self.names = threading.Lock(), self, {"b", "a", "c"}
         vars(self).update(values)
 
@@ -89,6 +94,9 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "objects": (lambda: Own(x=X.clone()), lambda: Own(x=X.flip(0))),
     "deep": (lambda: [Own(y=Own(z=[X, 1]))], lambda: [Own(y=Own(z=[X, 2]))]),
     "sparse": (lambda: X.to_sparse(), lambda: X.double().to_sparse()),
+    "sets": (lambda: {"x", "y", 3}, lambda: {"x", "z", 3}),
+    "objects in an array": (lambda: np.array([None, "a"]), lambda: np.array([None, "b"])),
+    "nesting": (lambda: [[1], 2], lambda: [[1, 2]]),
     "packed": (lambda: packed(3, 2), lambda: packed(3, 1)),
     "strings in an array": (lambda: np.array(["c", "a"]), lambda: np.array(["c", "b"])),
     "bytes": (lambda: b"bytes", lambda: b"other"),
@@ -101,6 +109,24 @@ def test_of_any_object(make: Callable[[], Any], other: Callable[[], Any]) -> Non
     for sampled in (None, 256):
         assert digest_of(make(), sampled) == digest_of(make(), sampled)
         assert digest_of(make(), sampled) != digest_of(other(), sampled)
+
+
+IN_FULL: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "slots": (lambda: Own(slot=2), lambda: Own(slot=3)),
+    "sparse": (lambda: X.to_sparse(), lambda: X.t().contiguous().reshape(4, 6).to_sparse()),
+    "compressed": (lambda: X.to_sparse_csr(), lambda: (2 * X).to_sparse_csr()),
+    "nested": (lambda: torch.nested.nested_tensor([X, X]), lambda: torch.nested.nested_tensor([X, 2 * X])),
+    "of an extension": (lambda: datetime.date(2000, 1, 1), lambda: datetime.date(2000, 1, 2)),
+    "entries": (lambda: deque([1, 2]), lambda: deque([1, 3])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning", "ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize(("make", "other"), IN_FULL.values(), ids=IN_FULL)
+def test_of_what_is_compared_in_full_alone(make: Callable[[], Any], other: Callable[[], Any]) -> None:
+    assert digest_of(make()) == digest_of(make())
+    assert digest_of(make()) != digest_of(other())
+    assert digest_of(make(), 256) == digest_of(make(), 256)
 
 
 def batches_of(rank: int, kind: str) -> list[Any]:

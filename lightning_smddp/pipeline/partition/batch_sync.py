@@ -8,6 +8,7 @@ with a sample of its tensors, travels with what the step shows, and a difference
 from __future__ import annotations
 
 import hashlib
+import pickle
 from types import GeneratorType
 from typing import Any
 
@@ -15,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_smddp.pipeline.capture.objects import attributes_of
+from lightning_smddp.pipeline.capture.objects import attributes_of, is_plain
 from lightning_smddp.pipeline.mesh import Channel
 from lightning_smddp.wire.objects import UnsendableError, broadcast, gather
-from lightning_smddp.wire.pytree import leaves, map_leaves, members_of, rebuild
+from lightning_smddp.wire.pytree import Members, leaves, map_leaves, members_of, rebuild
 
 _COMPARED = 3  # batches of a kind that are compared before they are run
 _SAMPLED = 256  # elements of a tensor that are looked at in later ones
@@ -79,7 +80,7 @@ class BatchSync:
                 self.digest = digest_of(batch if self.on_host is None else self.on_host, _SAMPLED)
                 return batch
             self._compared[kind] = count + 1
-            if len(set(gather(digest_of(map_leaves(_to_host, batch)), self._group))) == 1:
+            if len(set(gather(digest_of(batch), self._group))) == 1:
                 return batch
             self._differ.add(kind)
         self.on_host = None
@@ -113,12 +114,13 @@ def _to_host(leaf: Any) -> Any:
 def digest_of(batch: Any, sampled: int | None = None) -> int:
     """A number of 62 bits that is another one for nearly every other batch.
 
-    It is of structure, numbers, strings and attributes of objects; of tensors and arrays shapes and elements, unless
-    they are on a device, sparse or nested. Other objects count by their types.
+    It is of structure, numbers, strings, shapes and elements of tensors and arrays, and of what objects consist of.
+    What cannot be pickled, such as a lock, counts by its type and attributes.
 
     Args:
         batch: anything.
-        sampled: elements of a tensor that are looked at; None: all.
+        sampled: elements of a tensor that are looked at, which is quick: of tensors on a device or without strides
+            (sparse, nested) there are none, and of objects attributes alone count. None: all.
     """
     digest = hashlib.blake2b(digest_size=8)
     _add(digest, batch, sampled, _DEPTH)
@@ -129,26 +131,47 @@ def _add(digest: Any, value: Any, sampled: int | None, depth: int) -> None:
     text = type(value).__qualname__
     content: Any = b""
     members = members_of(value)
-    if isinstance(value, np.ndarray) and value.dtype != object:
+    in_full = sampled is None
+    if isinstance(value, np.ndarray):
         text += f"{value.dtype}{value.shape}"
-        content = value.reshape(-1)[:: _step(value.size, sampled)].tobytes()
+        seen = value.reshape(-1)[:: _step(value.size, sampled)]
+        if value.dtype.hasobject:
+            members = list(enumerate(seen))
+        else:
+            content = seen.tobytes()
     elif isinstance(value, Tensor):
         text += f"{value.dtype}{value.requires_grad}"
         if value.layout is torch.strided and not (value.is_nested or value.is_quantized):
             text += str(value.shape)
-            if value.device == _CPU:
-                flat = value.detach().resolve_conj().resolve_neg().reshape(-1)
-                content = flat[:: _step(len(flat), sampled)].contiguous().view(torch.uint8).numpy().data
+            if value.device == _CPU or (in_full and not value.is_meta):
+                flat = value.detach().resolve_conj().resolve_neg().reshape(-1)[:: _step(value.numel(), sampled)]
+                content = flat.contiguous().cpu().view(torch.uint8).numpy().data
+        elif in_full:
+            members = _pickled_parts(value)
     elif isinstance(value, _VALUES):
         text += repr(value)
+    elif isinstance(value, (set, frozenset)):
+        members = list(enumerate(sorted(value, key=repr)))  # their own order is another one in each process
     elif members is None and depth:
-        members = list(attributes_of(value).items())
+        members = _pickled_parts(value) if in_full else list(attributes_of(value).items())
         depth -= 1
-    digest.update(text.encode())
+    digest.update(f"{text}{len(members or ())}".encode())
     digest.update(content)
     for key, member in members or ():
         digest.update(str(key).encode())
         _add(digest, member, sampled, depth)
+
+
+def _pickled_parts(value: Any) -> Members:
+    """What ``pickle`` would write of an object: also what is in slots, or what an extension keeps."""
+    if is_plain(value):
+        return []
+    try:
+        parts = value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        entries = map(list, filter(None, parts[3:5]))  # iterators over those of a kind of list or mapping
+        return list(enumerate([*parts[:3], *entries]))
+    except Exception:  # whatever the object's own methods raise: it cannot be pickled
+        return list(attributes_of(value).items())
 
 
 def _step(count: int, sampled: int | None) -> int:
