@@ -237,7 +237,8 @@ class PipelineParallel(PipelineRanks):
 
     def _show_partition(self, hook: str, *found: Any) -> None:
         """Print how the module was partitioned: for training, and for evaluation where nothing was printed yet."""
-        is_wanted, self._is_shown = hook == "training_step" or not self._is_shown, True
+        is_wanted = hook == "training_step" or not self._is_shown
+        self._is_shown = True
         if is_wanted and self.options.gradients.communication.verbose and self.is_global_zero:
             print_partition(hook, *found)
 

@@ -99,7 +99,7 @@ class PipelineRuntime:
 
     @property
     def ends_here(self) -> bool:
-        """Whether this rank's replay sees the end of the step."""
+        """Whether the last stage, where the step ends, is on this rank."""
         return self.last_rank == self.groups.pipeline_rank
 
     def stage(self, graph: StepGraph, stages: tuple[StagePlan, ...]) -> StagedStep:

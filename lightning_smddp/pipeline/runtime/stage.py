@@ -71,13 +71,14 @@ class ReplayedStage:
         running = self.running
         assert running is not None
         staged, shapes = running.paths[microbatch]
+        program = staged.programs[self.stage]
         announced: Boundary = ()
-        if self.stage < len(staged.stages) - 1:
+        if not program.is_last:
             announced = staged.boundary(self.stage, shapes, running.train)
         if not running.failures:
             try:
-                sent = self._run(running, staged.programs[self.stage], microbatch, received)
-                if self.stage < len(staged.stages) - 1:
+                sent = self._run(running, program, microbatch, received)
+                if not program.is_last:
                     _require_announced(sent, announced)
                 return sent
             except Exception as error:
@@ -275,7 +276,10 @@ class Stage:
         state = self._microbatches[bwd_chunk_id]
         pairs = zip(state.edges, state.output_gradients, strict=True)
         roots = [(edge, gradient) for edge, gradient in pairs if edge is not None and gradient is not None]
-        leaves, state.leaves, state.edges, state.output_gradients = state.leaves, [], [], ()
+        leaves = state.leaves
+        state.leaves = []
+        state.edges = []
+        state.output_gradients = ()
         if full_backward:
             with self._computing("backward", bwd_chunk_id):
                 state.input_gradients = backward(roots, leaves)

@@ -176,7 +176,7 @@ class Step(Protocol):
         ...
 
     def forget(self) -> None:
-        """Throw away what was kept of replays so far."""
+        """Throw away what was kept of runs so far."""
         ...
 
     def loss(self, microbatch: MicroBatch, result: Any) -> Tensor | None:

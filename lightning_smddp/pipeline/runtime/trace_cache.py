@@ -67,10 +67,10 @@ def infer_shapes(
             report: Any = None
             failure: Exception | None = None
             if rank == runtime.groups.pipeline_rank:
-                replay = staged.programs[stage]
+                program = staged.programs[stage]
                 try:
                     with torch.set_grad_enabled(train):
-                        report = _run_stage(replay, step, microbatch, index, received, shapes)
+                        report = _run_stage(program, step, microbatch, index, received, shapes)
                 except Exception as error:  # of the user's code: the others wait for a word
                     failure = error
                     report = {"failed": f"{type(error).__name__}: {error}"}
@@ -89,7 +89,7 @@ def infer_shapes(
 
 
 def _run_stage(
-    replay: StageProgram,
+    program: StageProgram,
     step: Step,
     microbatch: MicroBatch,
     index: int,
@@ -99,9 +99,9 @@ def _run_stage(
     """A report for all ranks: the shapes that a stage has found, and what it sends. ``shapes``: of earlier stages."""
     found = Shapes(values={})
     try:
-        with step.around(None, index, microbatch, keep=replay.is_last):
+        with step.around(None, index, microbatch, keep=program.is_last):
             observers = Observers(shapes=found)
-            sent, _ = run_stage(replay, lambda: step(microbatch), received, shapes, observers, step.seed_of(index))
+            sent, _ = run_stage(program, lambda: step(microbatch), received, shapes, observers, step.seed_of(index))
     except ReplayError:
         return {"other_path": True}
     finally:
