@@ -420,6 +420,14 @@ def computed_on_first_rank(net: Net, rank: int) -> Any:
         net.student[4].weight.norm().item()
 
 
+def other_amounts(net: Net, rank: int) -> Any:
+    net.student[4].weight.data.mul_(0.5 + rank)
+
+
+def other_gradients(net: Net, rank: int) -> Any:
+    net.student[4].weight.grad = net.student[4].weight.grad * (0.5 + rank)
+
+
 def read_by_last_rank(net: Net, rank: int) -> Any:
     if rank == 1:
         net.student[0].weight.tolist()
@@ -487,11 +495,13 @@ def test_values_for_one_rank_and_then_for_all() -> None:
 
 def test_what_ranks_do_differently_is_an_error_on_all() -> None:
     hooks = [
-        writes_on_first_rank, gradients_that_others_changed, computed_on_first_rank,
+        writes_on_first_rank, other_amounts, other_gradients, gradients_that_others_changed, computed_on_first_rank,
         new_parameter, other_shape, shape_in_place,
     ]  # fmt: skip
     texts = [
         "do different things in a hook or callback: rank 0 has changed 'student.4.weight' last, at ",
+        "do different things in a hook or callback: rank 0 has changed 'student.4.weight' last, at ",
+        "do different things in a hook or callback: rank 0 has changed 'grad:student.4.weight' last, at ",
         "callback: rank 0 needs the values of 'grad:student.4.weight', a tensor of shape (4, 8) at ",
         "callback: rank 0 needs the values of a tensor of shape () at ",
         "Parameter 'weight' of a Linear is replaced by another one at ",

@@ -82,7 +82,8 @@ class ViewFunctions(TorchFunctionMode):
         found = self.view.find(args[0])
         if name == "grad" and found is not None:
             self.view.tensors.load_gradients()
-            self.view.note_write(GRADIENT + found.name, 0)
+            made_by = [value.global_storage.key for value in args[1:] if isinstance(value, GlobalTensor)]
+            self.view.note_write(GRADIENT + found.name, key_of(made_by))
             return function(self.view.tensors.as_global(found), *args[1:])
         if name == "data" and (found is not None or isinstance(args[0], GlobalTensor)):
             return self.view.set_data(*args)
@@ -136,7 +137,9 @@ def _at_owner(view: View, call: Call, found: Sequence[GlobalTensor], facts: Oper
         except Exception:
             # The shape depends on values, or there is no such kernel, or it is the user's error.
             return _everywhere(view, call, found)
-    key = key_of(facts.name, [(tensor.global_storage.key, tensor.extent) for tensor in found])
+    # Ranks that give an operator other numbers do different things, too.
+    numbers = [leaf for leaf in call.leaves() if isinstance(leaf, (int, float, complex, str))]
+    key = key_of(facts.name, numbers, [(tensor.global_storage.key, tensor.extent) for tensor in found])
     copies = view.fetch([tensor for tensor in found if tensor.owner != owner])
     real = None
     if view.rank == owner:
