@@ -34,6 +34,14 @@ class Assigning(Scaled):
         self.first = nn.Parameter(torch.randn(4))
 
 
+class Refining(Scaled):
+    """Fills a parameter, and replaces it by another one."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.first = nn.Parameter(self.first.detach() / 2)
+
+
 class Uninitialised(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -184,6 +192,8 @@ def test_what_an_initialiser_forgets_is_named() -> None:
 def test_a_parameter_that_an_initialiser_replaces_is_named() -> None:
     with pytest.raises(ValueError, match=r"of Assigning leaves first, frequencies without values\. Fill them in place"):
         initialize_deferred(Assigning().to("meta"), ["first"], CPU, seed=0)
+    with pytest.raises(ValueError, match=r"of Refining leaves first without values\. Fill them in place"):
+        initialize_deferred(Refining().to("meta"), ["first", "second"], CPU, seed=0)
 
 
 def test_a_buffer_without_initialiser_is_named() -> None:

@@ -143,7 +143,7 @@ def initialize_deferred(module: nn.Module, names: Collection[str], device: torch
         seed: the same on every rank.
 
     Raises:
-        ValueError: a module has no initialiser, or it leaves something without values.
+        ValueError: a module has no initialiser, or it leaves something without values, or assigns a new tensor.
     """
     named = [parameter for name, parameter in module.named_parameters() if name in names]
     wanted = {id(tensor) for tensor in [*named, *module.buffers()] if tensor.is_meta}
@@ -207,10 +207,13 @@ def _first_values(
             digest = hashlib.sha256(repr((seed, name, caller)).encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:7], "big"))  # torch's seeds have 64 bits
             initialize_one()
+    present = _own_tensors(module)
+    replaced = [key for key in contents if present.get(key) is not own[key]]  # training would not reach the new one
     empty = [key for key in keys if bool(contents[key].isnan().any())]  # still the NaN that it was
-    if empty:
+    if replaced or empty:
+        names = ", ".join(dict.fromkeys(replaced + empty))
         raise ValueError(
-            f"The initialisation of {title} leaves {', '.join(empty)} without values. Fill them in place in its "
+            f"The initialisation of {title} leaves {names} without values. Fill them in place in its "
             "`reset_parameters(self)`, or create it on a real device."
         )
     return [(own[key], contents[key]) for key in keys]
