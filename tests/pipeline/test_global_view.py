@@ -40,8 +40,11 @@ class Net(nn.Module):
                 nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
             )
             self.tied = nn.Parameter(torch.randn(5))
-            for parameter in self.student.parameters():
-                parameter.grad = torch.randn_like(parameter)
+            # As replicas have them: all gradients are parts of one tensor.
+            sizes = [parameter.numel() for parameter in self.student.parameters()]
+            flat = torch.randn(sum(sizes))
+            for parameter, part in zip(self.student.parameters(), flat.split(sizes), strict=True):
+                parameter.grad = part.view_as(parameter)
             self.tied.grad = torch.randn(5)
             self.student[3].running_mean.copy_(torch.randn(8))
         self.teacher.requires_grad_(False)

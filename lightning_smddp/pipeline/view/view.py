@@ -389,7 +389,8 @@ class GlobalView:
                 copies = dict(copies)
                 for what, value in zip(missing, served.values, strict=True):
                     shape, strides, offset, dtype = what[2]
-                    copies[what] = value.view(dtype).as_strided(shape, strides, offset)
+                    whole = value.view(dtype)  # itself a part of a larger one, such as a bucket of gradients
+                    copies[what] = whole.as_strided(shape, strides, whole.storage_offset() + offset)
         return {id(tensor): copies[what] for what, tensor in zip(contents, tensors, strict=True)}
 
     def _broadcast(self, tensors: Sequence[GlobalTensor]) -> list[Tensor]:
