@@ -517,6 +517,37 @@ def test_what_ranks_do_differently_is_an_error_on_all() -> None:
             assert "test_global_view.py:" in error
 
 
+class WithHoles(nn.Module):
+    """Its tensors are columns of larger ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(12.0).view(3, 4)[:, 1:])
+        self.register_buffer("average", torch.arange(12.0).view(3, 4)[:, :2])
+
+
+def change_with_holes(module: WithHoles) -> Any:
+    module.weight.data.mul_(2)
+    module.weight.data[1].zero_()
+    module.average[:, 0] += 5
+    return module.weight.flatten().tolist(), module.average.tolist()
+
+
+def with_holes(_: Any = None) -> Any:
+    group = dist.group.WORLD
+    assert group is not None
+    module = WithHoles()
+    ownership = Ownership({"weight": (1,)}, {"average": 1}, 2)
+    release(module, ownership, group.rank())
+    view = GlobalView(module, ownership, group, CPU)
+    with view.entered():
+        return change_with_holes(module)
+
+
+def test_tensors_with_holes_are_changed_by_their_views() -> None:
+    assert run_ranks(with_holes, 2) == [change_with_holes(WithHoles())] * 2
+
+
 def kept(_: Any = None) -> Any:
     """A hook keeps what it made: an error outside of hooks, a plain tensor at the end."""
     group = dist.group.WORLD

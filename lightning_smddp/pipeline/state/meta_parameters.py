@@ -84,7 +84,9 @@ def release(module: nn.Module, ownership: Ownership, rank: int) -> None:
     for name, parameter in module.named_parameters():
         if ownership.is_mine(name, rank):
             continue
-        set_contents(parameter, torch.empty_like(parameter, device="meta"))
+        # The strides are the holders' own: what hooks do with views goes by them, on all ranks.
+        absent = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+        set_contents(parameter, absent)
         # Parameters of other classes than torch's own are left alone.
         if type(parameter) is nn.Parameter:
             vars(parameter)["_held_by"] = (name, ownership.owner(name))

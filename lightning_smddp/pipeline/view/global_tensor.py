@@ -221,7 +221,9 @@ class ModuleTensors:
             for name, tensor in named_tensors(module).items():
                 if name in holders:
                     ranks = holders[name]
-                    self.by_name[name] = ModuleTensor(name, tensor, ranks, self._like(tensor, ranks[0], name))
+                    # Its own strides, also with holes: views of it have to share its memory.
+                    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+                    self.by_name[name] = ModuleTensor(name, tensor, ranks, self._named(meta, ranks[0], name))
         self._by_id = {id(found.tensor): found for found in self.by_name.values()}
 
     def find(self, tensor: object) -> ModuleTensor | None:
@@ -240,9 +242,8 @@ class ModuleTensors:
             present.local = tensor.detach()
         return present
 
-    def _like(self, tensor: Tensor, owner: int, name: str, local: Tensor | None = None) -> GlobalTensor:
-        """A global tensor laid out as ``tensor``."""
-        meta = torch.empty_like(tensor, device="meta")
+    def _named(self, meta: Tensor, owner: int, name: str, local: Tensor | None = None) -> GlobalTensor:
+        """A global tensor laid out as ``meta``, that the module knows."""
         return GlobalTensor(self.view, owner, meta, local, GlobalStorage(key_of(name), name))
 
     def named(self, name: str) -> GlobalTensor:
@@ -253,7 +254,7 @@ class ModuleTensors:
         local = None
         if found.owner == self.view.rank and found.tensor.grad is not None:
             local = found.tensor.grad.detach()
-        return self._like(found.tensor, found.owner, name, local)
+        return self._named(torch.empty_like(found.tensor, device="meta"), found.owner, name, local)
 
     def at_owner(self, found: ModuleTensor, value: Tensor) -> Tensor | None:
         """``value`` on the owner of ``found``; None elsewhere. Collective where it has to be moved."""
