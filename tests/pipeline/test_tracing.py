@@ -367,6 +367,19 @@ def test_threads_trace_at_the_same_time() -> None:
     assert torch.autograd.Function.__dict__["apply"] is before
 
 
+@pytest.mark.parametrize("new", [None, torch.zeros(D)])
+def test_a_buffer_that_is_replaced_or_taken_away_is_refused(new: Tensor | None) -> None:
+    def body(s: Net, x: Tensor) -> Tensor:
+        s.inner.mean = new
+        return s.b(s.a(x)).mean()
+
+    layer = Layer(lambda s, x: x)
+    layer.register_buffer("mean", torch.zeros(D))
+    found, _ = record(Net(body, inner=layer))
+    (refusal,) = found.refusals
+    assert "replaces buffer 'net.inner.mean'" in refusal
+
+
 def test_changes_of_many_parameters_at_once_are_seen() -> None:
     """As momentum encoders are updated by `torch._foreach_mul_`, which counts no versions."""
 

@@ -175,11 +175,12 @@ class _Tracer(TorchFunctionMode, Tracking):
                 result = step()
         finally:
             _active.tracer = outer
-        for name, buffer in self.module.named_buffers():
-            if buffers.get(name) is not buffer:
+        present = dict(self.module.named_buffers())
+        for name in {**buffers, **present}:
+            if present.get(name) is not buffers.get(name):
                 self.trace.refusals.append(
-                    f"The step replaces buffer {name!r} by another tensor (`self.buffer = ...`), which one stage alone "
-                    "would have. Change it in place (`self.buffer.copy_(...)`), or in a hook."
+                    f"The step replaces buffer {name!r} by another tensor, or none (`self.buffer = ...`), which one "
+                    "stage alone would have. Change it in place (`self.buffer.copy_(...)`), or in a hook."
                 )
         self._note_python_draws()
         self.trace.returned = each_once(map(self.find, tensors(result)))
