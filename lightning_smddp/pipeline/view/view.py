@@ -412,9 +412,10 @@ class GlobalView:
         kept = [tensor for _, tensor in sorted(self._alive.items())]
         # Where ranks have kept other tensors, as one has run other code, using them stays an error.
         everyones = gather([(tensor.global_storage.key, tensor.extent) for tensor in kept], self._host.group)
+        if any(theirs != everyones[0] for theirs in everyones):
+            return
         for tensor in kept:
-            if all(theirs == everyones[0] for theirs in everyones):
-                _make_plain(tensor, *self._broadcast([tensor]))
+            _make_plain(tensor, *self._broadcast([tensor]))
 
 
 def _make_plain(tensor: GlobalTensor, value: Tensor) -> None:
