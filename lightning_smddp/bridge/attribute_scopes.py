@@ -35,6 +35,7 @@ from lightning_smddp.bridge.attributes import (
     Copies,
     Place,
     Watch,
+    Written,
     apply_changes,
     copies_at,
     in_words,
@@ -142,8 +143,17 @@ class AttributeScopes:
 
     def settle(self, effects: Sequence[Change], touched: Mapping[int, Tensor]) -> None:
         """Let tensors in :meth:`side_effects` be what they are here, by id: other stages have made or written some."""
-        if self._learning is None:
-            apply_changes(self.module, map_leaves(lambda leaf: touched.get(id(leaf), leaf), effects))
+        if self._learning is not None:
+            return
+
+        def here(leaf: Any) -> Any:
+            after = touched.get(id(leaf), leaf)
+            is_other = isinstance(leaf, RemoteTensor) or (after is not leaf and after.data_ptr() != leaf.data_ptr())
+            return after if is_other else leaf
+
+        for place, value in effects:
+            settled = map_leaves(here, value)
+            apply_changes(self.module, [(place, settled.tensor if isinstance(settled, Written) else settled)])
 
     def changes(self, stage: int) -> list[Change]:
         """What the runs of ``stage``, the last one, have done: plain data and tensors."""
@@ -207,10 +217,11 @@ class AttributeScopes:
             self._traced = []
             with without_torch_functions():
                 for place, value in before.changes(before.now(), copies):
-                    is_written = False
-                    if type(value) is Tensor:
-                        was = before.before[place[:-1]].get(place[-1])
-                        is_written = value is copies.get(place) or type(was) in (int, float)
+                    is_written = isinstance(value, Written)
+                    if isinstance(value, Written):
+                        value = value.tensor
+                    elif type(value) is Tensor:
+                        is_written = type(before.before[place[:-1]].get(place[-1])) in (int, float)
                     self._traced.append(_Traced(place, value, depends_on_module(value), is_written))
             before.put_back(before.before)
             apply_changes(self.module, [traced[:2] for traced in self._traced if traced.is_once])

@@ -45,7 +45,7 @@ Copies: TypeAlias = dict[Place, Tensor]
 """That stand for tensors which are written in place, by place."""
 
 Change: TypeAlias = tuple[Place, Any]
-"""What is at a place now: a value, ``Members`` of a container that is there, or ``Deleted``."""
+"""What is at a place now: a value, or ``Written``, ``Members`` or ``Deleted``."""
 
 
 class Attribute(str):
@@ -59,6 +59,12 @@ class Members(NamedTuple):
 
     start: int
     members: list[Any]
+
+
+class Written(NamedTuple):
+    """What a tensor has now, which is the same object as before: whoever else holds it sees it."""
+
+    tensor: Tensor
 
 
 class Deleted:
@@ -219,11 +225,11 @@ class Watch:
                     if value is before.get(key, Deleted):
                         continue
                     where = self._where(place, key)
-                    is_copy = isinstance(value, Tensor) and value is copies.get(where)
-                    # Another stage has written into a copy, or this one.
-                    if not is_copy or isinstance(value, RemoteTensor) or write_count(value):
+                    if not (isinstance(value, Tensor) and value is copies.get(where)):
                         replaced.add(where)
                         yield where, value
+                    elif isinstance(value, RemoteTensor) or write_count(value):  # another stage has written, or this
+                        yield where, Written(value)
             elif not _are_same(members, before):
                 gains = isinstance(container, list) and _are_same(members[: len(before)], before)
                 known = len(before) if gains else 0
@@ -249,6 +255,9 @@ def apply_changes(root: nn.Module, changes: Iterable[Change]) -> None:
             continue
         if isinstance(value, Members):
             _set_members(container[key], value.start, value.members)
+        elif isinstance(value, Written):
+            with torch.no_grad():
+                container[key].copy_(value.tensor)
         elif value is Deleted:
             container.pop(key, None)
         else:

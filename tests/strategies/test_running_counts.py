@@ -63,16 +63,19 @@ class Averaging(Counting):
 
     def reset(self) -> None:
         self.sum, self.mean = torch.zeros(()), torch.zeros(16)
-        self.seen: list[tuple[float, float]] = []
+        self.trained_rows = torch.zeros(())
+        self.report = {"rows": self.trained_rows}  # the same tensor
+        self.seen: list[tuple[float, ...]] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         early = self.net[0](batch[0])
         self.sum.add_(early.detach().pow(2).mean())
+        self.trained_rows.add_(len(batch[0]))
         self.mean.mul_(0.9).add_(early.detach().mean(0), alpha=0.1)
         return F.cross_entropy(self.net[1:](early), batch[1])
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self.seen.append((float(self.sum), float(self.mean.sum())))
+        self.seen.append((float(self.sum), float(self.mean.sum()), float(self.report["rows"])))
 
     def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         pass
