@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_smddp.sharding.optimizer_shards import unwrapped
+
 
 class UnplannableError(ValueError):
     """Nothing can be predicted for a module; the message says why and what to change."""
@@ -68,8 +70,7 @@ def look_at_first_batch(module: Any, datamodule: Any, precision: Any, look: Call
     # run. There the exception ends it.
     class Looks(strategies.SingleDeviceStrategy):  # type: ignore[name-defined, misc]
         def training_step(self, batch: Any, *arguments: Any) -> Any:
-            # The user's own, which Lightning may have wrapped.
-            optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in self.optimizers]
+            optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
             context = self.precision_plugin.train_step_context
             _require_automatic(module)
             look(FirstBatch(module, batch, arguments, optimizers, context))
