@@ -104,15 +104,6 @@ def test_lower_layers_import_no_higher_ones(layer: str, forbidden: set[str]) -> 
     assert offenders == []
 
 
-def test_the_encoder_knows_no_other_room() -> None:
-    offenders = []
-    for path in sorted((PACKAGE / "wire").rglob("*.py")):
-        imports = [(line, name) for line, name in imported_names(parse(path)) if root(name) == "lightning_smddp"]
-        allowed = tuple(f"lightning_smddp.{room}." for room in ("wire", "_compat", "wording"))
-        offenders += describe(path, [(line, name) for line, name in imports if not name.startswith(allowed)])
-    assert offenders == []
-
-
 def module_name(path: Path) -> str:
     name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
     return name.removesuffix(".__init__")

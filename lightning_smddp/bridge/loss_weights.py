@@ -9,6 +9,7 @@ import torch
 
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.step import LightningStep, loss_of
+from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.partition.loss_weights import (
     EXACT,
@@ -19,7 +20,6 @@ from lightning_smddp.pipeline.partition.loss_weights import (
 )
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import own_error
-from lightning_smddp.wire.objects import broadcast
 
 _SEEDS = (20240229, 20250131)  # of the whole batch: a loss that follows them is chance
 

@@ -33,6 +33,7 @@ from lightning_smddp.bridge.partitioned_module import (
     units_here,
 )
 from lightning_smddp.bridge.step import LightningStep, loss_of
+from lightning_smddp.communication.objects import broadcast, gather
 from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
@@ -68,7 +69,6 @@ from lightning_smddp.pipeline.state.state_dict import SharedBuffers, unshard
 from lightning_smddp.pipeline.view.view import GlobalView
 from lightning_smddp.seeding import Generators, run_seed, seeded_modules
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
-from lightning_smddp.wire.objects import broadcast, gather
 from lightning_smddp.wording import USE_INSTEAD
 
 Numbers: TypeAlias = tuple[float, dict[str, float]]

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_smddp.communication.objects import broadcast, gather
 from lightning_smddp.wire.encode import dtype_of, is_dense, name_of_dtype
-from lightning_smddp.wire.objects import broadcast, gather
 from lightning_smddp.wire.pytree import map_leaves
 
 CHUNK_BYTES = 64 * 2**20  # of a message

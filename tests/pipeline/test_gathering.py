@@ -92,7 +92,7 @@ def snapshot_on_device() -> tuple[Any, str]:
 @pytest.mark.simulated_cuda
 def test_a_snapshot_of_a_device(tmp_path: Any) -> None:
     ((data, waits),) = run_ranks(snapshot_on_device, 1, backend="nccl")
-    of_tensors = [line for line in waits.splitlines() if "wire/objects.py" not in line]
+    of_tensors = [line for line in waits.splitlines() if "communication/objects.py" not in line]
     assert "copy" not in "".join(of_tensors), waits
     (tmp_path / "a.ckpt").write_bytes(data)
     state = torch.load(tmp_path / "a.ckpt")["state_dict"]

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_smddp.communication.objects import UnsendableError, broadcast, gather
 from lightning_smddp.pipeline.capture.objects import attributes_of, is_plain
 from lightning_smddp.pipeline.mesh import Channel
-from lightning_smddp.wire.objects import UnsendableError, broadcast, gather
 from lightning_smddp.wire.pytree import Members, leaves, map_leaves, members_of, rebuild
 
 _COMPARED = 3  # batches of a kind that are compared before they are run

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_smddp.communication.objects import gather
 from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.pipeline.capture.boundaries import boundary_bytes, possible_cuts
 from lightning_smddp.pipeline.capture.graph import StepGraph
@@ -30,7 +31,6 @@ from lightning_smddp.pipeline.mesh import named_tensors
 from lightning_smddp.pipeline.runtime.schedules import Schedule, orders
 from lightning_smddp.planner.problem import Link, NodeCost, PartitionProblem
 from lightning_smddp.planner.schedules import Action, parse_action, simulated_bound
-from lightning_smddp.wire.objects import gather
 from lightning_smddp.wire.pytree import tensors
 
 LossIn: TypeAlias = Callable[[Any], Tensor | None]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import without_torch_functions
+from lightning_smddp.communication.objects import broadcast, gather
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph, first_difference
 from lightning_smddp.pipeline.capture.graph_builder import IsSmall, Modules, build_graph
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
@@ -27,7 +28,6 @@ from lightning_smddp.pipeline.partition.costs import Cluster, LossIn, NodeTimes,
 from lightning_smddp.pipeline.partition.split import choose_units, is_within, partition
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.stage_program import StagePlan
-from lightning_smddp.wire.objects import broadcast, gather
 
 Result = TypeVar("Result")
 _END = "its end"

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.communication.objects import gather
 from lightning_smddp.pipeline.mesh import Channel
 from lightning_smddp.pipeline.partition.batch_sync import CURE
 from lightning_smddp.pipeline.runtime.messages import MessageLayout, layout_of
 from lightning_smddp.pipeline.runtime.remote import ReplayError, TensorSpec
-from lightning_smddp.wire.objects import gather
 from lightning_smddp.wire.pytree import map_leaves
 
 _ROOM = 4096  # bytes of results that travel with the word

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.communication.objects import gather
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, signature
@@ -29,7 +30,6 @@ from lightning_smddp.pipeline.runtime.path_numbers import PathNumbers
 from lightning_smddp.pipeline.runtime.remote import OTHER_PATH, ReplayError, Shapes
 from lightning_smddp.pipeline.runtime.stage_program import Observers, StagedStep, StageProgram, Step, TracedPath
 from lightning_smddp.pipeline.runtime.step_run import run_stage
-from lightning_smddp.wire.objects import gather
 from lightning_smddp.wire.stream import broadcast_object
 
 _KEPT = 256  # kinds of micro-batches that are remembered,

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import without_torch_function
+from lightning_smddp.communication.objects import gather
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.mesh import Ownership, named_tensors
 from lightning_smddp.pipeline.state.meta_parameters import set_contents, swapped
 from lightning_smddp.pipeline.view.global_tensor import broadcast_from_owners
 from lightning_smddp.pipeline.view.view import GlobalView
-from lightning_smddp.wire.objects import gather
 from lightning_smddp.wire.stream import CPU, Spec, broadcast_tensors, gather_tensors, gathered_shares
 
 

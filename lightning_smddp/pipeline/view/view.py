@@ -30,6 +30,7 @@ from torch.nn.modules.module import (
 
 from lightning_smddp._compat.torch import swap_contents, without_torch_function
 from lightning_smddp.communication.host_numbers import from_numbers
+from lightning_smddp.communication.objects import gather
 from lightning_smddp.pipeline.capture.ops import user_location
 from lightning_smddp.pipeline.mesh import Channel, Ownership
 from lightning_smddp.pipeline.view.global_tensor import (
@@ -43,7 +44,6 @@ from lightning_smddp.pipeline.view.global_tensor import (
     key_of,
 )
 from lightning_smddp.pipeline.view.operations import ViewFunctions, run_operator
-from lightning_smddp.wire.objects import gather
 from lightning_smddp.wire.pytree import leaves, map_leaves
 
 # Why a rank meets the others: it is at a hook's end, or behind it; it needs values, or names of gradients.

@@ -1,4 +1,4 @@
-"""Objects between ranks: structures with tensors from one rank to all, and from all to one."""
+"""Objects between ranks: any value comes as it was, and an error on one rank is an error on all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_smddp.wire.objects import UnsendableError, broadcast, gather
+from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.communication.objects import UnsendableError, broadcast, each, first, gather, to_cpu
 from lightning_smddp.wire.stream import broadcast_object, gathered_objects
 from tests.communication.errors import message_of
 from tests.pipeline.models import assert_same
@@ -103,3 +104,70 @@ def test_any_error_of_pickling_counts(value: Any) -> None:
 
 def refused(group: dist.ProcessGroup, value: Any) -> str:
     return message_of(UnsendableError, lambda: gather(value if group.rank() == 0 else Tensor(), group))
+
+
+# ---- acting together ----
+
+
+class OddError(Exception):
+    """Cannot be made again from what pickle keeps."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+
+
+def act_together(group: dist.ProcessGroup, error: Exception) -> list[BaseException]:
+    rank = group.rank()
+
+    def fail_on_second() -> int:
+        if rank == 1:
+            raise error
+        return rank
+
+    def fail_on_first() -> int:
+        if rank == 0:
+            raise error
+        raise AssertionError("the first alone acts")
+
+    assert each(lambda: rank * 2, group) == [0, 2]
+    assert first(lambda: ("done", rank), group) == ("done", 0)
+    raised = []
+    for together, act in ((each, fail_on_second), (first, fail_on_first)):
+        try:
+            together(act, group)
+        except Exception as caught:
+            raised.append(caught.with_traceback(None))  # whose frames hold the group
+    assert len(raised) == 2
+    return raised
+
+
+def test_an_error_on_one_rank_is_an_error_on_all() -> None:
+    error = FileNotFoundError(2, "No such file", "x.ckpt")
+    (of_other, own), (own_too, of_other_too) = run_in_threads(act_together, 2, error)
+    assert own is own_too is error
+    for heard in (of_other, of_other_too):
+        assert heard is not error
+        assert type(heard) is FileNotFoundError
+        assert (str(heard), heard.filename) == (str(error), "x.ckpt")
+
+
+def test_an_error_that_cannot_travel_is_told() -> None:
+    (of_other, own), _ = run_in_threads(act_together, 2, OddError("x.ckpt", "is damaged"))
+    assert type(own) is OddError
+    assert type(of_other) is RankFailedError
+    assert "OddError: x.ckpt: is damaged" in str(of_other)
+
+
+def test_a_process_in_no_job_acts_alone() -> None:
+    assert gather("x") == ["x"]
+    assert broadcast("x") == "x"
+    assert first(lambda: "x") == "x"
+    with pytest.raises(KeyError):
+        first(lambda: {}["x"])
+
+
+def test_tensors_on_the_host_stay() -> None:
+    tensor = torch.ones(2)
+    moved = to_cpu(Pair([tensor], {"meta": "x"}))
+    assert type(moved) is Pair
+    assert moved.left[0].data_ptr() == tensor.data_ptr()
