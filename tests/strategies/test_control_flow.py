@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -83,8 +84,10 @@ class Annealed(Net):
         return loss
 
 
-def annealed(bench: Bench) -> Any:
-    return bench.fit(Annealed(layers=6, count=16), max_epochs=4)
+def annealed(bench: Bench) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        bench.fit(Annealed(layers=6, count=16), max_epochs=4)
+    return f"{type(caught.value).__name__}: {caught.value}"
 
 
 class Tasks(Net):
@@ -155,8 +158,12 @@ def test_equals_one_process(case: Case) -> None:
 
 
 @pytest.mark.slow
-def test_another_path_behind_the_last_module() -> None:
-    Matrix([annealed], pipeline={"num_microbatches": 4}).compare(annealed)
+def test_an_activation_that_is_first_used_later_behind_the_last_module_is_an_error_on_all_ranks() -> None:
+    first, second = Matrix([annealed], pipeline={"num_microbatches": 4}).results(annealed)
+    assert first == second
+    assert re.match(r"ReplayError: pow at .*test_control_flow.py:\d+ uses a tensor of another stage", first)
+    assert "in every step from the first on" in first
+    assert "last checkpoint" in first
 
 
 @pytest.mark.slow

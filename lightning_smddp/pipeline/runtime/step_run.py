@@ -218,7 +218,10 @@ class StageRun:
         if self.has_begun or self.is_over:
             if not parameters and self.here.keys() >= values:
                 return function(*map_leaves(self.real, args), **map_leaves(self.real, kwargs))
-            raise self._other_path(f"{name_of(function)} at {user_location()}, on what is on another stage,")
+            raise ReplayError(
+                f"{name_of(function)} at {user_location()} uses a tensor of another stage, as the step did not when it "
+                "was traced. Let it do so in every step from the first on, such as times 0.0 until it counts."
+            )
         node = self.find(function, values, parameters)
         if node.index >= self.plan.end:
             self.stop()
