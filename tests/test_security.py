@@ -8,24 +8,20 @@ import stat
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_smddp.communication.communicator import Communicator, reduce_once
-from tests.ranks import run_ranks, run_trainer_ranks
+from tests.ranks import run_ranks
 from tests.sources import PACKAGE, dotted, nodes, source_files
-from tests.strategies.grouped import grouped
-from tests.strategies.learners import make_trainer, silent
 
 UNPICKLING = {"pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.loads", "dill.loads", "cloudpickle.loads"}
 SHELL = {"os.system", "os.popen", "eval", "exec"}
 # file -> what it may do: with the user's explicit word only
 ALLOWED = {
     "communication/objects.py": {"pickle.loads"},  # from ranks of the same job
-    "wire/values.py": {"pickle.loads"},  # LIGHTNING_SMDDP_ALLOW_PICKLE on this rank
     "checkpoint/reading.py": {"torch.load without weights_only=True"},  # hands on the user's own weights_only=False
 }
 
@@ -85,7 +81,7 @@ from pickle import loads
 
 def test_the_promises_are_written_down() -> None:
     text = (PACKAGE.parent / "SECURITY.md").read_text()
-    parts = ("object collectives", "LIGHTNING_SMDDP_ALLOW_PICKLE", "MASTER_ADDR", "weights_only", "0600", "Reporting")
+    parts = ("object collectives", "MASTER_ADDR", "weights_only", "0600", "Reporting")
     for part in parts:
         assert part in text
 
@@ -128,33 +124,3 @@ def test_segments_have_no_name_that_others_can_open(zero_copy: bool) -> None:
         for name, mode, linked in found:
             assert not linked, name
             assert name.startswith("/memfd:") or mode == 0o600
-
-
-# ---- broadcast ----
-
-
-class Opaque:
-    """No form without pickle."""
-
-
-def broadcast_both(kind: str) -> list[Any]:
-    if kind == "fabric":
-        from lightning.fabric import Fabric
-
-        from lightning_smddp import SMDDPFabricStrategy
-
-        fabric = Fabric(accelerator="cpu", devices=2, strategy=SMDDPFabricStrategy(**grouped(verbose=False)))
-        fabric.launch()
-        strategy: Any = fabric.strategy
-    else:
-        strategy = make_trainer(silent()).strategy
-        strategy.setup_environment()
-    rank = dist.get_rank()
-    with pytest.raises(ValueError, match="Opaque cannot be broadcast"):
-        strategy.broadcast(Opaque())
-    return [strategy.broadcast(["version", rank]), strategy.broadcast(Path(str(rank)), src=1)]
-
-
-@pytest.mark.parametrize("kind", ["trainer", "fabric"])
-def test_strategies_broadcast_without_pickle(kind: str) -> None:
-    assert run_trainer_ranks(broadcast_both, 2, kind) == [[["version", 0], Path("1")]] * 2

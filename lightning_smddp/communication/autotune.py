@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_smddp.communication.algorithms import NAMES, Algorithm, TwoLevel
 from lightning_smddp.communication.communicator import Communicator, reduce_once
 from lightning_smddp.communication.compression import Compression
-from lightning_smddp.wire.gather import broadcast_json
+from lightning_smddp.communication.objects import broadcast
 
 DEFAULT_BUCKET_MB = 25.0  # DDP's own
 _BUCKET_CHOICES_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
@@ -101,7 +101,7 @@ def choose_plan(
     entry = None
     if communicator.rank == 0:
         entry = _read(cache).get(key)
-    entry = broadcast_json(entry, communicator.group, communicator.device)
+    entry = broadcast(entry, communicator.group)
     cached = _plan_of(entry)
     if cached is not None:
         return cached

@@ -24,10 +24,10 @@ from lightning_smddp.communication.groups import close_group, create_group, new_
 from lightning_smddp.communication.inter_node import BalancedExchange, InterNodeReduce, RingExchange
 from lightning_smddp.communication.intra_node import IntraNodeGroup
 from lightning_smddp.communication.node_mesh import NodeMesh, OnWait
+from lightning_smddp.communication.objects import gather
 from lightning_smddp.communication.powersgd import PowerSGDExchange
 from lightning_smddp.communication.shared_memory import HOW_TO_RAISE, SharedMemory, free_bytes
 from lightning_smddp.communication.topology import discover
-from lightning_smddp.wire.gather import first_reason, gather_json
 
 _SELF_TEST_NUMEL = 100_003  # a prime: no shard, chunk or part divides it
 
@@ -58,12 +58,12 @@ class Communicator:
         self.timeout = timeout
         self.on_wait = on_wait
         self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-        self._name = new_name(group, device)
+        self._name = new_name(group)
         if apart:
             ranks = dist.get_process_group_ranks(group)
             self.group = create_group(ranks, f"{self._name}-apart", timeout, device)
             self._groups["apart", ()] = self.group
-        self.topology = discover(self.group, device)
+        self.topology = discover(self.group)
         self.world_size = self.topology.world_size
         self.rank = self.topology.rank
         self.notes: list[str] = []
@@ -85,7 +85,6 @@ class Communicator:
         self._meshes, reason = NodeMesh.connect(
             self.topology,
             self.group,
-            self.device,
             self.timeout,
             count=2,
         )
@@ -97,7 +96,7 @@ class Communicator:
         short = None
         if free < needed:
             short = f"{needed / 2**20:.0f} MiB needed, {free / 2**20:.0f} free"
-        short = first_reason(gather_json(short, self.group, self.device))
+        short = next(filter(None, gather(short, self.group)), None)
         if short is not None:
             self.zero_copy = False
             self.notes.append(f"gradients are copied to shared memory, /dev/shm is too small ({short}). {HOW_TO_RAISE}")
@@ -137,10 +136,10 @@ class Communicator:
         if failure is None and not torch.allclose(summed, expected, rtol=1e-5, atol=1e-5):
             failure = f"self-test on rank {self.rank} differs from {dist.get_backend(self.group)}'s all-reduce"
         # A rank that only lost its peer is no cause: first those that failed by themselves.
-        failures = gather_json([failure, is_cause], self.group, self.device)
+        failures = gather((failure, is_cause), self.group)
         causes = [text for text, caused in failures if caused]
         consequences = [text for text, caused in failures if not caused]
-        return first_reason(causes + consequences)
+        return next(filter(None, causes + consequences), None)
 
     @property
     def node_mesh(self) -> NodeMesh:

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_smddp.communication.compression import Compression, check_compressible
+from lightning_smddp.communication.objects import gather
 from lightning_smddp.communication.topology import Topology
-from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wording import counted
 
 
@@ -81,11 +81,11 @@ def check_same_model(
     """Raise ``ValueError`` on every rank if parameters or buffers differ, naming the first. Collective."""
     # A digest is short. The lines themselves are sent only when there is an error to be described.
     lines = [describe_parameters(module), describe_buffers(module)]
-    digests = gather_json(_digest(lines), group, device)
+    digests = gather(_digest(lines), group)
     other = _first_other(digests)
     if other is None:
         return
-    models = gather_json(lines, group, device)
+    models = gather(lines, group)
     parameters, buffers = models[0]
     other_parameters, other_buffers = models[other]
     kind, first, second = "parameter", parameters, other_parameters
@@ -143,7 +143,7 @@ def check_same_optimizers(
         device: for messages.
     """
     lines = describe_optimizers(module, optimizers, schedulers)
-    gathered = gather_json(lines, group, device)
+    gathered = gather(lines, group)
     other = _first_other(gathered)
     if other is None:
         return
@@ -168,7 +168,7 @@ def check_same_lengths(
         group: all ranks.
         device: for messages.
     """
-    counts = gather_json(batches, group, device)
+    counts = gather(batches, group)
     ranks_of: dict[float, list[int]] = {}
     for rank, count in enumerate(counts):
         ranks_of.setdefault(count, []).append(rank)

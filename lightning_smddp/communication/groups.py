@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lightning_smddp._compat.torch import abort_and_forget, abort_nccl, default_store, is_nccl, new_group_among
 from lightning_smddp.communication.errors import RankTimeoutError
-from lightning_smddp.wire.gather import broadcast_json
+from lightning_smddp.communication.objects import broadcast
 
 _LOOK_S = 0.005  # between two looks at who is there
 _STDERR = 2  # the descriptor, as `sys.stderr` may be replaced
@@ -38,9 +38,9 @@ def backend_timeout(timeout: timedelta, of_nccl: bool) -> timedelta:
     return timeout
 
 
-def new_name(group: dist.ProcessGroup, device: torch.device) -> str:
+def new_name(group: dist.ProcessGroup) -> str:
     """A name for groups of ranks of ``group`` that no group had before. Collective over ``group``."""
-    token = broadcast_json(secrets.token_hex(8), group, device)
+    token = broadcast(secrets.token_hex(8), group)
     return f"lightning_smddp-{token}"
 
 

@@ -25,10 +25,10 @@ from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import Compression, ErrorFeedback, require_same_sizes
 from lightning_smddp.communication.device_watch import mark
 from lightning_smddp.communication.nonfinite import NonFiniteWatch
+from lightning_smddp.communication.objects import gather
 from lightning_smddp.communication.powersgd import PowerSGDExchange
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.stats import Recorder
-from lightning_smddp.wire.gather import gather_json
 
 
 class GradientSynchronizer:
@@ -255,7 +255,7 @@ class GradientSynchronizer:
         local_shapes = {name: list(factor.shape) for name, factor in local.items()}
         shapes: dict[str, list[int]] = {}
         holders: dict[str, int] = {}  # the first rank that has it
-        for rank, ranks_shapes in enumerate(gather_json(local_shapes, group, device)):
+        for rank, ranks_shapes in enumerate(gather(local_shapes, group)):
             for name, shape in ranks_shapes.items():
                 shapes[name] = shape
                 holders.setdefault(name, rank)

@@ -20,12 +20,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from lightning_smddp.communication.errors import RankFailedError, RankTimeoutError
+from lightning_smddp.communication.objects import gather
 from lightning_smddp.communication.topology import Topology
-from lightning_smddp.wire.gather import first_reason, gather_json
 
 OnWait = Callable[[float, int | None], None]
 """Takes the seconds that this rank waited inside its node, and the global rank that it waited for last, or None."""
@@ -85,7 +84,6 @@ class NodeMesh:
         cls,
         topology: Topology,
         group: dist.ProcessGroup,
-        device: torch.device,
         timeout: timedelta,
         count: int = 1,
     ) -> tuple[list[NodeMesh], str | None]:
@@ -103,8 +101,8 @@ class NodeMesh:
             listener.listen(count * topology.world_size)
         # Each rank listens before it tells its address, so nobody calls in vain. Reasons are told to all, twice: a rank
         # that went on without the others would wait for them in the first bucket.
-        addresses = gather_json([address, secret.hex(), reason], group, device)
-        reason = first_reason([text for _, _, text in addresses])
+        addresses = gather((address, secret, reason), group)
+        reason = next((text for _, _, text in addresses if text), None)
         meshes: list[NodeMesh] = []
         if listener is not None and reason is None:
             try:
@@ -114,7 +112,7 @@ class NodeMesh:
                 reason = f"{topology.describe(topology.rank)} could not reach its node's other ranks: {error}"
         if listener is not None:
             listener.close()
-        reason = first_reason(gather_json(reason, group, device))
+        reason = next(filter(None, gather(reason, group)), None)
         if reason is not None:
             for mesh in meshes:
                 mesh.close()
@@ -256,7 +254,7 @@ def _credentials(connection: socket.socket) -> tuple[int, int]:
 def _connect_all(
     topology: Topology,
     listener: socket.socket,
-    addresses: list[list[str]],
+    addresses: list[tuple[str, bytes, str | None]],
     secret: bytes,
     timeout: timedelta,
     count: int,
@@ -273,7 +271,7 @@ def _connect_all(
             connection.settimeout(seconds)
             connection.connect(address)
             own_number = bytes([topology.local_rank, index])
-            connection.send(bytes.fromhex(peer_secret) + own_number)
+            connection.send(peer_secret + own_number)
             sockets[index][peer] = connection
     missing = count * (len(topology.local_ranks) - 1 - topology.local_rank)
     deadline = time.perf_counter() + seconds

@@ -25,7 +25,7 @@ from torch.nn.utils import get_total_norm
 from lightning_smddp.communication.buckets import sum_dtype
 from lightning_smddp.communication.errors import NonFiniteGradientError
 from lightning_smddp.communication.host_numbers import from_numbers
-from lightning_smddp.wire.gather import gather_json
+from lightning_smddp.communication.objects import gather
 from lightning_smddp.wording import counted
 
 _SHOWN = 3  # parameters of a rank, in messages
@@ -157,7 +157,6 @@ def diagnosis(
     found: Mapping[str, str],
     where: str,
     group: dist.ProcessGroup,
-    device: torch.device,
 ) -> str:
     """Who has found what, in one line, the same on all ranks. Collective.
 
@@ -165,9 +164,8 @@ def diagnosis(
         found: on this rank: parameter -> what is wrong.
         where: the step.
         group: the ranks that know that something was found.
-        device: for the messages.
     """
-    gathered = gather_json([dist.get_rank(), socket.gethostname(), dict(found)], group, device)
+    gathered = gather((dist.get_rank(), socket.gethostname(), found), group)
     parts = []
     for rank, host, ranks_findings in gathered:
         if ranks_findings:

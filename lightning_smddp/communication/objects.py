@@ -1,11 +1,12 @@
 """Python's objects between ranks, pickled, by torch's object collectives. Ranks of a job trust each other.
 
-They go by the group's gloo where it has one, else by its device. A tensor of a device, pickled, comes back on the
-sender's index: :func:`to_cpu` first. Large tensors do not belong into objects.
+They go by the group's gloo where it has one, else by its device. Small tensors may be in them: those of a device arrive
+on the receiver's current one. Large ones go by ``wire/stream.py``: pickled, they are copied four times.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -106,10 +107,25 @@ def _sendable(error: Exception | None) -> Exception | None:
         return RankFailedError(rank, f"Rank {rank} failed: {type(error).__name__}: {error}")
 
 
+class _Pickler(pickle.Pickler):
+    """Without it, a tensor of a device comes back on the sender's index."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor or value.device.type in ("cpu", "meta"):
+            return NotImplemented
+        return _to_current, (value.detach().cpu(), value.device.type, value.requires_grad)
+
+
+def _to_current(tensor: Tensor, kind: str, requires_grad: bool) -> Tensor:
+    return tensor.to(kind).requires_grad_(requires_grad)
+
+
 def _pickled(value: Any) -> bytes | str:
     """``value``, or why it cannot be sent: so that the other ranks do not wait for it."""
     try:
-        return pickle.dumps(value)
+        buffer = io.BytesIO()
+        _Pickler(buffer).dump(value)
+        return buffer.getvalue()
     except Exception as error:  # whatever pickling an object of the user's raises
         return f"{type(error).__name__}: {error}"
 

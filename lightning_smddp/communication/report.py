@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from lightning_smddp.communication.communicator import Communicator
+from lightning_smddp.communication.objects import gather
 from lightning_smddp.communication.stats import Totals
-from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wording import counted
 
 
@@ -50,7 +50,7 @@ class CommunicationReport:
             "waited": totals.waited_s or totals.exposed_s,
             "for": sorted(totals.waited_for.items()),
         }
-        ranks = gather_json(mine, communicator.group, communicator.device)
+        ranks = gather(mine, communicator.group)
         waited = [rank["waited"] for rank in ranks]
         waited_for = [dict(rank["for"]) for rank in ranks]
         straggler = _straggler(waited, waited_for, totals.steps)

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
-from lightning_smddp.wire.gather import gather_json
+from lightning_smddp.communication.objects import gather
 
 
 def node_identity() -> str:
@@ -105,10 +104,9 @@ class Topology:
         raise ValueError(f"rank {rank} is not one of the {self.world_size} ranks of this job")
 
 
-def discover(group: dist.ProcessGroup, device: torch.device) -> Topology:
+def discover(group: dist.ProcessGroup) -> Topology:
     """Ask all ranks of ``group`` where they run. Collective."""
-    identities = gather_json(node_identity(), group, device)
-    return Topology.from_identities(identities, group.rank())
+    return Topology.from_identities(gather(node_identity(), group), group.rank())
 
 
 def shard_bounds(numel: int, num_shards: int, granularity: Sequence[int] = ()) -> list[int]:

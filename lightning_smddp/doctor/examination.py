@@ -18,12 +18,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from lightning_smddp.communication.errors import StartError
+from lightning_smddp.communication.objects import gather
 from lightning_smddp.communication.rank_info import versions
 from lightning_smddp.communication.rendezvous import RendezvousConfig, join
 from lightning_smddp.doctor.facts import look
 from lightning_smddp.doctor.findings import Facts, Finding, find, merged
 from lightning_smddp.doctor.measuring import measure
-from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wording import counted
 
 _START_S = 60.0  # seconds, until all ranks have to be there
@@ -86,12 +86,11 @@ def _as_a_rank(facts: Facts, as_json_text: bool) -> int:
         local = find(facts)
         if launch["rank"] == 0:  # what was measured is the same on all ranks
             local = find(facts, measured)
-        gathered = gather_json([finding.to_json() for finding in local], dist.group.WORLD, device)
+        gathered = gather(local)
     finally:
         dist.destroy_process_group()
     # All ranks know all findings, so that they end with the same exit code; only the first one prints.
-    everyones = [Finding.from_json(values) for values in chain.from_iterable(gathered)]
-    findings = merged(everyones)
+    findings = merged(list(chain.from_iterable(gathered)))
     if launch["rank"] == 0:
         _print(facts, measured, findings, as_json_text)
     return _code(findings)

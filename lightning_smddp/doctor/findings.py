@@ -36,16 +36,6 @@ class Finding:
     cure: str
     hosts: tuple[str, ...] = ()
 
-    def to_json(self) -> list[Any]:
-        """As JSON carries it between ranks."""
-        return [self.level, self.what, self.cure, list(self.hosts)]
-
-    @classmethod
-    def from_json(cls, values: list[Any]) -> Finding:
-        """The inverse of :meth:`to_json`."""
-        level, what, cure, hosts = values
-        return cls(level, what, cure, tuple(hosts))
-
 
 def find(facts: Facts, measured: Facts | None = None) -> list[Finding]:
     """What is wrong with a host by its facts, and with the paths and links between hosts as measured; errors first."""

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from lightning_smddp.communication.autotune import time_algorithm
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.groups import close_group, connect_pairs, create_group, new_name
+from lightning_smddp.communication.objects import broadcast, gather
 from lightning_smddp.communication.round_trips import round_trips
-from lightning_smddp.wire.gather import broadcast_json, gather_json
 
 At = Callable[[str], None]  # is told what is tried next
 Nodes = Sequence[Sequence[int]]  # the ranks of each
@@ -55,16 +55,16 @@ def try_paths(group: dist.ProcessGroup, device: torch.device, nodes: Nodes, at: 
     problems: dict[str, str | None] = {}
     for what, members in _communicators(dist.get_rank(group), everyone, nodes).items():
         at(what)
-        problems[what] = _try_group(members, new_name(group, device), device)
+        problems[what] = _try_group(members, new_name(group), device)
     what = "messages between neighbours"
     at(what)
-    problems[what], links = _try_messages(everyone, new_name(group, device), device)
+    problems[what], links = _try_messages(everyone, new_name(group), device)
     # Ranks of nodes of different size have tried different groups: what any rank has tried is in the result.
-    gathered = gather_json(problems, group, device)
+    gathered = gather(problems, group)
     found = {}
     for what in dict.fromkeys(chain.from_iterable(gathered)):
         found[what] = _joined([of_rank.get(what) for of_rank in gathered])
-    links_of_ranks = gather_json(links, group, device)
+    links_of_ranks = gather(links, group)
     neighbours = sorted(chain.from_iterable(links_of_ranks), key=lambda link: link["ranks"])
     return {"paths": found, "neighbours": neighbours}
 
@@ -194,9 +194,9 @@ def measure(group: dist.ProcessGroup, device: torch.device, host: str, at: At = 
         peers = [ranks[0] for ranks in nodes[1:]]
         if not peers:
             peers = list(nodes[0][1:2])  # none where rank 0 is alone
-        hosts = gather_json(host, group, device)
+        hosts = gather(host, group)
         links = [_link_of_nodes(group, device, peer, hosts[peer]) for peer in peers[:_MOST_NODES]]
-        copies = gather_json(_copied_bytes_per_s(), group, device)
+        copies = gather(_copied_bytes_per_s(), group)
         return {
             "world_size": communicator.world_size,
             "nodes": [list(ranks) for ranks in nodes],
@@ -235,5 +235,5 @@ def _link_of_nodes(group: dist.ProcessGroup, device: torch.device, peer: int, ho
             other = peer
         link = _link(group, other, _LINK_BYTES, device)
         found = {"rank": peer, "host": host, **link}
-    of_first_rank: dict[str, Any] = broadcast_json(found, group, device)
+    of_first_rank: dict[str, Any] = broadcast(found, group)
     return of_first_rank

@@ -109,7 +109,7 @@ class Groups:
         """Create the groups of this rank's pipeline and of its replicas. Collective over all ranks."""
         assert dist.group.WORLD is not None
         replica, pipeline_rank = mesh.find(dist.get_rank())
-        name = new_name(dist.group.WORLD, device)
+        name = new_name(dist.group.WORLD)
         limit = timeout or _DEFAULT_TIMEOUT
         members = list(mesh.pipelines[replica])
         replicas = list(mesh.data_parallel_ranks[pipeline_rank])

@@ -23,13 +23,13 @@ from torch.optim import Optimizer
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.node_mesh import NodeMesh
 from lightning_smddp.communication.norms import norm_over_ranks
+from lightning_smddp.communication.objects import gather
 from lightning_smddp.sharding.copies import Copies, NodeCopies, RankCopies
 from lightning_smddp.sharding.flat_layout import Named, lay_out, movable
 from lightning_smddp.sharding.node_memory import unsupported
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict
 from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
-from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wording import counted
 
 
@@ -120,13 +120,12 @@ class ShardedOptimizers:
         elif all(len(ranks) == 1 for ranks in communicator.topology.nodes):
             reason = "no node has more than one rank"
         # What one rank cannot do no rank does: the first reason of all counts on each.
-        for text in gather_json(reason, communicator.group, communicator.device):
-            if text:
-                return str(text)
+        reason = next((text for text in gather(reason, communicator.group) if text), None)
+        if reason is not None:
+            return str(reason)
         self.meshes, reason = NodeMesh.connect(
             communicator.topology,
             communicator.group,
-            communicator.device,
             communicator.timeout,
         )
         return reason

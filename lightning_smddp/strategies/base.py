@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_smddp._compat.trainer import is_control_flow, is_stop
+from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.resume.exact_resume import ExactResume
 from lightning_smddp.resume.layouts import LayoutRank
@@ -40,7 +41,6 @@ from lightning_smddp.strategies.sanity_checks import SanityChecks
 from lightning_smddp.strategies.saving import Saving
 from lightning_smddp.strategies.session import GradientCommunication, check_devices
 from lightning_smddp.strategies.tables import say
-from lightning_smddp.wire.values import broadcast_value
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -372,10 +372,8 @@ class TrainerStrategy(_Base):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """``obj`` of rank ``src`` on every rank, without pickle. Raises ``ValueError`` for objects that need it."""
-        if not dist.is_initialized() or dist.group.WORLD is None:
-            return obj
-        return broadcast_value(obj, src, dist.group.WORLD, self.root_device)
+        """``obj`` of rank ``src`` on every rank, or a ``ValueError`` on every rank where it cannot be pickled."""
+        return broadcast(obj, group_src=src)
 
     # ---- what a strategy defines ----
 

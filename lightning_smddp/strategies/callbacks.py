@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from lightning_smddp.communication.objects import gather
 from lightning_smddp.pipeline.runtime.spans import SpanRecorder
 from lightning_smddp.planner.timeline import Span, to_perfetto, to_svg
-from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wording import counted
 
 _SUFFIXES = (".svg", ".json")
@@ -100,17 +102,9 @@ class RecordTimeline:
             return
         engine.record(None)
         self._recorder = None
-        local = []
-        for span in recorder.take():
-            start_s = span.start_s - self._origin
-            end_s = span.end_s - self._origin
-            local.append((span.rank, span.stage, span.kind, span.microbatch, start_s, end_s))
-        assert dist.group.WORLD is not None
-        gathered = gather_json(local, dist.group.WORLD, trainer.strategy.root_device)
-        self.spans = []
-        for of_rank in gathered:
-            for fields in of_rank:
-                self.spans.append(Span(*fields))
+        origin = self._origin
+        local = [replace(span, start_s=span.start_s - origin, end_s=span.end_s - origin) for span in recorder.take()]
+        self.spans = list(chain.from_iterable(gather(local)))
         if trainer.is_global_zero:
             schedule = trainer.strategy.options.schedule.name
             microbatches = 1 + max(span.microbatch for span in self.spans)  # they are numbered from 0

@@ -485,7 +485,7 @@ def _why_left_out(loss: Tensor, where: str, device: torch.device) -> str:
         found["the loss"] = str(loss.tolist())
     # All ranks ask, and all go the same way: `diagnosis` is collective, too.
     if agreed(bool(found), group, device):
-        return diagnosis(found, where, group, device)
+        return diagnosis(found, where, group)
     return (
         f"Gradients are not finite in {where}, though each rank's loss is. DeepSpeed does not say in which parameter."
     )

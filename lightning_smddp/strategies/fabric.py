@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.nonfinite import bad_gradients
+from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.preserve_state import set_within
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
@@ -35,7 +36,6 @@ from lightning_smddp.strategies.options import (
 from lightning_smddp.strategies.process_group import mean_by_sum, start_process_group
 from lightning_smddp.strategies.session import GradientCommunication, check_devices, finish_wrapping
 from lightning_smddp.strategies.tables import print_table
-from lightning_smddp.wire.values import broadcast_value
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies import DDPStrategy as _Base
@@ -65,10 +65,8 @@ class FabricStrategy(_Base):
         super()._setup_distributed()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """``obj`` of rank ``src`` on every rank, without pickle. Raises ``ValueError`` for objects that need it."""
-        if not dist.is_initialized() or dist.group.WORLD is None:
-            return obj
-        return broadcast_value(obj, src, dist.group.WORLD, self.root_device)
+        """``obj`` of rank ``src`` on every rank, or a ``ValueError`` on every rank where it cannot be pickled."""
+        return broadcast(obj, group_src=src)
 
     def all_reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Reduce a tensor over ranks; a mean is SUM, then division, as not every backend knows AVG."""
@@ -177,7 +175,7 @@ class FabricDataParallel(FabricStrategy):
         now = bad_gradients(named)
         if now is not None and dist.group.WORLD is not None:  # as on all ranks: gradients are averages
             found = after_changes(brought, now, dist.group.WORLD, self.root_device)
-            self._guard.check(optimizer, found, "this step", self.root_device)
+            self._guard.check(optimizer, found, "this step")
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Choose the communication and wrap ``module``. Collective; ``ValueError`` on every rank if models differ."""

@@ -238,7 +238,7 @@ class FabricFullyShardedParallel(FabricStrategy):
         world, device = dist.group.WORLD, self.root_device
         assert world is not None
         require_supported_by_fsdp(module, (), is_fit=True)
-        check_same_model(module, world, device, discover(world, device))
+        check_same_model(module, world, device, discover(world))
         broadcast_initial(module, world, device=device)
         limit = self._session.limit(self._timeout)
         place = Place(device, self.num_processes, limit, self._session.options.compression)
@@ -376,7 +376,7 @@ class FabricFullyShardedParallel(FabricStrategy):
         with self._view.inside(False):
             now = bad_gradients(named)
             left = after_changes(brought, now, world, device)
-            self._guard.check(stepped.optimizer, left, "this step", device)
+            self._guard.check(stepped.optimizer, left, "this step")
 
     def clip_gradients_norm(
         self,

@@ -32,7 +32,6 @@ class NonFiniteGuard:
         optimizer: Any,
         found: Mapping[str, str] | None,
         where: str,
-        device: torch.device,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """Before ``optimizer`` steps. Collective if gradients are bad.
@@ -41,7 +40,6 @@ class NonFiniteGuard:
             optimizer: about to step.
             found: what is wrong on this rank, by parameter; None if no rank of ``group`` has found anything.
             where: the step, in words.
-            device: for messages.
             group: the ranks that come here together; None is all.
 
         Raises:
@@ -54,7 +52,7 @@ class NonFiniteGuard:
         # The text takes a collective, which all ranks of the group come to: they have skipped as many steps.
         text = ""
         if self.mode == "error" or not self.skipped:
-            text = diagnosis(found, where, group, device)
+            text = diagnosis(found, where, group)
         self.left_out(text)
         for parameters in optimizer.param_groups:
             for parameter in parameters["params"]:

@@ -71,7 +71,7 @@ class SanityChecks:
         world = dist.group.WORLD
         assert module is not None
         assert world is not None
-        topology = discover(world, device)
+        topology = discover(world)
         check_same_model(module, world, device, topology)
 
     def training_starts(self) -> None:
@@ -176,7 +176,7 @@ class SanityChecks:
         """Go on, leave the step out, or raise; but callbacks that watch the loss come before us."""
         if found is not None and self.guard.mode == "error":
             let_watchers_judge(self._trainer, loss, self._watched_batch)
-        self.guard.check(optimizer, found, self.where(), self.strategy.root_device, self.strategy._nonfinite_group)
+        self.guard.check(optimizer, found, self.where(), self.strategy._nonfinite_group)
 
     def where(self) -> str:
         """The step that runs, in words."""

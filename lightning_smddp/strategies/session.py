@@ -27,10 +27,10 @@ from lightning_smddp.communication.consistency import (
 )
 from lightning_smddp.communication.groups import backend_timeout, close_all, ends_within
 from lightning_smddp.communication.hook import GradientSynchronizer
+from lightning_smddp.communication.objects import gather
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.stats import Recorder, recorder_for
 from lightning_smddp.strategies.options import GradientOptions
-from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wording import counted
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own
@@ -202,7 +202,7 @@ class GradientCommunication:
         """Raise ``ValueError`` on every rank if one was asked for other communication than the first. Collective."""
         options = self.options
         local = f"algorithm={options.algorithm!r}, {options.compression}, bucket_cap_mb={options.bucket_cap_mb}"
-        gathered = gather_json(local, communicator.group, communicator.device)
+        gathered = gather(local, communicator.group)
         describe = communicator.topology.describe
         for rank, remote in enumerate(gathered):
             if remote != gathered[0]:

@@ -27,7 +27,7 @@ PATIENCE = timedelta(seconds=20)
 
 def connect(group: dist.ProcessGroup, timeout: timedelta = PATIENCE, count: int = 1) -> list[NodeMesh]:
     topology = Topology.from_identities(["host"] * group.size(), group.rank())
-    meshes, reason = NodeMesh.connect(topology, group, CPU, timeout, count)
+    meshes, reason = NodeMesh.connect(topology, group, timeout, count)
     assert reason is None, reason
     return meshes
 
@@ -53,7 +53,7 @@ def test_every_rank_receives_every_others_message_on_each_mesh(size: int) -> Non
 
 def meet_on_two_nodes(group: dist.ProcessGroup) -> dict[int, bytes]:
     topology = Topology.from_identities(["a", "b", "a", "b"], group.rank())
-    (mesh,), _ = NodeMesh.connect(topology, group, CPU, PATIENCE)
+    (mesh,), _ = NodeMesh.connect(topology, group, PATIENCE)
     received = mesh.exchange(str(group.rank()).encode()).messages
     mesh.close()
     return received
@@ -226,7 +226,7 @@ def refused_on_one_rank() -> tuple[int, str | None]:
     if dist.get_rank() == 1:
         node_mesh.supported = lambda: "this is Plan 9"
     topology = Topology.from_identities(["host"] * 3, dist.get_rank())
-    meshes, reason = NodeMesh.connect(topology, dist.group.WORLD, CPU, PATIENCE)
+    meshes, reason = NodeMesh.connect(topology, dist.group.WORLD, PATIENCE)
     return len(meshes), reason
 
 

@@ -16,8 +16,9 @@ from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.objects import UnsendableError, broadcast, each, first, gather, to_cpu
 from lightning_smddp.wire.stream import broadcast_object, gathered_objects
 from tests.communication.errors import message_of
+from tests.devices import on_gpus
 from tests.pipeline.models import assert_same
-from tests.ranks import run_in_threads
+from tests.ranks import run_in_threads, run_ranks
 
 CPU = torch.device("cpu")
 
@@ -171,3 +172,25 @@ def test_tensors_on_the_host_stay() -> None:
     moved = to_cpu(Pair([tensor], {"meta": "x"}))
     assert type(moved) is Pair
     assert moved.left[0].data_ptr() == tensor.data_ptr()
+
+
+# ---- devices ----
+
+
+def share_tensors_of_devices() -> list[str]:
+    rank = dist.get_rank()
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    parameter = torch.nn.Parameter(torch.full((2,), float(rank), device=device))
+    found = gather([parameter, {"host": torch.ones(1)}])
+    assert all(type(of_rank[0]) is torch.nn.Parameter and of_rank[0].requires_grad for of_rank in found)
+    assert [of_rank[0].tolist() for of_rank in found] == [[0.0, 0.0], [1.0, 1.0]]
+    heard = broadcast({"weight": parameter.data}, group_src=1)
+    assert heard["weight"].tolist() == [1.0, 1.0]
+    return [str(tensor.device) for tensor in (*[of_rank[0] for of_rank in found], found[0][1]["host"], heard["weight"])]
+
+
+@on_gpus(2)
+def test_tensors_arrive_on_the_receivers_device(device: str) -> None:
+    for rank, devices in enumerate(run_ranks(share_tensors_of_devices, 2, backend="nccl")):
+        assert devices == [f"cuda:{rank}", f"cuda:{rank}", "cpu", f"cuda:{rank}"]

@@ -36,7 +36,7 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def open_mesh(group: dist.ProcessGroup) -> NodeMesh:
     topology = Topology.from_identities(["host"] * group.size(), group.rank())
-    (mesh,), _ = NodeMesh.connect(topology, group, CPU, PATIENCE)
+    (mesh,), _ = NodeMesh.connect(topology, group, PATIENCE)
     return mesh
 
 

@@ -8,10 +8,7 @@ import torch.distributed as dist
 
 from lightning_smddp.communication.buckets import Layout
 from lightning_smddp.communication.topology import Topology, discover, node_identity, shard_bounds
-from lightning_smddp.wire.gather import broadcast_json, gather_json
-from tests.ranks import run_in_threads, run_ranks
-
-CPU = torch.device("cpu")
+from tests.ranks import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -54,7 +51,7 @@ def test_describe_names_host_and_local_rank() -> None:
 
 
 def discovered() -> tuple[tuple[tuple[int, ...], ...], int]:
-    topology = discover(dist.group.WORLD, CPU)
+    topology = discover(dist.group.WORLD)
     return topology.nodes, topology.rank
 
 
@@ -95,27 +92,3 @@ def test_a_layout_knows_pieces_rows_and_cuts() -> None:
         ("w", 0, 6, 6, 4),
         ("b", 6, 0, 2, 0),
     ]
-
-
-def speak(group: dist.ProcessGroup) -> tuple[list[object], object]:
-    value = {"rank": group.rank(), "text": "é" * group.rank()}
-    return gather_json(value, group, CPU), broadcast_json(["first", group.rank()], group, CPU)
-
-
-def test_messages_of_different_lengths_reach_every_rank() -> None:
-    expected = [{"rank": rank, "text": "é" * rank} for rank in range(3)]
-    assert [gathered for gathered, _ in run_ranks(speak_in_default_group, 3)] == [expected] * 3
-
-
-def speak_in_default_group() -> tuple[list[object], object]:
-    gathered, first = speak(dist.group.WORLD)
-    assert first == ["first", 0]
-    return gathered, first
-
-
-def gather_nothing(group: dist.ProcessGroup) -> list[object]:
-    return gather_json(None, group, CPU)
-
-
-def test_messages_carry_none() -> None:
-    assert run_in_threads(gather_nothing, 2) == [[None, None]] * 2

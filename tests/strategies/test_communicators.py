@@ -154,7 +154,7 @@ def uneven() -> list[float]:
     world, limit = dist.group.WORLD, timedelta(seconds=20)
     assert world is not None
     mine = [rank % 2, rank % 2 + 2]
-    place = create_group(mine, f"{new_name(world, device)}-{rank % 2}", limit, device)
+    place = create_group(mine, f"{new_name(world)}-{rank % 2}", limit, device)
     communicator = Communicator(place, device, limit, apart=True)
     if rank % 2 == 0:
         for name in ("hierarchical", "balanced"):

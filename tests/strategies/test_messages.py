@@ -6,16 +6,21 @@ import contextlib
 import csv
 import io
 import sys
+import threading
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 from rich.file_proxy import FileProxy
 
-from lightning_smddp import CommunicationMonitor, PipelineStrategy, SMDDPStrategy
+from lightning_smddp import CommunicationMonitor, PipelineStrategy, SMDDPFabricStrategy, SMDDPStrategy
 from lightning_smddp.strategies import tables
 from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
@@ -208,3 +213,33 @@ def test_monitor(tmp_path: Path) -> None:
 def test_monitor_with_another_strategy(tmp_path: Path) -> None:
     run_trainer_ranks(fit_with_monitor, 2, str(tmp_path), "ddp")
     assert not (tmp_path / "logs" / "metrics.csv").exists()
+
+
+# ---- strategy.broadcast ----
+
+
+@dataclass
+class Release:
+    version: int
+    weights: torch.Tensor
+
+
+def broadcast_both(kind: str) -> list[Any]:
+    if kind == "fabric":
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=SMDDPFabricStrategy(**grouped(verbose=False)))
+        fabric.launch()
+        strategy: Any = fabric.strategy
+    else:
+        strategy = make_trainer(silent()).strategy
+        assert strategy.broadcast(print) is print  # alone so far
+        strategy.setup_environment()
+    rank = dist.get_rank()
+    release = strategy.broadcast(Release(rank, torch.ones(2) * rank), src=1)
+    with pytest.raises(ValueError, match="cannot be sent to other ranks"):
+        strategy.broadcast(threading.Lock() if rank == 0 else None)
+    return [strategy.broadcast(["version", rank]), release.version, release.weights.tolist()]
+
+
+@pytest.mark.parametrize("kind", ["trainer", "fabric"])
+def test_strategies_broadcast_anything(kind: str) -> None:
+    assert run_trainer_ranks(broadcast_both, 2, kind) == [[["version", 0], 1, [1.0, 1.0]]] * 2

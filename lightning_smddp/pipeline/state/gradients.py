@@ -64,7 +64,7 @@ def create_tied_groups(
     for ranks in ownership.shared():
         # Only the members of a group create it, all of them in the order of `shared`.
         members = [pipeline[rank] for rank in ranks]
-        name = new_name(dist.group.WORLD, device)
+        name = new_name(dist.group.WORLD)
         if dist.get_rank() in members:
             groups[ranks] = create_group(members, f"{name}-tied-{members}", timeout, device)
     return groups
