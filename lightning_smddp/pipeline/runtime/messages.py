@@ -76,11 +76,11 @@ class MessageLayout:
 
 
 @functools.lru_cache(maxsize=4096)
-def layout_of(specs: tuple[TensorSpec, ...], together: bool = False) -> MessageLayout:
-    """The layout for tensors like ``specs``; ``together``: also a single one, and large ones, in the shared message."""
+def layout_of(specs: tuple[TensorSpec, ...]) -> MessageLayout:
+    """The layout for tensors like ``specs``."""
     sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in specs]
-    shares = [0 < size < _SMALL or together for size in sizes]
-    if sum(shares) < 2 and not together:  # nothing to share: the tensor itself is the message
+    shares = [0 < size < _SMALL for size in sizes]
+    if sum(shares) < 2:  # nothing to share: the tensor itself is the message
         return MessageLayout(specs, (None,) * len(specs), 0)
     offsets: list[int | None] = []
     end = 0

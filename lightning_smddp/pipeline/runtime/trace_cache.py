@@ -18,6 +18,7 @@ from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp.communication.errors import RankFailedError
@@ -26,7 +27,6 @@ from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, signature
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
-from lightning_smddp.pipeline.runtime.path_numbers import PathNumbers
 from lightning_smddp.pipeline.runtime.remote import OTHER_PATH, ReplayError, Shapes
 from lightning_smddp.pipeline.runtime.stage_program import Observers, StagedStep, StageProgram, Step, TracedPath
 from lightning_smddp.pipeline.runtime.step_run import run_stage
@@ -34,6 +34,8 @@ from lightning_smddp.wire.stream import broadcast_object
 
 _KEPT = 256  # kinds of micro-batches that are remembered,
 _KEPT_OF_A_KIND = 16  # and paths of each
+_ROOM = 64  # numbers of paths in a message, or a multiple
+_UNKNOWN, _FAILED = -1, -2  # in place of such numbers
 _MOST_PATHS = 16  # that are traced of one step: one that goes on finding new ones would be traced for ever
 
 Guards: TypeAlias = tuple[str, ...] | None
@@ -148,12 +150,10 @@ class TraceCache:
     _parameters: list[nn.Parameter] = field(init=False)
     _known: dict[int, TracedPath] = field(default_factory=dict)  # all in `_paths`, by numbers that all ranks know
     _next_number: int = 0
-    _numbers: PathNumbers = field(init=False)
 
     def __post_init__(self) -> None:
         """Collect the parameters once: it takes longer than to look at them."""
         self._parameters = list(self.runtime.root.parameters())
-        self._numbers = PathNumbers(self.runtime.groups.host)
 
     def remember(self, staged: StagedStep, step: Step, microbatch: MicroBatch, index: int = 0) -> TracedPath:
         """``staged`` was traced with a micro-batch like this."""
@@ -181,20 +181,27 @@ class TraceCache:
     # ---- paths that are known ----
 
     def _find_known(self, step: Step, microbatches: Sequence[MicroBatch], begin: int) -> list[TracedPath]:
-        """Those of the micro-batches from ``begin`` on, up to the first whose path the first rank does not know."""
-        if self.runtime.groups.pipeline_rank > 0:
-            shared = self._numbers.receive()
-            if shared is None:
-                self._look_up_all(step, microbatches, begin)  # raises what was raised there
-                raise RankFailedError(0, "The step failed on the first rank of the pipeline, and not on this one.")
-        else:
-            try:
-                shared = self._look_up_all(step, microbatches, begin)
-            except Exception:
-                self._numbers.send(None)
-                raise
-            self._numbers.send(shared)
-        return [self._known[number] for number in shared]
+        """Those of the micro-batches from ``begin`` on, up to the first whose path the first rank does not know.
+
+        The first rank alone looks, and waits for no other. A rank whose code goes elsewhere finds that in its run, and
+        all ranks hear of it behind the schedule. If each looked for itself, one that knows a path would begin the
+        schedule, while another waits for it to be traced.
+        """
+        groups = self.runtime.groups
+        numbers = [_FAILED]
+        try:
+            if groups.pipeline_rank == 0:
+                numbers = self._look_up_all(step, microbatches, begin)
+        finally:
+            # Rounded up: for ranks with another number of micro-batches, which is an error behind the schedule.
+            message = torch.full((-(-len(microbatches) // _ROOM) * _ROOM,), _UNKNOWN)
+            message[: len(numbers)] = torch.tensor(numbers)
+            dist.broadcast(message, group=groups.host.group, group_src=0)
+        numbers = message.tolist()
+        if numbers[0] == _FAILED:
+            self._look_up_all(step, microbatches, begin)  # raises what was raised there
+            raise RankFailedError(0, "The step failed on the first rank of the pipeline, and not on this one.")
+        return [self._known[number] for number in numbers if number != _UNKNOWN]
 
     def _look_up_all(self, step: Step, microbatches: Sequence[MicroBatch], begin: int) -> list[int]:
         """The numbers of the paths of the micro-batches from ``begin`` on, up to the first that is not known here."""
