@@ -74,7 +74,8 @@ def create_group(
     bound_device: torch.device | None = device
     if by_pairs:
         bound_device = None
-    group = new_group_among(ranks, name, own, bound_device)
+    backend = "nccl" if is_nccl() else None  # without the default group's gloo: messages are of the device
+    group = new_group_among(ranks, name, own, bound_device, backend)
     # NCCL makes the communicator in the first collective, for which all members wait on their hosts. Here they are all
     # on their way; in mid-step another group could come first on one of them.
     dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -19,8 +19,7 @@ import torch.multiprocessing as mp
 
 from lightning_smddp.communication.errors import StartError
 from lightning_smddp.communication.objects import gather
-from lightning_smddp.communication.rank_info import versions
-from lightning_smddp.communication.rendezvous import RendezvousConfig, join
+from lightning_smddp.communication.rendezvous import NCCL_AND_GLOO, Card, join, versions
 from lightning_smddp.doctor.facts import look
 from lightning_smddp.doctor.findings import Facts, Finding, find, merged
 from lightning_smddp.doctor.measuring import measure
@@ -99,23 +98,16 @@ def _as_a_rank(facts: Facts, as_json_text: bool) -> int:
 def _meet(launch: Facts, facts: Facts, device: torch.device) -> None:
     os.environ.update(launch["will_set"])  # of the network, as the strategy sets it before it makes a process group
     lightning = facts["versions"]["lightning"] or facts["versions"]["pytorch-lightning"]
-    meeting = RendezvousConfig(
-        rank=launch["rank"],
-        world_size=launch["world_size"],
-        spans_nodes=(launch["num_nodes"] or 1) > 1,
-        address=launch["main_address"],
-        port=launch["main_port"],
-        versions=versions(str(lightning)),
-    )
+    card = Card(launch["rank"], launch["world_size"], versions(str(lightning)))
     backend, bound = _backend_of(device)
     limit = timedelta(seconds=_START_S)
-    join(meeting, backend, bound, limit, limit)
+    join(card, (launch["main_address"], launch["main_port"]), backend, bound, limit, limit)
 
 
 def _backend_of(device: torch.device) -> tuple[str, torch.device | None]:
     """The backend for messages of ``device``, and the device that its groups are bound to."""
     if device.type == "cuda":
-        return "nccl", device
+        return NCCL_AND_GLOO, device
     return "gloo", None
 
 
@@ -257,10 +249,6 @@ def _facts(facts: Facts) -> list[str]:
     versions = [f"{name} {version}" for name, version in facts["versions"].items() if version]
     backends = [name for name, is_there in facts["backends"].items() if is_there]
     gpus = facts["accelerators"]["gpus"] or ["none"]
-    interfaces = []
-    for name, addresses in facts["network"]["interfaces"].items():
-        listed = ", ".join(addresses) or "no address"
-        interfaces.append(f"{name} ({listed})")
     shared = "none"
     memory = facts["shared_memory"]
     if memory:
@@ -275,7 +263,7 @@ def _facts(facts: Facts) -> list[str]:
         "versions": ", ".join(versions),
         "backends": ", ".join(backends),
         "GPUs": ", ".join(gpus),
-        "interfaces": ", ".join(interfaces),
+        "interfaces": ", ".join(facts["network"]["interfaces"]),
         "/dev/shm": shared,
         "processors": f"{usable}, {threads} threads in this process",
     }

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_smddp import __version__
-from lightning_smddp.communication.network import addresses, interface_problem
 from lightning_smddp.launchers.detection import detect
 from lightning_smddp.launchers.sagemaker import network_variables
 
@@ -111,13 +110,16 @@ def _network(launch: Mapping[str, Any] | None, environ: Mapping[str, str]) -> di
     efa = []
     if os.path.isdir(_EFA_DEVICES):
         efa = os.listdir(_EFA_DEVICES)
+    interfaces = [name for _, name in socket.if_nameindex()]
     problems = []
-    for backend in ("gloo", "nccl"):
-        text = interface_problem(backend, environ)
-        if text is not None:
-            problems.append(text)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = environ.get(variable, "")
+        wanted = [name for name in value.removeprefix("=").split(",") if name and not value.startswith("^")]
+        # NCCL takes beginnings of names, too.
+        if wanted and not any(name.startswith(tuple(wanted)) for name in interfaces):
+            problems.append(f"{variable}={value}: this machine has no such interface.")
     return {
-        "interfaces": addresses(),
+        "interfaces": interfaces,
         "problems": problems,
         "own_name": _resolved(socket.gethostname()),
         "main_address": main_address,

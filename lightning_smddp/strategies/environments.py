@@ -13,7 +13,6 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 
-from lightning_smddp.communication.network import addresses
 from lightning_smddp.launchers.detection import detect
 from lightning_smddp.launchers.launch import Launch
 from lightning_smddp.launchers.mpi import DEFAULT_PORT, address_cure, in_allocation_only
@@ -218,8 +217,8 @@ def _is_here(address: str) -> bool:
     if name == own_name:
         return True
     try:
-        resolved = socket.getaddrinfo(address, None)
-    except OSError:  # a name that is not known here
+        family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        socket.create_server(place[:2], family=family).close()
+    except OSError:  # a name that is not known here, or an address that nobody can listen on
         return False
-    meant = {str(socket_address[0]) for _, _, _, _, socket_address in resolved}
-    return any(not meant.isdisjoint(of_interface) for of_interface in addresses().values())
+    return True

@@ -21,6 +21,7 @@ from typing import Any
 from torch.multiprocessing import ProcessExitedException
 
 from lightning_smddp._compat.trainer import is_control_flow, set_num_threads_if_needed
+from lightning_smddp.communication.rendezvous import JOB
 from lightning_smddp.launchers.mpi import started_by_mpirun
 from lightning_smddp.strategies.environments import check_numbers
 
@@ -91,6 +92,8 @@ class ScriptLaunching:
         environment.validate_settings(num_devices=launcher.num_processes, num_nodes=launcher.num_nodes)
         if not environment.creates_processes_externally:
             os.environ[LAUNCHER_PID] = str(os.getpid())  # for the ranks alone, which inherit it
+            if launcher.num_nodes == 1:
+                os.environ.setdefault(JOB, str(os.getpid()))
             try:
                 launcher._call_children_scripts()
             finally:

@@ -14,8 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_smddp.communication.groups import forget_aborted_groups
-from lightning_smddp.communication.rank_info import versions
-from lightning_smddp.communication.rendezvous import RendezvousConfig, join
+from lightning_smddp.communication.rendezvous import NCCL_AND_GLOO, Card, join, start_limit, versions
 from lightning_smddp.strategies.environments import before_start
 
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
@@ -38,31 +37,24 @@ def start_process_group(
     if dist.is_initialized() or backend == "mpi":  # MPI brings its own rendezvous
         return
     before_start(strategy, strategy._session.options.communication.verbose)
-    rank = environment.global_rank()
-    world_size = environment.world_size()
+    card = Card(environment.global_rank(), environment.world_size(), versions(lightning_version(strategy)))
+    address = (environment.main_address, int(environment.main_port))
     # As Lightning does, for what reads them beside torch.
-    os.environ["MASTER_ADDR"] = environment.main_address
-    os.environ["MASTER_PORT"] = str(environment.main_port)
-    meeting = RendezvousConfig(
-        rank=rank,
-        world_size=world_size,
-        spans_nodes=strategy.num_nodes > 1,
-        address=os.environ["MASTER_ADDR"],
-        port=int(os.environ["MASTER_PORT"]),
-        versions=versions(lightning_version(strategy)),
-    )
+    os.environ["MASTER_ADDR"] = address[0]
+    os.environ["MASTER_PORT"] = str(address[1])
+    # Objects, and checkpoints in the background, go from host to host by gloo; tensors of GPUs by NCCL.
+    if backend == "nccl" and dist.is_gloo_available():
+        backend = NCCL_AND_GLOO
     # With an accelerator NCCL makes its communicator now, and not at its first use.
     device: torch.device | None = strategy.root_device
     if strategy.root_device.type == "cpu":
         device = None
-    served = join(meeting, backend, device, timeout, init_timeout)
+    limit = strategy._session.limit(timeout)
+    join(card, address, backend, device, limit, start_limit(init_timeout, timeout))
     line = "-" * 100
-    where = ""
-    if served:
-        where = f"The job's store listens on {served}\n"
     rank_zero_info(
-        f"{line}\ndistributed_backend={backend}\n{where}"
-        f"All distributed processes registered. Starting with {world_size} processes\n{line}\n"
+        f"{line}\ndistributed_backend={backend}\n"
+        f"All distributed processes registered. Starting with {card.world_size} processes\n{line}\n"
     )
 
 

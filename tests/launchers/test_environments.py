@@ -180,7 +180,7 @@ def test_rank_0_looks_whether_it_is_where_the_others_think(monkeypatch: pytest.M
     with pytest.raises(ValueError, match=f"Rank 0 is on host {host}.*10.78.0.1.*mpirun -x MASTER_ADDR={host}"):
         MPIRunEnvironment().validate_settings(2, 2)
     monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "1.0;tcp://127.0.0.2,10.78.0.1:1")
-    monkeypatch.setattr(environments, "addresses", lambda: {"eth0": ["10.78.0.1"]})
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **_: [(socket.AF_INET, 1, 6, "", ("127.0.0.1", 0))])
     MPIRunEnvironment().validate_settings(2, 2)  # it is
     monkeypatch.setenv("PMIX_NAMESPACE", f"prterun-{host}-4711@1")
     monkeypatch.delenv("OMPI_MCA_orte_hnp_uri")

@@ -1,13 +1,15 @@
 """A process group that treats its callers as NCCL's does, over gloo in the memory of the simulated device.
 
 It refuses what NCCL refuses (CPU tensors, gaps, types without a counterpart). Its work is done for the host as soon as
-it is enqueued, and happens on a stream of the communicator, in order. Communicators are made as NCCL's are: by all
-their members, who wait for each other, and out of the world's by all ranks of the world. A work that fails or hangs
-raises nothing: its stream stands still, until the watchdog ends the process.
+it is enqueued, and happens on a stream of the communicator, in order. A group of "cpu:gloo,cuda:nccl" has a gloo of its
+own for CPU tensors. Communicators are made as NCCL's are: by all their members, who wait for each other, and out of
+the world's by all ranks of the world. A work that fails or hangs raises nothing: its stream stands still, until the
+watchdog ends the process.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import traceback
@@ -226,13 +228,25 @@ class SimulatedNCCL(Communicators):
         return "nccl"
 
     def _get_backend(self, device: Any) -> SimulatedNCCL:
-        if torch.device(device).type != "cuda":
-            raise RuntimeError(f"No backend type associated with device type {torch.device(device).type}")
-        return self
+        if torch.device(device).type == "cuda":
+            return self
+        if torch.device(device) in self._device_types:
+            return self._host
+        raise RuntimeError(f"No backend type associated with device type {torch.device(device).type}")
 
     @property
     def _device_types(self) -> list[torch.device]:
+        if "gloo" in c10d._world.pg_map[self][0]:
+            return [torch.device("cpu"), torch.device("cuda")]
         return [torch.device("cuda")]
+
+    @functools.cached_property
+    def _host(self) -> Any:
+        """For CPU tensors. All members come here first together."""
+        return dist.ProcessGroupGloo(dist.PrefixStore("host", self._store), self._rank, self._size, self._timeout)
+
+    def _is_for_host(self, tensor: Tensor) -> bool:
+        return not tensor.is_cuda and torch.device("cpu") in self._device_types
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -258,6 +272,8 @@ class SimulatedNCCL(Communicators):
     # ---- collectives ----
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        if self._is_for_host(tensors[0]):
+            return self._host.allreduce(tensors, opts or dist.AllreduceOptions())
         memory = [_memory(tensor) for tensor in tensors]
         options = dist.AllreduceOptions()
         options.reduceOp, finish = self._operation(opts, memory)
@@ -283,6 +299,8 @@ class SimulatedNCCL(Communicators):
         return self._end_coalescing(None)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
+        if self._is_for_host(tensors[0]):
+            return self._host.broadcast(tensors, opts)
         memory = [_memory(tensor) for tensor in tensors]
         reads, writes = (tensors, []) if opts.rootRank == self._rank else ([], tensors)
         return self._do(Call("broadcast", lambda: self._gloo.broadcast(memory, opts), reads, writes, tensors))
@@ -292,6 +310,8 @@ class SimulatedNCCL(Communicators):
         return self._do(Call("reduce", lambda: self._gloo.reduce(memory, opts), [], tensors, tensors))
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        if self._is_for_host(inputs[0]):
+            return self._host.allgather(outputs, inputs)
         gathered, memory = [[_memory(tensor) for tensor in row] for row in outputs], [_memory(t) for t in inputs]
         writes = [tensor for row in outputs for tensor in row]
         return self._do(Call("all_gather", lambda: self._gloo.allgather(gathered, memory), inputs, writes, outputs))
