@@ -1,19 +1,18 @@
 """Attributes of objects that a step may change: looked at before and behind it, put back, and done again elsewhere.
 
-The objects, called owners, are modules, callbacks, and the user's objects in attributes of these. Where something is
-says its *place*: the name of a module (empty for the LightningModule) or callback, then attributes and keys::
+The objects, called owners, are modules, and the user's objects in attributes of these. Where something is says its
+*place*: the name of a module (empty for the LightningModule), then attributes and keys::
 
     ("", Attribute("calls"))                          self.calls
     ("encoder", Attribute("cache"), "k")              self.encoder.cache["k"]
     ("", Attribute("meters"), 0, Attribute("sum"))    self.meters[0].sum
-    ("callback Histogram 0", Attribute("counts"))     counts of the first such callback
 """
 
 from __future__ import annotations
 
 import numbers
 import operator
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
@@ -83,23 +82,19 @@ def owners_in(root: nn.Module) -> dict[Place, Any]:
             inside.update(map(id, module.modules()))
         elif id(module) not in inside:
             owners[name,] = module
-    for name, callback in _callbacks(root).items():
-        owners[name,] = callback
     helpers: dict[Place, Any] = {}
     for place, owner in owners.items():
         for attribute, value in vars(owner).items():
-            if attribute in NOT_OF_USERS:
-                continue
-            where = (*place, Attribute(attribute))
-            helpers.update(((*where, key), member) for key, member in _members(value) if _is_helper(member))
-            if _is_helper(value):
-                helpers[where] = value
+            if attribute not in NOT_OF_USERS:
+                where = (*place, Attribute(attribute))
+                found = {where: value, **{(*where, key): member for key, member in _members(value)}}
+                helpers.update((there, one) for there, one in found.items() if _is_helper(one))
     return owners | helpers
 
 
 def object_at(root: nn.Module, place: Place) -> Any:
-    """What is there; None if nothing is, as of a callback that this rank lacks."""
-    found = _callbacks(root).get(place[0]) if place[0].startswith("callback ") else root.get_submodule(place[0])
+    """What is there; None if nothing is."""
+    found: Any = root.get_submodule(place[0])
     for key in place[1:]:
         members = getattr(found, "__dict__", {}) if isinstance(key, Attribute) else dict(_members(found))
         found = members.get(key)
@@ -122,20 +117,8 @@ def owner_of(place: Place) -> Place:
 
 def in_words(place: Place) -> str:
     """A place as code would have it."""
-    name = place[0].split(" ")[1] if place[0].startswith("callback ") else f"self.{place[0]}".rstrip(".")
-    return name + "".join(f".{key}" if isinstance(key, Attribute) else f"[{key!r}]" for key in place[1:])
-
-
-def _callbacks(root: nn.Module) -> dict[str, Any]:
-    """The user's, by class and number among them: ranks may have others of libraries."""
-    counts: Counter[str] = Counter()
-    found = {}
-    for callback in getattr(vars(root).get("_trainer"), "callbacks", ()):
-        if _is_users(callback):
-            kind = type(callback).__qualname__
-            found[f"callback {kind} {counts[kind]}"] = callback
-            counts[kind] += 1
-    return found
+    keys = [f".{key}" if isinstance(key, Attribute) else f"[{key!r}]" for key in place[1:]]
+    return f"self.{place[0]}".rstrip(".") + "".join(keys)
 
 
 def _members(container: Any) -> Iterable[tuple[Any, Any]]:
@@ -147,12 +130,10 @@ def _members(container: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _is_helper(value: Any) -> bool:
-    is_object = hasattr(value, "__dict__") and not callable(value)
-    return is_object and not isinstance(value, (Tensor, *_CONTAINERS)) and _is_users(value)
-
-
-def _is_users(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] not in _LIBRARIES
+    """Whether it is an object of a class of the user's."""
+    if callable(value) or isinstance(value, (Tensor, *_CONTAINERS)):
+        return False
+    return hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _LIBRARIES
 
 
 # ---- changes ---------------------------------------------------------------------------------------------------------
@@ -175,19 +156,21 @@ class Watch:
         for place, owner in owners.items():
             self._containers[place] = vars(owner), 0
             for attribute, value in vars(owner).items():
-                if isinstance(value, _CONTAINERS) and attribute not in self._ignored[place]:
+                if attribute not in self._ignored[place]:
                     self._add((*place, Attribute(attribute)), value)
         self.before = self.now()
 
-    def _add(self, place: Place, container: Any) -> None:
-        if len(container) > _MOST_MEMBERS:
-            if isinstance(container, list):
-                self._containers[place] = container, len(container)
+    def _add(self, place: Place, value: Any, is_inner: bool = False) -> None:
+        """What is in it, and in containers in it."""
+        if not isinstance(value, _CONTAINERS):
             return
-        self._containers[place] = container, 0
-        for key, member in _members(container):
-            if isinstance(member, _CONTAINERS) and len(member) <= _MOST_MEMBERS:
-                self._containers[(*place, key)] = member, 0
+        is_long = len(value) > _MOST_MEMBERS
+        if isinstance(value, list) and is_long:
+            self._containers[place] = value, len(value)
+        elif not is_long:
+            self._containers[place] = value, 0
+            for key, member in () if is_inner else _members(value):
+                self._add((*place, key), member, is_inner=True)
 
     def now(self) -> Contents:
         """What they are now."""
@@ -248,7 +231,7 @@ class Watch:
 
 
 def apply_changes(root: nn.Module, changes: Iterable[Change]) -> None:
-    """Do them to the objects here; owners that this rank lacks, such as another rank's callback, are left out."""
+    """Do them to the objects here; owners that this rank lacks are left out."""
     for place, value in changes:
         container, key = slot_at(root, place)
         if container is None:

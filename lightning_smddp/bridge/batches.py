@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_smddp.bridge.loss_weights import LossWeight, given_weight
 from lightning_smddp.bridge.partitioned_module import RunSetup, warn_on_first_rank
 from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.pipeline.partition.batch_sync import BatchSync
-from lightning_smddp.pipeline.partition.loss_weights import LossWeight, given_weight
 from lightning_smddp.pipeline.partition.microbatches import (
     MicroBatch,
     Splitter,

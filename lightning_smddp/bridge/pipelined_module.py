@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lightning_smddp.bridge.batches import MicroBatcher
-from lightning_smddp.bridge.loss_weights import find_loss_weight
+from lightning_smddp.bridge.loss_weights import LossWeight, find_loss_weight
 from lightning_smddp.bridge.metrics import PipelineMetrics
 from lightning_smddp.bridge.partitioned_module import (
     PartitionedModule,
@@ -33,7 +33,6 @@ from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.partition.batch_sync import BatchSync
 from lightning_smddp.pipeline.partition.costs import fits_on_devices, fits_on_hosts
-from lightning_smddp.pipeline.partition.loss_weights import LossWeight
 from lightning_smddp.pipeline.partition.microbatches import MicroBatches, UncombinableError
 from lightning_smddp.pipeline.partition.plan import StepFailedError, own_error
 from lightning_smddp.pipeline.runtime.casts import kept_casts, may_keep_casts

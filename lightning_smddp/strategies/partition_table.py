@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from lightning_smddp.bridge.loss_weights import LossWeight
 from lightning_smddp.pipeline.partition.costs import Cluster, best_share, problem_of
-from lightning_smddp.pipeline.partition.loss_weights import LossWeight
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, looks_at_other_rows
 from lightning_smddp.pipeline.partition.plan import PartitionPlan
 from lightning_smddp.planner.advice import Setting, advice

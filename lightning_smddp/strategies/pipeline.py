@@ -28,7 +28,6 @@ from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.mesh import Groups
-from lightning_smddp.pipeline.partition.loss_weights import Option as LossWeightOption
 from lightning_smddp.pipeline.partition.self_check import Finding
 from lightning_smddp.pipeline.runtime.schedules import parse
 from lightning_smddp.pipeline.state.gradients import connected, factor_of
@@ -63,6 +62,7 @@ from lightning_smddp.strategies.options import (
 from lightning_smddp.strategies.partition_table import print_partition
 from lightning_smddp.strategies.pipeline_options import (
     AsDataParallel,
+    LossWeightOption,
     PartitionOptions,
     PipelineOptions,
     require_few_by_position,

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from lightning_smddp.pipeline.mesh import PipelineMesh
-from lightning_smddp.pipeline.partition.loss_weights import Option as LossWeightOption
-from lightning_smddp.pipeline.partition.loss_weights import require_loss_weight
 from lightning_smddp.pipeline.partition.microbatches import SplitBatch
 from lightning_smddp.pipeline.runtime.schedules import Schedule, check
 from lightning_smddp.strategies.options import FromDDP, GradientOptions, is_positive, require_bools, with_hints
 from lightning_smddp.wording import counted
 
 _BY_POSITION = 5  # up to `precision_plugin`
+
+LossWeightOption: TypeAlias = str | Callable[[Any], Any]
+"""``"auto"``, ``"rows"``, ``"labels"``, ``"shifted_labels"``, ``"sum"``, the name of a batch entry, or a function."""
 
 
 class AsDataParallel(FromDDP, total=False):
@@ -165,3 +166,14 @@ def _check_count(name: str, value: Any, otherwise: str) -> None:
 def _check_function(name: str, value: Any, returns: str) -> None:
     if value is not None and not callable(value):
         raise ValueError(f"{name}={value!r} has to be a function that returns {returns}, or None.")
+
+
+def require_loss_weight(option: Any) -> None:
+    """Raise ``ValueError`` if it is none of the values that ``loss_weight`` can have."""
+    if callable(option) or (isinstance(option, str) and option):
+        return
+    raise ValueError(
+        f"loss_weight={option!r} is unknown. Valid: 'auto', 'rows', 'labels', 'shifted_labels', 'sum', the name of an "
+        "entry of the batch (its sum counts, as of a mask), or a function that is given a micro-batch and returns how "
+        "much it counts."
+    )

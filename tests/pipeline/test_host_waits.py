@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_smddp.bridge.loss_weights import LossWeight
 from lightning_smddp.bridge.step_record import reduce_logged
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.norms import norm_over_ranks
 from lightning_smddp.pipeline.mesh import Channel, Ownership
-from lightning_smddp.pipeline.partition.loss_weights import LossWeight
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.step_exchange import StepExchange
 from lightning_smddp.pipeline.state.gradients import (

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_smddp.pipeline.partition.loss_weights import (
+from lightning_smddp.bridge.loss_weights import (
     EXACT,
     LossWeight,
     best_fit,
     candidates,
     given_weight,
-    require_loss_weight,
 )
-from lightning_smddp.pipeline.partition.microbatches import MicroBatch, split
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch, rows_of, split
+from lightning_smddp.strategies.pipeline_options import require_loss_weight
 
 ROWS, LENGTH, VOCABULARY = 16, 12, 64
 
@@ -35,7 +35,7 @@ def padded(seed: int = 0, share: float = 0.5) -> dict[str, Tensor]:
 def weights(option: Any, batch: Any, count: int = 4) -> list[float]:
     chosen = given_weight(option, batch)
     assert chosen is not None
-    return [part.weight for part in chosen.apply(split(batch, count))]
+    return [part.weight for part in chosen.apply(split(batch, count, rows_of(batch)))]
 
 
 def shares(counts: list[float]) -> list[float]:
@@ -44,7 +44,7 @@ def shares(counts: list[float]) -> list[float]:
 
 def test_each_option_counts_what_it_says() -> None:
     batch = padded()
-    parts = [part.value for part in split(batch, 4)]
+    parts = [part.value for part in split(batch, 4, rows_of(batch))]
     labels = [float((part["labels"] != -100).sum()) for part in parts]
     shifted = [float((part["labels"][:, 1:] != -100).sum()) for part in parts]
     assert weights("labels", batch) == shares(labels)
@@ -64,7 +64,7 @@ def test_where_nothing_counts_rows_do() -> None:
 
 @pytest.mark.parametrize("option", ["labels", "shifted_labels", "mask"])
 def test_what_the_batch_has_not_is_named_with_what_it_has(option: str) -> None:
-    with pytest.raises(ValueError, match=rf"loss_weight='{option}' does not fit.*batch\['x'\].*float32, \[4, 2\]"):
+    with pytest.raises(ValueError, match=rf"loss_weight='{option}' does not fit.*x=float32\[4, 2\]"):
         given_weight(option, {"x": torch.ones(4, 2)})
 
 
@@ -125,10 +125,10 @@ def over_rows(batch: dict[str, Tensor]) -> Tensor:
 
 
 def choose(loss: Any, batch: Any, again: float | None = None, count: int = 4) -> tuple[LossWeight, str | None]:
-    parts: list[MicroBatch] = split(batch, count)
+    parts: list[MicroBatch] = split(batch, count, rows_of(batch))
     whole = float(loss(batch))
     losses = [float(loss(part.value)) for part in parts]
-    return best_fit(candidates(batch), (whole, whole if again is None else again), losses, parts, EXACT)
+    return best_fit(candidates(batch), [whole, whole if again is None else again, *losses], parts, EXACT)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -19,7 +19,6 @@ from lightning_smddp.pipeline.partition.microbatches import (
     has_time_first,
     merge_outputs,
     signature,
-    split,
 )
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -43,6 +42,11 @@ class Graphs:
 
 def rows(count: int, *rest: int) -> Tensor:
     return torch.arange(count * int(np.prod(rest, dtype=int)), dtype=torch.float32).reshape(count, *rest)
+
+
+def split(batch: Any, count: int, *loader_sizes: int) -> list[MicroBatch]:
+    splitter = Splitter()
+    return splitter.cut(batch, count, splitter.rows(batch, loader_sizes))
 
 
 def sizes(parts: list[MicroBatch]) -> list[int]:
@@ -82,6 +86,7 @@ BATCHES = {
     "detection as dict": {"images": IMAGES, "targets": TARGETS},
     "samples": [Sample(image, 3) for image in IMAGES],
     "samples of pairs": [(rows(4), label) for label in range(5)],
+    "images": [rows(3, 8, 8) for _ in range(5)],
     "strings": ["a", "b", "c", "d", "e"],
     "numpy": {"x": np.arange(10.0).reshape(5, 2), "y": rows(5)},
     "objects": {"x": rows(5), "who": [Fraction(1, n + 1) for n in range(5)]},
@@ -91,7 +96,7 @@ BATCHES = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_round_trip(name: str) -> None:
     batch = BATCHES[name]
-    parts = split(batch, 2)
+    parts = split(batch, 2, 5)
     assert sizes(parts) == [3, 2]
     assert sum(part.weight for part in parts) == pytest.approx(1)
     assert not same(parts[0].value, batch)
@@ -128,11 +133,14 @@ def test_tensors_are_views() -> None:
         [rows(2, 5), rows(2, 1)],  # two fields of two rows, or two samples
         {"views": [rows(2, 5), rows(2, 5)], "y": rows(2)},
         [rows(4), rows(4), rows(4), rows(4)],
+        ((rows(3, 4, 4), rows(3, 5, 5)), (torch.tensor(1), torch.tensor(0))),  # two images and labels, or two samples
+        {"x": rows(3), "mixed": [rows(3), rows(3, 1), rows(7)]},
+        {"x": rows(2), "boxes": [None, {"boxes": rows(2, 4), "seen": rows(1)}]},
     ],
 )
 def test_a_list_that_can_be_read_both_ways_is_not_cut(batch: Any) -> None:
     with pytest.raises(UnclearBatchError, match=r"may have an entry for each row, or be \d fields"):
-        split(batch, 2)
+        split(batch, 2, 2)
 
 
 def test_unlike_tensors_are_fields() -> None:
@@ -141,23 +149,31 @@ def test_unlike_tensors_are_fields() -> None:
 
 def test_variable_sizes_that_happen_to_equal_the_number_of_rows() -> None:
     targets = [{"boxes": rows(size, 4)} for size in (4, 2, 1, 0)]
-    parts = split((tuple(IMAGES[:4]), tuple(targets)), 2)
+    parts = split((tuple(IMAGES[:4]), tuple(targets)), 2, 4)
     assert [[len(target["boxes"]) for target in part.value[1]] for part in parts] == [[4, 2], [1, 0]]
 
 
-def test_the_number_of_rows_can_be_given() -> None:
-    with pytest.raises(ValueError, match=r"may have 4 or 6 rows: batch\[0\] has shape \[4, 2\].*batch_size_fn="):
-        split({0: rows(4, 2), 1: rows(6, 2)}, 2)
-    with pytest.raises(ValueError, match=r"may have \d or \d rows: batch\['views'\]\[0\] has shape \[8, 2\]"):
-        split({"views": [rows(8, 2), rows(8, 2)]}, 2)
-    parts = split({0: rows(4, 2), 1: rows(6, 2)}, 2, 6)
-    assert [part.value[1].shape[0] for part in parts] == [3, 3]
-    assert sizes(split(IMAGES, 2, 5)) == [3, 2]
-    assert sizes(split([rows(2, 5), rows(2, 5)], 2, 2, is_given=True)) == [1, 1]
-    with pytest.raises(ValueError, match=r"7 rows were given, but nothing .* batch has shape \[5, 2\]"):
-        split(rows(5, 2), 2, 7, is_given=True)
-    with pytest.raises(ValueError, match="num_microbatches=0"):
-        split(rows(5), 0)
+@pytest.mark.parametrize(
+    ("batch", "readings", "right"),
+    [
+        ({0: rows(4, 2), 1: rows(6, 2)}, "4 or 6", 6),
+        ({"views": [rows(8, 2), rows(8, 2)]}, "2 or 8", 8),
+        ([Sample(image, 3) for image in IMAGES], "3 or 5", 5),
+        ((tuple(IMAGES), tuple(range(5))), "2 or 5", 5),
+    ],
+)
+def test_of_two_readings_the_loader_or_the_user_says_which(batch: Any, readings: str, right: int) -> None:
+    with pytest.raises(UnclearBatchError, match=rf"may have {readings} rows: .*batch_size_fn="):
+        split(batch, 2)
+    given = Splitter(batch_size_fn=lambda _: right)
+    for parts in (split(batch, 2, right), given.cut(batch, 2, given.rows(batch))):
+        assert sum(sizes(parts)) == right
+        assert len(parts) == 2
+
+
+def test_rows_that_are_given_have_to_be_there() -> None:
+    with pytest.raises(ValueError, match=r"nothing in the batch has 7 rows: float32\[5, 2\]"):
+        Splitter(batch_size_fn=lambda _: 7).cut(rows(5, 2), 2, 7)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +188,9 @@ def test_the_number_of_rows_can_be_given() -> None:
 def test_what_cannot_be_cut_is_refused_by_name(opaque: Any, name: str) -> None:
     with pytest.raises(ValueError, match=rf"batch\['graph'\] is a \S*{name}, which .*split_batch.*num_microbatches=1"):
         split({"graph": opaque, "y": rows(5)}, 2)
+    if not isinstance(opaque, nn.ParameterList):  # which has one entry
+        with pytest.raises(ValueError, match=rf"batch is a \S*{name}, which "):
+            split(opaque, 2)
     if not isinstance(opaque, Tensor):  # as one entry per row it is no problem
         assert sizes(split({"graph": [opaque] * 5, "y": rows(5)}, 2)) == [3, 2]
 
@@ -251,6 +270,7 @@ def test_what_the_user_says_wrongly(splitter: Splitter, text: str) -> None:
         ({"x": X, "time_first": torch.zeros(7, 5)}, (5,), False, None),
         ({"x": X, "class_weights": torch.zeros(10)}, (5,), False, 5),
         ({"x": X, "class_weights": torch.zeros(10)}, (10,), False, 10),
+        ({"one": [X, torch.arange(5)], "other": [rows(6), torch.arange(6)]}, (6, 2, 5), False, 6),
         ([torch.zeros(5, 5, 2), torch.zeros(5)], (5,), False, 5),
         ([torch.zeros(5, 5, 2), torch.zeros(5)], (5,), True, None),
         ([{"x": X[:n]} for n in range(1, 6)], (5,), False, 5),

@@ -41,6 +41,7 @@ def test_who_holds_and_who_speaks() -> None:
         ("net.2.weight", (1,)),  # a layer that was left out: behind `net.1`
         ("net.1.own.0.weight net.1.own.1.weight", (1, 1)),  # of a layer: not beside a part of `net` with such names
         ("extra", (1,)),
+        ("net.0.extra", (0,)),
     ],
 )
 def test_what_the_step_does_not_use_is_beside_its_twin_or_its_neighbours(unused: str, stage: tuple[int, ...]) -> None:

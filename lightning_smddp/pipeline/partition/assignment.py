@@ -44,46 +44,31 @@ def parameter_stages_of(
     for stage, node in nodes_by_stage(graph, stages):
         for name in node.parameters:
             used[name] = tuple(sorted({stage, *used.get(name, ())}))
-    busy = {name[:end] for name in used for end, letter in enumerate(name) if letter == "."}  # modules in use
-    idle: dict[str, list[str]] = defaultdict(list)  # parameters by the outermost module of which nothing is used
+    placed = {}
+    before: list[str] = []  # the last one first
     for name in all_parameters:
-        if name not in used:
-            ends = [end for end, letter in enumerate(name) if letter == "." and name[:end] not in busy]
-            idle[name[: min(ends, default=len(name))]].append(name)
-    placed = dict(used)
-    for module, names in idle.items():
-        placed.update(_stages_of_idle(module, names, used, all_parameters))
-    return {name: placed[name] for name in all_parameters}
+        if name in used:
+            placed[name] = used[name]
+            before.insert(0, name)
+        else:
+            placed[name] = (_stage_of_idle(name, used, before),)
+    return placed
 
 
-def _stages_of_idle(
-    module: str, names: Sequence[str], used: Mapping[str, tuple[int, ...]], order: Sequence[str]
-) -> dict[str, tuple[int, ...]]:
-    """Where to place the parameters ``names`` of a ``module``, none of which is used.
+def _stage_of_idle(name: str, used: Mapping[str, tuple[int, ...]], before: Sequence[str]) -> int:
+    """Where to place a parameter that is not used.
 
-    Beside their twins: a teacher that follows a student, or an average of the weights, is a copy of a module under
-    another name, and nothing has to be sent to update it. But a layer in a list, or a part of one, may have been left
-    out by chance, and others are its like: it, and what has no twin, goes where its neighbours are, as it would run
-    between them.
+    Beside its twin: a teacher that follows a student, or an average of the weights, is a copy of a module under another
+    name, and nothing has to be sent to update it. What has no twin goes where its neighbours are: a layer of a list
+    that was left out by chance would run between them, and other layers are no twins of it.
     """
-    path, first = module.split("."), names[0].removeprefix(module)
-    # One name (".weight") tells no twin, as many modules have it.
-    may_have_twin = first.count(".") > 1 and not any(map(str.isdigit, path))
-    for other in used if may_have_twin else ():
-        twin = other.removesuffix(first)
-        twins = [twin + name.removeprefix(module) for name in names]
-        if twin != other and used.keys() >= set(twins):
-            return {name: (min(used[of_twin]),) for name, of_twin in zip(names, twins, strict=True)}
-    neighbours = "".join(f"{part}." for part in path[:-1])
-    position = order.index(names[0])
-    before = [name for name in order[:position] if name in used and name.startswith(neighbours)]
-    behind = [name for name in order[position:] if name in used and name.startswith(neighbours)]
-    stage = 0
-    if before:
-        stage = max(used[before[-1]])
-    elif behind:
-        stage = min(used[behind[0]])
-    return dict.fromkeys(names, (stage,))
+    module, _, rest = name.partition(".")
+    while "." in rest and not module.isdigit():  # one name ("weight") tells no twin, as many modules have it
+        twins = [stages for other, stages in used.items() if other.endswith(f".{rest}")]
+        if twins:
+            return twins[0][0]
+        module, _, rest = rest.partition(".")
+    return _stage_near(name, {**{other: used[other] for other in before}, **used})
 
 
 def follow(graph: StepGraph, parameter_stages: Mapping[str, tuple[int, ...]], num_stages: int) -> tuple[StagePlan, ...]:
@@ -163,7 +148,8 @@ def ownership_of(
     return Ownership(parameters, buffers, max(rank_of_stage) + 1)
 
 
-def _stage_near(name: str, parameter_stages: Mapping[str, Sequence[int]]) -> int:
-    """The stage of the parameter that is nearest to ``name`` in the tree of modules."""
-    nearest = max(parameter_stages, key=lambda other: len(commonprefix([name, other])), default=None)
-    return 0 if nearest is None else min(parameter_stages[nearest])
+def _stage_near(name: str, stages: Mapping[str, Sequence[int]]) -> int:
+    """That of the parameter that is nearest to ``name`` in the tree of modules, of equally near ones the first."""
+    path = name.split(".")
+    nearest = max(stages, key=lambda other: len(commonprefix([path, other.split(".")])), default=None)
+    return 0 if nearest is None else stages[nearest][0]

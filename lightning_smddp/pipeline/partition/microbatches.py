@@ -3,25 +3,25 @@
 A batch is cut by the user's functions, else along the dimension of its rows. What belongs to the rows of a batch of N:
 
 * a tensor or array whose first dimension is N;
-* a list or tuple of N entries, one per row: strings, numbers, tensors of any sizes, dicts. It is a collection of fields
-  instead, each treated by itself, when some of the tensors in it have N rows and its entries are unlike each other, as
-  in ``[images, labels]``;
+* a list or tuple of N entries, one per row: strings, numbers, tensors of any sizes, dicts. If what is in it has N rows,
+  too, and its entries are unlike each other, as in ``[images, labels]``, they are fields, each treated by itself;
 * an object of length N whose slices are of its type and have the length that was asked for.
 
 Mappings, dataclasses and named tuples are always fields. Everything else is given whole to every micro-batch.
 
-N is the most common first dimension of the tensors outside of inner lists and tuples, or one that the loader's batches
-have. Without such tensors it is the length that most lists agree on. A batch that is itself a list of alike dicts,
-tuples or dataclasses has one row per entry. Where this leaves two readings, the batch is not cut: one micro-batch is
-always right.
+N is the most common first dimension of the tensors outside of inner lists and tuples; without such tensors the length
+that most lists agree on. A batch that is itself a list of alike entries may also have one row per entry. Where there
+are two readings the loader's batch size decides, else the batch is not cut: one micro-batch is always right.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from numbers import Integral
+from textwrap import shorten
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_smddp.pipeline.capture.objects import attributes_of, describe, is_plain
-from lightning_smddp.wire.pytree import Path, items, leaves, members_of, tensors, with_members
+from lightning_smddp.wire.pytree import Path, leaves, members_of, tensors, with_members
 
 SplitBatch: TypeAlias = Callable[[Any, int], Sequence[Any]]
 _ARRAYS = (Tensor, np.ndarray)
+_SHOWN = 400  # characters
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_SHOWN = 16  # tensors of a batch in messages
 
 
 class UnclearBatchError(ValueError):
@@ -95,12 +95,13 @@ class Splitter:
             rows = _find_rows(batch, loader_sizes)
         else:
             loader_sizes = [rows]
-        arrays = [carrier for carrier in _carriers(batch) if isinstance(carrier, _ARRAYS)]
-        # A last batch may have another size than the loader says; what has rows alone shows which dimension these are.
-        has_rows_alone = any(array.ndim == 1 for array in arrays)
-        expected = (rows,) if has_rows_alone else loader_sizes
-        if any(self._may_have_time_first(array, rows, loader_sizes, expected) for array in arrays):
-            raise UnclearBatchError(f"the first dimension ({rows}) may be that of time: {_sizes_text(batch)}")
+        if _is_sequence(batch) and len(batch) == rows and _are_alike(batch):
+            return rows
+        arrays = _arrays(_carriers(batch))
+        if loader_sizes and any(array.ndim == 1 for array in arrays):  # these have the rows, also in a last batch
+            loader_sizes = [*loader_sizes, rows]
+        if any(self._may_have_time_first(array, rows, loader_sizes) for array in arrays):
+            raise UnclearBatchError(f"the first dimension ({rows}) may be that of time: {shown(batch)}")
         return rows
 
     def cut(self, batch: Any, count: int, rows: int) -> list[MicroBatch]:
@@ -111,7 +112,7 @@ class Splitter:
             ValueError: what ``split_batch`` returns is wrong.
         """
         if self.split_batch is None:
-            return split(batch, count, rows, is_given=self.batch_size_fn is not None)
+            return split(batch, count, rows)
         if count == 1:
             return [self.whole(batch)]
         parts = list(self.split_batch(batch, count))
@@ -136,15 +137,14 @@ class Splitter:
         rows = self._given_rows(batch)
         return MicroBatch(batch, max(1, rows_of(batch) if rows is None else rows), 1.0)
 
-    def _may_have_time_first(
-        self, array: Any, rows: int, loader_sizes: Collection[int], expected: Collection[int]
-    ) -> bool:
+    def _may_have_time_first(self, array: Any, rows: int, loader_sizes: Collection[int]) -> bool:
         if array.ndim < 2:
             return False
         first, second = array.shape[:2]
-        if self.time_first and (first == second == rows or not loader_sizes):
+        if self.time_first and (not loader_sizes or first == second == rows):
             return True
-        return second != first and (second == rows or (rows not in expected and second in expected))
+        is_second = second == rows or (second in loader_sizes and rows not in loader_sizes)
+        return second != first and is_second
 
     def _given_rows(self, batch: Any) -> int | None:
         if self.batch_size_fn is None:
@@ -165,37 +165,22 @@ def looks_at_other_rows(module: nn.Module) -> list[str]:
     return [name for name, part in module.named_modules() if isinstance(part, _BATCH_NORMS) and part.training]
 
 
-def split(batch: Any, count: int, rows: int | None = None, is_given: bool = False) -> list[MicroBatch]:
+def split(batch: Any, count: int, rows: int) -> list[MicroBatch]:
     """Cut ``batch`` of ``rows`` into ``count`` micro-batches, or one for each row if there are fewer.
-
-    Args:
-        batch: any nesting of mappings, sequences and dataclasses.
-        count: how many.
-        rows: of the batch; None: as many as it seems to have.
-        is_given: the user has said ``rows``, so a list of that length has one entry for each row.
 
     Raises:
         UnclearBatchError: something in it cannot be cut, or can be read in two ways; with its path and the cure.
     """
-    if count < 1:
-        raise ValueError(f"num_microbatches={count} must be at least 1")
-    if rows is None:
-        rows = _find_rows(batch, ())
-    paths = frozenset(_row_paths(batch, rows, is_given))
-    if is_given and not paths:
-        raise UnclearBatchError(f"{rows} rows were given, but nothing in the batch has as many: {_sizes_text(batch)}")
-    number = min(count, rows)
-    if number <= 1 or not paths:
-        return [MicroBatch(batch, max(1, rows), 1.0)]
+    number = max(1, min(count, rows))
     smaller, bigger = divmod(rows, number)  # 8 rows in 3 parts are 3, 3 and 2
-    parts = []
-    start = 0
-    for index in range(number):
-        size = smaller + (index < bigger)
-        part = _take(batch, slice(start, start + size), paths)
-        parts.append(MicroBatch(part, size, size / rows))
-        start += size
-    return parts
+    sizes = [smaller + (index < bigger) for index in range(number)]
+    bounds = list(accumulate(sizes, initial=0))
+    parts = _cut(batch, rows, list(map(slice, bounds, bounds[1:]))) if count > 1 else None
+    if number == 1:
+        return [MicroBatch(batch, max(1, rows), 1.0)]
+    if parts is None:
+        raise UnclearBatchError(f"nothing in the batch has {rows} rows: {shown(batch)}")
+    return [MicroBatch(part, size, size / rows) for part, size in zip(parts, sizes, strict=True)]
 
 
 def signature(microbatch: Any) -> str:
@@ -218,110 +203,95 @@ def signature(microbatch: Any) -> str:
 
 def rows_of(batch: Any) -> int:
     """The number of rows that a batch seems to have, at least 1."""
-    votes = _votes(batch)
-    return max(1, max(votes, key=votes.__getitem__, default=1))
+    return max([1, *_readings(batch, ())])
 
 
 def _find_rows(batch: Any, loader_sizes: Collection[int]) -> int:
-    """The most common number of rows; of equally common ones that of the loader."""
-    votes = _votes(batch)
-    most = max(votes.values(), default=0)
-    likely = [rows for rows, count in votes.items() if count == most]
-    if len(likely) < 2:
-        return likely[0] if likely else 1
-    for size in loader_sizes:
-        if size in votes:
-            return size
-    raise UnclearBatchError(
-        f"the batch may have {likely[0]} or {likely[1]} rows: {_sizes_text(batch)}; "
-        "say which with PartitionOptions(batch_size_fn=...), a function of the batch"
-    )
+    """Of the readings that there are the only one, or that of the loader."""
+    readings = _readings(batch, loader_sizes)
+    if len(readings) > 1:
+        likely = [size for size in loader_sizes if size in readings]
+        if not likely:
+            raise UnclearBatchError(
+                f"the batch may have {' or '.join(map(str, readings))} rows: {shown(batch)}; "
+                "say which with PartitionOptions(batch_size_fn=...), a function of the batch"
+            )
+        return likely[0]
+    return readings[0] if readings else 1
 
 
-def _votes(batch: Any) -> Counter[int]:
-    """How often each number of rows is found: by tensors, else by lists and other objects."""
+def _readings(batch: Any, loader_sizes: Collection[int]) -> list[int]:
+    """The numbers of rows that a batch may have, each once."""
     carriers = list(_carriers(batch))
-    arrays = [_length(carrier) for carrier in carriers if isinstance(carrier, _ARRAYS)]
-    return Counter(arrays or [rows for carrier in carriers for rows in _readings(carrier)])
+    arrays = _arrays(carriers)
+    votes = Counter(map(len, arrays))
+    for carrier in carriers if not arrays else ():
+        votes.update(_rows_of_list(carrier))
+    likely = {rows for rows, count in votes.items() if count == max(votes.values())}
+    # Entries that are alike may be samples as a dataset has them; else tensors are fields, and containers batches of
+    # several loaders.
+    if _is_sequence(batch) and _are_alike(batch):
+        may_be_samples = not likely or len(batch) in loader_sizes or members_of(batch[0]) is not None
+        likely |= {len(batch)} if may_be_samples else set()
+    return sorted(likely)
+
+
+def _rows_of_list(value: Any) -> set[int]:
+    """It has an entry for each row, or fields of as many rows, or may be read in both ways."""
+    lengths = {len(array) for array in _arrays(leaves(value))}
+    if len(lengths) != 1:
+        return {len(value)}
+    return lengths | {len(value)} if _is_sequence(value) and _are_alike(value) else lengths
 
 
 def _carriers(value: Any, outermost: bool = True) -> Iterator[Any]:
-    """What may have rows: tensors and arrays, lists that are in no other list, and objects with slices."""
+    """What may have rows: tensors and arrays, lists within others, and objects with slices."""
     if isinstance(value, _ARRAYS):
         if _can_be_cut(value) and value.ndim:
             yield value
-        return
-    is_list = _is_sequence(value) and not (outermost and _is_list_of_fields(value))
-    if is_list or _sliced_length(value) is not None:
+    elif (_is_sequence(value) and not outermost) or _sliced_length(value) is not None:
         yield value
     elif not isinstance(value, PackedSequence):
         for _, child in members_of(value) or ():
             yield from _carriers(child, outermost=False)
 
 
-def _is_list_of_fields(values: Sequence[Any]) -> bool:
-    """Whether a whole batch holds fields, and neither samples as the dataset returned them nor strings and numbers."""
-    containers = [members_of(entry) is not None for entry in values]
-    if len(values) > 1 and all(containers) and _are_alike(values) and _readings(values) == {len(values)}:
-        return False
-    return any(containers) or any(isinstance(entry, _ARRAYS) for entry in values)
-
-
-def _readings(value: Any) -> set[int]:
-    """The numbers of rows that a list or an object may stand for: its entries, or the rows of fields in it."""
-    arrays = _arrays_in(value)
-    sizes = {_length(array) for array in arrays}
-    if not _is_sequence(value) or len(sizes) != 1:
-        return {len(value)}
-    if not _are_alike(value):
-        return sizes
-    # Alike entries that hold nothing but tensors of one length may as well be a few batches of that many rows.
-    return sizes | {len(value)} if len(arrays) == len(leaves(value)) else {len(value)}
-
-
 # ---- cutting ---------------------------------------------------------------------------------------------------------
 
 
-def _row_paths(value: Any, rows: int, is_given: bool, path: Path = ()) -> Iterator[Path]:
-    """Where in a batch its rows are. Raises ``UnclearBatchError`` for what can be read in two ways, or not at all."""
-    if isinstance(value, _ARRAYS) and _can_be_cut(value):
-        if value.ndim and _length(value) == rows:
-            yield path
-        return
-    if _is_sequence(value) and len(value) == rows:
-        # As many entries as rows. If some of the tensors in them have as many rows, too, as in a list of 4 tensors of
-        # shape (4, 3), the entries may be fields all the same.
-        arrays = _arrays_in(value)
-        fitting = [array for array in arrays if _length(array) == rows]
-        if not fitting or _are_alike(value):
-            if len(fitting) == len(arrays) > 0 and not is_given and rows > 1:
-                where = place_text(path)
-                raise UnclearBatchError(f"{where} may have an entry for each row, or be {rows} fields")
-            yield path
-            return
-    children = members_of(value)
-    if _sliced_length(value) == rows:
-        yield path
-    elif children is not None and not isinstance(value, PackedSequence):
-        for key, child in children:
-            yield from _row_paths(child, rows, is_given, (*path, key))
-    elif _is_opaque(value):
+def _cut(value: Any, rows: int, slices: Sequence[slice], path: Path = ()) -> list[Any] | None:
+    """What each micro-batch gets of ``value``; None: the very object."""
+    is_array = isinstance(value, _ARRAYS) and _can_be_cut(value)
+    is_list = _is_sequence(value) and len(value) == rows and not _are_fields(value, rows, path)
+    has_rows = is_array and value.ndim and len(value) == rows
+    if has_rows or is_list or _sliced_length(value) == rows:
+        return [value[part] for part in slices]
+    if not is_array and _is_opaque(value):
         kind = type(value)
         raise UnclearBatchError(
             f"{place_text(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be cut into "
             "micro-batches; give the module a method `split_batch(batch, num_microbatches)` that returns a list of "
             "batches, or use num_microbatches=1"
         )
+    children = members_of(value) or []
+    parts = {key: _cut(child, rows, slices, (*path, key)) for key, child in children}
+    if not any(parts.values()):
+        return None
+    members = [(key, parts[key] or [child] * len(slices)) for key, child in children]
+    return [with_members(value, [(key, one[index]) for key, one in members]) for index in range(len(slices))]
 
 
-def _take(value: Any, rows: slice, paths: frozenset[Path], path: Path = ()) -> Any:
-    """Some rows of what is at ``paths``; all of the rest, the very object for all micro-batches."""
-    if path in paths:
-        return value[rows]
-    children = members_of(value)
-    if children is None or not any(inner[: len(path)] == path for inner in paths):
-        return value
-    return with_members(value, [(key, _take(child, rows, paths, (*path, key))) for key, child in children])
+def _are_fields(values: Sequence[Any], rows: int, path: Path) -> bool:
+    """Whether the entries of a list of as many ``rows`` have these rows themselves."""
+    arrays = _arrays(leaves(values))
+    fitting = [array for array in arrays if len(array) == rows]
+    has_lists = any(_is_sequence(entry) and len(entry) == rows for entry in values)
+    if rows == 1 or not (fitting or has_lists):
+        return False
+    are_alike, all_fit = _are_alike(values), len(fitting) == len(arrays)
+    if are_alike == (all_fit or has_lists):
+        raise UnclearBatchError(f"{place_text(path)} may have an entry for each row, or be {rows} fields")
+    return not are_alike
 
 
 def _can_be_cut(array: Any) -> bool:
@@ -330,26 +300,23 @@ def _can_be_cut(array: Any) -> bool:
 
 def _sliced_length(value: Any) -> int | None:
     """The length of an object whose slices are of its type, and of the length that was asked for; None for others."""
-    if isinstance(value, (*_ARRAYS, list, tuple, dict, str, bytes)) or not _has_items(value):
+    if isinstance(value, (*_ARRAYS, list, tuple, dict, str, bytes)) or not hasattr(type(value), "__getitem__"):
         return None
-    length = len(value)
     try:
+        length = len(value)
         part = value[: length - 1]
-    except Exception:  # whatever its method raises: it has no rows to slice
+    except Exception:  # whatever its methods raise: it has no rows to slice
         return None
     return length if length and type(part) is type(value) and len(part) == length - 1 else None
 
 
-def _has_items(value: Any) -> bool:
-    return hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")
-
-
 def _is_opaque(value: Any) -> bool:
-    """Whether there may be rows in ``value``, which is no container, that nobody knows how to take."""
-    if is_plain(value):
-        return False
+    """Whether there may be rows in ``value`` that nobody knows how to take."""
+    if isinstance(value, (Tensor, PackedSequence)):
+        return True
     held = leaves(list(attributes_of(value).values()))
-    return isinstance(value, Tensor) or _has_items(value) or any(isinstance(leaf, _ARRAYS) for leaf in held)
+    has_parts = hasattr(type(value), "__getitem__") or any(isinstance(leaf, _ARRAYS) for leaf in held)
+    return has_parts and not is_plain(value) and members_of(value) is None
 
 
 def _is_sequence(value: Any) -> bool:
@@ -357,33 +324,20 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and not isinstance(value, torch.Size) and not hasattr(value, "_fields")
 
 
-def _arrays_in(value: Any) -> list[Any]:
-    return [leaf for leaf in leaves(value) if isinstance(leaf, _ARRAYS) and (not _can_be_cut(leaf) or leaf.ndim)]
-
-
-def _length(array: Any) -> int:
-    return int(array.size(0)) if isinstance(array, Tensor) else len(array)
+def _arrays(values: Iterable[Any]) -> list[Any]:
+    """Tensors and arrays that have a length."""
+    return [value for value in values if isinstance(value, _ARRAYS) and value.ndim]
 
 
 def _are_alike(sequence: Sequence[Any]) -> bool:
-    """Whether all entries could be samples of one dataset: the same structure, dtypes and numbers of dimensions."""
-    return len({_kind(entry) for entry in sequence}) <= 1
+    """Whether all entries could be samples of one dataset: of one type, and tensors of one dtype and dimension."""
+    kinds = {(type(entry), getattr(entry, "dtype", None), getattr(entry, "ndim", None)) for entry in sequence}
+    return len(kinds) == 1
 
 
-def _kind(value: Any) -> Any:
-    """What a sample and those beside it have in common; can be hashed. Sizes are left out, samples differ in them."""
-    if isinstance(value, _ARRAYS):
-        return type(value), value.dtype, value.ndim
-    children = members_of(value)
-    if children is None or isinstance(value, list):  # lists within samples are of any length
-        return type(value)
-    return type(value), tuple((key, _kind(child)) for key, child in children)
-
-
-def _sizes_text(batch: Any) -> str:
-    """How many rows each tensor of a batch could have."""
-    found = [(path, leaf) for path, leaf in items(batch) if isinstance(leaf, _ARRAYS) and _can_be_cut(leaf)]
-    return ", ".join(f"{place_text(path)} has shape {list(leaf.shape)}" for path, leaf in found[:_SHOWN])
+def shown(batch: Any) -> str:
+    """For messages: a list of samples may be long."""
+    return shorten(describe(batch), _SHOWN, placeholder=" ...")
 
 
 def place_text(path: tuple[Any, ...], what: str = "batch") -> str:
