@@ -190,26 +190,24 @@ class _Tracer(TorchFunctionMode, Tracking):
 
     def _wrap(self, name: str, forward: Forward) -> Forward:
         def traced(*args: Any, **kwargs: Any) -> Any:
-            if self.inside:
-                return self._call_within_function(name, lambda: forward(*args, **kwargs))
             self._note_python_draws()
+            if self.inside:  # a function that was seen (an `autograd.Function`) calls it: no call of its own
+                result, draws = self._seeded(name, forward, args, kwargs)
+                if draws:
+                    self.trace.drawing_within_functions.add(name)
+                return result
             arguments = leaves((args, kwargs))
             call = Call(len(self.trace.calls), name, self.innermost_call(), first=len(self.trace.events))
             self.trace.calls.append(call)
             self.stack.append(call)
             with without_torch_function():
                 call.entry = tuple(map(self.find, arguments))
-            seeded = self._begin_seeded(name)
             try:
-                result = forward(*args, **kwargs)
+                result, call.is_seeded = self._seeded(name, forward, args, kwargs)
             except BaseException:
                 call.not_placeable = "it raises an exception"
                 raise
             finally:
-                self._note_python_draws()
-                if seeded is not None:
-                    call.is_seeded = seeded.end()
-                    self._go_on_from_seed()
                 self.stack.pop()
                 call.last = len(self.trace.events)
             with without_torch_function():
@@ -218,25 +216,24 @@ class _Tracer(TorchFunctionMode, Tracking):
 
         return traced
 
-    def _call_within_function(self, name: str, call: Callable[[], Any]) -> Any:
-        """A function that was seen (an ``autograd.Function``) calls a module: no call of its own, but it may draw."""
-        self._note_python_draws()
-        seeded = self._begin_seeded(name)
-        result = call()
-        self._note_python_draws()
-        if seeded is not None:
-            if seeded.end():
-                self.trace.drawing_within_functions.add(name)
-            self._go_on_from_seed()
-        return result
+    def _seeded(self, name: str, forward: Forward, args: Any, kwargs: Any) -> tuple[Any, bool]:
+        """What ``forward`` returns, and whether it draws, or comes behind draws.
 
-    def _begin_seeded(self, name: str) -> SeededCall | None:
-        """Modules draw as in :mod:`lightning_smddp.seeding`, so that the trace takes the path of the runs to come."""
-        if name not in self.seeded_names:
-            return None
-        seeded = SeededCall(self.generators)
-        self._go_on_from_seed()
-        return seeded
+        Modules draw as in :mod:`lightning_smddp.seeding`, so that the trace takes the path of the runs to come.
+        """
+        seeded = None
+        if name in self.seeded_names:
+            seeded = SeededCall(self.generators)
+            self._go_on_from_seed()
+        draws = False
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            self._note_python_draws()
+            if seeded is not None:
+                draws = seeded.end()
+                self._go_on_from_seed()
+        return result, draws
 
     def _go_on_from_seed(self) -> None:
         self.has_drawn_bound = False

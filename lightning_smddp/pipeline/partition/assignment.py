@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from os.path import commonprefix
 
-from lightning_smddp.pipeline.capture.boundaries import boundary_bytes, boundary_values, possible_cuts
+from lightning_smddp.pipeline.capture.boundaries import boundary_values, possible_cuts
 from lightning_smddp.pipeline.capture.graph import Node, SplitError, StepGraph
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.partition.split import what_forbids
@@ -72,36 +71,30 @@ def _stage_of_idle(name: str, used: Mapping[str, tuple[int, ...]], before: Seque
 
 
 def follow(graph: StepGraph, parameter_stages: Mapping[str, tuple[int, ...]], num_stages: int) -> tuple[StagePlan, ...]:
-    """Cut another step (validation, say) so that each stage uses its own parameters only, where fewest bytes cross.
+    """Cut another step (validation, say) so that each stage uses its own parameters only, as late as possible.
 
     Raises:
         SplitError: the step needs stages in another order than the one that the parameters were placed for.
     """
     if not any(node.parameters for node in graph.nodes):
         return cut_into_stages(graph, [0] * (num_stages - 1))  # a step that uses no parameter is the last stage's alone
-    # By where a stage may begin: the bytes that cross before it at least, and the cuts of that.
-    options: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    cuts: list[int] = []
+    begin = 0
     for stage in range(num_stages - 1):
-        longer: dict[int, tuple[int, tuple[int, ...]]] = {}
-        for begin, (crossed, cuts) in options.items():
-            end = _end_of_stage(graph, begin, stage, parameter_stages)
-            for cut in possible_cuts(graph):
-                if begin <= cut <= end:
-                    found = (crossed + boundary_bytes(graph, cut), (*cuts, cut))
-                    longer[cut] = min(longer.get(cut, found), found)
-        options = longer
-    complete = []
-    for begin, option in options.items():
-        if _end_of_stage(graph, begin, num_stages - 1, parameter_stages) == len(graph.nodes):
-            complete.append(option)
-    if not complete:
-        used = [str(min(parameter_stages[name])) for node in graph.nodes for name in node.parameters[:1]]
-        order = " ".join(stage for stage, _ in groupby(used))
-        raise SplitError(
-            f"This step uses the modules of stages in the order {order}, and cannot be cut so that each stage uses its "
-            f"own alone.{what_forbids(graph)} Use modules in the same order in all steps."
-        )
-    return cut_into_stages(graph, min(complete)[1])
+        end = _end_of_stage(graph, begin, stage, parameter_stages)
+        fitting = [cut for cut in possible_cuts(graph) if begin <= cut <= end]
+        if fitting:
+            begin = fitting[-1]
+            cuts.append(begin)
+    has_all = _end_of_stage(graph, begin, num_stages - 1, parameter_stages) == len(graph.nodes)
+    if has_all and len(cuts) == num_stages - 1:
+        return cut_into_stages(graph, cuts)
+    used = [str(min(parameter_stages[name])) for node in graph.nodes for name in node.parameters[:1]]
+    order = " ".join(stage for stage, _ in groupby(used))
+    raise SplitError(
+        f"This step uses the modules of stages in the order {order}, and cannot be cut so that each stage uses its "
+        f"own alone.{what_forbids(graph)} Use modules in the same order in all steps."
+    )
 
 
 def _end_of_stage(graph: StepGraph, begin: int, stage: int, parameter_stages: Mapping[str, tuple[int, ...]]) -> int:
@@ -122,20 +115,15 @@ def ownership_of(
     """Ranks instead of stages.
 
     A buffer that the step changes belongs to the rank of the node that does. Others may be changed by a later step (a
-    BatchNorm that is unfrozen): they belong to where they are read, else to where parameters near them are.
+    BatchNorm that is unfrozen): they belong to where parameters near them are.
     """
-    changed: dict[str, set[int]] = defaultdict(set)
-    units: dict[str, int] = {}  # and their stages
+    changed: dict[str, set[int]] = {name: set() for name in all_buffers}
     for stage, node in nodes_by_stage(graph, stages):
-        if node.module is not None:
-            units[node.module] = stage
         for name in node.buffers:
-            changed[name].add(rank_of_stage[stage])
+            changed.setdefault(name, set()).add(rank_of_stage[stage])
     buffers = {}
-    for name in dict.fromkeys([*all_buffers, *changed]):
-        around = [stage for unit, stage in units.items() if name.startswith(f"{unit}.")]
-        stage = around[0] if around else _stage_near(name, parameter_stages)
-        ranks = sorted(changed.get(name, {rank_of_stage[stage]}))
+    for name, found in changed.items():
+        ranks = sorted(found) or [rank_of_stage[_stage_near(name, parameter_stages)]]
         if len(ranks) > 1:
             raise SplitError(
                 f"Buffer {name!r} is changed on ranks {ranks[0]} and {ranks[1]} of the pipeline: the module that "
@@ -143,8 +131,8 @@ def ownership_of(
             )
         buffers[name] = ranks[0]
     parameters = {}
-    for name, found in parameter_stages.items():
-        parameters[name] = tuple(dict.fromkeys(rank_of_stage[stage] for stage in found))  # a rank may have several
+    for name, users in parameter_stages.items():
+        parameters[name] = tuple(dict.fromkeys(rank_of_stage[stage] for stage in users))  # a rank may have several
     return Ownership(parameters, buffers, max(rank_of_stage) + 1)
 
 
