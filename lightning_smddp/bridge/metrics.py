@@ -25,11 +25,11 @@ from lightning_smddp._compat.torch import (
     without_torch_functions,
 )
 from lightning_smddp.bridge.absent import absent_tensor
+from lightning_smddp.communication.tensors import broadcast_structure
 from lightning_smddp.pipeline.capture.preserve_state import set_within
 from lightning_smddp.pipeline.capture.tracer import open_modules
 from lightning_smddp.pipeline.runtime.remote_tensor import active_run
 from lightning_smddp.wire.pytree import map_leaves, tensors
-from lightning_smddp.wire.stream import broadcast_object
 
 AnyMetric: TypeAlias = "Metric | MetricCollection"
 _MISSING = object()
@@ -298,7 +298,7 @@ class PipelineMetrics:
         if not found:
             return
         states = [(metric.update_count, metric.metric_state) for metric in found]
-        received = broadcast_object(states, self.group, self.src, self.device)
+        received = broadcast_structure(states, self.group, self.src, self.device)
         if self.group.rank() == self.src:
             return
         for metric, (count, state) in zip(found, received, strict=True):

@@ -26,6 +26,7 @@ from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.bridge.step_record import StepRecorder
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
+from lightning_smddp.communication.tensors import gather_structures
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules
 from lightning_smddp.pipeline.mesh import Groups
@@ -51,7 +52,6 @@ from lightning_smddp.seeding import mix, step_seed
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
 from lightning_smddp.sharding.optimizer_states import whole_states
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
-from lightning_smddp.wire.stream import gathered_objects
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -394,7 +394,7 @@ class PartitionedModule:
             return {}
         # Parameters of several stages are with each of them, and are averaged together: any rank's values will do.
         whole: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        for of_rank in gathered_objects(local, setup.groups.pipeline, False, setup.device):
+        for of_rank in gather_structures(local, setup.groups.pipeline, False, setup.device):
             for kind, values in of_rank.items():
                 whole[kind] |= values
         return dict(whole)

@@ -30,7 +30,9 @@ from lightning_smddp.bridge.partitioning import partition
 from lightning_smddp.bridge.step import LightningStep, Scale, loss_of
 from lightning_smddp.bridge.step_record import StepRecorder, StepResults
 from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.communication.tensors import CPU
 from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.pipeline.mesh import Channel
 from lightning_smddp.pipeline.partition.batch_sync import BatchSync
 from lightning_smddp.pipeline.partition.costs import fits_on_devices, fits_on_hosts
 from lightning_smddp.pipeline.partition.microbatches import MicroBatches, UncombinableError
@@ -41,7 +43,6 @@ from lightning_smddp.pipeline.runtime.stage_program import TracedPath
 from lightning_smddp.pipeline.state.gradients import give_back_clipping, share_overflow, take_over_clipping
 from lightning_smddp.pipeline.state.state_dict import unshard
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
-from lightning_smddp.wire.stream import CPU
 from lightning_smddp.wording import USE_INSTEAD
 
 FROM_CHECKPOINT = (
@@ -71,7 +72,7 @@ class PipelinedModule:
         self._show = show
         self.state: Unpartitioned | PartitionedModule = Unpartitioned(setup)
         self.known_plan: State | None = None
-        self.sync = BatchSync(setup.groups.host, setup.device)
+        self.sync = BatchSync(setup.groups.host, Channel(setup.groups.pipeline, setup.device))
         replicas = setup.groups.data_parallel_group if setup.num_replicas > 1 else None
         self.metrics = PipelineMetrics(module, setup.groups.pipeline, setup.last_rank, setup.device, replicas)
         self.recorder = StepRecorder(module, self.metrics, warn_on_first_rank)

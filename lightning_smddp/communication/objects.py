@@ -1,21 +1,24 @@
 """Python's objects between ranks, pickled, by torch's object collectives. Ranks of a job trust each other.
 
-They go by the group's gloo where it has one, else by its device. Small tensors may be in them: those of a device arrive
-on the receiver's current one. Large ones go by ``wire/stream.py``: pickled, they are copied four times.
+They go by the group's gloo where it has one, else by its device. Large tensors go by ``communication/tensors.py``.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.wire.pytree import map_leaves
+
+_SMALL = 1024  # bytes of a tensor that is pickled even where others go apart
 
 
 class UnsendableError(ValueError):
@@ -35,9 +38,9 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     group = group or dist.group.WORLD
     if group is None:
         return [value]
-    pickled: list[Any] = [None] * group.size()
-    dist.all_gather_object(pickled, _pickled(value), group=group)
-    return [_unpickled(data) for data in pickled]
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, pickled(value), group=group)
+    return [unpickled(data) for data in gathered]
 
 
 def broadcast(value: Any, group: dist.ProcessGroup | None = None, group_src: int = 0) -> Any:
@@ -55,9 +58,9 @@ def broadcast(value: Any, group: dist.ProcessGroup | None = None, group_src: int
     if group is None:
         return value
     is_source = group.rank() == group_src
-    sent = [_pickled(value) if is_source else None]
+    sent: list[Any] = [pickled(value) if is_source else None]
     dist.broadcast_object_list(sent, group=group, group_src=group_src)
-    received = _unpickled(sent[0])
+    received = unpickled(sent[0])
     return value if is_source else received
 
 
@@ -97,6 +100,60 @@ def to_cpu(value: Any) -> Any:
     return map_leaves(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, value)
 
 
+def pickled(value: Any, apart: list[Tensor] | None = None) -> bytes | str:
+    """``value``, or why it cannot be sent: told to the other ranks, as these wait for it.
+
+    Tensors are pickled as their elements; those of a device arrive on the receiver's current one.
+
+    Args:
+        value: anything.
+        apart: is filled with the tensors of devices and the large ones of the host, which then are not pickled.
+    """
+    file = io.BytesIO()
+    try:
+        _Pickler(file, apart).dump(value)
+    except Exception as error:  # whatever pickling an object of the user's raises
+        return f"{type(error).__name__}: {error}"
+    return file.getvalue()
+
+
+def unpickled(data: bytes | str, apart: Sequence[Tensor] = ()) -> Any:
+    """The value, with the tensors ``apart`` in it; raises :class:`UnsendableError` if it could not be sent."""
+    if isinstance(data, str):
+        raise UnsendableError(f"It cannot be sent to other ranks: {data}")
+    return _Unpickler(data, apart).load()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, apart: list[Tensor] | None) -> None:
+        super().__init__(file)
+        self._apart = apart
+
+    @override
+    def persistent_id(self, obj: Any) -> Any:
+        if type(obj) is not Tensor or obj.layout is not torch.strided or obj.is_meta or obj.is_quantized:
+            return None
+        tensor = obj.detach()
+        if self._apart is not None and not (tensor.is_cpu and tensor.nbytes <= _SMALL):
+            self._apart.append(tensor)
+            return len(self._apart) - 1
+        elements = tensor.cpu().resolve_conj().resolve_neg().flatten()
+        return tensor.device.type, tensor.dtype, tuple(tensor.shape), elements.view(torch.uint8).numpy()
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, apart: Sequence[Tensor]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._apart = apart
+
+    @override
+    def persistent_load(self, pid: Any) -> Any:
+        if isinstance(pid, int):
+            return self._apart[pid]
+        kind, dtype, shape, elements = pid
+        return torch.from_numpy(elements).view(dtype).view(shape).to(kind)
+
+
 def _sendable(error: Exception | None) -> Exception | None:
     """``error``, or one in its place that other ranks can read."""
     try:
@@ -105,32 +162,3 @@ def _sendable(error: Exception | None) -> Exception | None:
     except Exception:  # whatever its class makes of its arguments
         rank = dist.get_rank() if dist.is_initialized() else 0
         return RankFailedError(rank, f"Rank {rank} failed: {type(error).__name__}: {error}")
-
-
-class _Pickler(pickle.Pickler):
-    """Without it, a tensor of a device comes back on the sender's index."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if type(value) is not Tensor or value.device.type in ("cpu", "meta"):
-            return NotImplemented
-        return _to_current, (value.detach().cpu(), value.device.type, value.requires_grad)
-
-
-def _to_current(tensor: Tensor, kind: str, requires_grad: bool) -> Tensor:
-    return tensor.to(kind).requires_grad_(requires_grad)
-
-
-def _pickled(value: Any) -> bytes | str:
-    """``value``, or why it cannot be sent: so that the other ranks do not wait for it."""
-    try:
-        buffer = io.BytesIO()
-        _Pickler(buffer).dump(value)
-        return buffer.getvalue()
-    except Exception as error:  # whatever pickling an object of the user's raises
-        return f"{type(error).__name__}: {error}"
-
-
-def _unpickled(data: bytes | str | None) -> Any:
-    if not isinstance(data, bytes):
-        raise UnsendableError(f"It cannot be sent to other ranks: {data}")
-    return pickle.loads(data)

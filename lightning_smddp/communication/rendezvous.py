@@ -39,7 +39,7 @@ _starts = itertools.count()  # the same on all ranks: a store may outlive a proc
 
 
 @dataclass(frozen=True)
-class RankInfo:
+class Card:
     """What a rank says of itself.
 
     Attributes:
@@ -70,7 +70,7 @@ def start_limit(init_timeout: timedelta | None, timeout: timedelta | None) -> ti
 
 
 def join(
-    card: RankInfo,
+    card: Card,
     address: tuple[str, int],
     backend: str,
     device: torch.device | None,
@@ -110,7 +110,7 @@ def join(
         set_group_timeout(backend_timeout(timeout, is_nccl()))
 
 
-def _in_time(meet: Callable[[], dist.Store], card: RankInfo, address: tuple[str, int], limit: timedelta) -> dist.Store:
+def _in_time(meet: Callable[[], dist.Store], card: Card, address: tuple[str, int], limit: timedelta) -> dist.Store:
     """``meet()``, in a thread: a server that accepts and is silent, or stopped, holds torch's client without limit.
 
     Raises :class:`StartError` where there is no store, or none any more.
@@ -140,7 +140,7 @@ def _in_time(meet: Callable[[], dist.Store], card: RankInfo, address: tuple[str,
     )
 
 
-def _meet(card: RankInfo, address: tuple[str, int], deadline: float, limit: timedelta) -> dist.Store:
+def _meet(card: Card, address: tuple[str, int], deadline: float, limit: timedelta) -> dist.Store:
     """The store of this start, when all ranks are there."""
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     names = list(_RUN_VARIABLES)
@@ -182,7 +182,7 @@ def _listen(address: tuple[str, int]) -> int | None:
     return None
 
 
-def wait_for_ranks(store: dist.Store, card: RankInfo, deadline: float, limit: timedelta) -> str | None:
+def wait_for_ranks(store: dist.Store, card: Card, deadline: float, limit: timedelta) -> str | None:
     """Put ``card`` on the list and wait until all ranks are there; returns why they cannot start, or None.
 
     The ``limit`` is what ``deadline`` (of ``time.monotonic()``) came from, for the message.
@@ -209,14 +209,14 @@ def _tell(store: dist.Store, entry: Mapping[str, object]) -> None:
     store.append(_LIST, json.dumps(entry) + "\n")  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
-def read(lines: Iterable[str]) -> tuple[dict[int, RankInfo], str | None]:
+def read(lines: Iterable[str]) -> tuple[dict[int, Card], str | None]:
     """The ranks that have come, and why they cannot start. Lines behind the one that decides count for nothing."""
-    cards: dict[int, RankInfo] = {}
+    cards: dict[int, Card] = {}
     for line in lines:
         entry = json.loads(line)
         if "waited" in entry:
             return cards, _absent(list(cards.values()), entry["waited"])
-        card = RankInfo(**entry)
+        card = Card(**entry)
         error = contradiction(next(iter(cards.values()), card), card)
         cards.setdefault(card.rank, card)
         if error is not None or len(cards) == card.world_size:
@@ -224,7 +224,7 @@ def read(lines: Iterable[str]) -> tuple[dict[int, RankInfo], str | None]:
     return cards, None
 
 
-def contradiction(first: RankInfo, card: RankInfo) -> str | None:
+def contradiction(first: Card, card: Card) -> str | None:
     """Why the two can never be ranks of one job; None if they can."""
     if not 0 <= card.rank < card.world_size:
         return (
@@ -241,7 +241,7 @@ def contradiction(first: RankInfo, card: RankInfo) -> str | None:
     return None
 
 
-def _absent(cards: Sequence[RankInfo], waited_s: float) -> str:
+def _absent(cards: Sequence[Card], waited_s: float) -> str:
     missing = set(range(cards[0].world_size)) - {card.rank for card in cards}
     hosts: dict[str, list[int]] = {}
     for card in cards:

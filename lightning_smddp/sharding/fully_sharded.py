@@ -33,8 +33,8 @@ from lightning_smddp._compat.fsdp import (
 )
 from lightning_smddp._compat.torch import swap_contents
 from lightning_smddp.communication.host_numbers import from_numbers
+from lightning_smddp.communication.tensors import broadcast_tensors
 from lightning_smddp.sharding.units import Units
-from lightning_smddp.wire.stream import Spec, broadcast_tensors
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ class FullySharded:
         buffers = [buffer for buffer in self.root.buffers() if buffer.numel() > 0]
         group = dist.group.WORLD
         if buffers and group is not None:
-            broadcast_tensors([Spec.of(buffer) for buffer in buffers], buffers, group, 0, device)
+            broadcast_tensors(buffers, group, 0, device)
 
     def describe(self) -> list[tuple[str, str]]:
         """What runs here, in rows of name and value."""

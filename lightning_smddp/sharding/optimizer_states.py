@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_smddp.communication.tensors import gather_structures
 from lightning_smddp.sharding.flat_layout import in_memory_order
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, ShardedPiece, all_parameters
 from lightning_smddp.wire.pytree import copied
-from lightning_smddp.wire.stream import gathered_objects
 
 
 def whole_states(
@@ -44,7 +44,7 @@ def whole_states(
                 local[number, part.low, part.high] = state
 
     whole: dict[int, dict[str, Any]] = {}
-    for of_rank in gathered_objects(local, group, False, device):
+    for of_rank in gather_structures(local, group, False, device):
         for (number, low, high), state in of_rank.items():
             if shards.splits:
                 _add(whole.setdefault(number, {}), state, parameters[number], low, high)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,10 +12,8 @@ from torch import Tensor
 
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.objects import UnsendableError, broadcast, each, first, gather, to_cpu
-from lightning_smddp.wire.stream import broadcast_object, gathered_objects
 from tests.communication.errors import message_of
 from tests.devices import on_gpus
-from tests.pipeline.models import assert_same
 from tests.ranks import run_in_threads, run_ranks
 
 CPU = torch.device("cpu")
@@ -28,58 +24,11 @@ class Pair(NamedTuple):
     right: Any
 
 
-@dataclass
-class Fields:
-    ids: Any
-    note: str = "kept"
-
-
-def everything(seed: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    dtypes = [torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool]
-    return {
-        "tensors": [torch.randn(3, 5, generator=generator).abs().mul(3).to(dtype) for dtype in dtypes],
-        "strided": torch.arange(12.0).add(seed).reshape(3, 4).t()[::2],
-        "conjugate": torch.tensor([1 + 2j + seed]).conj(),
-        "empty": torch.empty(0, 4),
-        "sparse": torch.eye(3).mul(seed).to_sparse(),
-        "nested": Pair(({"list": [1, (2.5, None)], 3: True, None: "ü"}, []), OrderedDict(a=torch.tensor(seed))),
-        "numbers": [2**80, -1, float("inf")],
-    }
-
-
-def dense(value: dict[str, Any]) -> dict[str, Any]:
-    return {**value, "sparse": value["sparse"].to_dense()}
-
-
-def there_and_back(group: dist.ProcessGroup) -> None:
-    rank = group.rank()
-    sent = broadcast_object(everything(rank), group, 1, CPU)
-    assert type(sent["nested"]) is Pair
-    assert_same(dense(sent), dense(everything(1)))
-    fields = broadcast_object(Fields(torch.ones(2) * rank), group, 0, CPU)
-    assert isinstance(fields, Fields)
-    assert (fields.ids.tolist(), fields.note) == ([0.0, 0.0], "kept")
-    found = list(gathered_objects(everything(rank), group, False, CPU))
-    assert len(found) == (2 if rank == 0 else 0)
-    for of_rank, value in enumerate(found):
-        assert_same(dense(value), dense(everything(of_rank)))
-    assert [value["nested"].right["a"].item() for value in gathered_objects(everything(rank), group, True, CPU)] == [
-        0,
-        1,
-    ]
-
-
-def test_structures_with_tensors_come_as_they_were() -> None:
-    run_in_threads(there_and_back, 2)
-
-
 def unsendable(group: dist.ProcessGroup) -> list[str]:
     odd: Any = threading.Lock() if group.rank() == 1 else None
     calls = [
         lambda: gather(odd, group),
         lambda: broadcast(odd, group, 1),
-        lambda: broadcast_object([odd], group, 1, CPU),
     ]
     messages = [message_of(UnsendableError, call) for call in calls]
     assert gather("next", group) == ["next", "next"]  # nobody is left behind

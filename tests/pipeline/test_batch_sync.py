@@ -145,7 +145,7 @@ def synced() -> dict[str, Any]:
     for name in ("all_gather_object", "broadcast_object_list"):
         setattr(dist, name, counting(getattr(dist, name), meetings))
     for kind in ("alike", "others", "later"):
-        sync = BatchSync(Channel(group, torch.device("cpu")), torch.device("cpu"))
+        sync = BatchSync(*[Channel(group, torch.device("cpu"))] * 2)
         meetings.clear()
         digests = []
         batches = []
@@ -154,7 +154,7 @@ def synced() -> dict[str, Any]:
             digests.append(sync.digest)
         found[kind] = batches, digests, len(meetings)
     with pytest.raises(ValueError, match="have different batches, and that of the first cannot be sent") as refused:
-        BatchSync(Channel(group, torch.device("cpu")), torch.device("cpu")).same(Own(x=rank), "own")
+        BatchSync(*[Channel(group, torch.device("cpu"))] * 2).same(Own(x=rank), "own")
     return {**found, "refused": str(refused.value)}
 
 
@@ -186,6 +186,6 @@ def test_generators_can_be_run_through_again() -> None:
 
 def generated() -> Any:
     assert dist.group.WORLD is not None
-    sync = BatchSync(Channel(dist.group.WORLD, torch.device("cpu")), torch.device("cpu"))
+    sync = BatchSync(*[Channel(dist.group.WORLD, torch.device("cpu"))] * 2)
     batch = sync.same({"rows": (row for row in range(3))}, "training_step")
     return [list(batch["rows"]), list(batch["rows"])]

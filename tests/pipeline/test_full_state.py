@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_smddp._compat.torch import without_torch_function
 from lightning_smddp.pipeline.mesh import Ownership
@@ -17,8 +17,6 @@ from lightning_smddp.pipeline.state.state_dict import (
     load_full_state_dict,
     unshard,
 )
-from lightning_smddp.wire import stream
-from lightning_smddp.wire.stream import Spec, broadcast_tensors, gather_tensors
 from tests.communication.errors import message_of
 from tests.pipeline.models import OWNERSHIP, Tied, assert_same, seeded, tied
 from tests.ranks import run_in_threads
@@ -43,53 +41,6 @@ def divided(group: dist.ProcessGroup) -> Tied:
             buffer.zero_()
     release(model, OWNERSHIP, group.rank())
     return model
-
-
-@pytest.mark.parametrize("chunk_bytes", [64, 2**26])
-def test_tensors_of_all_kinds_travel_bit_by_bit(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "CHUNK_BYTES", chunk_bytes)
-    results = run_in_threads(all_kinds, 2)
-    assert results == [True, True]
-
-
-def all_kinds(group: dist.ProcessGroup) -> bool:
-    def kinds(fill: int) -> list[Tensor]:
-        return seeded(lambda: drawn(fill), fill)
-
-    def drawn(fill: int) -> list[Tensor]:
-        return [
-            torch.randn(5, 3),
-            torch.tensor(3.0 + fill),
-            torch.randn(3, 7, dtype=torch.float64).t(),  # not contiguous
-            torch.randn(9).bfloat16(),
-            torch.empty(0, 4),
-            torch.randint(0, 2, (5,)).bool(),
-            torch.randn(3, dtype=torch.complex64),
-            torch.tensor([float("nan"), float("inf"), -0.0]),
-            torch.arange(33) + fill,
-        ]
-
-    expected, mine = kinds(1), kinds(1 + group.rank())
-    strides = [tensor.stride() for tensor in mine]
-    broadcast_tensors([Spec.of(tensor) for tensor in mine], mine, group, 0, CPU)
-    assert strides == [tensor.stride() for tensor in mine]
-    return all(
-        torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
-        for a, b in zip(mine, expected, strict=True)
-    )
-
-
-@pytest.mark.parametrize("to_all", [False, True])
-def test_gather_tensors(to_all: bool) -> None:
-    results = run_in_threads(gather_some, 3, to_all)
-    expected = {f"tensor {rank}": [float(rank)] * (rank + 1) for rank in range(3)}
-    assert results == ([expected] * 3 if to_all else [expected, {}, {}])
-
-
-def gather_some(group: dist.ProcessGroup, to_all: bool) -> dict[str, list[float]]:
-    rank = group.rank()
-    mine = {f"tensor {rank}": torch.full((rank + 1,), float(rank))}
-    return {name: tensor.tolist() for name, tensor in gather_tensors(mine, group, to_all).items()}
 
 
 @pytest.mark.parametrize("to_all", [False, True])

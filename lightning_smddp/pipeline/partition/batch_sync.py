@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_smddp.communication.objects import UnsendableError, broadcast, gather
+from lightning_smddp.communication.objects import UnsendableError, gather
+from lightning_smddp.communication.tensors import broadcast_structure
 from lightning_smddp.pipeline.capture.objects import attributes_of, is_plain
 from lightning_smddp.pipeline.mesh import Channel
-from lightning_smddp.wire.pytree import Members, leaves, map_leaves, members_of, rebuild
+from lightning_smddp.wire.pytree import Members, map_leaves, members_of
 
 _COMPARED = 3  # batches of a kind that are compared before they are run
 _SAMPLED = 256  # elements of a tensor that are looked at in later ones
@@ -39,16 +40,16 @@ class BatchSync:
 
     Args:
         host: the ranks, for what hosts tell each other.
-        device: where batches are.
+        pipeline: the same ranks, for what is on the device where batches are.
 
     Attributes:
         on_host: the present batch as it was before it was moved to the device; None where that is not known.
         digest: of the present batch, the same on all ranks where they have the same; 0 for those that were compared.
     """
 
-    def __init__(self, host: Channel, device: torch.device) -> None:
+    def __init__(self, host: Channel, pipeline: Channel) -> None:
         self._group = host.group
-        self._device = device
+        self._pipeline = pipeline
         self._compared: dict[Any, int] = {}  # by kind
         self._differ: set[Any] = set()  # kinds
         self._noted: Any = None
@@ -88,27 +89,12 @@ class BatchSync:
 
     def _first_ranks(self, batch: Any) -> Any:
         """The ``batch`` of the first rank, on every rank's own device. Collective."""
-        sent = None
-        if self._group.rank() == 0:  # by way of the host: what is on a device would arrive on the first rank's
-            sent = map_leaves(_to_host, batch), [_is_on_device(leaf) for leaf in leaves(batch)]
         try:
-            received, moves = broadcast(sent, self._group)
+            return broadcast_structure(batch, self._pipeline.group, 0, self._pipeline.device)
         except UnsendableError as error:
             raise ValueError(
                 f"The ranks of a pipeline have different batches, and that of the first cannot be sent: {error}. {CURE}"
             ) from error
-        if sent is not None:
-            return batch
-        values = zip(leaves(received), moves, strict=True)
-        return rebuild(received, [leaf.to(self._device) if is_moved else leaf for leaf, is_moved in values])
-
-
-def _is_on_device(leaf: Any) -> bool:
-    return getattr(leaf, "device", _CPU) != _CPU
-
-
-def _to_host(leaf: Any) -> Any:
-    return leaf.to(_CPU) if _is_on_device(leaf) else leaf
 
 
 def digest_of(batch: Any, sampled: int | None = None) -> int:

@@ -9,8 +9,6 @@ where the step ends adds what it has for all of them. Tensors on a device follow
 
 from __future__ import annotations
 
-import io
-import pickle
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,19 +16,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.communication.objects import gather
+from lightning_smddp.communication.objects import UnsendableError, gather, pickled, unpickled
+from lightning_smddp.communication.tensors import broadcast_tensors
 from lightning_smddp.pipeline.mesh import Channel
 from lightning_smddp.pipeline.partition.batch_sync import CURE
-from lightning_smddp.pipeline.runtime.messages import layout_of
-from lightning_smddp.pipeline.runtime.remote import ReplayError, TensorSpec
+from lightning_smddp.pipeline.runtime.remote import ReplayError
 
 _HEAD = struct.Struct("<3q")
 _WORD = 4096  # bytes
 _CPU = torch.device("cpu")
-_SMALL = 1024  # bytes of a tensor that is pickled with the results
 
 
 class Failure(NamedTuple):
@@ -49,43 +45,6 @@ class Failure(NamedTuple):
     text: str
     error: Exception | None
     diverged: bool
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles results, without tensors that travel by themselves: they are in ``apart``, of the host and of devices."""
-
-    def __init__(self) -> None:
-        self.file = io.BytesIO()
-        super().__init__(self.file)
-        self.apart: tuple[list[Tensor], list[Tensor]] = ([], [])
-
-    @override
-    def persistent_id(self, obj: Any) -> Any:
-        if not issubclass(type(obj), Tensor):
-            return None
-        tensor = obj.detach()
-        on_device = tensor.device.type != "cpu"
-        if not on_device and tensor.nbytes <= _SMALL:
-            elements = tensor.resolve_conj().resolve_neg().flatten()
-            return tensor.dtype, tuple(tensor.shape), elements.view(torch.uint8).numpy()
-        self.apart[on_device].append(tensor)
-        return on_device, len(self.apart[on_device]) - 1
-
-
-class _Unpickler(pickle.Unpickler):
-    """The same in reverse; ``apart`` are the tensors that came by themselves."""
-
-    def __init__(self, data: bytes, apart: Sequence[Sequence[Tensor]]) -> None:
-        super().__init__(io.BytesIO(data))
-        self.apart = apart
-
-    @override
-    def persistent_load(self, pid: Any) -> Any:
-        if len(pid) == 2:
-            on_device, number = pid
-            return self.apart[on_device][number]
-        dtype, shape, elements = pid
-        return torch.from_numpy(elements).view(dtype).view(shape)
 
 
 class StepExchange:
@@ -120,16 +79,15 @@ class StepExchange:
             if failures:
                 _raise_cause([failures], self._host)
             return results
-        sent, content = None, b""
-        if self._host.rank() == self._last_rank and not failures:
-            sent = _Pickler()
-            try:
-                sent.dump(results)
-                specs = [tuple(map(TensorSpec.of, tensors)) for tensors in sent.apart]
-                content = pickle.dumps((specs, sent.file.getvalue()))
-            except Exception as error:  # whatever pickle raises of objects that it cannot take apart
-                text = f"What the step shows cannot be sent to other ranks: {error!r}"
-                failures = [Failure(0, self._last_rank, text, error, diverged=False)]
+        apart: list[Tensor] = []
+        content: Any = b""
+        is_last = self._host.rank() == self._last_rank
+        if is_last and not failures:
+            data = pickled(results, apart)
+            content = pickled(([(tensor.shape, tensor.dtype, tensor.is_cpu) for tensor in apart], data))
+            if isinstance(data, str):
+                text = f"What the step shows cannot be sent to other ranks: {data}"
+                failures = [Failure(0, self._last_rank, text, UnsendableError(text), diverged=False)]
         heads, words = self._words(_HEAD.pack(bool(failures), batch, len(content)) + content)
         self._require_no_failure(heads, failures)
         size = heads[self._last_rank][2]
@@ -139,9 +97,13 @@ class StepExchange:
             content = message.numpy().tobytes()
         else:
             content = words[self._last_rank][_HEAD.size :][:size]
-        specs, data = pickle.loads(content)
-        apart = self._sent_apart(specs, sent)
-        return results if sent is not None else _Unpickler(data, apart).load()
+        specs, data = unpickled(content)
+        if not is_last:
+            for shape, dtype, is_on_host in specs:
+                apart.append(torch.empty(shape, dtype=dtype, device=_CPU if is_on_host else self._pipeline.device))
+        for part, (group, device) in ((True, Channel(self._host, _CPU)), (False, self._pipeline)):
+            broadcast_tensors([tensor for tensor in apart if tensor.is_cpu == part], group, self._last_rank, device)
+        return results if is_last else unpickled(data, apart)
 
     def _words(self, word: bytes) -> tuple[list[Any], list[bytes]]:
         """The words of all ranks, and the numbers at their heads. Collective."""
@@ -163,20 +125,6 @@ class StepExchange:
         if gathered:
             gathered[self._host.rank()] = failures
             _raise_cause(gathered, self._host)
-
-    def _sent_apart(self, specs: Sequence[tuple[TensorSpec, ...]], sent: _Pickler | None) -> list[Sequence[Tensor]]:
-        """The tensors that travel by themselves, of the host and of devices. Collective."""
-        found: list[Sequence[Tensor]] = []
-        for part, (group, device) in enumerate([(self._host, _CPU), self._pipeline]):
-            layout = layout_of(specs[part])
-            if sent is not None:
-                messages = layout.send(sent.apart[part])
-            else:
-                messages, tensors = layout.receive(device)
-                found.append(tensors)
-            for message in messages:
-                dist.broadcast(message, group=group, group_src=self._last_rank)
-        return found
 
 
 def _raise_cause(gathered: Sequence[Sequence[Failure]], group: dist.ProcessGroup) -> None:

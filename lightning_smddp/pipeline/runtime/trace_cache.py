@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.communication.objects import gather
+from lightning_smddp.communication.objects import broadcast, gather
+from lightning_smddp.communication.tensors import broadcast_structure
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, signature
@@ -30,7 +31,6 @@ from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.runtime.remote import OTHER_PATH, ReplayError, Shapes
 from lightning_smddp.pipeline.runtime.stage_program import Observers, StagedStep, StageProgram, Step, TracedPath
 from lightning_smddp.pipeline.runtime.step_run import run_stage
-from lightning_smddp.wire.stream import broadcast_object
 
 _KEPT = 256  # kinds of micro-batches that are remembered,
 _KEPT_OF_A_KIND = 16  # and paths of each
@@ -78,7 +78,7 @@ def infer_shapes(
                     report = {"failed": f"{type(error).__name__}: {error}"}
             # One broadcast for each stage, whatever has happened there: also a stage that failed says so, and nobody is
             # left waiting.
-            report = broadcast_object(report, group, rank, device)
+            report = broadcast_structure(report, group, rank, device)
             if "failed" in report:
                 raise failure or RuntimeError(f"Stage {stage} failed with {report['failed']}")
             if report["other_path"]:
@@ -265,7 +265,7 @@ class TraceCache:
 
     def _refuse_more(self) -> None:
         """Raise ``SplitError`` on every rank, with what led to the last two paths. Collective."""
-        last = broadcast_object(self._news[-2:], self.runtime.groups.pipeline, 0, self.runtime.device)
+        last = broadcast(self._news[-2:], self.runtime.groups.pipeline)
         raise SplitError(
             f"The step took {_MOST_PATHS} paths, each of which was traced, and now takes another one. The last two "
             f"differ by this: {' '.join(last)} Let fewer things decide what it does between modules, put that code "

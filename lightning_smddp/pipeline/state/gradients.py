@@ -29,10 +29,10 @@ from torch.optim import Optimizer
 from lightning_smddp.communication.groups import create_group, new_name
 from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.communication.norms import norm_over_ranks
+from lightning_smddp.communication.tensors import CPU
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.state.replicas import ReplicaGradients
 from lightning_smddp.wire.pytree import copied
-from lightning_smddp.wire.stream import CPU
 
 Ranks: TypeAlias = tuple[int, ...]
 TiedGroups: TypeAlias = Mapping[Ranks, dist.ProcessGroup]

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_smddp.communication.tensors import CPU, gather_structures
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict
 from lightning_smddp.sharding.optimizer_trial import why_not_one_by_one
 from lightning_smddp.wire.pytree import copied
-from lightning_smddp.wire.stream import CPU, gathered_objects
 
 
 def require_divisible(optimizer: Optimizer) -> None:
@@ -137,7 +137,7 @@ class OptimizerPartition:
         """
         whole = self.partial_state_dict(states)
         found: dict[Any, Any] = {}
-        for of_rank in gathered_objects(whole["state"], group, to_all, device):
+        for of_rank in gather_structures(whole["state"], group, to_all, device):
             found |= of_rank
         if not to_all and group.rank() != 0:
             return {}

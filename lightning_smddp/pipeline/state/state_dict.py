@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import without_torch_function
 from lightning_smddp.communication.objects import gather
+from lightning_smddp.communication.tensors import CPU, broadcast_tensors, gather_structures
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.mesh import Ownership, named_tensors
 from lightning_smddp.pipeline.state.meta_parameters import set_contents, swapped
 from lightning_smddp.pipeline.view.global_tensor import broadcast_from_owners
 from lightning_smddp.pipeline.view.view import GlobalView
-from lightning_smddp.wire.stream import CPU, Spec, broadcast_tensors, gather_tensors, gathered_shares
 
 
 def broadcast_initial(module: nn.Module, group: dist.ProcessGroup, source: int = 0, device: torch.device = CPU) -> None:
@@ -47,7 +47,7 @@ def broadcast_initial(module: nn.Module, group: dist.ProcessGroup, source: int =
                 "dtype, on the meta device). Build the same model on every rank: nothing in it may depend on the rank."
             )
     tensors = [tensor.detach() for tensor in named.values() if not tensor.is_meta]
-    broadcast_tensors([Spec.of(tensor) for tensor in tensors], tensors, group, source, device)
+    broadcast_tensors(tensors, group, source, device)
 
 
 def full_state_dict(
@@ -66,7 +66,9 @@ def full_state_dict(
         to_all: False leaves all ranks but the first with an empty dict.
         device: where ``group``'s backend has its messages.
     """
-    received = gather_tensors(_owned(module, ownership, group.rank()), group, to_all, device)
+    received: dict[str, Tensor] = {}
+    for share in gather_structures(_owned(module, ownership, group.rank()), group, to_all, device):
+        received |= share
     if not to_all and group.rank() != 0:
         return {}
     named = named_tensors(module)
@@ -130,7 +132,7 @@ def unshard(
     """
     rank = group.rank()
     named = named_tensors(module)
-    for share in gathered_shares(_owned(module, ownership, rank), group, True, device):
+    for share in gather_structures(_owned(module, ownership, rank), group, True, device):
         for name, value in share.items():
             # Every rank has each buffer, but its owner alone has what training has made of it.
             tensor = named[name]

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import disabled_torch_function, wrapper_subclass
+from lightning_smddp.communication.tensors import broadcast_tensors
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.ops import user_location
 from lightning_smddp.pipeline.mesh import Ownership, named_tensors
 from lightning_smddp.wire.pytree import LEAF_TYPES, leaves, map_leaves
-from lightning_smddp.wire.stream import Spec, broadcast_tensors
 
 View: TypeAlias = Any
 """The :class:`~.view.GlobalView`, which is made of what is here."""
@@ -169,7 +169,7 @@ def broadcast_from_owners(owned: Iterable[tuple[int, Tensor]], group: dist.Proce
     for owner, tensor in owned:
         by_owner.setdefault(owner, []).append(tensor)
     for owner, tensors in sorted(by_owner.items()):
-        broadcast_tensors([Spec.of(tensor) for tensor in tensors], tensors, group, owner, device)
+        broadcast_tensors(tensors, group, owner, device)
 
 
 def key_of(*facts: Any) -> int:
@@ -321,8 +321,9 @@ class ModuleTensors:
 
     def _send(self, found: ModuleTensor, values: Tensor | None) -> None:
         """Write the owner's ``values`` into those of all ranks that hold ``found``. Collective."""
-        mine = [values] if values is not None and self.view.rank in found.ranks else None
-        broadcast_tensors([Spec.of(found.tensor)], mine, self.view.group, found.owner, self.view.device)
+        if values is None or self.view.rank not in found.ranks:
+            values = torch.empty_like(found.tensor, device="meta")
+        broadcast_tensors([values], self.view.group, found.owner, self.view.device)
 
     def forget_gradients(self) -> None:
         """Other code may change gradients from here on."""

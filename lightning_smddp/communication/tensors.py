@@ -1,0 +1,120 @@
+"""Tensors between ranks, of any shape, dtype and device, and structures that hold some: bit by bit, never pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_smddp.communication.objects import broadcast, gather, pickled, unpickled
+
+MESSAGE_BYTES = 4 * 2**20  # of small tensors together
+CPU = torch.device("cpu")
+
+
+def broadcast_tensors(
+    tensors: Sequence[Tensor], group: dist.ProcessGroup, group_src: int, device: torch.device
+) -> None:
+    """Write the ``tensors`` of rank ``group_src`` of ``group`` into everyone's, in place. Collective.
+
+    Args:
+        tensors: of the same shapes and dtypes on all ranks, anywhere in memory; on the meta device where a rank takes
+            part but does not want one.
+        group: the ranks.
+        group_src: rank in ``group``.
+        device: where ``group``'s backend has its messages. Small tensors travel together, and what is on ``device`` is
+            sent from where it is.
+    """
+    is_source = group.rank() == group_src
+    for message in _messages(tensors):
+        only = message[0]
+        if len(message) == 1 and only.device == device and only.is_contiguous():
+            dist.broadcast(only.view(-1).view(torch.uint8), group=group, group_src=group_src)
+            continue
+        flat = torch.empty(sum(tensor.nbytes for tensor in message), dtype=torch.uint8, device=device)
+        parts = flat.split([tensor.nbytes for tensor in message])
+        views = [part.view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, message, strict=True)]
+        if is_source:
+            _copy(message, views)
+        dist.broadcast(flat, group=group, group_src=group_src)
+        if not is_source:
+            _copy(views, message)
+
+
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        if not target.is_meta:
+            target.copy_(source)
+
+
+def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors that have elements, detached, in parts of ``MESSAGE_BYTES`` or of one larger tensor.
+
+    Those with the largest elements come first, so that each begins at a multiple of its elements' size.
+    """
+    message: list[Tensor] = []
+    room = MESSAGE_BYTES
+    for tensor in sorted(tensors, key=lambda tensor: tensor.itemsize, reverse=True):
+        if message and tensor.nbytes > room:
+            yield message
+            message, room = [], MESSAGE_BYTES
+        if tensor.numel():
+            message.append(tensor.detach())
+            room -= tensor.nbytes
+    if message:
+        yield message
+
+
+def broadcast_structure(value: Any, group: dist.ProcessGroup, group_src: int, device: torch.device) -> Any:
+    """The ``value`` of rank ``group_src`` of ``group``, on every rank; there it is ``value`` itself. Collective.
+
+    Large tensors in it travel as such, the rest is pickled. Those of a device arrive on ``device``.
+
+    Raises:
+        UnsendableError: on every rank.
+    """
+    is_source = group.rank() == group_src
+    apart: list[Tensor] = []
+    data = pickled(value, apart) if is_source else None
+    data, specs = broadcast((data, [(tensor.shape, tensor.dtype, tensor.is_cpu) for tensor in apart]), group, group_src)
+    if not is_source:
+        for shape, dtype, is_on_host in specs:
+            apart.append(torch.empty(shape, dtype=dtype, device=CPU if is_on_host else device))
+    broadcast_tensors(apart, group, group_src, device)
+    received = unpickled(data, apart)
+    return value if is_source else received
+
+
+def gather_structures(value: Any, group: dist.ProcessGroup, to_all: bool, device: torch.device) -> Iterator[Any]:
+    """Every rank's ``value``, one rank's after the other. Collective: to be gone through to its end.
+
+    Args:
+        value: of this rank.
+        group: the ranks.
+        to_all: False: the first rank alone gets any.
+        device: where ``group``'s backend has its messages.
+
+    Yields:
+        Values with large tensors on the CPU: this rank's own that are there, and copies of all others.
+
+    Raises:
+        UnsendableError: on every rank.
+    """
+    own: list[Tensor] = []
+    data = pickled(value, own)
+    announced = gather((data, [(tensor.shape, tensor.dtype) for tensor in own]), group)
+    is_wanted = to_all or group.rank() == 0
+    for data, _ in announced:
+        if isinstance(data, str):
+            unpickled(data)
+    for source, (data, specs) in enumerate(announced):
+        tensors = own
+        if source != group.rank():
+            place = "cpu" if is_wanted else "meta"
+            tensors = [torch.empty(shape, dtype=dtype, device=place) for shape, dtype in specs]
+        broadcast_tensors(tensors, group, source, device)
+        if is_wanted:
+            yield unpickled(data, [tensor.cpu() for tensor in tensors])
