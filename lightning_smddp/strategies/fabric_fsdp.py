@@ -17,7 +17,6 @@ from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.consistency import check_same_model
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.sharded_collectives import ShardedCollectives
-from lightning_smddp.communication.topology import discover
 from lightning_smddp.communication.unit_memory import UnitMemory
 from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
 from lightning_smddp.pipeline.state.state_dict import broadcast_initial
@@ -238,7 +237,7 @@ class FabricFullyShardedParallel(FabricStrategy):
         world, device = dist.group.WORLD, self.root_device
         assert world is not None
         require_supported_by_fsdp(module, (), is_fit=True)
-        check_same_model(module, world, device, discover(world))
+        check_same_model(module)
         broadcast_initial(module, world, device=device)
         limit = self._session.limit(self._timeout)
         place = Place(device, self.num_processes, limit, self._session.options.compression)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,6 @@ import torch.distributed as dist
 
 from lightning_smddp.communication.consistency import check_same_lengths, check_same_model, check_same_optimizers
 from lightning_smddp.communication.nonfinite import agreed, bad_gradients
-from lightning_smddp.communication.topology import discover
 from lightning_smddp.strategies.nonfinite import (
     NonFiniteGuard,
     after_changes,
@@ -21,7 +21,7 @@ from lightning_smddp.strategies.nonfinite import (
 )
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule
 
     from lightning_smddp.strategies.base import TrainerStrategy
 
@@ -40,9 +40,9 @@ class SanityChecks:
         return NonFiniteGuard(self.strategy._reliability.on_nonfinite)
 
     @property
-    def _trainer(self) -> Trainer:
+    def _module(self) -> LightningModule:
         assert self.strategy.lightning_module is not None
-        return self.strategy.lightning_module.trainer
+        return self.strategy.lightning_module
 
     @property
     def watches_gradients(self) -> bool:
@@ -52,27 +52,15 @@ class SanityChecks:
 
     def require_same_optimizers(self) -> None:
         """Raise ``ValueError`` on every rank if their optimizers or schedules differ. Collective."""
-        strategy = self.strategy
-        if strategy.world_size > 1 and dist.group.WORLD is not None:
-            assert strategy.lightning_module is not None
-            schedulers = [_describe_schedule(config) for config in strategy.lr_scheduler_configs]
-            check_same_optimizers(
-                strategy.lightning_module,
-                strategy.optimizers,
-                schedulers,
-                dist.group.WORLD,
-                strategy.root_device,
-            )
+        schedulers = []
+        for config in self.strategy.lr_scheduler_configs:
+            name = type(config.scheduler).__name__
+            schedulers.append(f"{name} every {config.frequency} {config.interval}, monitor={config.monitor}")
+        check_same_optimizers(self._module, self.strategy.optimizers, schedulers)
 
     def require_same_model(self) -> None:
         """Raise ``ValueError`` on every rank if their modules differ. Collective."""
-        module = self.strategy.lightning_module
-        device = self.strategy.root_device
-        world = dist.group.WORLD
-        assert module is not None
-        assert world is not None
-        topology = discover(world)
-        check_same_model(module, world, device, topology)
+        check_same_model(self._module)
 
     def training_starts(self) -> None:
         """The first epoch's batches are compared, whichever it is."""
@@ -80,16 +68,12 @@ class SanityChecks:
 
     def training_batch_starts(self, batch: Any) -> None:
         """At the first batch of an epoch, compare how many there are on each rank."""
-        trainer = self._trainer
-        self._watched_batch = None  # kept for callbacks that want it only: it takes memory
-        if loss_watchers(trainer):
-            self._watched_batch = batch
-        world = dist.group.WORLD
-        if self.strategy.world_size == 1 or world is None:
-            return
+        trainer = self._module.trainer
+        # Kept for callbacks that want it only: it takes memory.
+        self._watched_batch = batch if loss_watchers(trainer) else None
         if trainer.current_epoch != self._compared_epoch:
             self._compared_epoch = trainer.current_epoch
-            check_same_lengths(_batches(trainer), trainer.current_epoch, world, self.strategy.root_device)
+            check_same_lengths(_batches(trainer), trainer.current_epoch)
 
     def around_step(self, optimizer: Any, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
         """Look at the gradients between the backward pass and the step, behind the hooks that may change them.
@@ -113,34 +97,29 @@ class SanityChecks:
         def watched() -> Any:
             nonlocal loss, found
             loss = closure()
-            if self.changes_gradients:
-                found = self._find_changed()
-            else:
-                found = self.strategy._find_nonfinite()
+            found = self._find_changed() if self.changes_gradients else self.strategy._find_nonfinite()
             if not looks_behind_hooks:
                 self._judge(optimizer, found, loss)
             return loss
 
         def look() -> None:
-            if found is not None and self._is_still_bad():
+            if found is not None and agreed(self._bad_now() is not None, self._agreeing_group, device):
                 self._judge(optimizer, found, loss)
 
-        if not looks_behind_hooks:
-            return step(watched)
-        with before_step(optimizer, look):
+        device = self.strategy.root_device
+        with before_step(optimizer, look) if looks_behind_hooks else nullcontext():
             return step(watched)
 
     @property
     def _changes_before_step(self) -> bool:
         """Whether the user's code gets the gradients behind Lightning's closure, which ends with the backward pass."""
         hooks = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
-        return changes_gradients(self._trainer, *hooks)
+        return changes_gradients(self._module.trainer, *hooks)
 
     @property
     def _changes_after_backward(self) -> bool:
         """Whether it gets them inside of it, or in a step that optimizes by hand."""
-        module = self.strategy.lightning_module
-        assert module is not None
+        module = self._module
         return not module.automatic_optimization or changes_gradients(module.trainer, "on_after_backward", "backward")
 
     @property
@@ -149,22 +128,16 @@ class SanityChecks:
         return self._changes_before_step or self._changes_after_backward
 
     def _find_changed(self) -> Mapping[str, str] | None:
-        """As :meth:`_find_nonfinite`, by what the gradients are now. Maybe collective."""
-        brought = self.strategy._bad_before_averaging()
-        now = self._bad_now()
+        """As the strategy's own, by what the gradients are now. Maybe collective."""
+        brought, now = self.strategy._bad_before_averaging(), self._bad_now()
         # Where averages are the same on all ranks, and nobody has changed them, the others see that they are fine too.
         if now is None and self.strategy._has_equal_gradients and not self._changes_after_backward:
             return None
         return after_changes(brought, now, self._agreeing_group, self.strategy.root_device)
 
-    def _is_still_bad(self) -> bool:
-        return agreed(self._bad_now() is not None, self._agreeing_group, self.strategy.root_device)
-
     def _bad_now(self) -> dict[str, str] | None:
-        assert self.strategy.lightning_module is not None
-        named = self.strategy.lightning_module.named_parameters()
-        held = [(name, parameter) for name, parameter in named if not parameter.is_meta]  # others are on other ranks
-        return bad_gradients(held)
+        named = self._module.named_parameters()
+        return bad_gradients((name, parameter) for name, parameter in named if not parameter.is_meta)  # others' parts
 
     @property
     def _agreeing_group(self) -> dist.ProcessGroup:
@@ -175,12 +148,12 @@ class SanityChecks:
     def _judge(self, optimizer: Any, found: Mapping[str, str] | None, loss: Any) -> None:
         """Go on, leave the step out, or raise; but callbacks that watch the loss come before us."""
         if found is not None and self.guard.mode == "error":
-            let_watchers_judge(self._trainer, loss, self._watched_batch)
+            let_watchers_judge(self._module.trainer, loss, self._watched_batch)
         self.guard.check(optimizer, found, self.where(), self.strategy._nonfinite_group)
 
     def where(self) -> str:
         """The step that runs, in words."""
-        trainer = self._trainer
+        trainer = self._module.trainer
         batch = trainer.fit_loop.epoch_loop.batch_idx
         return f"step {trainer.global_step} (epoch {trainer.current_epoch}, batch {batch})"
 
@@ -194,8 +167,3 @@ def _batches(trainer: Any) -> float:
     if not hasattr(trainer.train_dataloader, "batch_sampler"):
         length = float("inf")
     return min(float(trainer.num_training_batches), length)
-
-
-def _describe_schedule(config: Any) -> str:
-    scheduler = type(config.scheduler).__name__
-    return f"{scheduler} every {config.frequency} {config.interval}, monitor={config.monitor}"

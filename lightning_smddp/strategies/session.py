@@ -24,10 +24,10 @@ from lightning_smddp.communication.consistency import (
     check_same_model,
     check_trainable,
     require_initialized,
+    require_same,
 )
 from lightning_smddp.communication.groups import backend_timeout, close_all, ends_within
 from lightning_smddp.communication.hook import GradientSynchronizer
-from lightning_smddp.communication.objects import gather
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.stats import Recorder, recorder_for
 from lightning_smddp.strategies.options import GradientOptions
@@ -103,8 +103,10 @@ class GradientCommunication:
             )
         # Each check is collective and raises on all ranks, so that none waits in the first all-reduce for one that
         # has left. Options come first, as they decide which messages follow.
-        self._check_same_options(self.communicator)
-        check_same_model(module, group, device, self.communicator.topology)
+        options = self.options
+        told = f"algorithm={options.algorithm!r}, {options.compression}, bucket_cap_mb={options.bucket_cap_mb}"
+        require_same("strategy's options", [told], "Give every rank the same ones.")
+        check_same_model(module)
         check_trainable(module)
         compression = self.options.compression
         check_compression(module, compression)
@@ -197,19 +199,6 @@ class GradientCommunication:
         ]
         rows += [("note", note) for note in self.communicator.notes]
         return rows
-
-    def _check_same_options(self, communicator: Communicator) -> None:
-        """Raise ``ValueError`` on every rank if one was asked for other communication than the first. Collective."""
-        options = self.options
-        local = f"algorithm={options.algorithm!r}, {options.compression}, bucket_cap_mb={options.bucket_cap_mb}"
-        gathered = gather(local, communicator.group)
-        describe = communicator.topology.describe
-        for rank, remote in enumerate(gathered):
-            if remote != gathered[0]:
-                raise ValueError(
-                    f"The ranks' options differ: {describe(0)} has {gathered[0]}; {describe(rank)} has "
-                    f"{remote}. Give every rank the same ones."
-                )
 
     def _choose(self, communicator: Communicator, module: nn.Module, compression: Compression | None) -> Plan:
         options = self.options

@@ -363,7 +363,7 @@ def refusals() -> list[str]:
 
 def test_replicas_that_differ_are_refused_on_all_of_them() -> None:
     for messages in run_ranks(refusals, 2):
-        assert "The models differ between ranks. The first difference is parameter 0" in messages[0]
+        assert "The models differ between ranks. The first difference: rank 0 (host " in messages[0]
         assert "The gradient of '0'" in messages[1]
 
 

@@ -162,7 +162,7 @@ class ReplicaGradients:
         self.recorder = recorder_for(device)
         size = sum(parameter.nbytes for parameter in self._trained().values())
         self.communicator = Communicator(group, device, timeout, self.recorder.on_wait, size, apart=True)
-        check_same_model(_Held(self._parameters), group, device, self.communicator.topology)
+        check_same_model(_Held(self._parameters), group)
         if compression is not None:
             for name, parameter in self._trained().items():
                 check_compressible(parameter.dtype, f"The gradient of {name!r}")
