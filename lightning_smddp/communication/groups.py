@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import faulthandler
 import secrets
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -21,8 +20,6 @@ from lightning_smddp._compat.torch import abort_and_forget, abort_nccl, default_
 from lightning_smddp.communication.errors import RankTimeoutError
 from lightning_smddp.communication.objects import broadcast
 
-_LOOK_S = 0.005  # between two looks at who is there
-_STDERR = 2  # the descriptor, as `sys.stderr` may be replaced
 _NCCL_MARGIN = timedelta(seconds=60)  # for the supervision to find out who is late
 _aborted = False  # after a failure: this process's groups are not used again
 _old_stores: list[dist.Store] = []  # kept, as the ranks of a new start meet in them
@@ -33,15 +30,12 @@ def backend_timeout(timeout: timedelta, of_nccl: bool) -> timedelta:
 
     NCCL's ends the process that waits by SIGABRT, without a word of who is late. The supervision comes before it.
     """
-    if of_nccl:
-        return timeout + _NCCL_MARGIN
-    return timeout
+    return timeout + _NCCL_MARGIN if of_nccl else timeout
 
 
 def new_name(group: dist.ProcessGroup) -> str:
     """A name for groups of ranks of ``group`` that no group had before. Collective over ``group``."""
-    token = broadcast(secrets.token_hex(8), group)
-    return f"lightning_smddp-{token}"
+    return f"lightning_smddp-{broadcast(secrets.token_hex(8), group)}"
 
 
 def create_group(
@@ -69,15 +63,23 @@ def create_group(
     """
     if device.type == "cpu":
         return new_group_among(ranks, name, timeout)
-    _meet(ranks, name, timeout)
-    own = backend_timeout(timeout, is_nccl())
-    bound_device: torch.device | None = device
-    if by_pairs:
-        bound_device = None
-    backend = "nccl" if is_nccl() else None  # without the default group's gloo: messages are of the device
-    group = new_group_among(ranks, name, own, bound_device, backend)
-    # NCCL makes the communicator in the first collective, for which all members wait on their hosts. Here they are all
-    # on their way; in mid-step another group could come first on one of them.
+    # In the store, as NCCL would wait for members without a limit.
+    store = default_store()
+    store.set(f"{name}/member {dist.get_rank()}", "")
+    for rank in ranks:
+        try:
+            store.wait([f"{name}/member {rank}"], timeout)
+        except RuntimeError:
+            raise RankTimeoutError(
+                rank,
+                f"Rank {rank} did not come within {timeout.total_seconds():g} s to make the communicator of {ranks}.",
+            ) from None
+    # Without the default group's gloo, as messages are of the device.
+    backend = "nccl" if is_nccl() else None
+    bound_device = None if by_pairs else device
+    group = new_group_among(ranks, name, backend_timeout(timeout, is_nccl()), bound_device, backend)
+    # NCCL makes the communicator in the first collective. Here all members are on their way to it; in mid-step another
+    # group could come first on one of them.
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     return group
 
@@ -87,35 +89,13 @@ def connect_pairs(group: dist.ProcessGroup, pairs: Iterable[tuple[int, int]], de
 
     NCCL makes a communicator for each pair then, if the group is one ``by_pairs``.
     """
-    rank = group.rank()
     token = torch.zeros(1, device=device)
-    different: set[tuple[int, int]] = set()
-    for one, other in pairs:
-        if one != other:
-            different.add((min(one, other), max(one, other)))
     # Pairs in one order everywhere: of the first one that is not open yet, both ranks come to it next.
-    for low, high in sorted(different):
-        if rank == low:
+    for low, high in sorted({(min(pair), max(pair)) for pair in pairs}):
+        if low != high and group.rank() == low:
             dist.send(token, group=group, group_dst=high)
-        elif rank == high:
+        elif low != high and group.rank() == high:
             dist.recv(token, group=group, group_src=low)
-
-
-def _meet(ranks: list[int], name: str, timeout: timedelta) -> None:
-    """Wait until all ``ranks`` are here: in Python, where another rank's failure can interrupt it, unlike in NCCL."""
-    store = default_store()
-    deadline = time.monotonic() + timeout.total_seconds()
-    keys = {rank: f"{name}/member/{rank}" for rank in ranks}
-    store.set(keys[dist.get_rank()], "here")
-    while not store.check(list(keys.values())):
-        if time.monotonic() > deadline:
-            missing = [rank for rank, key in keys.items() if not store.check([key])]
-            raise RankTimeoutError(
-                missing[0],
-                f"Rank {missing[0]} did not come within {timeout.total_seconds():g} s to make the communicator of "
-                f"ranks {ranks}.",
-            )
-        time.sleep(_LOOK_S)
 
 
 # ---- the end ----
@@ -133,8 +113,7 @@ def abort_groups() -> None:
 def mark_groups_aborted() -> None:
     """The job has failed, as all ranks agree: some of them have aborted NCCL's groups, and nobody uses them again."""
     global _aborted
-    world = dist.group.WORLD
-    _aborted = dist.is_initialized() and world is not None and is_nccl(world)
+    _aborted = dist.is_initialized() and is_nccl()
 
 
 def forget_aborted_groups() -> None:
@@ -160,19 +139,16 @@ def close_all(failed: bool) -> None:
 
     After a failure without waiting, as what NCCL has launched may never end.
     """
-    world = dist.group.WORLD
-    if not dist.is_initialized() or world is None:
-        return
-    if is_nccl(world) and (failed or _aborted):
+    if dist.is_initialized() and is_nccl() and (failed or _aborted):
         abort_and_forget()
-    else:
+    elif dist.is_initialized():
         dist.destroy_process_group()
 
 
 @contextmanager
 def ends_within(seconds: float) -> Iterator[None]:
     """What is done here ends in time, or the process does, with exit code 1 and what each thread was doing."""
-    faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
+    faulthandler.dump_traceback_later(seconds, exit=True, file=2)  # `sys.stderr` may be replaced
     try:
         yield
     finally:

@@ -185,7 +185,7 @@ def late_member() -> str:
 
 def test_a_member_that_does_not_come_is_named() -> None:
     message, _ = run_trainer_ranks(late_member, 2)
-    assert "RankTimeoutError: Rank 1 did not come within 0.5 s to make the communicator of ranks [0, 1]" in message
+    assert "RankTimeoutError: Rank 1 did not come within 0.5 s to make the communicator of [0, 1]" in message
 
 
 def through_neighbours() -> list[Tensor]:
