@@ -15,10 +15,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent import futures
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,15 +32,15 @@ from lightning_smddp.communication.groups import backend_timeout
 JOB = "LIGHTNING_SMDDP_JOB"  # the variable that a script's first process gives to those that it starts
 NCCL_AND_GLOO = "cpu:gloo,cuda:nccl"
 _MOST_INIT_TIMEOUT = timedelta(minutes=10)  # by default
-_LEAST_CONNECT = timedelta(seconds=5)  # for the ranks to connect, however late the last one came
+_LEAST_CONNECT_S = 5.0  # for the ranks to connect, however late the last one came
 _RUN_VARIABLES = ["TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE", JOB]
-_SERVER, _LIST = "lightning_smddp/server", "ranks"  # keys of the store
+_LIST = "ranks"  # the key of the store
 _FAREWELL_S = 2.0  # for the others to read what has decided, in a store that ends with rank 0
 _starts = itertools.count()  # the same on all ranks: a store may outlive a process group
 
 
 @dataclass(frozen=True)
-class Card:
+class RankInfo:
     """What a rank says of itself.
 
     Attributes:
@@ -70,7 +71,7 @@ def start_limit(init_timeout: timedelta | None, timeout: timedelta | None) -> ti
 
 
 def join(
-    card: Card,
+    card: RankInfo,
     address: tuple[str, int],
     backend: str,
     device: torch.device | None,
@@ -94,8 +95,8 @@ def join(
     store = _in_time(lambda: _meet(card, address, deadline, init_timeout), card, address, init_timeout)
     # Only groups of gloo and NCCL can be given another timeout later.
     resettable = backend in ("gloo", NCCL_AND_GLOO)
-    left = timedelta(seconds=deadline - time.monotonic())
-    first_timeout = min(max(left, _LEAST_CONNECT), timeout) if resettable else timeout
+    left = timedelta(seconds=max(deadline - time.monotonic(), _LEAST_CONNECT_S))
+    first_timeout = min(left, timeout) if resettable else timeout
     try:
         size = card.world_size
         dist.init_process_group(backend, None, first_timeout, size, card.rank, store, device_id=device)
@@ -110,12 +111,12 @@ def join(
         set_group_timeout(backend_timeout(timeout, is_nccl()))
 
 
-def _in_time(meet: Callable[[], dist.Store], card: Card, address: tuple[str, int], limit: timedelta) -> dist.Store:
+def _in_time(meet: Callable[[], dist.Store], card: RankInfo, address: tuple[str, int], limit: timedelta) -> dist.Store:
     """``meet()``, in a thread: a server that accepts and is silent, or stopped, holds torch's client without limit.
 
     Raises :class:`StartError` where there is no store, or none any more.
     """
-    future: Future[dist.Store] = Future()
+    future: futures.Future[dist.Store] = futures.Future()
 
     def run() -> None:
         try:
@@ -126,7 +127,7 @@ def _in_time(meet: Callable[[], dist.Store], card: Card, address: tuple[str, int
     threading.Thread(target=run, name="lightning_smddp_start", daemon=True).start()
     try:
         return future.result(limit.total_seconds() + 2 * _FAREWELL_S)
-    except (TimeoutError, RuntimeError) as error:
+    except (futures.TimeoutError, RuntimeError) as error:
         reason, _, _ = str(error).partition("\n")
     try:
         socket.create_connection(address, timeout=_FAREWELL_S).close()
@@ -136,11 +137,11 @@ def _in_time(meet: Callable[[], dist.Store], card: Card, address: tuple[str, int
     raise StartError(
         f"{card} has no connection to rank 0 at (MASTER_ADDR, MASTER_PORT)={address}, with init_timeout="
         f"{limit.total_seconds():g} s: {reason}. Look at rank 0's own output. The address has to be of its machine, "
-        "and the port open to all ranks and not another job's or program's."
+        "and the port open to all ranks, and no other job's or program's (MASTER_PORT)."
     )
 
 
-def _meet(card: Card, address: tuple[str, int], deadline: float, limit: timedelta) -> dist.Store:
+def _meet(card: RankInfo, address: tuple[str, int], deadline: float, limit: timedelta) -> dist.Store:
     """The store of this start, when all ranks are there."""
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     names = list(_RUN_VARIABLES)
@@ -150,24 +151,15 @@ def _meet(card: Card, address: tuple[str, int], deadline: float, limit: timedelt
     serves = card.rank == 0 and not by_agent
     listener = _listen(address) if serves else None
     # Multi-tenant: a server that this process has already, for an earlier group, is used again.
-    store: dist.Store = dist.TCPStore(
+    store = dist.TCPStore(
         *address, None, serves, limit, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener
     )
-    if not by_agent:
-        mine = [run, f"process {card.pid} on host {card.host}"]
-        text = store.compare_set(_SERVER, "", json.dumps(mine)) if serves else store.get(_SERVER)
-        its_run, server = json.loads(text)
-        if its_run != run or (serves and server != mine[1]):
-            raise StartError(
-                f"{card} found another job at {address}, whose rank 0 is {server}; that one goes on. Two jobs have one "
-                "MASTER_PORT, or rank 0 was started twice (RANK, NODE_RANK): give this job a free port."
-            )
-    store = dist.PrefixStore(f"lightning_smddp/{run}/{next(_starts)}", store)
-    error = wait_for_ranks(store, card, deadline, limit)
+    of_start = dist.PrefixStore(f"lightning_smddp/{run}/{next(_starts)}", store)
+    error = wait_for_ranks(of_start, card, deadline, limit)
     if error is not None:
         time.sleep(_FAREWELL_S)
         raise StartError(error)
-    return store
+    return of_start
 
 
 def _listen(address: tuple[str, int]) -> int | None:
@@ -182,12 +174,13 @@ def _listen(address: tuple[str, int]) -> int | None:
     return None
 
 
-def wait_for_ranks(store: dist.Store, card: Card, deadline: float, limit: timedelta) -> str | None:
+def wait_for_ranks(store: Any, card: RankInfo, deadline: float, limit: timedelta) -> str | None:
     """Put ``card`` on the list and wait until all ranks are there; returns why they cannot start, or None.
 
-    The ``limit`` is what ``deadline`` (of ``time.monotonic()``) came from, for the message.
+    ``store`` is torch's, whose type hints lack ``append``; ``limit`` is what ``deadline`` (of ``time.monotonic()``)
+    came from, for the message.
     """
-    _tell(store, asdict(card))
+    store.append(_LIST, json.dumps(asdict(card)) + "\n")
     pause_s = min(0.05 + card.world_size / 500, 1.0)  # each look costs a message as long as all cards
     while True:
         cards, error = read(store.get(_LIST).decode().splitlines())
@@ -200,23 +193,19 @@ def wait_for_ranks(store: dist.Store, card: Card, deadline: float, limit: timede
         if error is not None or len(cards) == card.world_size:
             return error
         if time.monotonic() > deadline:
-            _tell(store, {"waited": limit.total_seconds()})
+            store.append(_LIST, json.dumps({"waited": limit.total_seconds()}) + "\n")
         else:
             time.sleep(pause_s)
 
 
-def _tell(store: dist.Store, entry: Mapping[str, object]) -> None:
-    store.append(_LIST, json.dumps(entry) + "\n")  # type: ignore[attr-defined]  # torch's stubs lack it
-
-
-def read(lines: Iterable[str]) -> tuple[dict[int, Card], str | None]:
+def read(lines: Iterable[str]) -> tuple[dict[int, RankInfo], str | None]:
     """The ranks that have come, and why they cannot start. Lines behind the one that decides count for nothing."""
-    cards: dict[int, Card] = {}
+    cards: dict[int, RankInfo] = {}
     for line in lines:
         entry = json.loads(line)
         if "waited" in entry:
             return cards, _absent(list(cards.values()), entry["waited"])
-        card = Card(**entry)
+        card = RankInfo(**entry)
         error = contradiction(next(iter(cards.values()), card), card)
         cards.setdefault(card.rank, card)
         if error is not None or len(cards) == card.world_size:
@@ -224,7 +213,7 @@ def read(lines: Iterable[str]) -> tuple[dict[int, Card], str | None]:
     return cards, None
 
 
-def contradiction(first: Card, card: Card) -> str | None:
+def contradiction(first: RankInfo, card: RankInfo) -> str | None:
     """Why the two can never be ranks of one job; None if they can."""
     if not 0 <= card.rank < card.world_size:
         return (
@@ -241,7 +230,7 @@ def contradiction(first: Card, card: Card) -> str | None:
     return None
 
 
-def _absent(cards: Sequence[Card], waited_s: float) -> str:
+def _absent(cards: Sequence[RankInfo], waited_s: float) -> str:
     missing = set(range(cards[0].world_size)) - {card.rank for card in cards}
     hosts: dict[str, list[int]] = {}
     for card in cards:

@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 from lightning_smddp.communication.errors import StartError
 from lightning_smddp.communication.objects import gather
-from lightning_smddp.communication.rendezvous import NCCL_AND_GLOO, Card, join, versions
+from lightning_smddp.communication.rendezvous import NCCL_AND_GLOO, RankInfo, join, versions
 from lightning_smddp.doctor.facts import look
 from lightning_smddp.doctor.findings import Facts, Finding, find, merged
 from lightning_smddp.doctor.measuring import measure
@@ -98,7 +98,7 @@ def _as_a_rank(facts: Facts, as_json_text: bool) -> int:
 def _meet(launch: Facts, facts: Facts, device: torch.device) -> None:
     os.environ.update(launch["will_set"])  # of the network, as the strategy sets it before it makes a process group
     lightning = facts["versions"]["lightning"] or facts["versions"]["pytorch-lightning"]
-    card = Card(launch["rank"], launch["world_size"], versions(str(lightning)))
+    card = RankInfo(launch["rank"], launch["world_size"], versions(str(lightning)))
     backend, bound = _backend_of(device)
     limit = timedelta(seconds=_START_S)
     join(card, (launch["main_address"], launch["main_port"]), backend, bound, limit, limit)

@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_smddp.communication.groups import forget_aborted_groups
-from lightning_smddp.communication.rendezvous import NCCL_AND_GLOO, Card, join, start_limit, versions
+from lightning_smddp.communication.rendezvous import NCCL_AND_GLOO, RankInfo, join, start_limit, versions
 from lightning_smddp.strategies.environments import before_start
 
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
@@ -37,7 +37,7 @@ def start_process_group(
     if dist.is_initialized() or backend == "mpi":  # MPI brings its own rendezvous
         return
     before_start(strategy, strategy._session.options.communication.verbose)
-    card = Card(environment.global_rank(), environment.world_size(), versions(lightning_version(strategy)))
+    card = RankInfo(environment.global_rank(), environment.world_size(), versions(lightning_version(strategy)))
     address = (environment.main_address, int(environment.main_port))
     # As Lightning does, for what reads them beside torch.
     os.environ["MASTER_ADDR"] = address[0]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_smddp.communication.errors import StartError
-from lightning_smddp.communication.rendezvous import JOB, Card, join, read, versions, wait_for_ranks
+from lightning_smddp.communication.rendezvous import JOB, RankInfo, join, read, versions, wait_for_ranks
 from tests.ranks import run_ranks
 
 VERSIONS = {"torch": "2.13.0", "lightning": "2.6.6", "lightning_smddp": "0.1.0"}
@@ -31,7 +31,8 @@ def come(port: int, limit: float, rank: int, world: int, **changes: Any) -> tupl
     """Join as ``rank``; returns what was said, and after how many seconds."""
     begin = time.monotonic()
     time.sleep(changes.get("late", 0.0))
-    card = Card(rank, world, changes.get("versions", VERSIONS))
+    card = RankInfo(rank, world, changes.get("versions", VERSIONS))
+    limit = changes.get("patience", limit)
     address = (changes.get("address", "127.0.0.1"), port)
     try:
         join(card, address, "gloo", None, timedelta(seconds=60), timedelta(seconds=limit))
@@ -120,18 +121,20 @@ def test_the_port_belongs_to_a_program_that_accepts_and_is_silent(rank: int, rea
 def test_a_second_job_on_the_same_port_leaves_the_first_alone(jobs: tuple[str, str]) -> None:
     """The second one comes while the first still waits for its last rank."""
     first = [{"rank": rank, "world": 3, "env": {JOB: jobs[0]}, "late": late} for rank, late in ((0, 0), (1, 0), (2, 3))]
-    second = [{"rank": rank, "world": 3, "env": {JOB: jobs[1]}, "late": 1.5} for rank in (0, 1)]
+    second = [{"rank": rank, "world": 3, "env": {JOB: jobs[1]}, "late": 1.5, "patience": 3} for rank in (0, 1)]
     said, _ = start([*first, *second])
     assert said[:3] == ["joined"] * 3
     assert "EADDRINUSE" in said[3]
-    assert ("another job" if jobs[0] else "Two processes are the same rank: rank 1 (host ") in said[4]
+    assert ("missing: [0, 2]" if jobs[0] else "Two processes are the same rank: rank 1 (host ") in said[4]
 
 
 def pester(port: int, limit: float, flag: str) -> None:
     """Strays send garbage to the store's port while training goes on, and stay connected."""
     rank = int(os.environ["RANK"])
     strays = []
-    join(Card(rank, 2, VERSIONS), ("127.0.0.1", port), "gloo", None, timedelta(seconds=20), timedelta(seconds=limit))
+    join(
+        RankInfo(rank, 2, VERSIONS), ("127.0.0.1", port), "gloo", None, timedelta(seconds=20), timedelta(seconds=limit)
+    )
     if rank == 0:
         proper_start = b"\x00\xce\xf7\x85\x3c"  # as torch's own clients begin
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(1 << 16), bytes(4096), proper_start + b"\xff" * 999):
@@ -185,12 +188,12 @@ def test_two_jobs_at_the_same_time() -> None:
 def test_the_first_line_that_decides_is_the_same_for_all() -> None:
     store = dist.HashStore()
     begin = time.monotonic()
-    cards = [Card(rank, 3, VERSIONS, host=f"node{rank}") for rank in (0, 1)]
+    cards = [RankInfo(rank, 3, VERSIONS, host=f"node{rank}") for rank in (0, 1)]
     with ThreadPoolExecutor(2) as ranks:
         limits = [(begin + 0.2, timedelta(seconds=0.2)), (begin + 5, timedelta(seconds=5))]
         waits = [ranks.submit(wait_for_ranks, store, card, *limit) for card, limit in zip(cards, limits, strict=True)]
         said = {wait.result() for wait in waits}
-    late = wait_for_ranks(store, Card(2, 3, VERSIONS), begin + 5, timedelta(seconds=5))
+    late = wait_for_ranks(store, RankInfo(2, 3, VERSIONS), begin + 5, timedelta(seconds=5))
     assert said == {late}
     assert "1 of 3 ranks are missing: [2]. There are, by host, node0: [0], node1: [1]." in str(late)
 
@@ -200,10 +203,10 @@ def test_what_comes_behind_the_last_rank_counts_for_nothing() -> None:
     begin = time.monotonic()
     limit = (begin + 5, timedelta(seconds=5))
     with ThreadPoolExecutor(2) as ranks:
-        waits = [ranks.submit(wait_for_ranks, store, Card(rank, 2, VERSIONS), *limit) for rank in (0, 1)]
+        waits = [ranks.submit(wait_for_ranks, store, RankInfo(rank, 2, VERSIONS), *limit) for rank in (0, 1)]
         assert [wait.result() for wait in waits] == [None, None]
-    assert "world size" in str(wait_for_ranks(store, Card(2, 3, VERSIONS), *limit))
-    assert "same rank" in str(wait_for_ranks(store, Card(1, 2, VERSIONS, host="b"), *limit))
+    assert "world size" in str(wait_for_ranks(store, RankInfo(2, 3, VERSIONS), *limit))
+    assert "same rank" in str(wait_for_ranks(store, RankInfo(1, 2, VERSIONS, host="b"), *limit))
     cards, error = read(store.get("ranks").decode().splitlines())
     assert (sorted(cards), error) == ([0, 1], None)
 

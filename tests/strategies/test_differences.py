@@ -80,14 +80,14 @@ def error_of(name: str, model: type[Learner]) -> str:
 @pytest.mark.parametrize(
     ("name", "model", "parts"),
     [
-        ("smddp", Uneven, ["epoch 0: 4 on rank 0, 6 on rank 1", "limit_train_batches=4"]),
-        ("replicas", Uneven, ["epoch 0: 4 on rank 0, 6 on rank 1"]),
-        ("smddp", Growing, ["epoch 1: 3 on rank 1, 4 on rank 0"]),
-        ("smddp", OtherRate, ["lr=0.1 in group 0 of optimizer 0", "lr=0.2 in group 0 of optimizer 0"]),
-        ("stages", OtherRate, ["lr=0.1 in group 0 of optimizer 0", "lr=0.2 in group 0 of optimizer 0"]),
-        ("stages", Wider, ["parameter 2", "(3, 16)", "(4, 16)"]),
-        ("stages", OtherBuffer, ["buffer 0", "(2,)", "(3,)"]),
-        ("smddp", OtherBuffer, ["buffer 0", "(2,)", "(3,)"]),
+        ("smddp", Uneven, ["batches in epoch 0 differ", ") has 4; rank 1 (", ") has 6. ", "limit_train_batches"]),
+        ("replicas", Uneven, ["batches in epoch 0 differ", ") has 4; rank 1 (", ") has 6. "]),
+        ("smddp", Growing, ["batches in epoch 1 differ", ") has 4; rank 1 (", ") has 3. "]),
+        ("smddp", OtherRate, ["SGD 0, group 0 of 1: lr=0.1", "SGD 0, group 0 of 1: lr=0.2"]),
+        ("stages", OtherRate, ["SGD 0, group 0 of 1: lr=0.1", "SGD 0, group 0 of 1: lr=0.2"]),
+        ("stages", Wider, ["parameter net.2.weight", "(3, 16)", "(4, 16)"]),
+        ("stages", OtherBuffer, ["buffer seen: ", "(2,)", "(3,)"]),
+        ("smddp", OtherBuffer, ["buffer seen: ", "(2,)", "(3,)"]),
     ],
 )
 def test_named_on_every_rank(name: str, model: type[Learner], parts: list[str]) -> None:
