@@ -120,8 +120,8 @@ def test_the_port_belongs_to_a_program_that_accepts_and_is_silent(rank: int, rea
 @pytest.mark.parametrize("jobs", [("", ""), ("a", "b")], ids=["by hand", "by a launcher"])
 def test_a_second_job_on_the_same_port_leaves_the_first_alone(jobs: tuple[str, str]) -> None:
     """The second one comes while the first still waits for its last rank."""
-    first = [{"rank": rank, "world": 3, "env": {JOB: jobs[0]}, "late": late} for rank, late in ((0, 0), (1, 0), (2, 3))]
-    second = [{"rank": rank, "world": 3, "env": {JOB: jobs[1]}, "late": 1.5, "patience": 3} for rank in (0, 1)]
+    first = [{"rank": rank, "world": 3, "env": {JOB: jobs[0]}, "late": late} for rank, late in ((0, 0), (1, 0), (2, 4))]
+    second = [{"rank": rank, "world": 3, "env": {JOB: jobs[1]}, "late": 1.0, "patience": 1} for rank in (0, 1)]
     said, _ = start([*first, *second])
     assert said[:3] == ["joined"] * 3
     assert "EADDRINUSE" in said[3]
