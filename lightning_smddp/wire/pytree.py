@@ -1,23 +1,22 @@
 """Nested structures of any kind, as batches and outputs of modules are: taken apart, and put together again.
 
-``torch.utils._pytree`` is private and refuses types that nobody registered; here every mapping, sequence and dataclass
-is a container, so that a ``BatchEncoding`` or a ``ModelOutput`` comes back as what it was.
+``torch.utils._pytree`` is private, slower, and refuses types that nobody registered; here every mapping, sequence and
+dataclass is a container, so that a ``BatchEncoding`` or a ``ModelOutput`` comes back as what it was.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
-from torch import Tensor, nn
+from torch import Tensor
 
 Path: TypeAlias = tuple[str | int, ...]
 Members: TypeAlias = list[tuple[str | int, Any]]
 
-# The usual types of leaves; others may be added. A set finds them faster than checks of what is no container.
-LEAF_TYPES: set[type] = {Tensor, nn.Parameter, int, float, bool, str, type(None)}
+LEAF_TYPES: set[type] = set()  # that were met: asking all over what a type is would be slow
 
 
 def leaves(structure: Any) -> list[Any]:
@@ -34,15 +33,14 @@ def tensors(structure: Any) -> list[Tensor]:
 
 def items(structure: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Each leaf with its keys and positions from the outside in."""
-    children = members_of(structure)
-    if children is None:
+    members = members_of(structure)
+    if members is None:
         yield path, structure
-    else:
-        for key, child in children:
-            yield from items(child, (*path, key))
+    for key, member in members or ():
+        yield from items(member, (*path, key))
 
 
-def rebuild(structure: Any, new_leaves: Sequence[Any]) -> Any:
+def rebuild(structure: Any, new_leaves: Iterable[Any]) -> Any:
     """A copy of ``structure`` with ``new_leaves`` in place of its :func:`leaves`; containers keep their types."""
     iterator = iter(new_leaves)  # `map_leaves` comes to the leaves in the order of `leaves`
     return map_leaves(lambda _: next(iterator), structure)
@@ -50,24 +48,18 @@ def rebuild(structure: Any, new_leaves: Sequence[Any]) -> Any:
 
 def map_leaves(function: Callable[[Any], Any], structure: Any) -> Any:
     """A copy of ``structure`` with ``function`` applied to each leaf, in order."""
-    if type(structure) in LEAF_TYPES:
+    kind = type(structure)
+    if kind is tuple or kind is list:
+        return kind([map_leaves(function, member) for member in structure])
+    members = members_of(structure)
+    if members is None:
         return function(structure)
-    children = members_of(structure)
-    if children is None:
-        return function(structure)
-    changed = [(key, map_leaves(function, child)) for key, child in children]
-    return with_members(structure, changed)
+    return with_members(structure, [(key, map_leaves(function, member)) for key, member in members])
 
 
 def copied(structure: Any) -> Any:
     """A copy of ``structure``, and of the tensors in it."""
-
-    def copy_of(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.clone()
-        return leaf
-
-    return map_leaves(copy_of, structure)
+    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, structure)
 
 
 def with_members(container: Any, values: Members) -> Any:
@@ -89,31 +81,34 @@ def with_members(container: Any, values: Members) -> Any:
 
 
 def _collect(structure: Any, found: list[Any]) -> None:
-    """Called for every argument of every operation of a step: the usual types first, as checks of others are slow."""
+    """Called for every argument of every operation of a step: so the usual types first."""
     kind = type(structure)
     if kind in LEAF_TYPES:
         found.append(structure)
     elif kind is tuple or kind is list:
-        for child in structure:
-            _collect(child, found)
+        for member in structure:
+            _collect(member, found)
     elif kind is dict:
-        for child in structure.values():
-            _collect(child, found)
+        for member in structure.values():
+            _collect(member, found)
     else:
-        children = members_of(structure)
-        if children is None:
+        members = members_of(structure)
+        if members is None:
             found.append(structure)
-            return
-        for _, child in children:
-            _collect(child, found)
+        for _, member in members or ():
+            _collect(member, found)
 
 
 def members_of(structure: Any) -> Members | None:
     """Keys and members of a container; None for a leaf."""
+    kind = type(structure)
+    if kind in LEAF_TYPES:
+        return None
     if isinstance(structure, Mapping):
         return list(structure.items())
     if isinstance(structure, (list, tuple)):
         return list(enumerate(structure))
-    if dataclasses.is_dataclass(structure) and not isinstance(structure, type):
+    if dataclasses.is_dataclass(kind):
         return [(field.name, getattr(structure, field.name)) for field in dataclasses.fields(structure)]
+    LEAF_TYPES.add(kind)
     return None

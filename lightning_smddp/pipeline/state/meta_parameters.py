@@ -22,7 +22,7 @@ from lightning_smddp._compat.torch_steps import hooks_of, install_hooks
 from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, sets_flag, user_location
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.runtime.remote_tensor import active_run
-from lightning_smddp.wire.pytree import LEAF_TYPES, leaves
+from lightning_smddp.wire.pytree import leaves
 
 _HARMLESS = {Kind.METADATA, Kind.WATCHER, Kind.LIKE}  # functions of these kinds need no values
 Initializers: TypeAlias = list[tuple[str, Callable[[], object]]]
@@ -56,9 +56,6 @@ class AbsentParameter(nn.Parameter):
             "the pipeline. Hooks and callbacks of Lightning may use all parameters, on all ranks alike; other code may "
             "not. Do it in a hook such as `on_train_batch_end`."
         )
-
-
-LEAF_TYPES.add(AbsentParameter)
 
 
 def _is_harmless(function: Any, args: Any) -> bool:

@@ -16,7 +16,7 @@ from lightning_smddp.communication.tensors import broadcast_tensors
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.ops import user_location
 from lightning_smddp.pipeline.mesh import Ownership, named_tensors
-from lightning_smddp.wire.pytree import LEAF_TYPES, leaves, map_leaves
+from lightning_smddp.wire.pytree import leaves, map_leaves
 
 View: TypeAlias = Any
 """The :class:`~.view.GlobalView`, which is made of what is here."""
@@ -152,9 +152,6 @@ class GlobalTensor(Tensor):
                 copy = nn.Parameter(copy, self.requires_grad)
             memo[id(self)] = copy
         return memo[id(self)]
-
-
-LEAF_TYPES.add(GlobalTensor)
 
 
 def broadcast_from_owners(owned: Iterable[tuple[int, Tensor]], group: dist.ProcessGroup, device: torch.device) -> None:
