@@ -66,13 +66,13 @@ class Generators:
         self._places = []  # (attributes of a module, name): another generator may be there later
         for module in root.modules():
             for name, value in vars(module).items():
-                if _is_generator(value):
+                if is_generator(value):
                     self._places.append((vars(module), name))
 
     def held(self) -> list[Any]:
         """The generators that attributes of modules hold now; others may have taken their places since the start."""
         found = [attributes.get(name) for attributes, name in self._places]
-        return [generator for generator in found if _is_generator(generator)]
+        return [generator for generator in found if is_generator(generator)]
 
     def seed(self, number: int) -> None:
         """Start all of them anew."""
@@ -93,7 +93,7 @@ class Generators:
     def states(self) -> list[Any]:
         """What each of them goes on from."""
         found: list[Any] = [generator.get_state() for generator in self.torch]
-        found += [_state_of(held) for held in self.held()]
+        found += [state_of(held) for held in self.held()]
         if self.python:
             found.append(random.getstate())
             if "numpy" in sys.modules:
@@ -106,7 +106,7 @@ class Generators:
         for generator in self.torch:
             generator.set_state(next(remaining))
         for held in self.held():
-            _set_state(held, next(remaining))
+            set_state(held, next(remaining))
         if self.python:
             random.setstate(next(remaining))
             for state in remaining:
@@ -257,12 +257,13 @@ def _equal(state: Any, other: Any) -> bool:
     return bool(equal if isinstance(equal, bool) else equal.all())  # all of a numpy array
 
 
-def _is_generator(value: Any) -> bool:
+def is_generator(value: Any) -> bool:
+    """Whether it is torch's, Python's or one of numpy's."""
     # torch's isinstance for generators is Python code, and this is asked for each attribute: so the class is asked.
     kind = type(value)
     if issubclass(kind, (torch.Generator, random.Random)):
         return True
-    return kind.__module__.startswith("numpy.random") and hasattr(value, "bit_generator")
+    return kind.__module__.startswith("numpy.random") and kind.__name__ in ("Generator", "RandomState")
 
 
 def _seed(generator: Any, number: int) -> None:
@@ -270,20 +271,28 @@ def _seed(generator: Any, number: int) -> None:
         generator.manual_seed(number)
     elif isinstance(generator, random.Random):
         generator.seed(number)
+    elif hasattr(generator, "seed"):  # numpy's of the older kind
+        generator.seed(number % _NUMPY_SEEDS)
     else:  # numpy's take a seed only where they are made
         generator.bit_generator.state = type(generator.bit_generator)(number).state
 
 
-def _state_of(generator: Any) -> Any:
+def state_of(generator: Any) -> Any:
+    """The state that :func:`set_state` takes."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
-    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if hasattr(generator, "get_state"):  # numpy's of the older kind may have a normal number left over
+        return generator.get_state(legacy=False)
+    return generator.bit_generator.state
 
 
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
+def set_state(generator: Any, state: Any) -> None:
+    """Let it go on from a :func:`state_of`."""
+    if isinstance(generator, random.Random):
         generator.setstate(state)
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
     else:
         generator.bit_generator.state = state

@@ -8,14 +8,13 @@ newest and start from it.
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_smddp._compat.loops import around_resume_start, requeue_checkpoint
+from lightning_smddp._compat.loops import at_resume_start, requeue_checkpoint
 from lightning_smddp.checkpoint.newest import newest_checkpoint
 from lightning_smddp.checkpoint.ranks import Ranks
 from lightning_smddp.sagemaker.folders import pointed_at
@@ -26,13 +25,8 @@ STOP_CHECKPOINT = "smddp-stop.ckpt"
 
 def stop_checkpoint(trainer: Any) -> str:
     """Where the checkpoint of a run that is told to stop belongs: where :func:`checkpoint_locations` looks."""
-    directory = str(trainer.default_root_dir)
-    of_callbacks = _directories(trainer)
-    if of_callbacks:
-        directory = of_callbacks[0]
-    if "://" in directory:
-        return f"{directory}/{STOP_CHECKPOINT}"
-    return os.path.join(directory, STOP_CHECKPOINT)
+    directories = [*_directories(trainer), str(trainer.default_root_dir)]
+    return f"{directories[0]}/{STOP_CHECKPOINT}"
 
 
 def checkpoint_locations(trainer: Any) -> list[str]:
@@ -45,21 +39,16 @@ def checkpoint_locations(trainer: Any) -> list[str]:
     found: list[str | None] = []
     for directory in _directories(trainer):
         found += _versions(directory)
-    root = str(trainer.default_root_dir)
-    found.append(os.path.join(root, STOP_CHECKPOINT))
+    found.append(os.path.join(str(trainer.default_root_dir), STOP_CHECKPOINT))
     folder = getattr(trainer.strategy, "newest_in", None)
     if folder is not None:
         found.append(pointed_at(folder))
     found.append(requeue_checkpoint(trainer))
-    locations: list[str] = []
-    for location in found:
-        if location is not None and location not in locations:
-            locations.append(location)
-    return locations
+    return [location for location in dict.fromkeys(found) if location is not None]
 
 
-def continuing(trainer: Any, device: torch.device) -> AbstractContextManager[None]:
-    """In this context a fit without ``ckpt_path`` starts from the newest valid checkpoint. Collective when it does.
+def continuing(trainer: Any, device: torch.device) -> None:
+    """Let a fit without ``ckpt_path`` start from the newest valid checkpoint. Collective when it does.
 
     A checkpoint of a finished run lets ``fit`` return at once. The strategy is told which one was verified, in
     ``verified_checkpoint``, so that it need not do so again.
@@ -81,15 +70,14 @@ def continuing(trainer: Any, device: torch.device) -> AbstractContextManager[Non
         locations = checkpoint_locations(trainer)
         path = newest_checkpoint(locations, ranks=Ranks(dist.group.WORLD, device))
         trainer.strategy.verified_checkpoint = path
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if trainer.is_global_zero:
+            text = f"goes on from {path}"
             if path is None:
-                searched = ", ".join(locations)
-                say(f"resume='auto': no checkpoint in {searched}; the run starts from scratch.")
-            else:
-                say(f"resume='auto': the run goes on from {path}")
+                text = f"starts from scratch: there is no checkpoint in {', '.join(locations)}"
+            say(f"resume='auto': the run {text}")
         return path
 
-    return around_resume_start(trainer, choose)
+    at_resume_start(trainer, choose)
 
 
 def _directories(trainer: Any) -> list[str]:

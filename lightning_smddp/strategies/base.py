@@ -31,7 +31,6 @@ from lightning_smddp._compat.trainer import is_control_flow, is_stop
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.resume.exact_resume import ExactResume
-from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
 from lightning_smddp.strategies.options import GradientOptions, ReliabilityOptions
 from lightning_smddp.strategies.process_group import start_process_group
@@ -124,7 +123,7 @@ class TrainerStrategy(_Base):
         self._sagemaker.start()
         self._session.process_group_started()
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
-            self._exact_resume.before_setup(self.lightning_module.trainer, self._resume, self.root_device)
+            self._exact_resume.begin(self.lightning_module.trainer, self.root_device, self._resume)
         self._make_groups()
 
     @override
@@ -142,10 +141,6 @@ class TrainerStrategy(_Base):
             self._saving.require_no_links(trainer)
             self._last_compression_state = {}
         self._set_up_model(trainer)
-        # Behind this Lightning restores the loops, registers its signal handlers and makes the loaders' iterators. The
-        # parts take hold of its methods for that here.
-        if is_fit:
-            self._exact_resume.start(trainer, self._layout_rank, self.root_device)
         self._supervision.take_over(trainer)
         self._watch_hooks(trainer)
 
@@ -166,6 +161,12 @@ class TrainerStrategy(_Base):
         self._supervision.training_starts()
         self._training_starts()
         self._exact_resume.on_train_start()
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Training loaders get a state, which Lightning saves and restores."""
+        processed: object = self._exact_resume.process(super().process_dataloader(dataloader))
+        return processed
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -269,8 +270,8 @@ class TrainerStrategy(_Base):
     @override
     def teardown(self) -> None:
         """Free shared memory, threads and sockets. Hooks follow, so the supervision goes on until the run's end."""
-        # Lightning's loops get back what is theirs. Then comes what takes all ranks, what compression remembers and a
-        # whole module, as long as there is what it is sent by.
+        # First what takes all ranks, what compression remembers and a whole module, as long as there is what it is sent
+        # by.
         self._exact_resume.close()
         self._keep_compression_state()
         self._release_model()
@@ -342,7 +343,9 @@ class TrainerStrategy(_Base):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load what a Trainer has saved, a file or a directory. Collective for directories."""
-        return self._saving.load(checkpoint_path, weights_only, super().load_checkpoint)
+        checkpoint = self._saving.load(checkpoint_path, weights_only, super().load_checkpoint)
+        self._exact_resume.take(checkpoint)
+        return checkpoint
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -357,8 +360,7 @@ class TrainerStrategy(_Base):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers' states, and what it takes to go on exactly."""
-        self._exact_resume.take(checkpoint)
+        """Load the optimizers' states."""
         self._load_optimizers(checkpoint)
 
     # ---- between ranks ----
@@ -385,11 +387,6 @@ class TrainerStrategy(_Base):
 
     def _set_up_model(self, trainer: Trainer) -> None:
         super().setup(trainer)
-
-    @property
-    def _layout_rank(self) -> LayoutRank:
-        """Where this rank is among all that have the same data or the same part of the module."""
-        raise NotImplementedError
 
     def _watch_hooks(self, trainer: Trainer) -> None:
         """The last of the set-up: from here on the user's hooks run."""

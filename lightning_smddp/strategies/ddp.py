@@ -21,7 +21,6 @@ from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters, unwrapped
 from lightning_smddp.sharding.optimizer_states import whole_state_dict
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
@@ -293,11 +292,6 @@ class DataParallel(TrainerStrategy):
             vars(self.precision_plugin).pop("clip_grad_by_norm", None)
 
     # ---- a run ----
-
-    @property
-    @override
-    def _layout_rank(self) -> LayoutRank:
-        return LayoutRank(self.global_rank, 0, self.world_size, 1)
 
     @override
     def _training_starts(self) -> None:

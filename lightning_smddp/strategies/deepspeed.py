@@ -34,7 +34,6 @@ from lightning_smddp.deepspeed.start import (
     use_device,
 )
 from lightning_smddp.deepspeed.whole_states import WholeStates, is_deepspeeds, parameter_groups
-from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.checks import (
     callbacks_of,
@@ -334,11 +333,6 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
         """Reduce a tensor over ranks; a mean is SUM, then division, as not every backend knows AVG."""
         return mean_by_sum(super().reduce, tensor, group, reduce_op)
 
-    @property
-    @override
-    def _layout_rank(self) -> LayoutRank:
-        return LayoutRank(self.global_rank, 0, self.world_size, 1)
-
     # ---- communication ----
 
     @override
@@ -425,6 +419,7 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
         if not self._saves_directories:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self._can_save(filepath):
+            self._exact_resume.take_out(checkpoint)
             with self._supervision.saves():
                 self.save_directory(checkpoint, filepath, storage_options)
             self._sagemaker.saved(checkpoint, filepath)

@@ -31,7 +31,6 @@ from lightning_smddp.communication.unit_memory import UnitMemory
 from lightning_smddp.pipeline.state.gradients import give_back_clipping, take_over_clipping
 from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
 from lightning_smddp.pipeline.state.state_dict import broadcast_initial
-from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.sharding.averaged_copies import AveragedCopies
 from lightning_smddp.sharding.clipping import clip_by_norm
 from lightning_smddp.sharding.fully_sharded import FullySharded
@@ -175,11 +174,6 @@ class FullyShardedParallel(TrainerStrategy):
     @override
     def _require_layout(self) -> None:
         self._sharding.require_layout(self.num_nodes, self.num_processes)
-
-    @property
-    @override
-    def _layout_rank(self) -> LayoutRank:
-        return LayoutRank(self.global_rank, 0, self.world_size, 1)
 
     @override
     @contextmanager

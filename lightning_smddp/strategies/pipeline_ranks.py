@@ -14,7 +14,6 @@ from typing_extensions import override
 from lightning_smddp._compat.torch_steps import default_group
 from lightning_smddp.pipeline.capture.preserve_state import set_within
 from lightning_smddp.pipeline.mesh import Groups
-from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.checks import require_samplers_of_replicas
 from lightning_smddp.strategies.process_group import mean_by_sum
@@ -106,12 +105,6 @@ class PipelineRanks(TrainerStrategy):
         """Raise ``ValueError`` if a ``DistributedSampler`` of the user's takes each rank for a replica."""
         assert self._groups is not None
         require_samplers_of_replicas(self._trainer.train_dataloader, self._groups.mesh.num_replicas)
-
-    @property
-    @override
-    def _layout_rank(self) -> LayoutRank:
-        assert self._groups is not None
-        return LayoutRank.of(self._groups)
 
     @property
     @override

@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Found [0-9]+ module.*in eval mode:UserWarning"),
 ]
 
-SCENARIO = Scenario(accumulate=2, validate=3, epochs=2)
+SCENARIO = Scenario(accumulate=2, validate=2, epochs=2)
 SPLIT = ["net.3"]  # two runs that measure their modules may find two splits
 
 

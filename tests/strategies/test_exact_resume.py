@@ -10,6 +10,7 @@ import random
 import signal
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,83 +19,82 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_smddp import PipelineStrategy, SafeCheckpointIO
+from lightning_smddp import PipelineStrategy, SafeCheckpointIO, SMDDPFSDPStrategy
 from lightning_smddp.resume.auto_resume import STOP_CHECKPOINT
-from lightning_smddp.resume.exact_resume import CHECKPOINT_KEY, gather_states
-from lightning_smddp.resume.layouts import LayoutRank, Resumption, facts_of, resume_at
-from lightning_smddp.resume.random_states import RandomStates, from_plain, seed_all, to_plain
-from lightning_smddp.resume.recorded_loader import Course
+from lightning_smddp.resume.exact_resume import CHECKPOINT_KEY
+from lightning_smddp.resume.random_states import RandomStates
+from lightning_smddp.resume.resumable_loader import ResumableLoader
 from lightning_smddp.strategies import checkpoint_io
-from lightning_smddp.wire.encode import pack, unpack
-from tests.ranks import run_in_threads, run_ranks, run_trainer_ranks
+from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import Learner, make_trainer, samples, silent
-from tests.strategies.resuming import (
-    Dropping,
-    Drops,
-    Scenario,
-    all_from_each,
-    checkpoints,
-    differences,
-    resume_from_each,
-    run,
-)
+from tests.strategies.resuming import Dropping, Drops, Scenario, all_from_each, differences, resume_from_each, run
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),  # resumed without callbacks
     pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning"),
     pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The run is not continued exactly. random numbers .* in persistent:UserWarning"),
     pytest.mark.filterwarnings("ignore:Found [0-9]+ module.*in eval mode:UserWarning"),
 ]
 
-OFTEN = Scenario(accumulate=2, validate=3)
+OFTEN = Scenario(accumulate=2, validate=2)
 KINDS: dict[str, Scenario] = {
-    "map": OFTEN,
-    "workers": Scenario(workers=2, accumulate=2, validate=3),
-    "persistent workers": Scenario(workers=2, persistent=True, augment=False, validate=3),
-    "stream": Scenario("stream", accumulate=2, validate=3),
+    "map": Scenario(validate=7),  # of 7 batches on one rank, and 4 on two: at the end of an epoch
+    "accumulation": OFTEN,
+    "workers": Scenario(workers=2, accumulate=2, validate=2),
+    "stream": Scenario("stream", validate=3),
+    "stream alone": Scenario("stream"),
     "stream in workers": Scenario("stream", workers=2, validate=3),
     "stream with length": Scenario("sized stream", accumulate=3),
     "batch sampler": Scenario("buckets", validate=3),
     "batch sampler with workers": Scenario("buckets", workers=2),
     "generator": Scenario("generator", workers=2),
-    "two loaders": Scenario("two", accumulate=2),
+    "two loaders": Scenario("two"),
     "max_steps": Scenario(max_steps=10, validate=2),
     "limit_train_batches": Scenario(limit=2),
 }
 
 
-@pytest.mark.parametrize("name", ["map", pytest.param("persistent workers", marks=pytest.mark.slow)])
-def test_smddp(name: str, tmp_path: Path) -> None:
-    """From some of the checkpoints: in the middle and at the end of epochs, and after validations."""
-    scenario = replace(KINDS[name], epochs=2)
-    assert run_trainer_ranks(resume_from_each, 2, "smddp", scenario, str(tmp_path), 2) == [{}, {}]
+# ---- runs ----
+
+
+def test_one_rank(tmp_path: Path) -> None:
+    """From checkpoints in the middle and at the last batch of an epoch, and behind it: whatever the data."""
+    kinds = [("smddp", replace(scenario, epochs=2)) for scenario in KINDS.values()]
+    assert run_trainer_ranks(all_from_each, 1, kinds, str(tmp_path), 3, timeout=110) == [{}]
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path: Path) -> None:
+    kinds = [("smddp", replace(OFTEN, epochs=2)), ("smddp", Scenario("stream", workers=2, epochs=2))]
+    assert run_trainer_ranks(all_from_each, 2, kinds, str(tmp_path), 2) == [{}, {}]
 
 
 @pytest.mark.slow
 def test_pipeline(tmp_path: Path) -> None:
     """Each stage draws its own dropout."""
     scenario = replace(OFTEN, epochs=2, count=18)
-    assert run_trainer_ranks(resume_from_each, 2, {}, scenario, str(tmp_path), 2) == [{}, {}]
-    assert {path.name[:3] for path in checkpoints(str(tmp_path))} == {"ste", "epo", "val"}
+    assert run_trainer_ranks(resume_from_each, 2, {}, scenario, str(tmp_path), 3) == [{}, {}]
 
 
 @pytest.mark.slow
 def test_pipeline_without_a_check(tmp_path: Path) -> None:
     """Whose evaluation is traced while it counts: what no step has drawn then, each rank still has for itself."""
     scenario = Scenario(epochs=1, count=16, validate=3)
-    assert run_trainer_ranks(resume_from_each, 2, {"check": False}, scenario, str(tmp_path)) == [{}, {}]
+    assert run_trainer_ranks(resume_from_each, 2, {"check": False}, scenario, str(tmp_path), 2) == [{}, {}]
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", KINDS)
-def test_smddp_from_every_checkpoint(name: str, tmp_path: Path) -> None:
-    assert run_trainer_ranks(resume_from_each, 2, "smddp", KINDS[name], str(tmp_path), timeout=110) == [{}, {}]
+def test_smddp_from_every_checkpoint(name: str, ranks: int, tmp_path: Path) -> None:
+    found = run_trainer_ranks(resume_from_each, ranks, "smddp", KINDS[name], str(tmp_path), timeout=110)
+    assert found == [{}] * ranks
 
 
 @pytest.mark.exhaustive
@@ -106,26 +106,34 @@ def test_pipeline_from_many_checkpoints(name: str, tmp_path: Path) -> None:
 FOUR: list[tuple[Any, Scenario]] = [
     ("shared_memory", Scenario(accumulate=2, validate=3, count=50)),  # sums of four in one order, whatever the buckets
     ({"pipeline_parallel_size": 2}, OFTEN),
-    ({"pipeline_parallel_size": 2, "placement": "spread"}, KINDS["persistent workers"]),
     ({"pipeline_parallel_size": 2, "schedule": "interleaved_1f1b"}, Scenario("stream", workers=2)),
 ]
 
 
 @pytest.mark.exhaustive
 def test_four_ranks(tmp_path: Path) -> None:
-    assert run_trainer_ranks(all_from_each, 4, FOUR[:1], str(tmp_path), 3, timeout=110) == [{}] * 4
+    assert run_trainer_ranks(all_from_each, 4, FOUR, str(tmp_path), 3, timeout=170) == [{}] * 4
 
 
-@pytest.mark.exhaustive
-def test_four_ranks_of_pipelines(tmp_path: Path) -> None:
-    assert run_trainer_ranks(all_from_each, 4, FOUR[1:], str(tmp_path), 3, timeout=110) == [{}] * 4
+def of_fsdp(directory: str) -> list[str]:
+    """The samples and the loss after resuming: weights are on both ranks."""
+
+    def train(**options: Any) -> Any:
+        return run(SMDDPFSDPStrategy(**grouped(verbose=False)), Scenario(epochs=1), **options)
+
+    unbroken = train(directory=directory)
+    return differences(train(ckpt_path=f"{directory}/step2.ckpt"), unbroken)
+
+
+@pytest.mark.slow
+def test_fsdp(tmp_path: Path) -> None:
+    assert run_trainer_ranks(of_fsdp, 2, str(tmp_path)) == [[], []]
 
 
 @pytest.mark.exhaustive
 def test_stock_ddp_differs(tmp_path: Path) -> None:
     """So these tests see something."""
-    path = str(tmp_path)
-    for found in run_trainer_ranks(differing, 2, "ddp", path):
+    for found in run_trainer_ranks(differing, 2, "ddp", str(tmp_path)):
         assert "samples differ 0 batches after the start" in found[0]
 
 
@@ -133,9 +141,6 @@ def differing(kind: Any, directory: str) -> list[str]:
     warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
     unbroken = run(kind, Scenario(), directory)
     return differences(run(kind, Scenario(), ckpt_path=f"{directory}/step6.ckpt"), unbroken)
-
-
-# ---- the other package ----
 
 
 def of_twin(directory: str) -> list[str]:
@@ -162,7 +167,7 @@ def test_pytorch_lightning(tmp_path: Path) -> None:
     assert run_trainer_ranks(of_twin, 2, str(tmp_path)) == [[], []]
 
 
-# ---- when and what is saved ----
+# ---- what is saved, and what does not fit ----
 
 
 def fit_once(kind: Any, scenario: Scenario, directory: str | None = None, ckpt_path: Any = None) -> Any:
@@ -171,101 +176,90 @@ def fit_once(kind: Any, scenario: Scenario, directory: str | None = None, ckpt_p
         warnings.simplefilter("always")
         result = run(kind, scenario, directory, ckpt_path)
     texts = [str(warning.message) for warning in caught]
-    known = ("not continued exactly", "resumable", "without the state")
+    known = ("not continued exactly", "resumable")
     return result.seen, result.steps, [text for text in texts if any(words in text for words in known)]
 
 
-class SaveAt(Callback):
-    """Saves in the middle of a step."""
-
-    def __init__(self, hook: str, batch: int, path: str) -> None:
-        self.hook, self.batch, self.path = hook, batch, path
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.save(trainer, "on_train_batch_start")
+class SaveInStep(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
 
     def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
-        self.save(trainer, "on_before_backward")
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.save(trainer, "on_train_batch_end")
-
-    def save(self, trainer: Any, hook: str) -> None:
-        if hook == self.hook and trainer.fit_loop.total_batch_idx == self.batch:
+        if trainer.fit_loop.total_batch_idx == 3:
             trainer.save_checkpoint(self.path)
 
 
-def saved_in_mid_step(directory: str, saves: list[tuple[str, str, int]]) -> list[list[str]]:
+def saved_in_mid_step(directory: str) -> list[Any]:
+    """What is seen of a map and of a stream, whose batches are fetched ahead; of an accumulation, what is said."""
     found = []
-    for number, (data, hook, batch) in enumerate(saves):
-        scenario = Scenario(data, accumulate=2, epochs=2)
-        path = f"{directory}/{number}.ckpt"
-        callbacks = [SaveAt(hook, batch, path)]
-        unbroken = run("smddp", scenario, callbacks=callbacks, enable_checkpointing=False)
-        found.append(differences(run("smddp", scenario, ckpt_path=path), unbroken))
+    for kind in ("map", "stream"):
+        scenario, path = Scenario(kind, accumulate=2, epochs=1), f"{directory}/{kind}.ckpt"
+        unbroken = run("smddp", scenario, callbacks=[SaveInStep(path)], enable_checkpointing=False)
+        seen, _, _ = fit_once("smddp", scenario, None, path)
+        found.append((seen == unbroken.seen[3:], fit_once("smddp", scenario, None, path)[2]))
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "saves",  # an epoch has 4 batches of a map, and 7 of a stream
-    [
-        [("map", "on_train_batch_start", 5), ("stream", "on_before_backward", 9), ("map", "on_train_batch_end", 4)],
-        pytest.param(
-            [
-                ("stream", "on_train_batch_start", 5),
-                ("map", "on_before_backward", 5),
-                ("stream", "on_train_batch_end", 8),
-            ],
-            marks=pytest.mark.exhaustive,
-        ),
-    ],
-    ids=["each", "more"],
-)
-def test_in_the_middle_of_a_step_and_of_an_accumulation(saves: Any, tmp_path: Path) -> None:
-    """Batches since the last optimizer step are trained again, as no checkpoint has their gradients."""
-    assert run_trainer_ranks(saved_in_mid_step, 2, str(tmp_path), saves) == [[[]] * 3] * 2
+def test_in_mid_step(tmp_path: Path) -> None:
+    """The batch that was at work comes again."""
+    [found] = run_trainer_ranks(saved_in_mid_step, 1, str(tmp_path))
+    for same, texts in found:
+        assert same
+        assert ["has the gradients of 1 of 2 batches" in text for text in texts] == [True]
 
 
-def loads(directory: str) -> Any:
-    unbroken = run("smddp", Scenario(epochs=1), directory)
-    loaded = []
-
-    class Counting(Dropping):
-        def on_train_end(self) -> None:
-            loaded.append(self.trainer.train_dataloader.dataset.loaded)
-
-    resumed = run("smddp", Scenario(epochs=1), ckpt_path=f"{directory}/step5.ckpt", make_model=Counting)
-    return differences(resumed, unbroken), loaded
-
-
-@pytest.mark.slow
-def test_skips_without_loading(tmp_path: Path) -> None:
-    """Map-style data without workers: only the batches that are trained are loaded."""
-    assert run_trainer_ranks(loads, 1, str(tmp_path)) == [([], [2 * 4 - 2])]  # the last of 7 batches has 2 samples
-
-
-def saved_then_plain(directory: str) -> Any:
-    scenario = Scenario(epochs=1)
+def saved_and_changed(directory: str) -> list[Any]:
+    """Resumed by a plain Trainer; from a plain one's file; from one with the record of an earlier version."""
+    scenario, path = Scenario(epochs=1), f"{directory}/step2.ckpt"
     fit_once("smddp", scenario, directory)
-    return fit_once("auto", scenario, None, f"{directory}/step2.ckpt")
+    checkpoint = torch.load(path, weights_only=True)
+    plain = fit_once("auto", scenario, None, path)
+    found = [plain, fit_once("smddp", replace(scenario, batch_size=3), None, path)]
+    for record in (None, {"version": 1, "layout": {"replicas": 1, "size": 1}, "ranks": [], "step": 2}):
+        changed = {**checkpoint, CHECKPOINT_KEY: record}
+        if record is None:
+            del changed[CHECKPOINT_KEY]
+        torch.save(changed, f"{directory}/changed.ckpt")
+        found.append(fit_once("smddp", scenario, None, f"{directory}/changed.ckpt"))
+    return found
 
 
-def test_checkpoint_is_plain_and_loads_anywhere(tmp_path: Path) -> None:
-    [(_, steps, texts)] = run_trainer_ranks(saved_then_plain, 1, str(tmp_path))
-    assert (steps, ["not resumable" in text for text in texts]) == ((7, 1), [True])
-    path = tmp_path / "step2.ckpt"
-    saved = torch.load(path, weights_only=True)
-    assert saved[CHECKPOINT_KEY]["layout"] == {"replicas": 1, "size": 1}
+def test_other_checkpoints(tmp_path: Path) -> None:
+    """Ours is plain, and loads anywhere. Of others the epoch's samples begin anew, which one line says."""
+    [(plain, resized, unknown, earlier)] = run_trainer_ranks(saved_and_changed, 1, str(tmp_path))
+    assert (plain[1], ["not resumable" in text for text in plain[2]]) == ((7, 1), [True])
+    assert ["batch_size=3 instead of 4. So this epoch's samples begin" in text for text in resized[2]] == [True]
+    for seen, steps, texts in (unknown, earlier):
+        assert (len(seen), steps) == (5, (7, 1))
+        assert ["data not known. So this epoch's samples begin anew" in text for text in texts] == [True]
+    saved = torch.load(tmp_path / "step2.ckpt", weights_only=True)
     assert len(saved[CHECKPOINT_KEY]["ranks"]) == 1
+    assert "combined_loader" not in saved["loops"]["fit_loop"]["state_dict"]  # a Trainer without us would refuse it
+
+
+OTHER = Scenario(epochs=2, count=48)
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of a run of two replicas, with 6 batches in each epoch."""
+    directory = tmp_path_factory.mktemp("of two")
+    run_trainer_ranks(fit_once, 2, "smddp", OTHER, str(directory))
+    return directory
 
 
 @pytest.mark.slow
-def test_says_what_a_plain_checkpoint_lacks(tmp_path: Path) -> None:
-    run_trainer_ranks(fit_once, 1, "auto", Scenario(epochs=1), str(tmp_path))
-    path = str(tmp_path / "step3.ckpt")
-    [(_, _, texts)] = run_trainer_ranks(fit_once, 1, "smddp", Scenario(epochs=1), None, path)
-    assert "without the state of its data and random numbers" in " ".join(texts)
+@pytest.mark.parametrize(
+    ("ranks", "kind"), [(1, "smddp"), (2, {}), pytest.param(4, "smddp", marks=pytest.mark.exhaustive)], ids=str
+)
+def test_other_layouts(ranks: int, kind: Any, of_two: Path) -> None:
+    """In the middle of the second epoch: its data begin anew, and one rank says so."""
+    first, *others = run_trainer_ranks(fit_once, ranks, kind, OTHER, None, of_two / "step9.ckpt")
+    [text] = first[2]
+    assert "those of the checkpoint's data [2, 2, 'cpu']. So this epoch's samples begin anew" in text
+    assert all(texts == [] for _, _, texts in others)
+    assert first[1][1] == 2
 
 
 def with_less_data(directory: str) -> None:
@@ -279,172 +273,115 @@ def test_data_that_has_shrunk(tmp_path: Path) -> None:
     run_trainer_ranks(with_less_data, 1, str(tmp_path))
 
 
-# ---- another layout ----
+# ---- the user's loaders ----
 
 
-OTHER = Scenario(epochs=2, count=48)
+class Counted:
+    """A loader with a state of its own, another one on each rank."""
+
+    def __init__(self) -> None:
+        self.given = 100 * int(os.environ["RANK"])
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(4):
+            self.given += 1
+            x, y = samples(4).tensors
+            yield x, y, torch.tensor([self.given])
+
+    def __len__(self) -> int:
+        return 4
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "kind"), [(1, "smddp"), (2, {}), pytest.param(4, "smddp", marks=pytest.mark.exhaustive)], ids=str
-)
-def test_other_number_of_replicas(ranks: int, kind: Any, of_two: Path) -> None:
-    """In the middle of the second epoch: its data begin anew, in another order, and one rank says so."""
-    scenario = replace(OTHER, accumulate=4)
-    first, *others = run_trainer_ranks(fit_once, ranks, kind, scenario, None, of_two / "step9.ckpt")
-    [text] = first[2]
-    assert "instead of 2 replicas of 1 rank(s)" in text
-    assert "random numbers start anew from the seed" in text
-    assert "this epoch's order of samples is another one, so that it may have samples twice or not at all" in text
-    assert "the first optimizer step has the gradients of 1 of 4 batches" in text  # 3 were trained
-    assert all(texts == [] for _, _, texts in others)
-    assert first[1][1] == 2
+def with_own_loaders(directory: str) -> Any:
+    """Numbers that a loader with a state gives after resuming; what callbacks see of one without; a second fit."""
+
+    class Module(Dropping):
+        def train_dataloader(self) -> Any:
+            return Counted()
+
+    run("smddp", Scenario(epochs=1), directory, make_model=Module)
+    resumed = run("smddp", Scenario(epochs=1), ckpt_path=f"{directory}/step2.ckpt", make_model=Module)
+    combined = CombinedLoader(DataLoader(samples(16), 4))
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            loader = trainer.train_dataloader
+            self.seen = isinstance(loader, DataLoader), loader.batch_size, loader.sampler.num_replicas, len(loader)
+
+    looks = Looks()
+    for _ in range(2):
+        trainer = make_trainer(silent(algorithm="native"), callbacks=[looks], max_epochs=1)
+        trainer.fit(Learner(), combined)
+    return resumed.seen, looks.seen, type(combined.flattened[0]) is type(trainer.train_dataloader) is DataLoader
 
 
-@pytest.fixture(scope="module")
-def of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of a run of two replicas, with 6 batches in each epoch."""
-    directory = tmp_path_factory.mktemp("of two")
-    run_trainer_ranks(fit_once, 2, "smddp", OTHER, str(directory))
-    return directory
-
-
-def persistent_and_resumed(directory: str) -> list[Any]:
-    """What was seen after the fifth and after the seventh batch, of seven in each epoch, and what was said."""
-    scenario = Scenario(workers=2, persistent=True, epochs=2)
-    unbroken = run("smddp", scenario, directory)
-    found = []
-    for step in (5, 7):
-        seen, _, texts = fit_once("smddp", scenario, None, f"{directory}/step{step}.ckpt")
-        found.append((seen == unbroken.seen[step:], texts))
-    return found
-
-
-@pytest.mark.slow
-def test_persistent_workers_that_draw(tmp_path: Path) -> None:
-    """The samples are the same; from the second epoch on their augmentations are others, which a warning says."""
-    [found] = run_trainer_ranks(persistent_and_resumed, 1, str(tmp_path))
-    assert [same for same, _ in found] == [True] * 2
-    warned = "random numbers that are drawn in persistent workers, which are started anew"
-    assert [[warned in text for text in texts] for _, texts in found] == [[], [True]]
-
-
-def resumed(old: int, new: int, batches: int, accumulate: int) -> Resumption:
-    """On the first of ``new`` replicas, from a checkpoint of ``old`` ones after ``batches`` batches."""
-    loader = DataLoader(samples(48), 4)
-    state = to_plain(RandomStates(torch.device("cpu")).capture())
-    course, facts = Course(count=batches).to_plain(), [facts_of(loader)]
-    rank = {"replica": 0, "place": 0, "now": state, "ahead": 0, "cycles": [], "facts": facts, "loaders": [course]}
-    saved = {"layout": {"replicas": old, "size": 1}, "ranks": [rank]}
-    return resume_at(saved, LayoutRank(0, 0, new, 1), [loader], batches, accumulate)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "batches", "accumulate", "expected"),
-    [
-        (2, 4, 3, 2, "the gradients of 1 of 2 batches"),
-        (2, 2, 2, 4, "the gradients of 2 of 4 batches"),  # the same layout, and more accumulation
-        (2, 4, 4, 2, None),
-        (2, 2, 2, 2, None),
-        (2, 4, 2, 1, None),
-    ],
-)
-def test_says_which_step_is_a_fraction(old: int, new: int, batches: int, accumulate: int, expected: str | None) -> None:
-    said = [text for text in resumed(old, new, batches, accumulate).in_epoch if "optimizer step" in text]
-    assert said == ([] if expected is None else [f"the first optimizer step has {expected}"])
-
-
-@pytest.mark.slow
-def test_other_number_of_stages(tmp_path: Path) -> None:
-    scenario = Scenario(count=32, epochs=1)
-    unbroken = run_trainer_ranks(fit_once, 2, {}, scenario, str(tmp_path))
-    resumed = run_trainer_ranks(fit_once, 3, {}, scenario, None, tmp_path / "step5.ckpt")
-    assert len(resumed[0][0]) == 3
-    assert resumed[0][0] == unbroken[0][0][5:]
-    assert "1 replica of 3 rank(s) instead of 1 replica of 2 rank(s)" in resumed[0][2][0]
-
-
-# ---- parts ----
+def test_own_loaders(tmp_path: Path) -> None:
+    for rank, (numbers, seen, is_users) in enumerate(run_trainer_ranks(with_own_loaders, 2, str(tmp_path))):
+        assert numbers == [[[100 * rank + 3]], [[100 * rank + 4]]]
+        assert seen == (True, 4, 2, 2)
+        assert is_users
 
 
 class WithSources(TensorDataset):
+    """Draws from generators of its own, and counts what is loaded."""
+
     def __init__(self) -> None:
-        super().__init__(*samples(4).tensors)
+        super().__init__(*samples(20).tensors)
         self.python, self.numpy = random.Random(1), np.random.RandomState(2)
         self.new, self.old = np.random.default_rng(3), np.random.Generator(np.random.MT19937(4))
+        self.more = [np.random.Generator(kind(5)) for kind in (np.random.Philox, np.random.SFC64)]
+        self.philox, self.sfc = self.more
         self.torch = torch.Generator().manual_seed(5)
+        self.loaded = 0
 
-    def draw(self) -> list[float]:
+    def __getitem__(self, index: int) -> Any:
+        self.loaded += 1
         mine = [self.python.gauss(0, 1), float(self.numpy.randn()), self.new.normal(), self.old.normal()]
+        mine += [self.philox.normal(), self.sfc.normal()]
         rest = [random.gauss(0, 1), float(np.random.randn()), torch.rand(1).item()]
-        return [*mine, torch.rand(1, generator=self.torch).item(), *rest]
+        return torch.tensor([index, *mine, torch.rand(1, generator=self.torch).item(), *rest])
 
 
-def test_random_states_survive_a_checkpoint(tmp_path: Path) -> None:
+def made(loader: Any) -> tuple[RandomStates, ResumableLoader]:
+    states = RandomStates(torch.device("cpu"))
+    states.look_into(loader, "loader")
+    return states, ResumableLoader(loader, states)
+
+
+def given(states: RandomStates, batches: Iterator[Any], count: int = 99) -> list[Any]:
+    """Batches, each with numbers that are drawn behind it."""
+    found = []
+    for _, batch in zip(range(count), batches, strict=False):
+        found.append([batch.tolist(), torch.rand(1).item(), random.random(), np.random.randn()])
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_a_loader_goes_on(count: int, tmp_path: Path) -> None:
+    """With random numbers of every kind, which a file has as plain values; nothing is loaded that was seen."""
+    states, loader = made(DataLoader(WithSources(), 4, shuffle=True))
+    iterator = iter(loader)
+    given(states, iterator, count)
+    torch.save({"now": states.capture(), "loader": loader.state_dict()}, tmp_path / "saved")
+    rest = given(states, iterator)
+
+    saved = torch.load(tmp_path / "saved", weights_only=True)
     data = WithSources()
-    states = RandomStates(torch.device("cpu"), [DataLoader(data)])
-    data.draw()
-    torch.save(unpack(pack(to_plain(states.capture()))), tmp_path / "states")
-    expected = data.draw()
-    assert data.draw() != expected
-    states.restore(from_plain(torch.load(tmp_path / "states", weights_only=True)))
-    assert data.draw() == expected
-
-
-def test_what_earlier_versions_noted_of_workers_is_passed_over() -> None:
-    state = to_plain(RandomStates(torch.device("cpu")).capture())
-    course = {"count": 3, "begin": 0, "workers": [[0, torch.zeros(9, dtype=torch.uint8)]], "workers_live": True}
-    course |= {"workers_now": [], "work_left": True, "exhausted": False, "uncertain": False}
-    course |= {"created": state, "first": state, "latest": None}
-    facts = [{"batch_size": 4, "workers": 0, "order": {"shuffle": True, "seed": 0, "length": 26}}]
-    rank = {"replica": 0, "place": 0, "now": state, "ahead": 0, "cycles": [], "facts": facts, "loaders": [course]}
-    saved = {"layout": {"replicas": 1, "size": 1}, "ranks": [rank], "bucket_order": "null"}
-    result = resume_at(saved, LayoutRank(0, 0, 1, 1), [DataLoader(samples(26), 4)], 3)
-    assert (result.courses[0].count, result.courses[0].workers_live) == (3, True)
-    assert result.courses[0].first is not None
-    assert result.differs == result.in_epoch == []
-    course["begin"] = 8  # it had left samples out, as of another layout
-    result = resume_at(saved, LayoutRank(0, 0, 1, 1), [DataLoader(samples(26), 4)], 3)
-    assert result.courses[0].count == 0
-    assert "samples twice or not at all" in result.in_epoch[0]
-
-
-def test_seed_all_depends_on_the_facts_alone() -> None:
-    before = RandomStates(torch.device("cpu"))
-    state = before.capture()
-    drawn = []
-    for facts in ((1, 2), (1, 2), (1, 3)):
-        seed_all(*facts)
-        drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
-    before.restore(state)
-    assert drawn[0] == drawn[1]
-    assert all(a != b for a, b in zip(drawn[0], drawn[2], strict=True))
-
-
-def test_packs_each_tensor_once() -> None:
-    tensor = torch.arange(1000, dtype=torch.uint8)
-    assert pack({"a": tensor, "b": [tensor.clone(), None, "text", 2**70]}).numel() < 1300
-
-
-def gathered(group: Any, rank: int | None = None) -> Any:
-    return unpack(pack({"rank": group.rank(), "state": torch.full((group.rank(),), 7), "no": None}))
-
-
-def test_states_keep_their_values() -> None:
-    for rank, state in enumerate(run_in_threads(gathered, 2)):
-        assert (state["rank"], state["state"].tolist(), state["no"]) == (rank, [7] * rank, None)
-    assert gather_states({"alone": 1}, torch.device("cpu")) == [{"alone": 1}]
-
-
-def gathered_by_world() -> Any:
-    return gather_states({"rank": torch.distributed.get_rank()}, torch.device("cpu"))
-
-
-@pytest.mark.slow
-def test_the_first_rank_gets_all_states() -> None:
-    """The others need not decode what they do not write."""
-    assert run_ranks(gathered_by_world, 2) == [[{"rank": 0}, {"rank": 1}], []]
+    states, loader = made(DataLoader(data, 4, shuffle=True))
+    states.pending = saved["now"]
+    loader.load_state_dict({**saved["loader"], "latest": None})
+    iterator = iter(loader)
+    states.restore(saved["now"])  # training starts
+    states.pending = None
+    assert given(states, iterator) == rest
+    assert len(rest) == 5 - count
+    assert data.loaded == 20 - 4 * count
 
 
 # ---- stops in the middle of a validation ----
@@ -465,27 +402,24 @@ class StopInValidation(Callback):
                 os.kill(os.getpid(), signal.SIGTERM)
 
 
-def stopped_and_resumed(kind: Any, scenario: Scenario, step: int) -> tuple[int, list[str]]:
-    """How many batches validation did not come to, and what differs from a run that nobody stopped."""
-    unbroken, callback = run(kind, scenario), StopInValidation(step, rank=1)
+def stopped_and_resumed(scenario: Scenario, step: int) -> Any:
+    """How many batches validation did not come to; whether samples go on; what the validation gave that is due."""
+    unbroken, callback = run("smddp", scenario), StopInValidation(step, rank=1)
     with pytest.raises(SIGTERMException):
-        run(kind, scenario, callbacks=[callback], enable_checkpointing=False)
-    return callback.left, differences(run(kind, scenario, ckpt_path=STOP_CHECKPOINT), unbroken)
+        run("smddp", scenario, callbacks=[callback], enable_checkpointing=False)
+    resumed = run("smddp", scenario, ckpt_path=STOP_CHECKPOINT)
+    return callback.left, resumed.seen == unbroken.seen[step:], resumed.validation
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "count"),
-    [("smddp", 32), ({"split": ["net.3"]}, 16)],
-    ids=["smddp", "pipeline"],
-)
-def test_stops_in_a_validation(kind: Any, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stops_in_a_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It need not come to its end, and begins anew."""
     monkeypatch.chdir(tmp_path)
-    scenario = Scenario(epochs=1, validate=3, count=count, validated=64)
-    for left, found in run_trainer_ranks(stopped_and_resumed, 2, kind, scenario, 3):
-        assert found == []
+    scenario = Scenario(epochs=1, validate=3, count=32, validated=64)
+    for left, goes_on, validation in run_trainer_ranks(stopped_and_resumed, 2, scenario, 3):
         assert left > 1
+        assert goes_on
+        assert validation is not None
 
 
 # ---- stops while a checkpoint is written in the background ----

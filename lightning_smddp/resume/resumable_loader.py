@@ -1,0 +1,142 @@
+"""A training loader that Lightning can save and restore: its protocol of stateful loaders, for any loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_smddp._compat.loops import skip_batch
+from lightning_smddp.resume.random_states import RandomStates
+from lightning_smddp.wording import counted
+
+# All other attributes are the loader's, whether they are read or set: Lightning sets `_iterator` and `worker_init_fn`.
+_OWN = {"loader", "_states", "_course", "_saved", "_made", "_ahead"}
+
+
+class ResumableLoader:
+    """Stands for ``loader`` in the Trainer, also for ``isinstance``. Its state is how it got where it is.
+
+    An iterator that has given ``n`` batches is made again with the random numbers of its begin, leaves out ``n``
+    batches, and changes nothing else: random numbers go on as they were before.
+
+    Args:
+        loader: a ``DataLoader``, or any iterable.
+        states: the run's random numbers.
+    """
+
+    __class__ = property(lambda self: type(self.loader))
+    _course: dict[str, Any]
+    _saved: dict[str, Any] | None
+
+    def __init__(self, loader: Any, states: RandomStates) -> None:
+        vars(self).update(loader=loader, _states=states, _saved=None)
+        self._note(created=None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["loader"], name)
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            vars(self)[name] = value
+        else:
+            setattr(self.loader, name, value)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def _note(self, created: dict[str, Any] | None) -> None:
+        size = getattr(self.loader, "batch_size", None)
+        self._course = {"batch_size": size, "count": 0, "created": created, "first": None, "latest": None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the latest iterator is.
+
+        ``count``: batches that were asked for. Random states: ``created``, before it was made; ``first``, before its
+        first batch was asked for, which is when most samplers draw; ``latest``, before its latest one.
+        """
+        return dict(self._course)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iterator begin behind ``count`` batches."""
+        size = getattr(self.loader, "batch_size", None)
+        if "created" in state and state["batch_size"] == size:
+            self._saved = self._course = state
+        else:
+            warn_of_repetition(f"batch_size={size} instead of {state.get('batch_size')}")
+
+    def __iter__(self) -> Iterator[Any]:
+        saved, self._saved = self._saved, None
+        if self._states.pending is None:
+            return self._batches(self._make())
+        self._states.waiting.append(partial(self._resume, saved))
+        return self._resumed()
+
+    def _make(self) -> Iterator[Any]:
+        self._note(created=self._states.capture())
+        return iter(self.loader)
+
+    def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            try:
+                yield self._next(iterator)  # a variable would keep the batch
+            except StopIteration:
+                return
+
+    def _next(self, iterator: Iterator[Any]) -> Any:
+        states, course = self._states, self._course
+        course["latest"] = states.capture()
+        course["first"] = course["first"] or course["latest"]
+        course["count"] += 1
+        batch = next(iterator)
+        if states.pending is not None:
+            states.pending = states.capture()
+        return batch
+
+    def _resumed(self) -> Iterator[Any]:
+        # Made with the first batch: Lightning makes iterators before samplers know a resumed run's epoch.
+        self._states.make_iterators()
+        yield from self._ahead
+        yield from self._batches(self._made)
+
+    def _resume(self, saved: dict[str, Any] | None) -> None:
+        """Make an iterator: a new one, or one that has given the batches that were trained."""
+        self._ahead = []
+        if saved is None:
+            self._made = self._make()
+            return
+        states = self._states
+        before = states.capture()
+        states.restore(saved["created"] or before)
+        self._made = self._make()
+        states.restore(saved["first"] or before)
+        _skip(self._made, saved["count"])
+        if saved["latest"] is not None:  # this batch was fetched, and not trained
+            states.restore(saved["latest"])
+            self._ahead = list(islice(self._made, 1))
+        states.restore(before)
+        self._course.update(saved, count=saved["count"] + len(self._ahead))
+
+
+def _skip(iterator: Iterator[Any], count: int) -> None:
+    for done in range(count):
+        try:
+            skip_batch(iterator)
+        except StopIteration:
+            raise ValueError(
+                f"The checkpoint was saved after {counted(count, 'batch')} of an epoch, but the training data has only "
+                f"{done}. Resume with the data that it was saved with."
+            ) from None
+
+
+def warn_of_repetition(why: str) -> None:
+    """The first rank says that this epoch's samples begin anew."""
+    rank_zero_warn(
+        f"The run is not continued exactly: {why}. So this epoch's samples begin anew: some come twice in it, others "
+        "not at all."
+    )
