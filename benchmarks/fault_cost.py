@@ -71,9 +71,10 @@ class Turns(Callback):
 
 
 def _supervisors_cpu() -> float:
-    thread = next(thread for thread in threading.enumerate() if thread.name == "smddp-supervisor")
-    assert thread.ident is not None
-    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+    """Seconds of the two threads that watch."""
+    threads = [thread for thread in threading.enumerate() if thread.name in ("smddp-supervisor", "smddp-guard")]
+    assert len(threads) == 2
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in threads if thread.ident)
 
 
 def _switch(strategy: Any, supervisor: Any) -> None:
@@ -115,15 +116,14 @@ def call_costs(repeats: int = 200_000) -> dict[str, float]:
     """Microseconds of what the training thread does for the supervisor in a step, alone."""
     from torch.distributed import HashStore
 
-    from lightning_smddp.supervision import Supervisor, WatchOptions
+    from lightning_smddp.supervision import Supervisor
 
-    supervisor = Supervisor.start(HashStore(), WatchOptions(0, 1, 60.0))
-    progress = supervisor.progress
+    supervisor = Supervisor(HashStore(), 0, 1, 60.0)
 
     def notes(step: int) -> None:
-        progress.step, progress.batches = step, step
+        supervisor.step, supervisor.batches = step, step
         for phase in ("forward", "backward", "optimizer", "data"):
-            progress.phase = phase
+            supervisor.phase = phase
 
     costs = {}
     for name, call in (("gate", supervisor.gate), ("progress of a step", notes)):

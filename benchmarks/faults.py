@@ -51,7 +51,7 @@ class Row:
 def row(name: str, kind: str, rank: int = 1, phase: str = "forward", cause: str = "", **options: Any) -> Row:
     stops = options.pop("stops", False)
     arms = options.pop("arms", tuple(ARMS))
-    return Row(name, Case([Fault(rank, 5, kind, phase)], **options), cause or "SIGKILL", stops, arms)
+    return Row(name, Case([Fault(rank, 5, kind, phase)], **options), cause or "SIGKILL|its process ended", stops, arms)
 
 
 def node_row(name: str, kind: str, cause: str, **options: Any) -> Row:
@@ -78,12 +78,13 @@ ROWS = [
     row("exception, torchrun", "raise", 0, "optimizer", cause=MESSAGE, launcher="torchrun"),
     row("exception, spawn", "raise", 0, "backward", cause=MESSAGE, launcher="spawn"),
     row("MemoryError", "oom", cause="emory"),
-    row("killed by the kernel for lack of memory", "oom_kill", cause="OOM"),
-    row("segmentation fault", "segv", cause="SIGSEGV"),
+    row("killed by the kernel for lack of memory", "oom_kill", cause="OOM|its process ended"),
+    row("segmentation fault", "segv", cause="SIGSEGV|its process ended"),
     row("sys.exit(0)", "sysexit", cause="sys.exit|SystemExit"),
-    row("os._exit(0)", "exit", cause="exited"),
+    row("os._exit(0)", "exit", cause="exited|its process ended"),
     row("disk full while saving", "full", 0, "save", cause="File too large", **SAVES),
     row("SIGSTOP", "stop", cause="stopped|did not come", timeout=TIMEOUT_S),
+    row("SIGSTOP, timeouts of 60 s", "stop", cause="stopped"),
     row("SIGSTOP, torchrun", "stop", cause="stopped|did not come", timeout=TIMEOUT_S, launcher="torchrun"),
     row("hang in Python", "hang", 0, cause="did not come", timeout=TIMEOUT_S),
     row("NaN on one rank", "nan", 1, "backward", cause="not finite", steps=100),
@@ -104,9 +105,9 @@ ROWS = [
              options={"stop_grace": 8.0}),
         stops=True,
     ),
-    node_row("kill -9 rank 3", "kill", "SIGKILL"),
+    node_row("kill -9 rank 3", "kill", "SIGKILL|its process ended"),
     node_row("exception", "raise", MESSAGE),
-    node_row("all of a node dies", "node", "connection ended"),
+    node_row("all of a node dies", "node", "its host is down"),
     node_row("the network is cut", "cut", "network between the hosts is cut", timeout=TIMEOUT_S),
     node_row("SIGSTOP", "stop", "stopped", timeout=TIMEOUT_S),
 ]  # fmt: skip

@@ -23,7 +23,6 @@ from lightning_smddp.communication.algorithms import Algorithm, Native, SharedMe
 from lightning_smddp.communication.buckets import Layout
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import Compression, ErrorFeedback, require_same_sizes
-from lightning_smddp.communication.device_watch import mark
 from lightning_smddp.communication.nonfinite import NonFiniteWatch
 from lightning_smddp.communication.objects import gather
 from lightning_smddp.communication.powersgd import PowerSGDExchange
@@ -90,7 +89,6 @@ class GradientSynchronizer:
             algorithm = self.algorithm_for(size)
         if self.watch.on and not self._looks_itself(algorithm):
             self.watch.look(bucket)
-        mark()  # how far the device is, if it hangs; nothing of the watch for NaN above
         entered = self.recorder.bucket_started(first=bucket.index() == 0)
         if tensor.is_sparse:
             future = self._sparse_mean(tensor)

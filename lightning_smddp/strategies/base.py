@@ -158,7 +158,6 @@ class TrainerStrategy(_Base):
         """Print what runs, and begin the first epoch's comparisons."""
         super().on_train_start()
         self._checks.training_starts()
-        self._supervision.training_starts()
         self._training_starts()
         self._exact_resume.on_train_start()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,17 +23,14 @@ from lightning_smddp._compat.trainer import (
     stop_exception,
     will_step,
 )
-from lightning_smddp.communication.device_watch import DeviceWatch, mark
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.groups import abort_groups, mark_groups_aborted
-from lightning_smddp.communication.rendezvous import start_limit
 from lightning_smddp.resume.auto_resume import stop_checkpoint
 from lightning_smddp.strategies.launchers import end_processes, launcher_pid, may_be_ended
 from lightning_smddp.strategies.nonfinite import is_changed_hook
 from lightning_smddp.strategies.tables import say
 from lightning_smddp.supervision.failure import Failure
 from lightning_smddp.supervision.supervisor import Supervisor
-from lightning_smddp.supervision.watch import WatchOptions
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -61,19 +57,15 @@ class RunSupervision:
         self.supervisor: Supervisor | None = None
         self.started_ranks: Any = ()  # processes that this one has started
         self.joined: Callable[[], None] = _nothing  # all ranks are here; the launcher puts its own in this place
-        self._device_watch: DeviceWatch | None = None
-        self._stops: ExitStack | None = None
-        self._stopped: bool | None = None  # by a signal: whether the ranks agreed
-        self._failed_run = False  # the last one ended with an exception
+        self._lightnings = ExitStack()  # gives Lightning back what stops have changed
+        self._stopped = ""  # by a signal: "agreed", or "alone"
         self._runs = False  # inside of explained_errors
-        self._ended_epoch = -1
         self._seen = 0  # batches of this validation, test or prediction
         self._stops_in_validation = False  # if ranks come to the end of it together
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: without what belongs to this process."""
-        ended = {"supervisor": None, "_device_watch": None, "_stops": None, "started_ranks": (), "joined": _nothing}
-        return {**vars(self), **ended}
+        return vars(RunSupervision(self.strategy))
 
     @property
     def _trainer(self) -> Trainer:
@@ -87,49 +79,70 @@ class RunSupervision:
         if self.supervisor is not None or not dist.is_initialized():
             return
         strategy = self.strategy
-        reliability = strategy._reliability
         self._seen = 0
-        collective_timeout = strategy._session.limit(strategy._timeout)
-        options = WatchOptions(
-            rank=strategy.global_rank,
-            world_size=strategy.world_size,
-            collective_timeout=collective_timeout.total_seconds(),
-            parent_pid=launcher_pid(),
-            address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
-            start_timeout=start_limit(reliability.start_limit, strategy._timeout).total_seconds(),
-            stop_grace=reliability.stop_limit.total_seconds(),
+        timeout_s = strategy._session.limit(strategy._timeout).total_seconds()
+        self.supervisor = Supervisor(
+            default_store(),
+            strategy.global_rank,
+            strategy.world_size,
+            timeout_s,
+            strategy._reliability.stop_limit.total_seconds(),
+            launcher_pid(),
+            agent_serves=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
-        self.supervisor = Supervisor.start(default_store(), options)
         if strategy.root_device.type == "cuda":
-            self._device_watch = DeviceWatch(strategy.root_device, self.supervisor.progress)
-            self.supervisor.watch_device(self._device_watch)
-        self.phase("setup")
+            stream = torch.cuda.default_stream(strategy.root_device)
+            self.supervisor.stillness.has_work = lambda: not stream.query()
+            self.supervisor.stillness.ask_after_s = min(60.0, timeout_s / 2)
         # NCCL raises nothing when a peer has gone: its communicators are aborted. Ranks that this process has started
         # end with it, also where it is ended by force.
-        self.supervisor.at_failure(abort_groups)
-        self.supervisor.at_emergency(lambda: end_processes(self.started_ranks, patience_s=0.0))
+        self.supervisor.shutdown.releases.append(abort_groups)
+        self.supervisor.shutdown.clean_ups.append(lambda: end_processes(self.started_ranks, patience_s=0.0))
         self.joined()
 
     def take_over(self, trainer: Trainer) -> None:
         """From here on signals stop the run by agreement, and epochs end together."""
-        if self.supervisor is not None and self._stops is None:
-            self.supervisor.allow_hooks(self.hooks_after_exception_s)
-            self._stops = ExitStack()
-            self._stops.enter_context(own_stops(trainer, self._install_signals))
-            self._stops.enter_context(after_training_epoch(trainer, self._end_epoch))
-
-    def _install_signals(self) -> None:
-        if self.supervisor is not None and threading.current_thread() is threading.main_thread():
-            self.supervisor.install_signals((signal.SIGTERM, signal.SIGINT))
+        supervisor = self.supervisor
+        if supervisor is not None:
+            supervisor.shutdown.hooks_s = self.hooks_after_exception_s
+            self._lightnings.close()
+            self._lightnings.enter_context(own_stops(trainer, supervisor.signals.take))
+            self._lightnings.enter_context(after_training_epoch(trainer, self._end_epoch))
 
     def let_go(self) -> None:
         """Give Lightning back what stops have changed. Hooks follow, so the others are watched until the run's end."""
-        stops = self._stops
-        self._stops = None
-        if stops is not None:
-            stops.close()
-        if not self._runs:
-            self._end_supervision()
+        self._lightnings.close()
+        if self._runs or self.supervisor is None:
+            return
+        supervisor, self.supervisor = self.supervisor, None
+        hooks_s = self.hooks_after_exception_s
+        if self.strategy._session.failed and hooks_s > 0.0:
+            supervisor.shutdown.postpone(hooks_s + _GOODBYES_S)
+            # torchrun and others kill all ranks as soon as one has ended, and the rank that failed first may still be
+            # in the user's `on_exception`: so this one ends behind it.
+            if supervisor.await_first(hooks_s) and may_be_ended():
+                time.sleep(_AFTER_THE_FIRST_S)
+        supervisor.close(max(_GOODBYES_S, hooks_s))
+
+    # ---- errors ----
+
+    @contextmanager
+    def explained_errors(self) -> Iterator[None]:
+        """Around a run: an error that another rank caused names that rank and the cause; a stop ends the process so."""
+        self._stopped = ""
+        self._runs = True
+        self.strategy._session.failed = False
+        try:
+            yield
+            self._end_run()
+        except BaseException as error:
+            self.strategy._session.failed = self._stopped != "agreed" or not is_stop(error)
+            explained = self._explain(error)
+            if explained is error:
+                raise
+            raise explained from error
+        finally:
+            self._runs = False
 
     def _end_run(self) -> None:
         """Say goodbye to the other ranks. What came too late for a step to see it counts: a failure, a stop."""
@@ -139,62 +152,22 @@ class RunSupervision:
         # The last place to hear of what came behind the last step: who ended without a look here would call a run a
         # success that others have seen fail, or stop.
         stop = supervisor.gate(_END)
-        self._end_supervision()
-        if supervisor.failure is not None:
-            mark_groups_aborted()
-            self._end_after_first(supervisor.failure)
-            raise supervisor.failure.error()
+        failure = supervisor.close(_GOODBYES_S)
+        if failure is not None:
+            raise failure.error()
         if stop is not None:
-            error = stop_exception(self._trainer)
-            self._end_by_stop(error, supervisor, "the run was over already")
-            raise error
-
-    def _end_supervision(self) -> None:
-        supervisor, self.supervisor = self.supervisor, None
-        watch, self._device_watch = self._device_watch, None
-        if watch is not None:
-            watch.close()
-        if supervisor is not None:
-            hooks_s = self.hooks_after_exception_s if self._failed_run else 0.0
-            if hooks_s > 0.0:
-                supervisor.postpone(hooks_s + _GOODBYES_S)
-                # torchrun and others kill all ranks as soon as one has ended, and the rank that failed first may still
-                # be in the user's `on_exception`: so this one ends behind it.
-                if supervisor.await_first(hooks_s) and may_be_ended():
-                    time.sleep(_AFTER_THE_FIRST_S)
-            supervisor.close(max(_GOODBYES_S, hooks_s))
-
-    # ---- errors ----
-
-    @contextmanager
-    def explained_errors(self) -> Iterator[None]:
-        """Around a run: an error that another rank caused names that rank and the cause; a stop ends the process so."""
-        self._stopped = None
-        self._runs = True
-        self._failed_run = False
-        self.strategy._session.failed = False
-        try:
-            yield
-            self._end_run()
-        except BaseException as error:
-            self._failed_run = True
-            self.strategy._session.failed = not (self._stopped and is_stop(error))
-            explained = self._explain(error)
-            if explained is error:
-                raise
-            raise explained from error
-        finally:
-            self._runs = False
+            self._stopped = "late"
+            raise stop_exception(self._trainer)
+        self.supervisor = None
 
     def _explain(self, error: BaseException) -> BaseException:
         self.strategy._sagemaker.failed = True
         supervisor = self.supervisor
         if supervisor is None or is_control_flow(error):
             return error
-        if self.hooks_after_exception_s > 0.0:
-            supervisor.postpone(self.hooks_after_exception_s)
-        if self._stopped is not None and is_stop(error):
-            self._save_for_stop(error, supervisor)
+        supervisor.shutdown.postpone(self.hooks_after_exception_s)
+        if self._stopped and is_stop(error):
+            self._end_by_stop(error, supervisor)
             return error
         # What follows from another rank's failure, such as gloo's "Connection closed by peer", becomes an error that
         # names the first cause; a rank's own exception stays as it is, and is told to the others.
@@ -204,8 +177,8 @@ class RunSupervision:
             mark_groups_aborted()
             if explained is not error or isinstance(error, RankFailedError):  # another rank's
                 self._end_after_first(failure)
-        if explained is error:
-            _require_failure_code(error)
+        if isinstance(error, SystemExit) and not error.code:
+            error.code = 1  # it leaves the other ranks alone, and must not look like success
         return explained
 
     @property
@@ -225,13 +198,18 @@ class RunSupervision:
         self.strategy._sagemaker.write_failure(failure.error())  # the launcher may end this process while it waits
         if may_be_ended():
             os.write(2, f"lightning-smddp: {failure.error()}\n".encode(errors="replace"))
-            if failure.kind == "exception":
+            if failure.kind == "failed":
                 time.sleep(_AFTER_THE_FIRST_S)
 
-    def _save_for_stop(self, error: BaseException, supervisor: Supervisor) -> None:
-        """Save what is needed to go on."""
+    def _end_by_stop(self, error: BaseException, supervisor: Supervisor) -> None:
+        """Save what is needed to go on, give the exception the exit code of a stop, and say what is left."""
         trainer = self._trainer
-        if self._stopped and trainer.state.fn == "fit":
+        text = "nothing is saved: no training ran"
+        if self._stopped == "late":
+            text = "the run was over already"
+        elif self._stopped == "alone":  # no collective would end
+            text = "nothing is saved: a rank did not answer"
+        elif trainer.state.fn == "fit":
             path = stop_checkpoint(trainer)
             trainer.save_checkpoint(path)
             self.strategy._saving.finish()
@@ -239,19 +217,10 @@ class RunSupervision:
             if self.strategy._resume != "auto":
                 how = "Give it to `fit` as `ckpt_path`, or use resume='auto',"
             text = f"saved to {path}. {how} to go on"
-        elif self._stopped:
-            text = "nothing is saved: no training ran"
-        else:  # no collective would end
-            text = "nothing is saved: a rank did not answer"
-        self._end_by_stop(error, supervisor, text)
-
-    def _end_by_stop(self, error: BaseException, supervisor: Supervisor, text: str) -> None:
-        """Give the exception the exit code of a stop, and say what is left."""
         signum = supervisor.stop_signal or signal.SIGTERM
         if isinstance(error, SystemExit):
             error.code = 128 + signum
         if self.strategy.is_global_zero:
-            trainer = self._trainer
             name = signal.Signals(signum).name
             say(f"{name}: all ranks stop at step {trainer.global_step}; {text}.", trainer)
 
@@ -260,15 +229,7 @@ class RunSupervision:
     def phase(self, name: str) -> None:
         """What this rank does from here on, for those who look for the one that is behind."""
         if self.supervisor is not None:
-            self.supervisor.progress.phase = name
-            mark()
-
-    def training_starts(self) -> None:
-        """Epochs begin, not always with one that this strategy has not seen."""
-        trainer = self._trainer
-        self._ended_epoch = trainer.current_epoch - 1
-        if self.supervisor is not None:
-            self.supervisor.progress.start_epoch(trainer.current_epoch)
+            self.supervisor.phase = name
 
     def training_batch_starts(self, batch_idx: int) -> None:
         """Note where this rank is, and whether all are to stop behind this batch."""
@@ -276,13 +237,9 @@ class RunSupervision:
         if supervisor is None:
             return
         trainer = self._trainer
-        progress = supervisor.progress
-        if progress.epoch != trainer.current_epoch:
-            progress.start_epoch(trainer.current_epoch)
-        progress.step = trainer.global_step
-        progress.batches = batch_idx + 1
-        progress.phase = "forward"
-        mark()
+        supervisor.step = trainer.global_step
+        supervisor.batches = batch_idx + 1
+        supervisor.phase = "forward"
         # Not in the middle of an accumulation, whose gradients no checkpoint has.
         if will_step(trainer):
             self._look_for_stop(_position(trainer, 0))
@@ -299,20 +256,16 @@ class RunSupervision:
         self._stops_in_validation = False
         if self.supervisor is not None and trains and will_step(trainer):
             batches = sum(trainer.num_val_batches)
-            self._stops_in_validation = self._same_everywhere(batches)
+            # The largest of it and of -it: they add up to 0 where the largest is the smallest, too.
+            bounds = torch.tensor([batches, -batches], dtype=torch.float32, device=self.strategy.root_device)
+            dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+            self._stops_in_validation = bool(bounds.isfinite().all()) and float(bounds.sum()) == 0.0
 
     def validation_ends(self) -> None:
         """Validation inside of fit is a place to stop at, too."""
         trainer = self._trainer
         if not trainer.sanity_checking and trainer.state.fn == "fit" and will_step(trainer):
             self._look_for_stop(_position(trainer, _VALIDATED))
-
-    def _same_everywhere(self, count: float) -> bool:
-        """Whether it is finite and the same on all ranks. Collective."""
-        # The largest of count and of -count: they add up to 0 where the largest count is the smallest, too.
-        bounds = torch.tensor([count, -count], dtype=torch.float32, device=self.strategy.root_device)
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
-        return bool(bounds.isfinite().all()) and float(bounds.sum()) == 0.0
 
     def _look_for_stop(self, place: int) -> None:
         """Lightning ends a run at the end of the batch (and its validation) if a stop was received."""
@@ -321,36 +274,27 @@ class RunSupervision:
         # collective. The answer is the same on all ranks, as places are.
         assert self.supervisor is not None
         stop = self.supervisor.gate(place)
-        if stop is not None and self._stopped is None:
-            self._stopped = stop.agreed
-            trainer = self._trainer
-            received_stop(trainer)
-            if not stop.agreed:
-                raise stop_exception(trainer)
+        if stop is not None and not self._stopped:
+            self._stopped = stop
+            received_stop(self._trainer)
+            if stop == "alone" or self._trainer.state.fn != "fit":
+                raise stop_exception(self._trainer)
 
     def _end_epoch(self, validates: bool = False) -> None:
         """Ranks with other numbers of batches would average gradients of different epochs from here on."""
-        if self.supervisor is None or self._stopped is not None:
-            return
-        trainer = self._trainer
-        epoch = trainer.current_epoch
-        if epoch > self._ended_epoch:  # a validation at its end has come here already
-            self._ended_epoch = epoch
-            batches = trainer.fit_loop.epoch_loop.batch_idx + 1
-            self.supervisor.end_of_epoch(epoch, batches, validates)
+        if self.supervisor is not None and not self._stopped:
+            self.supervisor.end_of_epoch(self._trainer.current_epoch, validates)
 
     def batch_begins(self) -> None:
         """Outside of training this is where to stop."""
         if self.supervisor is None:
             return
-        self.supervisor.progress.moved()
+        self.supervisor.moves += 1
         trainer = self._trainer
         if trainer.state.fn != "fit":
             self._seen += 1
             self.phase(_PHASE_OF.get(str(trainer.state.fn), "predict"))
             self._look_for_stop(self._seen)
-            if self._stopped is not None:
-                raise stop_exception(trainer)
         elif trainer.validating and self._stops_in_validation:
             self._seen += 1
             self._look_for_stop(_position(trainer, self._seen))  # Lightning ends the run behind this batch
@@ -360,7 +304,7 @@ class RunSupervision:
         """Around a save; after an exception there must be time for it."""
         self.phase("checkpoint")
         if self.supervisor is not None and self.supervisor.failure is not None:
-            self.supervisor.postpone(_SAVING_S)
+            self.supervisor.shutdown.postpone(_SAVING_S)
         yield
         self.phase("data")
 
@@ -369,12 +313,6 @@ def _position(trainer: Any, batch: int) -> int:
     """Numbers that rise: 0 of a training batch, then 1, 2, ... of the validation behind it, then ``_VALIDATED``."""
     # batch 0: 0 | the validation behind it: 1, 2, ... | its end: _VALIDATED | batch 1: _VALIDATED + 1 | ...
     return int(trainer.fit_loop.total_batch_idx) * (_VALIDATED + 1) + batch
-
-
-def _require_failure_code(error: BaseException) -> None:
-    """``sys.exit(0)`` in the middle of a run leaves the other ranks alone, and must not look like success."""
-    if isinstance(error, SystemExit) and not error.code:
-        error.code = 1
 
 
 def _nothing() -> None:

@@ -70,7 +70,7 @@ class SageMakerJob:
         self._saved = {}
         supervisor = strategy._supervision.supervisor
         if supervisor is not None:
-            supervisor.at_emergency(self.write_failure)
+            supervisor.shutdown.clean_ups.append(self.write_failure)
         moved = self._take_folders(self._folders)
         self.newest_in = None
         if moved:

@@ -1,192 +1,123 @@
-"""Hangs of devices: NCCL raises nothing, so who waits for whom is found out from how far all ranks have come.
-
-Two conditions make a hang, of which the first is each rank's to find out (:class:`DeviceStillness`), and the second the
-hub's (:class:`HangRule`):
-
-- A rank *waits* if for ``collective_timeout`` its host has not moved, and either its device has not, with work left, or
-  its host sits in a collective itself (of gloo). A rank that compiles, saves, loads data or runs a user's hook leaves
-  nothing to do on its device after a moment: it does not wait, however long it takes.
-- Some rank waits, and no rank has moved for ``collective_timeout``. A rank that does move, as in a validation of its
-  own, gets ``LENIENCY_S`` more; then NCCL's own limit would end the process that waits, without a word of who is late.
-
-The one *behind* is the cause: it does not wait where others do; else its device is in an earlier step, or computes
-where others' devices communicate, or is in an earlier phase.
-"""
+"""Who waits for whom: found out from how far all ranks have come, and what each one's training thread does."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from lightning_smddp.supervision.peer import Peer
-from lightning_smddp.supervision.progress import DevicePoint, Progress, Reading, place
-
-LENIENCY_S = 30.0
-_QUIET_PERIODS = 2  # without a move of the host, before its device is looked at
+# Modules whose functions wait for other ranks: torch's collectives, DDP's backward pass, and this package.
+_COMMUNICATE = ("torch.distributed", "torch.nn.parallel", "torch.autograd.graph", "lightning_smddp")
 # The phases in the order in which a step comes to them. Other ones count as later than all of these.
-_ORDER = ("", "setup", "forward", "backward", "communication", "optimizer", "data", "validation", "checkpoint")
+_ORDER = ("", "setup", "forward", "backward", "optimizer", "data", "validation", "checkpoint")
+NO_RANK_IS_BEHIND = (
+    "no rank is behind on its host. With NCCL its flight recorder says which collective does not end: set "
+    "TORCH_FR_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1"
+)
 
 
-class Device(Protocol):
-    """What the watching thread asks of a device; must not block."""
+class Beat(NamedTuple):
+    """How far a rank is, as it says four times a second. Travels as JSON: a list of the attributes.
 
-    def look(self) -> int | None:
-        """A number that is the same as long as the device is at one point; None: all that was launched is done."""
-        ...
-
-    def where(self) -> DevicePoint | None:
-        """The last mark that it has passed."""
-        ...
-
-
-class DeviceStillness:
-    """For how long this rank waits. Belongs to the watching thread.
-
-    Args:
-        progress: of this rank.
-        device: of this rank.
-        period: seconds between ticks.
-        in_collective: whether the training thread is in one.
+    Attributes:
+        number: of this beat.
+        step, phase, batches: see ``Supervisor``.
+        ended, ended_batches: how many epochs it has ended, and after how many batches the last one.
+        still_s: seconds since it has moved, by its own clock.
+        waits: ``"communication"``: its training thread waits for other ranks; ``"device"``: it does not, and its device
+            has had work left for long; else empty.
+        answer: see ``StopGate.first``.
+        knows: of the failure.
+        over: 1: its run is over; 2: it uses the store no more, or takes it away.
     """
 
-    def __init__(
-        self, progress: Progress, device: Device, period: float, in_collective: Callable[[], bool] = lambda: False
-    ) -> None:
-        self._progress = progress
-        self._device = device
-        self._quiet_s = _QUIET_PERIODS * period
-        self._in_collective = in_collective
-        self._moves = -1
-        self._still_s = 0.0
-        self._point: int | None = None
-        self._host_was = False  # in a collective, at the last tick
-        self._waited_s = 0.0
+    number: int
+    step: int
+    phase: str
+    batches: int
+    ended: int
+    ended_batches: int
+    still_s: float
+    waits: str
+    answer: int | None
+    knows: bool
+    over: int
 
-    def tick(self, seconds: float) -> None:
-        """So much time has gone by."""
-        moves = self._progress.moves
-        if moves != self._moves:
-            self._moves = moves
-            self._still_s = 0.0
-            self._point = None
-            self._host_was = False
-        self._still_s += seconds
-        # A host that goes on needs no look at its device. Behind a quiet while two looks tell: the device is where it
-        # was at the last tick, or the training thread is in a collective still.
-        point = None
-        host_is = False
-        if self._still_s > self._quiet_s:
-            point = self._device.look()
-            host_is = self._in_collective()
-        device_waits = point is not None and point == self._point
-        host_waits = host_is and self._host_was
-        self._point = point
-        self._host_was = host_is
-        here = None
-        if device_waits:
-            here = self._device.where()
-        elif host_waits:  # the device has done all
-            here = DevicePoint(max(self._progress.step, 0), self._progress.phase, 0, True)
-        if device_waits or host_waits:
-            self._waited_s += seconds
-        else:
-            self._waited_s = 0.0
-        self._progress.waits(self._waited_s, here)
+    @property
+    def place(self) -> tuple[int, int]:
+        """For the order in which ranks come along."""
+        order = len(_ORDER)
+        if self.phase in _ORDER:
+            order = _ORDER.index(self.phase)
+        return self.step, order
 
 
-def in_collective(thread: int) -> bool:
-    """Whether ``thread`` is in a function of ``torch.distributed``, and so in one that waits for other ranks."""
-    frame = sys._current_frames().get(thread)
-    return frame is not None and frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d"
-
-
-class HangRule:
-    """Belongs to the hub's thread.
-
-    Args:
-        limit: ``collective_timeout``, in seconds.
-    """
-
-    def __init__(self, limit: float) -> None:
-        self._limit = limit
-        self._moves: dict[int, int] = {}  # of each rank, at the last tick
-        self._still_s: dict[int, float] = {}  # of each rank: how long that number has been the same
-
-    def tick(self, peers: Iterable[Peer], seconds: float) -> tuple[Peer, Reading, str] | None:
-        """So much time has gone by. If there is a hang: who is behind, where, and what is known of it."""
-        present = [peer for peer in peers if peer.is_in_run]
-        readings: dict[int, Reading] = {}
-        allowed_s = self._limit
-        for peer in present:
-            rank = peer.rank
-            reading = peer.progress.read()
-            readings[rank] = reading
-            if self._moves.get(rank) == reading.moves:
-                self._still_s[rank] += seconds
-            else:
-                self._moves[rank] = reading.moves
-                self._still_s[rank] = 0.0
-            if self._still_s[rank] < self._limit:
-                allowed_s = self._limit + LENIENCY_S
-        waited = [reading.waited_s for reading in readings.values()]
-        if max(waited, default=0.0) < allowed_s or len(present) == 1:
-            return None
-        return _judge(present, readings)
-
-
-def _judge(present: Sequence[Peer], readings: dict[int, Reading]) -> tuple[Peer, Reading, str]:
-    """What :meth:`HangRule.tick` returns, of at least two ranks, of which at least one waits."""
-    late = _behind(present, readings)
-    # Never empty: a rank that waits is late only where all others wait as well.
-    waiting = [peer for peer in present if peer is not late and readings[peer.rank].waited_s > 0]
-    by = max(waiting, key=lambda peer: readings[peer.rank].waited_s)
-    at = readings[by.rank]
-    if late is None:
-        return by, at, f"it has waited for {at.waited_s:.0f} s; no rank is behind: all are at the same point"
-    text = f"{by.name} waited for it for {at.waited_s:.0f} s"
-    if at.step >= 0:
-        text += place(at.step, at.phase)
-    reading = readings[late.rank]
-    if reading.waited_s == 0:
-        return late, reading, f"{text}; its device has nothing left to do, it is its host that does not go on"
-    point = reading.device
-    if point is None:
-        return late, reading, f"{text}; its device has not passed any mark"
-    # Of a rank that waits the device tells more than the host, which runs ahead of it.
-    where = Reading(point.step, point.phase)
-    if point.communicates:
-        return late, where, f"{text}; its device waits for others, too"
-    return late, where, f"{text}; its device computes and does not come to an end"
-
-
-def _behind(present: Sequence[Peer], readings: dict[int, Reading]) -> Peer | None:
-    """Who is waited for; None if that cannot be told."""
-    # Who waits is not who is waited for. If some ranks do not wait, it is the one of these that is least far; if all
-    # do, the one whose device has passed the fewest marks; if all are as far, nobody can be named.
-    elsewhere = [peer for peer in present if readings[peer.rank].waited_s == 0]
-    if elsewhere:
-        return min(elsewhere, key=lambda peer: _order(readings[peer.rank]))
-    orders = {peer.rank: _device_order(readings[peer.rank]) for peer in present}
-    if min(orders.values()) == max(orders.values()):
+def behind(beats: Sequence[Beat]) -> int | None:
+    """The rank that the others wait for: who does not wait itself, else who is least far; None if all are as far."""
+    ranks = range(len(beats))
+    chosen = [rank for rank in ranks if not beats[rank].waits] or ranks
+    late = min(chosen, key=lambda rank: beats[rank].place)
+    if len(chosen) == len(beats) and beats[late].place == max(beat.place for beat in beats):
         return None
-    return min(present, key=lambda peer: orders[peer.rank])
+    return late
 
 
-def _device_order(reading: Reading) -> tuple[int, bool, int, int]:
-    """Sorts devices by how far they are; the least far one is waited for."""
-    point = reading.device
-    if point is None:
-        return (-1, False, 0, 0)
-    step, phase = _order(point)
-    # Within a step who computes is before all who communicate, as those may wait for it. How many marks of this phase
-    # a device has passed tells only computing ones apart.
-    if point.communicates:
-        return (step, True, phase, 0)
-    return (step, False, phase, point.count)
+def waited_for(beats: Sequence[Beat], seconds: float) -> int | None:
+    """The one rank that all others have waited for so long; None if there is none."""
+    free = [rank for rank, beat in enumerate(beats) if not beat.waits]
+    waits = [beat.still_s for beat in beats if beat.waits]
+    if len(free) != 1 or not waits or min(waits) < seconds:
+        return None
+    return free[0]
 
 
-def _order(at: Reading | DevicePoint) -> tuple[int, int]:
-    if at.phase not in _ORDER:
-        return (at.step, len(_ORDER))
-    return (at.step, _ORDER.index(at.phase))
+class Stillness:
+    """For how long a rank does not move, and what it waits for. Belongs to the watching thread.
+
+    Args:
+        thread: the training thread.
+
+    Attributes:
+        has_work: asks the rank's device whether it has; None: there is none. It may block where the device hangs, so a
+            thread asks that nobody waits for.
+        ask_after_s: without a move, before the device is asked: a stream must not be while a graph is captured from it.
+        still_s: seconds since the last move.
+        waited_s: seconds that it has waited.
+    """
+
+    def __init__(self, thread: int) -> None:
+        self._thread = thread
+        self.has_work: Callable[[], bool] | None = None
+        self.ask_after_s = 60.0
+        self.still_s = self.waited_s = 0.0
+        self.waits = ""
+        self._place: tuple[object, ...] = ()
+        self._answers: list[bool] = []
+        self._asking = threading.Thread()
+
+    def tick(self, place: tuple[object, ...], seconds: float, waits: bool) -> None:
+        """So much time has gone by, and the rank is at ``place``; ``waits``: for others, as the supervisor knows."""
+        self.still_s += seconds
+        self.waited_s += seconds
+        if place != self._place:
+            self._place = place
+            self.still_s = 0.0
+        frame = sys._current_frames()[self._thread]
+        self.waits = ""
+        if waits or frame.f_globals.get("__name__", "").startswith(_COMMUNICATE):
+            self.waits = "communication"
+        elif self.still_s > self.ask_after_s and self._device_is_busy():
+            self.waits = "device"
+        if not self.waits or self.still_s == 0.0:
+            self.waited_s = 0.0
+
+    def _device_is_busy(self) -> bool:
+        """As it was answered last; as long as there is no answer, it is."""
+        has_work = self.has_work
+        if has_work is None or self._asking.is_alive():
+            return has_work is not None
+        busy = self._answers[-1:] == [True]
+        self._asking = threading.Thread(target=lambda: self._answers.append(has_work()), daemon=True)
+        self._asking.start()
+        return busy

@@ -1,128 +1,104 @@
-"""Stopping all ranks at one step, without a message per step.
+"""Stopping all ranks at one step, without a message per step, and hearing the signals that ask for it.
 
-On a request the hub asks every rank's watching thread. Each answers with the first step at which its training thread
-can still stop, and from then on that thread waits in ``gate()`` at this step. The largest answer is the step at which
-all stop: nobody is beyond it, and the ones before it go on until they come to it. The answers come from threads that
-no collective blocks, so this cannot deadlock.
+Once a stop is asked for, each rank's watching thread answers with the first step at which its training thread can still
+stop, and from then on that thread waits in ``gate()`` at this step. The largest answer is the step at which all stop:
+nobody is beyond it, and the ones before it go on until they come to it. The answers come from threads that no
+collective blocks, so this cannot deadlock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import contextlib
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any, Literal
 
-from lightning_smddp.supervision.connection import Message
-from lightning_smddp.supervision.loop import Loop, Timer
-from lightning_smddp.supervision.peer import Peer
-
-AGREE_WITHIN_S = 20.0  # or a quarter of the time there is: a call into C may keep a rank's interpreter for long
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Stop now.
-
-    Attributes:
-        signum: the signal that asked for it.
-        step: the number that ``gate`` was called with.
-        agreed: whether all ranks stop at this step. If not, some rank does not answer: a collective would hang.
-    """
-
-    signum: int
-    step: int
-    agreed: bool = True
+ALONE = -1  # a decision: some rank does not answer, and each stops where it is
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopGate:
     """A rank's side.
 
-    The training thread first writes ``step``, then looks at ``attention``; the watching one first writes
-    ``attention``, then reads ``step``. So either the former sees the question, or the latter sees the new step.
+    The training thread first writes ``step``, then looks at ``attention``; the watching one first writes ``attention``,
+    then reads ``step``. So either the former sees the question, or the latter sees the new step.
     """
 
     def __init__(self) -> None:
         self.step = -1
-        self.signum: int | None = None
+        self.attention = False  # there is a failure or a request to stop
         self.first: int | None = None  # this rank's answer: the first step at which it can stop
-        self.decision: tuple[int | None] | None = None  # (the step,), or (None,): no agreement
+        self.decision: int | None = None
 
-    def answer(self, signum: int) -> int:
-        """The watching thread's answer, after it has called for attention; always the same."""
-        self.signum = self.signum or signum
+    def answer(self) -> None:
+        """For the watching thread."""
+        self.attention = True
         if self.first is None:
             # The training thread may have passed the gate of `step` already, without a look at this.
             self.first = self.step + 1
-        return self.first
 
     def may_pass(self, step: int) -> bool:
         """Whether the training thread need not wait at ``step``."""
-        if self.decision is not None:
-            return True
-        return self.first is not None and step < self.first
+        return self.decision is not None or (self.first is not None and step < self.first)
 
-    def verdict(self, step: int) -> Stop | None:
-        """For a thread that may pass."""
-        if self.decision is None:
+    def verdict(self, step: int) -> Literal["agreed", "alone"] | None:
+        """Whether to stop at ``step``, and whether all ranks do; if not, a collective would hang."""
+        if self.decision == ALONE or not self.may_pass(step):
+            return "alone"
+        if self.decision is None or step < self.decision:
             return None
-        # The largest answer of all ranks, so none is beyond it. Without one every rank stops where it is.
-        (at,) = self.decision
-        if at is not None and step < at:
-            return None
-        return Stop(self.signum or 0, step, at is not None)
+        return "agreed"
 
 
-class StopVote:
-    """The hub's side of a stop: it asks all peers for their step and tells them the last one."""
+class Signals:
+    """Hears SIGTERM and SIGINT while the training thread sits in C++ code, where no Python handler runs.
 
-    def __init__(
-        self,
-        loop: Loop,
-        peers: Callable[[], Iterable[Peer]],
-        tell: Callable[[Message], None],
-        within_s: float,
-    ) -> None:
-        self._loop = loop
-        self._peers = peers
-        self._tell = tell
-        self._within_s = within_s
-        self.signum: int | None = None
-        self._answers: dict[int, int] = {}
-        self._timer: Timer | None = None  # while the answers are awaited
+    Python's C-level handler writes the signal's number into a pipe at once (``signal.set_wakeup_fd``).
+    """
 
-    def request(self, signum: int) -> None:
-        """Some rank was asked to stop; the first one counts."""
-        if self.signum is None:
-            self.signum = signum
-            self._timer = self._loop.later(self._within_s, self._give_up)
-            self._tell({"type": "ask", "signum": signum})
+    def __init__(self) -> None:
+        self._previous: dict[int, Any] = {}
+        self._previous_wakeup = -1
+        self._pipe = (-1, -1)
 
-    def answer(self, rank: int, step: int) -> None:
-        """``rank`` has come to ``step`` and can stop there; with the last answer it is decided."""
-        self._answers[rank] = step
-        self.look()
-
-    def look(self) -> None:
-        """Decide if everyone who is still there has answered."""
-        if self._answers and not self._unanswered():
-            self._decide(max(self._answers.values()), [])
-
-    def _unanswered(self) -> list[Peer]:
-        return [peer for peer in self._peers() if peer.is_in_run and peer.rank not in self._answers]
-
-    def _give_up(self) -> None:
-        self._decide(None, self._unanswered())
-
-    def _decide(self, step: int | None, missing: list[Peer]) -> None:
-        if self._timer is None:  # nobody has asked, or it is decided
+    def take(self) -> None:
+        """Take them over until :meth:`restore`. A signal that is ignored stays so (``nohup``). Main thread only."""
+        if self._previous or threading.current_thread() is not threading.main_thread():
             return
-        self._timer.cancel()
-        self._timer = None
-        processes = [peer.process.to_json() for peer in missing]
-        self._tell(
-            {
-                "type": "stop",
-                "signum": self.signum,
-                "step": step,
-                "missing": processes,
-            }
-        )
+        self._pipe = os.pipe()
+        for end in self._pipe:
+            os.set_blocking(end, False)
+        for signum in _SIGNALS:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                self._previous[signum] = signal.signal(signum, _heard)
+        self._previous_wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+
+    def read(self) -> list[int]:
+        """Those that came since the last time."""
+        with contextlib.suppress(OSError):  # none, or not taken over
+            return [signum for signum in os.read(self._pipe[0], 4096) if signum in self._previous]
+        return []
+
+    def restore(self) -> None:
+        """Put back what was there before, except what somebody else has replaced since. Main thread only.
+
+        Also in a forked child, such as a DataLoader worker: a SIGTERM to that one is not the job's.
+        """
+        if not self._previous or threading.current_thread() is not threading.main_thread():
+            return
+        for signum, handler in self._previous.items():
+            if signal.getsignal(signum) is _heard:
+                signal.signal(signum, handler or signal.SIG_DFL)  # None: one that was not set from Python
+        self._previous = {}
+        with contextlib.suppress(ValueError, OSError):  # the one before was closed meanwhile
+            signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(self._previous_wakeup)
+        for end in self._pipe:
+            os.close(end)
+        self._pipe = (-1, -1)
+
+
+def _heard(signum: int, frame: FrameType | None) -> None:
+    """The pipe has it."""

@@ -1,175 +1,318 @@
-"""A rank's supervisor: what the training thread calls. One thread beside it watches the job."""
+"""A rank's supervisor: watches all ranks of a job, and tells the training thread."""
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
 import signal
+import sys
 import threading
+import time
+import traceback
 import weakref
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Callable
+from typing import Literal
 
-from lightning_smddp.communication.errors import RankTimeoutError
-from lightning_smddp.supervision.failure import RUNS_HOOKS, Failure, Kind, is_of_communication, is_timeout, text_of
-from lightning_smddp.supervision.hangs import Device, DeviceStillness, in_collective
-from lightning_smddp.supervision.shutdown import InterruptionError
-from lightning_smddp.supervision.stop import Stop
-from lightning_smddp.supervision.watch import Watch, WatchOptions
+import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
+from lightning_smddp.supervision.board import Board
+from lightning_smddp.supervision.failure import RUNS_HOOKS, Failure, Kind, is_of_communication, place, text_of
+from lightning_smddp.supervision.hangs import NO_RANK_IS_BEHIND, Beat, Stillness, behind, waited_for
+from lightning_smddp.supervision.shutdown import InterruptionError, Shutdown, say
+from lightning_smddp.supervision.stop import ALONE, Signals, StopGate
+from lightning_smddp.wording import counted
 
-_REPORT_WITHIN_S = 1.0  # until the hub's word on a report has come back
-_FIND_WITHIN_S = 2.0  # whose fault it is that a collective has timed out
-_GOODBYE_WITHIN_S = 2.0  # until the hub answers
+LOOK_S = 0.25  # between two looks at the store, and at processes
+RANKS_PER_LOOK = 64  # with more of them each asks the store less often
+NEIGHBOURS = 8  # processes of this host that a rank looks at
+STOPPED_S = 3.0  # a process of this host that is stopped for so long has failed
+NOTE_HANG_S = 60.0  # all wait for one rank: it is said
+STORE_S = (3.0, 30.0)  # the least and the most that the store may take to answer: `collective_timeout` in between
+LENIENCY_S = 30.0  # a rank waits for its device, and another one still moves
+AGREE_WITHIN_S = 20.0  # on a stop, or a quarter of the time: a call into C may keep a rank's interpreter for long
+SECOND_SIGNAL_AFTER_S = 1.0  # a launcher may pass on what the terminal has sent to everyone
+_POLL_S = 0.05  # while the training thread waits for other ranks
+_SEEN_S = 0.6  # for the end of a process to be seen
+_DOUBT_S = 2.0  # who writes no beat meanwhile is silent
+_KNOWN_S = 1.0  # for a failure to be told
+_LEAVE_S = 2.0  # for the last words
+_CURE = (
+    "Give every rank the same number of batches: equally many samples, or `drop_last=True`. If code of yours sets "
+    "`trainer.should_stop`, all ranks have to: `trainer.strategy.reduce_boolean_decision(stop, all=False)`."
+)
 _live: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 
 
 class Supervisor:
-    """Watches all ranks of a job from one. Make it by :meth:`start`; end it by :meth:`close`.
+    """Watches all ranks of a job from one, until :meth:`close`. Collective: make it equally often on every rank.
 
-    Everything but ``failure`` and ``request_stop`` belongs to the thread that called :meth:`start`.
+    When a failure is known, the training thread has 3 seconds to raise by itself; it is interrupted if it runs Python
+    code. When it has called :meth:`explain` it has 8 seconds to come to :meth:`close`. Else the process ends: one line
+    on stderr, clean-ups, ``os._exit(1)`` (128 + the signal's number after a request to stop).
 
-    When a failure comes to the watching thread, the training thread has ``grace`` seconds to raise by itself; it is
-    interrupted if it runs Python code. When it has called :meth:`explain` it has ``unwind`` seconds to come to
-    :meth:`close`. Else the process ends: one line on stderr, clean-ups, ``os._exit(1)`` (128 + the signal's number
-    after a request to stop).
+    Args:
+        store: shared by the ranks, such as the default group's. It is cloned: a connection of its own.
+        rank: this global rank.
+        world_size: number of ranks.
+        collective_timeout: seconds after which collectives raise, and a device that waits has hung.
+        stop_grace: how many seconds after a request to stop the process may go on.
+        parent_pid: a launcher without which this rank must not go on; its end is a failure. None: nobody is watched,
+            as is right for a process that a user started, whose shell may end before it.
+        agent_serves: whether torchrun's agent serves the store, and not rank 0.
 
     Attributes:
-        progress: set its attributes as training goes on; see ``progress.py``.
+        step, phase, batches: set these as training goes on; ``batches`` are those of the epoch that are begun.
+        moves: add one where this rank goes on in a way that the rest does not show, such as a batch of a validation.
+        failure: the first failure of the job, as all ranks agree on it; None if there is none.
+        stop_signal: by which the job was asked to stop; None if it was not.
+        shutdown, signals, stillness: see there for what can be set and called.
+
+    Raises:
+        RankTimeoutError: not all ranks came in time; the message says who is missing.
     """
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-        self._state = watch.state
-        self._shutdown = watch.shutdown
-        self._gate = watch.state.gate
-        self.rank = watch.rank
-        self.progress = watch.progress
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        collective_timeout: float,
+        stop_grace: float = 90.0,
+        parent_pid: int | None = None,
+        agent_serves: bool = False,
+    ) -> None:
+        self.rank = rank
+        self.collective_timeout = collective_timeout
+        self.stop_grace = stop_grace
+        self._agree_within_s = min(AGREE_WITHIN_S, stop_grace / 4)
+        self._parent_pid = parent_pid
+        self.step = -1
+        self.phase = "setup"
+        self.batches = self.moves = 0
+        self.failure: Failure | None = None
+        self.stop_signal: int | None = None
+        self.shutdown = Shutdown()
+        self.signals = Signals()
+        self.stillness = Stillness(self.shutdown.thread)
+        self._gate = StopGate()
         self._pid = os.getpid()
-        self._closed = False
+        self._number = self._over = self._hang_looks = 0
+        self._ended = (0, 0)  # how many epochs this rank has ended, and after how many batches the last one
+        self._suspects: dict[int, tuple[Kind, str]] = {}  # who has failed, and how, before all ranks know
+        self._stopped: Counter[int] = Counter()  # looks at which a rank's process was stopped
+        self._unanswered_s = self._signalled_at = self._stop_at = self._ticked_at = 0.0
+        self._lost = False  # the store is not used any more
+        self._changed = threading.Condition()
+        self._wake, self._closed = threading.Event(), threading.Event()
+        self._period = LOOK_S * max(1.0, world_size / RANKS_PER_LOOK)
+        self._server = None if agent_serves else 0  # the rank that takes the store with it
+        self._board = Board(store, rank, world_size, self._own_beat())
         _live.add(self)
+        targets = {"smddp-supervisor": self._watch, "smddp-guard": self._guard}
+        self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in targets.items()]
+        for thread in self._threads:
+            thread.start()
 
-    @classmethod
-    def start(cls, store: Store, options: WatchOptions) -> Supervisor:
-        """Start watching, together with all other ranks. Collective: call it equally often on every rank.
+    # ---- the watching thread: all that is asked of the store, which may never answer ----
 
-        Args:
-            store: shared by the ranks, such as the process group's. Used now only.
-            options: as which rank, and how long to wait for what.
-
-        Raises:
-            ValueError: rank 0 cannot listen on ``options.address``.
-            RankTimeoutError: not all ranks came in time; the message says who is missing.
-            RankFailedError: a rank failed meanwhile.
-        """
-        watch = Watch(store, options)
-        supervisor = cls(watch)
+    def _watch(self) -> None:
         try:
-            watch.begin()
-            supervisor._await_welcome(options.start_timeout)
-        except BaseException:
-            supervisor.close()
-            raise
-        return supervisor
+            while not self._closed.is_set() and (self.rank == 0 or self._board.beat(0).over < 2):
+                self._tick()
+                self._wake.wait(_POLL_S if self.shutdown.is_waiting else self._period)
+                self._wake.clear()
+            self._over = 2
+            self._board.tell(self._own_beat())
+        except dist.DistError:
+            self._store_ended("died", "its process or its connection ended")
+        self._lost = True
 
-    def _await_welcome(self, seconds: float) -> None:
-        state = self._state
-        state.wait_for(lambda: state.welcomed, seconds + _REPORT_WITHIN_S)
-        failure = state.failure
-        if failure is not None and failure.kind == "timeout":
-            raise RankTimeoutError(failure.rank, str(failure.error()))
-        self._raise_failure()
-        if not state.welcomed:
-            raise RankTimeoutError(0, f"Rank 0 did not start the job within {seconds:g} s.")
+    def _tick(self) -> None:
+        """Say how far this rank is, and look at what the others have said."""
+        self._board.tell(self._own_beat())
+        failure, stop, decision = self._board.look()
+        self._unanswered_s = 0.0
+        for rank, (kind, message) in list(self._suspects.items()):
+            may_go = kind == "died" and rank != self.rank and self._board.beat(rank).over  # it has said goodbye
+            if self.failure is None and not failure and not may_go:
+                found = self._failure_of(rank, kind, message)
+                failure = self._board.set_once("failure", json.dumps(found))
+        if failure:
+            self._record(Failure(*json.loads(failure)))
+        elif stop:
+            self._agree(int(stop), decision)
+        elif self.stop_signal is not None:
+            self._board.set_once("stop", str(self.stop_signal))
+        before = self.stillness.still_s
+        now = time.monotonic()
+        passed = min(now - self._ticked_at, 2 * self._period)  # the whole machine may have been stopped meanwhile
+        self._ticked_at = now
+        where = (self.step, self.phase, self.batches, self.moves)
+        self.stillness.tick(where, passed, self.shutdown.is_waiting)
+        if self.failure is None and int(before) < int(self.stillness.still_s):  # once a second
+            self._look_for_hang(self._board.beats())
+        with self._changed:
+            self._changed.notify_all()
+
+    def _own_beat(self) -> Beat:
+        self._number += 1
+        where = (self._number, self.step, self.phase, self.batches, *self._ended)
+        waits = (round(self.stillness.still_s, 2), self.stillness.waits)
+        return Beat(*where, *waits, self._gate.first, self.failure is not None, self._over)
+
+    def _failure_of(self, rank: int, kind: Kind, message: str) -> Failure:
+        beat = self._board.beat(rank)
+        return Failure(
+            rank, self._board.who[rank].host, self._board.who[rank].pid, beat.step, beat.phase, kind, message
+        )
+
+    def _record(self, failure: Failure) -> None:
+        if failure.kind == "fell silent" and failure.rank in self._board.local:
+            self._board.who[failure.rank].kill()  # nobody runs its Python
+        self._gate.attention = True
+        with self._changed:
+            self.failure = self.failure or failure
+            self._changed.notify_all()
+
+    def _store_ended(self, kind: Kind, how: str) -> None:
+        """Nobody can tell the others any more: each names the same rank by itself."""
+        self._lost = True
+        if self._closed.wait(2 * LOOK_S):  # how a process of this host has ended is seen meanwhile
+            return
+        rank = 0
+        if self._server is None:
+            rank, kind = self.rank, "lost the job's store"  # torchrun's agent has ended
+        self._record(self._failure_of(rank, *self._suspects.get(rank, (kind, how))))
+
+    # ---- the other thread: what is seen without the store, and the end of this process ----
+
+    def _guard(self) -> None:
+        while not self._closed.wait(LOOK_S):
+            self._look_around()
+            for signum in self.signals.read():
+                self._signalled(signum)
+            failure = self.failure
+            if failure is not None:
+                if self.shutdown.due(failure, self._waits_for_first()):
+                    self._force(failure.describe())
+            elif self.stop_signal is not None and time.monotonic() - self._stop_at > self.stop_grace:
+                self._force(f"it did not stop within {self.stop_grace:g} s of {_name(self.stop_signal)}")
+
+    def _look_around(self) -> None:
+        for rank in {*self._board.local[:NEIGHBOURS], 0} & {*self._board.local}:
+            is_stopped, ended = self._board.who[rank].look()
+            self._stopped[rank] = is_stopped * (self._stopped[rank] + 1)
+            if ended:
+                self._declare(rank, "died", ended)
+            elif self._stopped[rank] * LOOK_S > STOPPED_S:
+                self._declare(rank, "fell silent", "its process is stopped (by SIGSTOP, or Ctrl+Z)")
+        parent = self._parent_pid
+        if parent not in (None, os.getppid(), *(self._board.who[rank].pid for rank in self._board.local)):
+            self._declare(self.rank, "died", f"its launcher (process {parent}) ended")
+        if self._lost or self.failure is not None:
+            return
+        # Counted by this thread's own looks: it may have been stopped itself, as the whole machine may.
+        self._unanswered_s += LOOK_S
+        limit = min(max(self.collective_timeout, STORE_S[0]), STORE_S[1])
+        if self._unanswered_s > limit or (self._server in self._suspects and not self._board.beat(0).over):
+            how = f"no answer of the job's store within {limit:g} s: it is stopped, its host is down, or the network "
+            self._store_ended("fell silent", f"{how}between the hosts is cut")
+
+    def _declare(self, rank: int, kind: Kind, message: str) -> None:
+        """For any thread: let all ranks know. The first one counts."""
+        self._suspects.setdefault(rank, (kind, message))
+        self._wake.set()
+
+    def _waits_for_first(self) -> bool:
+        """Whether the rank that failed may be in a hook of the user's, that this one's end would cut off."""
+        failure = self.failure
+        if failure is None or failure.kind not in RUNS_HOOKS or failure.rank == self.rank or self._lost:
+            return False
+        ended = failure.rank in self._board.local and self._board.who[failure.rank].look()[1]
+        return not ended and not self._board.beat(failure.rank).over
+
+    def _force(self, reason: str) -> None:
+        self._kill_unanswering()
+        code = 1
+        if self.stop_signal is not None:
+            code = 128 + self.stop_signal
+        self.shutdown.force(code, self._where(self.rank), reason)
+
+    def _kill_unanswering(self) -> None:
+        """SIGKILL to the processes of this host that did not even say where they can stop."""
+        for rank in self._board.local:
+            if self._gate.decision == ALONE and self._board.beat(rank).answer is None:
+                self._board.who[rank].kill()
+
+    def _where(self, rank: int) -> str:
+        beat = self._board.beat(rank)
+        return f"rank {rank} (host {self._board.who[rank].host}){place(beat.step, beat.phase)}"
 
     # ---- failures ----
-
-    @property
-    def failure(self) -> Failure | None:
-        """The first failure of the job, as all ranks agree on it; None if there is none."""
-        return self._state.failure
-
-    def report(self, error: BaseException) -> None:
-        """This rank fails by ``error``. Returns when all ranks are being told, or after a second."""
-        self._shutdown.take_over(error)
-        kind: Kind = "exception"
-        text = text_of(error)
-        if isinstance(error, SystemExit):
-            kind = "left"
-            text = f"it called sys.exit({error.code!r}) in the middle of the run"
-        elif isinstance(error, KeyboardInterrupt):
-            kind = "stopped"
-        self._watch.report(kind, text, is_of_communication(error))
-        self._state.wait_for(lambda: False, _REPORT_WITHIN_S)
 
     def explain(self, error: BaseException) -> BaseException:
         """What to raise for ``error``, which is about to end training: itself, or the failure that it follows from.
 
-        An error of communication waits up to two seconds for word of the rank that caused it. An error of this rank's
-        own is reported to the others. An exit after an agreed stop is neither.
+        An error of communication waits for word of the rank that caused it, a few seconds at most. An error of this
+        rank's own is told to the others. An exit after an agreed stop is neither.
 
         Returns:
             ``error``, or a ``RankFailedError`` that names the first cause; raise that ``from error``.
         """
-        self._shutdown.take_over(error)
-        if isinstance(error, InterruptionError):
-            return error
-        if self.stop_decided and not isinstance(error, Exception):  # the exit after a stop
-            return error
-        # An error of communication follows from something, of which the hub tells all ranks alike. About a timeout it
-        # has to be asked, as nobody has ended.
-        follows = is_of_communication(error)
-        if follows and self.failure is None:
-            if is_timeout(error):
-                self._watch.report_timeout(text_of(error))
-            self._state.wait_for(lambda: False, _FIND_WITHIN_S)
-        if self.failure is None:
-            self.report(error)
-        failure = self.failure
-        if failure is None or not follows:
-            return error
-        if failure.rank == self.rank and failure.kind == "exception":
-            return error
-        explained = failure.error()
-        if str(error) == str(explained):
-            return error
+        self.shutdown.take_over(error)
+        explained = self._cause(error)
+        # The end of the store must not be taken for the cause: others have to know what that is.
+        if self.rank == self._server:
+            self._wait(self._may_take_store, _KNOWN_S, despite_failure=True)
         return explained
 
-    def at_emergency(self, clean_up: Callable[[], object]) -> None:
-        """Call ``clean_up`` before a forced end, in a thread of its own and for a second at most; last one first."""
-        self._shutdown.clean_ups.append(clean_up)
+    def _cause(self, error: BaseException) -> BaseException:
+        is_exit = self._gate.decision is not None and not isinstance(error, Exception)  # after a stop
+        if isinstance(error, InterruptionError) or is_exit:
+            return error
+        follows = is_of_communication(error)
+        if follows:
+            self._judge(text_of(error))
+        elif isinstance(error, SystemExit):
+            self._declare(self.rank, "left", text_of(error))
+        else:
+            self._declare(self.rank, "failed", text_of(error))
+        self._wait(lambda: False, _KNOWN_S)
+        failure = self.failure
+        if failure is None or not follows or (failure.rank == self.rank and failure.kind == "failed"):
+            return error
+        if str(error) == str(failure.error()):
+            return error
+        return failure.error()
 
-    def at_failure(self, release: Callable[[], object]) -> None:
-        """Call ``release`` once after a failure, in a thread: it sets free a training thread that waits for a device.
+    def _judge(self, text: str) -> None:
+        """A collective has failed. If no process of this host has ended: who is silent, has left, or is behind?"""
+        self._wait(lambda: False, _SEEN_S)
+        numbers = [beat.number for beat in self._board.beats()]
 
-        That is half a second after it, if no error has come to the training thread by then; at the latest when that
-        has had its time to raise.
-        """
-        self._shutdown.releases.append(release)
+        def silent() -> list[int]:
+            same = [rank for rank, beat in enumerate(self._board.beats()) if beat.number == numbers[rank]]
+            return [rank for rank in same if rank != self.rank]
 
-    def watch_device(self, device: Device) -> None:
-        """Find hangs of this rank's device, which raise nothing: see ``supervision/hangs.py``."""
-        watch = self._watch
-        thread = threading.get_ident()
-        watch.stillness = DeviceStillness(
-            self.progress,
-            device,
-            watch.period,
-            lambda: in_collective(thread),
-        )
-
-    def postpone(self, seconds: float) -> None:
-        """No forced end because of a failure within ``seconds`` from now: something is being saved."""
-        self._shutdown.postpone(seconds)
-
-    def allow_hooks(self, seconds: float) -> None:
-        """The user's hooks for exceptions may take so long on any rank, counted from the failure.
-
-        So long a training thread that has not raised is not ended by force where that would cut off those of another
-        rank.
-        """
-        self._shutdown.hooks_s = seconds
+        self._wait(lambda: not silent(), _DOUBT_S)
+        beats = self._board.beats()
+        text = f"{self._where(self.rank)} waited for it: {text}"
+        left = [rank for rank, beat in enumerate(beats) if beat.over]
+        late = behind(beats)
+        if left:
+            self._declare(left[0], "left", f"it ended its run while {text}")
+        elif silent() and silent()[0] in self._board.local:
+            text += "; its process is there and runs no Python, as where code in C holds the interpreter"
+            self._declare(silent()[0], "fell silent", text)
+        elif silent():
+            text += "; nobody of its host is heard: its host is down, or the network between the hosts is cut"
+            self._declare(silent()[0], "fell silent", text)
+        elif late is None or late == self.rank:
+            self._declare(self.rank, "failed", f"{text}; {NO_RANK_IS_BEHIND}")
+        else:
+            self._declare(late, "did not come", text)
 
     def await_first(self, seconds: float) -> bool:
         """Wait until the run of the rank that failed first is over, as launchers end all ranks when one has ended.
@@ -177,101 +320,163 @@ class Supervisor:
         Returns:
             Whether there was anything to wait for.
         """
-        failure = self.failure
-        state = self._state
-        if failure is None or failure.kind not in RUNS_HOOKS or failure.rank == self.rank:
-            return False
-        if state.first_is_over:
-            return False
-        with state.changed:
-            state.changed.wait_for(lambda: state.first_is_over, seconds)
-        return True
+        waits = self._waits_for_first()
+        self._wait(lambda: not self._waits_for_first(), seconds, despite_failure=True)
+        return waits
 
-    # ---- stops ----
+    def _wait(self, ready: Callable[[], bool], seconds: float, despite_failure: bool = False) -> bool:
+        """Let the training thread wait until ``ready()``, or a failure; whether one of them came."""
 
-    def install_signals(self, signums: Iterable[int] = (signal.SIGTERM, signal.SIGINT)) -> None:
-        """These signals ask all ranks to stop, until :meth:`close`. In the main thread only, else ``ValueError``.
+        def over() -> bool:
+            return (self.failure is not None and not despite_failure) or ready()
 
-        A second one, a second or more after the first, ends this process at once.
-        """
-        self._watch.install_signals(signums)
-
-    def request_stop(self, signum: int = signal.SIGTERM) -> None:
-        """Ask all ranks to stop, as if the signal had come. For any thread; again has no effect."""
-        self._watch.request_stop(signum)
-
-    @property
-    def stop_signal(self) -> int | None:
-        """The signal by which the job was asked to stop; None if it was not."""
-        return self._watch.stop_signal
-
-    @property
-    def stop_decided(self) -> bool:
-        """Whether it is settled where to stop, or that there is no agreement."""
-        return self._gate.decision is not None
-
-    def gate(self, step: int) -> Stop | None:
-        """Whether to stop here. Call it where that is possible, with the same rising numbers on every rank.
-
-        Usually this stores a number and looks at a flag. Once a stop is asked for it waits until the ranks have
-        agreed on the step, a few seconds at most.
-
-        Raises:
-            RankFailedError: there is a failure.
-        """
-        self._gate.step = step
-        if self._state.attention:
-            return self._attend(step)
-        return None
-
-    def _attend(self, step: int) -> Stop | None:
-        gate = self._gate
-        patience = self._watch.agree_within_s + 2.0
-        came = self._state.wait_for(lambda: gate.may_pass(step), patience)
-        self._raise_failure()
-        if came:
-            return gate.verdict(step)
-        signum = gate.signum or signal.SIGTERM
-        self._watch.call(self._watch.client.decide, signum, None)
-        return Stop(signum, step, agreed=False)
-
-    # ---- epochs ----
-
-    def end_of_epoch(self, epoch: int, batches: int, validates: bool = False) -> None:
-        """Wait until every rank is at the end of ``epoch``, with as many batches. Collective.
-
-        ``validates`` says that this rank does so before a validation.
-
-        Needs ``progress.start_epoch`` and ``progress.batches`` on every rank, so that ranks with more batches are
-        found out while they wait for this one elsewhere.
-
-        Raises:
-            RankFailedError: a rank failed, had another number of batches, or ended its run.
-        """
-        self._state.epoch = -1  # one of this number may have ended before; the answer needs this rank's message
-        self._watch.tell(
-            {
-                "type": "epoch",
-                "epoch": epoch,
-                "batches": batches,
-                "validates": validates,
-            }
-        )
-        seconds = self._watch.collective_timeout
-        came = self._state.wait_for(lambda: self._state.epoch >= epoch, seconds)
-        if not came:
-            self._watch.report_timeout(f"it waited {seconds:g} s at the end of epoch {epoch}")
-            self._state.wait_for(lambda: False, _FIND_WITHIN_S)
-        self._raise_failure()
+        self.shutdown.is_waiting = True
+        self._wake.set()
+        try:
+            with self._changed:
+                return self._changed.wait_for(over, seconds)
+        finally:
+            self.shutdown.is_waiting = False
 
     def _raise_failure(self) -> None:
         if self.failure is not None:
             raise self.failure.error()
 
+    def _look_for_hang(self, beats: list[Beat]) -> None:
+        """A device that hangs ends the job, as NCCL raises nothing; any other hang is said, once."""
+        own = self.stillness
+        limit = self.collective_timeout
+        # A rank that moves, as in a validation of its own, gets more time.
+        if min(beat.still_s for beat in beats) < limit:
+            limit += LENIENCY_S
+        if own.has_work is not None and own.waited_s > limit and len(beats) > 1:
+            late = behind(beats)
+            text = f"{self._where(self.rank)} has waited for {own.waited_s:.0f} s"
+            if late is None:
+                self._declare(self.rank, "did not come", f"{text}; {NO_RANK_IS_BEHIND}")
+            else:
+                why = {"": "it is its host that does not go on", "device": "its device has work left"}
+                text += f"; {why.get(beats[late].waits, 'it waits for others, too')}"
+                self._declare(late, "did not come", text)
+        late = waited_for(beats, NOTE_HANG_S)
+        if late is None or self._hang_looks > 2:
+            return
+        self._hang_looks += 1
+        text = f"lightning-smddp: all others have waited for {self._where(late)} for {NOTE_HANG_S:g} s. "
+        if late == self.rank:
+            stack = "".join(traceback.format_stack(sys._current_frames()[self.shutdown.thread]))
+            self._board.set_once("hang", f"{text}It is here:\n{stack}")
+            self._hang_looks = 3
+        if self._hang_looks > 2 and self.rank in (0, late):  # by then that one has said where it is, if it can
+            say(self._board.set_once("hang", "") or f"{text}It says nothing: code in C holds its interpreter.\n")
+
+    # ---- stops ----
+
+    def gate(self, step: int) -> Literal["agreed", "alone"] | None:
+        """Whether to stop here. Call it where that is possible, with the same rising numbers on every rank.
+
+        Usually this stores a number and looks at a flag. Once a stop is asked for it waits until the ranks have
+        agreed on the step, a few seconds at most.
+
+        Returns:
+            ``"alone"``: some rank does not answer, and a collective would hang.
+
+        Raises:
+            RankFailedError: there is a failure.
+        """
+        self._gate.step = step
+        if not self._gate.attention:
+            return None
+        self._wait(lambda: self._gate.may_pass(step), self._agree_within_s + _LEAVE_S)
+        self._raise_failure()
+        return self._gate.verdict(step)
+
+    def _signalled(self, signum: int) -> None:
+        """The first signal asks for a stop; a second one, or Ctrl+C after a failure, ends this process."""
+        now = time.monotonic()
+        has_failed = self.failure is not None or bool(self._suspects)
+        if self._signalled_at == 0.0:
+            self._signalled_at = now
+            if not has_failed:
+                self._stop_asked(signum)
+            if not has_failed or signum == signal.SIGTERM:  # launchers send it to all ranks when one has ended
+                return
+        elif now - self._signalled_at < SECOND_SIGNAL_AFTER_S:
+            return
+        reason = f"{_name(signum)} came again"
+        if self.failure is not None:
+            reason = f"{_name(signum)} came after this failure: {self.failure.describe()}"
+        self.stop_signal = self.stop_signal or signum
+        self._force(reason)
+
+    def _stop_asked(self, signum: int) -> None:
+        """Here or on another rank; from now on the time is short."""
+        if self.stop_signal is None:
+            self._stop_at = time.monotonic()
+            self.stop_signal = signum
+            self._wake.set()
+            if self.rank == 0:  # once for the job: Ctrl+C reaches all ranks of a terminal
+                text = f"all ranks stop at one of the next steps, within {self.stop_grace:g} s"
+                say(f"lightning-smddp: {_name(signum)}: {text}. A second signal ends a rank at once.\n")
+
+    def _agree(self, signum: int, decision: str) -> None:
+        """Answer, and decide if all have, or if some have not in time. The first decision counts."""
+        self._stop_asked(signum)
+        self._gate.answer()
+        answers = [beat.answer for beat in self._board.beats()]
+        if not decision and None not in answers:
+            decision = str(max(answer for answer in answers if answer is not None))
+        elif not decision and time.monotonic() - self._stop_at > self._agree_within_s:
+            decision = str(ALONE)
+        if decision:
+            self._gate.decision = int(self._board.set_once("decision", decision))
+
+    # ---- epochs ----
+
+    def end_of_epoch(self, epoch: int, validates: bool = False) -> None:
+        """Wait until every rank is at the end of its epoch, with as many ``batches``. Collective.
+
+        Again before the next batch it does nothing. ``validates`` says that this rank comes before a validation.
+
+        Raises:
+            RankFailedError: a rank failed, had another number of batches, or ended its run.
+        """
+        batches = self.batches
+        if batches == 0:
+            return
+        end = self._ended[0] + 1
+        self.batches = 0  # first, lest a beat takes this epoch's batches for the next one's
+        self._ended = (end, batches)
+        own = f"rank {self.rank} ended epoch {epoch} after {counted(batches, 'batch')}"
+
+        def problem(rank: int, beat: Beat) -> str:
+            """Of a rank that has more batches; one that has fewer finds out itself."""
+            if beat.ended == end and beat.ended_batches > batches:
+                return f"rank {rank} ended it after {beat.ended_batches}"
+            if beat.ended != end - 1:
+                return ""
+            if beat.batches > batches or (validates and beat.batches == batches and beat.phase == "validation"):
+                return f"rank {rank} is in batch {beat.batches} of it ({beat.phase})"
+            return ""
+
+        def all_have() -> bool:
+            beats = self._board.beats()
+            for rank, beat in enumerate(beats):
+                if problem(rank, beat):
+                    self._declare(self.rank, "left", f"{own}, {problem(rank, beat)}. {_CURE}")
+                elif beat.over and beat.ended < end:
+                    self._declare(rank, "left", f"it ended its run, but {own}")
+            return all(beat.ended > end or (beat.ended, beat.ended_batches) == (end, batches) for beat in beats)
+
+        if not self._wait(all_have, self.collective_timeout):
+            self._judge(f"it waited {self.collective_timeout:g} s at the end of epoch {epoch}")
+            self._wait(lambda: False, _KNOWN_S)
+        self._raise_failure()
+
     # ---- end ----
 
     def close(self, patience: float = 5.0) -> Failure | None:
-        """Say goodbye and stop watching; the thread, its sockets and signal handlers are gone afterwards.
+        """Say goodbye and stop watching; threads, connection and signal handlers are gone afterwards.
 
         Rank 0 waits up to ``patience`` seconds for the other ranks' goodbyes. Whoever ends without one has failed.
 
@@ -279,20 +484,44 @@ class Supervisor:
             The failure of the job, if there was one, also one that came while this rank was waiting here.
         """
         # In a forked child this object is a copy of the parent's, for which it must not say goodbye.
-        if self._closed or os.getpid() != self._pid:
+        if self._closed.is_set() or os.getpid() != self._pid:
             return self.failure
-        self._closed = True
-        self._shutdown.take_over()
-        if self.rank != 0:
-            patience = _GOODBYE_WITHIN_S
-        self._watch.close(patience)
+        self.shutdown.take_over()
+        self.signals.restore()
+        self._over = 1
+        if self.rank != self._server:
+            patience = min(patience, _LEAVE_S)
+        if self._gate.decision == ALONE:  # some rank does not answer any more
+            patience = 0.0
+        self._wait(lambda: self._lost or all(beat.over for beat in self._board.beats()), patience)
+        if self.rank == self._server and self.failure is None:
+            self._over = 2
+            self._wait(self._may_take_store, _LEAVE_S)
+        self._closed.set()
+        self._kill_unanswering()
+        self._wake.set()
+        for thread in self._threads:
+            thread.join(_LEAVE_S)  # one that comes out of C++ at the interpreter's end would abort it
         _live.discard(self)
         return self.failure
 
+    def _may_take_store(self) -> bool:
+        """Whether the others use it no more, or know of the failure."""
+        failure = self.failure
+        for rank, beat in enumerate(self._board.beats()):
+            knows = failure is not None and (beat.knows or rank == failure.rank)
+            if rank != self.rank and beat.over < 2 and not knows and not self._lost:
+                return False
+        return True
+
     def _forget(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._watch.abandon()
+        """In a forked child: give it its own signals back."""
+        self._closed.set()
+        self.signals.restore()
+
+
+def _name(signum: int) -> str:
+    return signal.Signals(signum).name
 
 
 def _forget_all() -> None:
@@ -301,5 +530,11 @@ def _forget_all() -> None:
     _live.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)
+def _close_all() -> None:
+    """A thread that comes out of C++ when the interpreter has ended would abort the process."""
+    for supervisor in list(_live):
+        supervisor.close(0.0)
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_forget_all)

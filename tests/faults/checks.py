@@ -10,6 +10,7 @@ from lightning_smddp.checkpoint.reading import read_checkpoint
 from tests.faults.jobs import Result
 
 BOUND_S = 10.0
+WITHOUT_A_WORD = ("kill", "exit", "segv", "oom_kill", "stop", "node", "cut", "nap")
 # Left in TMPDIR by torch itself, for errors that it hands from process to process.
 TORCHS_OWN = re.compile(r"(pytorch-errorfile-|torchelastic_)")
 
@@ -32,21 +33,25 @@ def assert_named(
     phases: Iterable[str],
     survivors: Iterable[int] | None = None,
     step: int | None = None,
-    last_heard: bool = False,
 ) -> None:
     """Every survivor names the rank, its host and process, the step, the phase, and the first cause.
 
-    ``last_heard``: the step and phase are those of the last heartbeat, which came from another host.
+    Of a rank that could not say more the step and phase are those of its last beat, a quarter of a second old.
     """
     if survivors is None:
         survivors = [other for other in range(result.case.world_size) if other != rank]
     step = result.case.faults[-1].step if step is None else step
     where = rf" at step {step}" if step >= 0 else ""
-    where = r" at step \d+ \(\w+\)" if last_heard else rf"{where} \(({'|'.join(phases)})\)"
+    where += rf" \(({'|'.join(phases)})\)"
+    if result.case.faults[-1].kind in WITHOUT_A_WORD:
+        where = r"(?: at step (?P<step>\d+))? \([\w ]+\)"
     verbs = "died|failed|fell silent|did not come|left"
     pattern = rf"[Rr]ank {rank} \(host \S+, process \d+\) ({verbs}){where}: .*{cause}"
     for survivor in survivors:
-        assert re.search(pattern, result.said_by(survivor)), f"rank {survivor}: {pattern}\n{result.describe()}"
+        found = re.search(pattern, result.said_by(survivor))
+        assert found, f"rank {survivor}: {pattern}\n{result.describe()}"
+        if "step" in found.groupdict():
+            assert int(found["step"] or -1) <= step, result.describe()
 
 
 def assert_saved(result: Result, at_least: int = 1) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -87,4 +88,4 @@ def test_two_ranks_of_open_mpi(tmp_path: Path) -> None:
 
     assert result.returncode != 0
     assert "Rank 1 (host" in output
-    assert "its process was killed by SIGKILL" in output
+    assert re.search("its process (ended|was killed by SIGKILL)", output)  # known until mpirun has waited for it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -111,7 +112,7 @@ def test_a_rank_is_killed_and_the_job_goes_on(rendezvous: str, tmp_path: Path) -
         codes = one.wait()
     assert codes == [0, 0], one.output
     results = job.check(tmp_path, 2, 2, "torchrun", one.output)
-    assert "was killed by SIGKILL" in one.output
+    assert re.search("its process ended|killed by SIGKILL", one.output)
     assert "the run goes on from" in one.output
     assert "2 (" in one.output  # nodes, in the table at the start of fit
     # Between two nodes an exact exchange sends each node's gradients once each way, in as many flows as ranks.

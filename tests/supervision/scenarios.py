@@ -1,332 +1,233 @@
-"""What the ranks of the tests do, each in a process of its own: ``python -m tests.supervision.scenarios NAME ...``.
-
-No torch here. Ranks that shall wait for each other do so through files, as they would in a collective.
-"""
+"""What the ranks of the tests do, each in a process of its own."""
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import fcntl
-import json
-import logging
+import multiprocessing
 import os
 import random
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
-from lightning_smddp.supervision import Supervisor, WatchOptions
-from tests.supervision.store import FileStore
+import torch
+import torch.distributed as dist
+
+from lightning_smddp.supervision import Supervisor, board, supervisor
+from tests.supervision.jobs import Rank, say
 
 
-@dataclass
-class Rank:
-    rank: int
-    world_size: int
-    directory: Path
-    options: dict[str, Any]
-
-    def __getitem__(self, name: str) -> Any:
-        return self.options.get(name)
-
-    def start(self, **more: Any) -> Supervisor:
-        options = {
-            "collective_timeout": self["collective_timeout"] or 60.0,
-            "stop_grace": self["stop_grace"] or 60.0,
-            "start_timeout": self["start_timeout"] or 20.0,
-            "grace": self["grace"] or 3.0,
-            "unwind": self["unwind"] or 8.0,
-            "host": f"host{self.rank}",
-            **more,
-        }
-        return Supervisor.start(FileStore(self.directory), WatchOptions(self.rank, self.world_size, **options))
-
-    def meet(self, name: str) -> None:
-        """All ranks, as in a collective; waits for ever."""
-        (self.directory / f"meet-{name}-{self.rank}").touch()
-        for other in range(self.world_size):
-            while not (self.directory / f"meet-{name}-{other}").exists():
-                time.sleep(0.002)
-
-
-def say(name: str, value: Any = None) -> None:
-    print(name, json.dumps({"value": value}), flush=True)
-
-
-def as_a_strategy_does(rank: Rank, supervisor: Supervisor, body: Any) -> None:
+def as_a_strategy_does(rank: Rank, body: Callable[[Rank, Supervisor], None]) -> None:
+    watching = rank.start()
+    if rank["signals"]:
+        watching.signals.take()
     try:
-        body(rank, supervisor)
+        body(rank, watching)
     except BaseException as error:
-        explained = supervisor.explain(error)
-        supervisor.close()
+        explained = watching.explain(error)
+        watching.close()
         if explained is error:
             raise
         raise explained from error
-    failure = supervisor.close()
+    failure = watching.close()
     if failure is not None:
         raise failure.error()
 
 
-# ---- training with a fault ----
-
-
-def fault(rank: Rank, kind: str) -> None:
+def fault(kind: str) -> None:
     if kind == "exit":
         os._exit(0)
     elif kind == "sys.exit":
         sys.exit(0)
     elif kind == "raise":
         raise KeyError("the first cause")
-    elif kind == "oom":
-        raise MemoryError("no room")
-    elif kind == "segv":
-        os.kill(os.getpid(), signal.SIGSEGV)
-    elif kind == "children":
-        subprocess.Popen(["sleep", "30"], start_new_session=False)
+    elif kind == "loop":
+        while True:
+            pass
+    elif kind == "sleep":
+        time.sleep(1000)
+    elif kind == "hold the interpreter":
+        ctypes.PyDLL(None).sleep(1000)
+    elif kind == "children":  # which hold its sockets
         if os.fork() == 0:
-            time.sleep(30)
+            time.sleep(20)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     else:
         os.kill(os.getpid(), signal.Signals[kind])
 
 
-def steps(rank: Rank, supervisor: Supervisor) -> None:
-    say("ready", os.getpid())
-    for step in range(rank["steps"] or 10):
-        supervisor.progress.step, supervisor.progress.phase = step, "forward"
-        if stop := supervisor.gate(step):
-            say("stop", [stop.signum, stop.step, stop.agreed])
-            sys.exit(128 + stop.signum)
-        supervisor.progress.phase = "backward"
-        if rank["fault"] == [rank.rank, step]:
-            fault(rank, rank["kind"])
-        if rank["meet"]:
-            rank.meet(str(step))
-        time.sleep(rank["pause"] or 0.0)
-    supervisor.progress.phase = "validation"
-    say("validation")
-    waits = rank["sleep"] or 0.0
-    if rank["sleep_in_python"]:
-        end = time.monotonic() + waits
-        while time.monotonic() < end:
-            time.sleep(0.01)
-    else:
-        time.sleep(waits)
-
-
 def train(rank: Rank) -> None:
-    supervisor = rank.start(parent_pid=os.getppid() if rank["watch_parent"] else None)
-    supervisor.at_emergency(lambda: say("cleaned", supervisor.failure is not None))
-    if rank["signals"]:
-        supervisor.install_signals()
-    if rank["hang_in_clean_up"]:
-        supervisor.at_emergency(lambda: time.sleep(60))
-    if rank["slow_teardown"] and rank.rank == rank["slow_teardown"][0]:
-        try:
-            steps(rank, supervisor)
-        except KeyError as error:
-            supervisor.explain(error)
-            time.sleep(60)
-    as_a_strategy_does(rank, supervisor, steps)
+    """Steps with a collective in each; at one of them a rank fails as ``kind`` says."""
+    seconds = rank["gloo_timeout"] or 60.0
+    dist.init_process_group(
+        "gloo", store=rank.store, rank=rank.rank, world_size=rank.world_size, timeout=timedelta(seconds=seconds)
+    )
+    supervisor.NOTE_HANG_S = rank["note_hang_s"] or supervisor.NOTE_HANG_S
+    as_a_strategy_does(rank, steps)
     say("finished")
 
 
-# ---- strangers ----
+def steps(rank: Rank, watching: Supervisor) -> None:
+    say("ready", os.getpid())
+    for step in range(rank["steps"] or 40):
+        watching.step, watching.phase = step, "forward"
+        stop = watching.gate(step)
+        if stop is not None:
+            say("stop", [stop, step])
+            sys.exit(128 + int(watching.stop_signal or 0))
+        time.sleep(rank["pause"] or 0.0)
+        if rank["fails"] == rank.rank and step == 8:
+            if rank["kind"] == "nap":  # in C code, which holds the interpreter
+                ctypes.PyDLL(None).sleep(rank["seconds"])
+            elif rank["kind"] is not None:
+                time.sleep(0.6)  # a beat has said where it is
+                fault(rank["kind"])
+        watching.phase = "backward"
+        if rank["outside"] and step == 8:
+            say("outside")
+            outside(rank["outside"])
+        else:
+            dist.all_reduce(torch.ones(1))
 
 
-def visited(rank: Rank) -> None:
-    """Rank 0 waits for rank 1, which lets strangers in first."""
-    logging.basicConfig(level=logging.WARNING)
-    store = FileStore(rank.directory)
-    strangers = []
-    if rank.rank == 1:
-        while not store.check(["smddp/supervision/1"]):
-            time.sleep(0.01)
-        found = json.loads(store.get("smddp/supervision/1"))
-        say("listens", found["addresses"][0])
-        for data in (
-            b"GET / HTTP/1.1\r\n\r\n",
-            b"\xff" * 10000,
-            b'{"secret": "wrong", "rank": 1}\n',
-            b"[" * 3000 + b"\n",
-            b"",
-        ):
-            strangers.append(socket.create_connection((found["addresses"][0], found["port"])))
-            strangers[-1].sendall(data)
-        time.sleep(0.3)
-        greeting = {"secret": found["secret"], "rank": 7, "world_size": 2, "host": "x", "process": [1, 2, ""]}
-        strangers.append(socket.create_connection((found["addresses"][0], found["port"])))
-        strangers[-1].sendall(json.dumps({**greeting, "descriptor": 0}).encode() + b"\n")
-        time.sleep(0.1)
-    supervisor = rank.start()
-    steps(rank, supervisor)
-    if rank.rank == 1:
-        for stranger in strangers:
-            stranger.close()
-    say("failure", supervisor.failure and supervisor.failure.describe())
-    supervisor.close()
-
-
-# ---- agreement ----
-
-
-def rounds_of_stops(rank: Rank) -> None:
-    """In each round some ranks ask to stop, at random times, while all run with random delays."""
-    chance = random.Random(rank["seed"] + rank.rank)
-    common = random.Random(rank["seed"])
-    for number in range(rank["rounds"]):
-        supervisor = rank.start()
-        asking = common.sample(range(rank.world_size), common.randint(1, rank.world_size))
-        in_step = common.random() < 0.5
-        timer = threading.Timer(chance.random() * 0.05, supervisor.request_stop, [signal.SIGTERM])
-        if rank.rank in asking:
-            timer.start()
-        step = first = common.choice([0, 1, 1000])
-        while True:
-            if stop := supervisor.gate(step):
-                say("stop", [number, stop.step - first, stop.agreed, stop.signum])
-                break
-            if in_step:
-                rank.meet(f"{number}-{step}")
-            if chance.random() < 0.3:
-                time.sleep(chance.random() * 0.004)
-            step += 1
-        if rank.rank in asking:
-            timer.join()
-        supervisor.close()
+def outside(how: str) -> None:
+    """Of collectives, for long."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        time.sleep(0.01 if how == "python" else 60)
 
 
 def stop_without_gates(rank: Rank) -> None:
     """The main thread never comes to a gate."""
-    supervisor = rank.start()
-    supervisor.install_signals()
-    supervisor.at_emergency(lambda: say("cleaned"))
-    say("ready", os.getpid())
+    watching = rank.start()
+    watching.signals.take()
+    say("ready")
     time.sleep(60)
 
 
-# ---- epochs ----
+def rounds_of_stops(rank: Rank) -> None:
+    """In each round some ranks get a signal, at random times, while all run with random delays."""
+    dist.init_process_group("gloo", store=rank.store, rank=rank.rank, world_size=rank.world_size)
+    chance, common = random.Random(rank.rank), random.Random(0)
+    for number in range(rank["rounds"]):
+        watching = rank.start()
+        watching.signals.take()
+        asking = common.sample(range(rank.world_size), common.randint(1, rank.world_size))
+        timer = threading.Timer(chance.random() * 0.3, os.kill, [os.getpid(), signal.SIGTERM])
+        in_step = common.random() < 0.5
+        if rank.rank in asking:
+            timer.start()
+        step = first = common.choice([0, 1, 1000])
+        while (stop := watching.gate(step)) is None:
+            if in_step:
+                dist.all_reduce(torch.ones(1))
+            time.sleep(chance.random() * 0.004)
+            step += 1
+        say("stop", [number, stop, step - first])
+        if rank.rank in asking:
+            timer.join()
+        watching.close()
 
 
 def epochs(rank: Rank) -> None:
-    supervisor = rank.start()
+    dist.init_process_group("gloo", store=rank.store, rank=rank.rank, world_size=rank.world_size)
 
-    def body(rank: Rank, supervisor: Supervisor) -> None:
-        for epoch in range(2):
-            supervisor.progress.start_epoch(epoch)
-            batches = rank["batches"][rank.rank][epoch]
+    def body(rank: Rank, watching: Supervisor) -> None:
+        for epoch, batches in enumerate(rank["batches"][rank.rank]):
             for batch in range(batches):
-                supervisor.progress.batches = batch + 1
-                if rank["meet"]:
-                    rank.meet(f"{epoch}-{batch}")
+                watching.batches = batch + 1
+                if rank["collectives"]:
+                    dist.all_reduce(torch.ones(1))
             if rank["leaves"] == rank.rank and epoch == 1:
                 return
-            supervisor.end_of_epoch(epoch, batches)
+            watching.end_of_epoch(epoch)
+            watching.end_of_epoch(epoch)  # of no effect
             say("epoch", epoch)
-            rank.meet(f"{epoch} is over")  # lest a failure of the next one comes to a rank that is about to say so
+            dist.barrier()  # lest a failure of the next one comes to a rank that is about to say so
 
-    as_a_strategy_does(rank, supervisor, body)
-
-
-# ---- life of a supervisor ----
+    as_a_strategy_does(rank, body)
 
 
-def descriptors() -> list[str]:
-    found = []
-    for name in sorted(os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # that of the listing itself
-            found.append(os.readlink(f"/proc/self/fd/{name}").split(":")[0])
-    return sorted(found)
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def open_and_close(rank: Rank) -> None:
-    before, handlers = descriptors(), (signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1))
-    for _ in range(3):
-        supervisor = rank.start(parent_pid=os.getppid())
-        supervisor.install_signals()
-        steps(rank, supervisor)
+    handlers = (signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1))
+    before = 0
+    for number in range(3):
+        watching = rank.start()
+        watching.signals.take()
+        watching.gate(number)
         if os.fork() == 0:
-            supervisor.close()  # of no effect here
-            inside = [name for name in descriptors() if "socket" in name or "pidfd" in name or "memfd" in name]
-            same = (signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)) == handlers
-            say("child", [inside, same])
+            watching.close()  # of no effect here
+            say("child", (signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)) == handlers)
             os._exit(0)
         os.wait()
-        assert supervisor.close() is None
-        assert supervisor.close() is None
-    assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
-    assert descriptors() == before
+        assert watching.close() is None
+        assert watching.close() is None
+        del watching
+        before = before or descriptors()  # torch opens some for its first store
     say("same", (signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)) == handlers)
+    say("left", [thread.name for thread in threading.enumerate() if thread.name.startswith("smddp")])
+    say("descriptors", descriptors() - before)
 
 
-def late(rank: Rank) -> None:
-    supervisor = rank.start()
-    progress = supervisor.progress
-    progress.step, progress.phase = rank["steps_of"][rank.rank], rank["phase_of"][rank.rank]
-    rank.meet("progress")
-    if rank.rank != rank["asks"]:
-        say("ready")
-        while supervisor.failure is None:
-            time.sleep(0.01)
-        raise supervisor.failure.error()
-    error = supervisor.explain(RuntimeError("[gloo] Timed out waiting 2000ms for recv operation to complete"))
-    say("error", [type(error).__name__, str(error)])
-    supervisor.close()
-    os._exit(3)
+def forked_worker(rank: Rank) -> None:
+    """As a DataLoader's: SIGTERM to it ends it, and is no request to the job."""
+    watching = rank.start()
+    watching.signals.take()
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+    worker.start()
+    time.sleep(0.2)
+    worker.terminate()
+    worker.join(5.0)
+    time.sleep(0.5)
+    say("seen", [worker.exitcode, watching.stop_signal])
+    watching.close()
 
 
 def alone(rank: Rank) -> None:
-    """Starts, and says why it could not."""
+    """The others do not start."""
+    board.START_S = 1.0
+    if rank.rank != 0:
+        return
     try:
-        supervisor = rank.start()
+        rank.start()
     except RuntimeError as error:
         say("error", [type(error).__name__, str(error)])
-        return
-    supervisor.close()
-
-
-# ---- hooks for exceptions ----
 
 
 def upload(rank: Rank) -> None:
     """Rank ``fails`` is in a hook for ``seconds``; the others wait for its process in C, as in gloo, or follow it."""
-    supervisor = rank.start()
-    supervisor.install_signals()
-    supervisor.allow_hooks(rank["allowed"])
-    supervisor.at_emergency(lambda: say("cleaned"))  # where rank 0 ends the ranks that it has started
-    fails = rank["fails"] == rank.rank
+    watching = rank.start()
+    watching.signals.take()
+    watching.shutdown.hooks_s = rank["allowed"]
     with open(rank.directory / "connection", "a") as connection:
+        fails = rank["fails"] == rank.rank
         if fails:
             fcntl.flock(connection, fcntl.LOCK_EX)
-        rank.meet("connected")
-        error = KeyError("the first cause")
+        rank.store.add("connected", 1)
+        while rank.store.add("connected", 0) < rank.world_size:
+            time.sleep(0.01)
         if not fails and rank["follows"]:
-            supervisor._state.wait_for(lambda: False, 20.0)
+            watching._wait(lambda: False, 20.0)
         elif not fails:
             fcntl.flock(connection, fcntl.LOCK_EX)
-        explained = supervisor.explain(error)
-        supervisor.postpone(rank["allowed"])
+        error: Any = KeyError("the first cause")
+        watching.explain(error)
+        watching.shutdown.postpone(rank["allowed"])
         say("begun")
         if fails:
             time.sleep(rank["seconds"])
         say("uploaded")
-        supervisor.await_first(rank["allowed"])
-        supervisor.close()
+        watching.await_first(rank["allowed"])
+        watching.close()
         say("ended", time.time())
-        raise explained
-
-
-def main() -> None:
-    name, number, world_size, directory, options = sys.argv[1:]
-    globals()[name](Rank(int(number), int(world_size), Path(directory), json.loads(options)))
-
-
-if __name__ == "__main__":
-    main()
+        raise error

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import pipeline_schedule_class, run_pipeline_schedule
-from lightning_smddp.communication.device_watch import mark
 from lightning_smddp.communication.groups import connect_pairs
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.mesh import Channel, Groups
@@ -242,7 +241,6 @@ class PipelineEngine:
 
     def _step(self, count: int, boundaries: Sequence[Sequence[Boundary]], has_backward: bool) -> list[Tensor]:
         self._connect()
-        mark(communicates=True)  # the device receives first; in the first stage a mark of its own follows at once
         schedule = self._schedule_of(count, has_backward)
         # boundaries[m] = [what stage 0 sends to 1, what stage 1 sends to 2, ...] for micro-batch m
         for stage in self._stages:

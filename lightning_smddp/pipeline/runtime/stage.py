@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lightning_smddp.communication.device_watch import mark
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.runtime.messages import layout_of
 from lightning_smddp.pipeline.runtime.remote import OTHER_PATH, Boundary, ReplayError, TensorSpec
@@ -330,13 +329,8 @@ class Stage:
         received: Tensor = _Received.apply(leaf)  # type: ignore[no-untyped-call]
         return received
 
-    @contextmanager
-    def _computing(self, kind: SpanKind, microbatch: int) -> Iterator[None]:
-        """What the device does here is computing, and communication follows: a hang is that of the one or the other."""
-        with action(self.recorder, self.stage_index, kind, microbatch):
-            mark()
-            yield
-            mark(communicates=True)
+    def _computing(self, kind: SpanKind, microbatch: int) -> AbstractContextManager[object]:
+        return action(self.recorder, self.stage_index, kind, microbatch)
 
     def _ops(self, op: Any, messages: Sequence[Tensor], peer_stage: int) -> list[dist.P2POp]:
         """Sends or receives of ``messages``, for torch's schedule to start."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
+import threading
+import time
 from pathlib import Path
-from typing import cast
 
 import pytest
-from torch.distributed import Store
 
 from lightning_smddp.supervision.shutdown import Shutdown
-from lightning_smddp.supervision.watch import Watch, WatchOptions
 from tests.programs import run_program
 
 PROFILED = """
@@ -22,13 +20,13 @@ from lightning_smddp.supervision.shutdown import Shutdown
 def function():
     return "profiled"
 
-ending = Shutdown(None, lambda: "here", lambda: False)
-ending.take_over()
+shutdown = Shutdown()
+shutdown.take_over()
 profile = cProfile.Profile()
 profile.enable()
 result = function()
 profile.disable()
-print(result, ending.is_handled)
+print(result, shutdown.is_handled)
 """
 
 
@@ -59,16 +57,25 @@ def test_a_process_is_ended_where_nothing_can_be_said(
     """An OSError came before ``os._exit``: the process went on, unwatched."""
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    shutdown = Shutdown(None, lambda: "here", lambda: False)  # type: ignore[arg-type]
-    shutdown.error = error
-    shutdown.force(143, "it did not stop")
+    shutdown = Shutdown()
+    if error is not None:
+        shutdown.take_over(error)
+    shutdown.force(143, "rank 0", "it did not stop")
     assert codes == [143]
 
 
-@pytest.mark.usefixtures("broken_stderr")
-def test_a_stop_is_asked_for_where_nothing_can_be_said() -> None:
-    """The notice of it ended the thread that watches, in rank 0."""
-    watch = Watch(cast(Store, None), WatchOptions(0, 1, 10.0))
-    watch._stop_asked(signal.SIGTERM)
-    assert watch.stop_signal == signal.SIGTERM
-    watch._let_go()
+def test_clean_ups_run_before_a_forced_end_and_one_that_hangs_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    shutdown, cleaned, hung = Shutdown(), threading.Event(), threading.Event()
+    shutdown.clean_ups += [hung.wait, cleaned.set]
+    begin = time.monotonic()
+    shutdown.force(1, "rank 1 (host a) at step 3 (backward)", "rank 0 died")
+    assert cleaned.is_set()
+    assert time.monotonic() - begin < 5.0
+    hung.set()
+    text = capfd.readouterr().err
+    line = "lightning-smddp: rank 1 (host a) at step 3 (backward) is ended, exit code 1. Cause: rank 0 died\n"
+    assert text.endswith(line)
+    assert "test_clean_ups_run" in text  # where its threads are

@@ -1,0 +1,84 @@
+"""What the ranks of a job tell each other, in torch's store.
+
+Keys, below a prefix of the run: ``who/R``: process of rank R; ``beat/R``: how far it is; ``failure``, ``stop``,
+``decision``, ``hang``: empty from the start, and set once.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from lightning_smddp.communication.errors import RankTimeoutError
+from lightning_smddp.supervision.hangs import Beat
+from lightning_smddp.supervision.processes import Process
+
+START_S = 60.0  # for the others' supervisors: all ranks have met just before
+_SET_ONCE = ("failure", "stop", "decision", "hang")
+
+
+class Board:
+    """Made by all ranks, collectively. Afterwards one thread of each asks the store; what it has seen is for all.
+
+    Args:
+        store: shared by the ranks. It is cloned: a connection of its own.
+        rank: this global rank.
+        world_size: number of ranks.
+        beat: this rank's first one.
+
+    Attributes:
+        who: the process of each rank.
+        local: other ranks of this host, those behind this one first.
+
+    Raises:
+        RankTimeoutError: not all ranks came in time; the message says who is missing.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, beat: Beat) -> None:
+        self._rank = rank
+        number = store.add(f"smddp/supervision/starts/{rank}", 1)  # the same on all ranks
+        connection = cast(Any, store).clone()  # which torch's type hints do not know
+        self._store = dist.PrefixStore(f"smddp/supervision/{number}", connection)
+        self._store.set_timeout(timedelta(seconds=START_S))
+        for key in _SET_ONCE:
+            self.set_once(key, "")  # there from now on: a look waits for no key
+        self.tell(beat)
+        own = Process.own()
+        names = [f"who/{other}" for other in range(world_size)]
+        self._store.set(names[rank], json.dumps(own))
+        try:
+            self.who = [Process(*json.loads(text)) for text in self._store.multi_get(names)]
+        except dist.DistStoreError:
+            missing = [other for other, name in enumerate(names) if not self._store.check([name])]
+            text = f"Of {world_size} ranks, these did not start within {START_S:g} s: {missing}"
+            raise RankTimeoutError(missing[0], text) from None
+        spaces = [process.namespace for process in self.who]
+        local = [other for other, space in enumerate(spaces) if space == own.namespace != "" and other != rank]
+        # A ring: behind the last rank of the host comes the first one.
+        self.local = sorted(local, key=lambda other: (other < rank, other))
+        self._beats = [f"beat/{other}" for other in range(world_size)]
+        self._seen = self._store.multi_get(self._beats)
+
+    def tell(self, beat: Beat) -> None:
+        """How far this rank is."""
+        self._store.set(f"beat/{self._rank}", json.dumps(beat))
+
+    def look(self) -> tuple[str, str, str]:
+        """Read all beats, for those who ask; returns ``failure``, ``stop`` and ``decision``."""
+        failure, stop, decision, *self._seen = self._store.multi_get([*_SET_ONCE[:3], *self._beats])
+        return failure.decode(), stop.decode(), decision.decode()
+
+    def beat(self, rank: int) -> Beat:
+        """As it was seen last."""
+        return Beat(*json.loads(self._seen[rank]))
+
+    def beats(self) -> list[Beat]:
+        """Of all ranks."""
+        return [self.beat(rank) for rank in range(len(self.who))]
+
+    def set_once(self, key: str, value: str) -> str:
+        """Fill an empty key; returns what is there then: of whoever was first."""
+        return self._store.compare_set(key, "", value).decode()

@@ -1,0 +1,125 @@
+"""What a look at a process, at beats and at a device tells."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from lightning_smddp.supervision.hangs import Beat, Stillness, behind, waited_for
+from lightning_smddp.supervision.processes import Process
+
+
+def process_of(pid: int) -> Process:
+    with open(f"/proc/{pid}/stat") as stat:
+        start = stat.read().rpartition(")")[2].split()[19]
+    return Process.own()._replace(pid=pid, start=start)
+
+
+def until(ready: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 5.0
+    while not ready() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL, which the kernel sends, too,"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"),
+        ("raise SystemExit(3)", "exited with code 3"),
+    ],
+)
+def test_how_a_process_ended_is_known_until_it_is_waited_for(code: str, text: str) -> None:
+    child = subprocess.Popen([sys.executable, "-S", "-c", f"input(); {code}"], stdin=subprocess.PIPE)
+    process = process_of(child.pid)
+    assert process.look() == (False, "")
+    assert child.stdin is not None
+    child.stdin.write(b"\n")
+    child.stdin.flush()
+    until(lambda: process.look()[1])
+    assert text in process.look()[1]
+    child.communicate()
+    assert process.look() == (False, "its process ended")
+    process.kill()  # of no effect
+
+
+def test_a_stopped_process_is_seen_and_killed_and_a_later_one_is_another() -> None:
+    child = subprocess.Popen(["sleep", "30"])
+    process = process_of(child.pid)
+    os.kill(child.pid, signal.SIGSTOP)
+    until(lambda: process.look()[0])
+    assert process.look() == (True, "")
+    assert process._replace(start="1").look() == (False, "its process ended")
+    process._replace(start="1").kill()
+    assert process.look() == (True, "")
+    process.kill()
+    assert child.wait(5.0) == -signal.SIGKILL
+
+
+def beat(step: int, phase: str, waits: str = "", still_s: float = 100.0) -> Beat:
+    return Beat(1, step, phase, 0, 0, 0, still_s, waits, None, False, 0)
+
+
+@pytest.mark.parametrize(
+    ("beats", "late"),
+    [
+        ([beat(5, "backward", "communication"), beat(5, "forward")], 1),
+        ([beat(5, "forward", "communication"), beat(5, "forward"), beat(5, "forward", "communication")], 1),  # a stage
+        ([beat(5, "forward"), beat(5, "backward"), beat(4, "data")], 2),
+        ([beat(5, "backward", "communication"), beat(4, "data", "device")], 1),
+        ([beat(5, "backward", "device"), beat(5, "backward", "device")], None),
+        ([beat(5, "forward"), beat(5, "forward")], None),
+        ([beat(9, "test", "communication"), beat(9, "checkpoint", "communication")], 1),
+    ],
+)
+def test_who_is_behind(beats: list[Beat], late: int | None) -> None:
+    assert behind(beats) == late
+
+
+def test_one_rank_is_waited_for_if_all_others_wait_for_long() -> None:
+    waiting = beat(5, "backward", "communication")
+    assert waited_for([waiting, beat(5, "forward", still_s=0.0), waiting], 60.0) == 1
+    assert waited_for([waiting, beat(5, "forward"), beat(5, "forward")], 60.0) is None
+    assert waited_for([waiting._replace(still_s=59.0), beat(5, "forward")], 60.0) is None
+    assert waited_for([waiting, waiting], 60.0) is None
+    assert waited_for([beat(5, "forward")], 60.0) is None
+
+
+def test_a_device_that_has_work_is_waited_for_and_a_look_that_blocks_says_so_too() -> None:
+    done = threading.Event()
+    training = threading.Thread(target=done.wait)
+    training.start()
+    assert training.ident is not None
+    stillness = Stillness(training.ident)
+    answers = [False, True]
+    blocked = threading.Event()
+
+    def has_work() -> bool:
+        if not answers:
+            blocked.wait(10.0)
+            return False
+        return answers.pop(0)
+
+    stillness.has_work, stillness.ask_after_s = has_work, 1.0
+    seen = []
+    for _ in range(7):
+        stillness.tick(("here",), 0.5, False)
+        seen.append(stillness.waits)
+        until(lambda: not answers or not stillness._asking.is_alive())
+    # Not asked for a second; then it answers no, then yes, then not at all.
+    assert seen == ["", "", "", "", "", "device", "device"]
+    assert stillness.waited_s == 1.0
+    blocked.set()
+    stillness.tick(("elsewhere",), 0.5, False)
+    assert (stillness.waits, stillness.still_s, stillness.waited_s) == ("", 0.0, 0.0)
+    stillness.tick(("elsewhere",), 0.5, True)
+    assert (stillness.waits, stillness.waited_s) == ("communication", 0.5)
+    done.set()
+    training.join()
