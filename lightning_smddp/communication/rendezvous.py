@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -32,9 +32,7 @@ from lightning_smddp.communication.groups import backend_timeout
 JOB = "LIGHTNING_SMDDP_JOB"  # the variable that a script's first process gives to those that it starts
 NCCL_AND_GLOO = "cpu:gloo,cuda:nccl"
 _MOST_INIT_TIMEOUT = timedelta(minutes=10)  # by default
-_LEAST_CONNECT_S = 5.0  # for the ranks to connect, however late the last one came
 _RUN_VARIABLES = ["TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE", JOB]
-_LIST = "ranks"  # the key of the store
 _FAREWELL_S = 2.0  # for the others to read what has decided, in a store that ends with rank 0
 _starts = itertools.count()  # the same on all ranks: a store may outlive a process group
 
@@ -86,20 +84,18 @@ def join(
         backend: of the group.
         device: this rank's accelerator, or None.
         timeout: of the group's collectives.
-        init_timeout: how long to wait for the other ranks.
+        init_timeout: how long to wait for the other ranks, and then for connections to them.
 
     Raises:
-        StartError: within ``init_timeout`` and a moment, the same on every rank of the job that is there. One line.
+        StartError: in ``init_timeout`` and a moment, the same on every rank of the job that is there. One line.
     """
-    deadline = time.monotonic() + init_timeout.total_seconds()
-    store = _in_time(lambda: _meet(card, address, deadline, init_timeout), card, address, init_timeout)
+    store = _in_time(card, address, init_timeout)
     # Only groups of gloo and NCCL can be given another timeout later.
     resettable = backend in ("gloo", NCCL_AND_GLOO)
-    left = timedelta(seconds=max(deadline - time.monotonic(), _LEAST_CONNECT_S))
-    first_timeout = min(left, timeout) if resettable else timeout
+    to_connect = min(init_timeout, timeout) if resettable else timeout
+    size = card.world_size
     try:
-        size = card.world_size
-        dist.init_process_group(backend, None, first_timeout, size, card.rank, store, device_id=device)
+        dist.init_process_group(backend, None, to_connect, size, card.rank, store, device_id=device)
     except RuntimeError as error:
         reason, _, _ = str(error).partition("\n")
         raise StartError(
@@ -111,8 +107,8 @@ def join(
         set_group_timeout(backend_timeout(timeout, is_nccl()))
 
 
-def _in_time(meet: Callable[[], dist.Store], card: RankInfo, address: tuple[str, int], limit: timedelta) -> dist.Store:
-    """``meet()``, in a thread: a server that accepts and is silent, or stopped, holds torch's client without limit.
+def _in_time(card: RankInfo, address: tuple[str, int], limit: timedelta) -> dist.Store:
+    """:func:`_meet`, in a thread: a server that accepts and is silent, or stopped, holds torch's client without limit.
 
     Raises :class:`StartError` where there is no store, or none any more.
     """
@@ -120,7 +116,7 @@ def _in_time(meet: Callable[[], dist.Store], card: RankInfo, address: tuple[str,
 
     def run() -> None:
         try:
-            future.set_result(meet())
+            future.set_result(_meet(card, address, limit))
         except BaseException as error:
             future.set_exception(error)
 
@@ -141,8 +137,9 @@ def _in_time(meet: Callable[[], dist.Store], card: RankInfo, address: tuple[str,
     )
 
 
-def _meet(card: RankInfo, address: tuple[str, int], deadline: float, limit: timedelta) -> dist.Store:
+def _meet(card: RankInfo, address: tuple[str, int], limit: timedelta) -> dist.Store:
     """The store of this start, when all ranks are there."""
+    deadline = time.monotonic() + limit.total_seconds()
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     names = list(_RUN_VARIABLES)
     if by_agent:  # its store outlives the ranks; without it a node that came later would count from 0 for itself
@@ -180,10 +177,10 @@ def wait_for_ranks(store: Any, card: RankInfo, deadline: float, limit: timedelta
     ``store`` is torch's, whose type hints lack ``append``; ``limit`` is what ``deadline`` (of ``time.monotonic()``)
     came from, for the message.
     """
-    store.append(_LIST, json.dumps(asdict(card)) + "\n")
+    store.append("ranks", json.dumps(asdict(card)) + "\n")
     pause_s = min(0.05 + card.world_size / 500, 1.0)  # each look costs a message as long as all cards
     while True:
-        cards, error = read(store.get(_LIST).decode().splitlines())
+        cards, error = read(store.get("ranks").decode().splitlines())
         first, holder = next(iter(cards.values())), cards.get(card.rank)
         if error is None and holder != card:  # the others start, or wait, without this one
             error = contradiction(first, card) or (
@@ -193,7 +190,7 @@ def wait_for_ranks(store: Any, card: RankInfo, deadline: float, limit: timedelta
         if error is not None or len(cards) == card.world_size:
             return error
         if time.monotonic() > deadline:
-            store.append(_LIST, json.dumps({"waited": limit.total_seconds()}) + "\n")
+            store.append("ranks", json.dumps({"waited": limit.total_seconds()}) + "\n")
         else:
             time.sleep(pause_s)
 
