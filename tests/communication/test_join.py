@@ -75,20 +75,20 @@ def start(ranks: list[dict[str, Any]], limit: float = 20.0, port: int = 0) -> tu
     ids=["rank outside", "world sizes", "versions"],
 )
 def test_contradictions_are_said_at_once_on_every_rank(ranks: list[dict[str, Any]], parts: list[str]) -> None:
-    said, seconds = start(ranks)
+    said, seconds = start(ranks, limit=60.0)
     assert len(set(said)) == 1
     assert all(part in said[0] for part in parts)
     assert "\n" not in said[0]
-    assert seconds < 8
+    assert seconds < 30
 
 
 @pytest.mark.slow
 def test_who_is_missing() -> None:
-    said, seconds = start([{"rank": 0, "world": 4}, {"rank": 2, "world": 4, "late": 0.5}], limit=1.0)
+    said, seconds = start([{"rank": 0, "world": 4}, {"rank": 2, "world": 4, "late": 0.5}], limit=4.0)
     assert said[0] == said[1]
     assert f"2 of 4 ranks are missing: [1, 3]. There are, by host, {socket.gethostname()}: [0, 2]." in said[0]
-    assert "init_timeout=1 s" in said[0]
-    assert seconds < 6
+    assert "init_timeout=4 s" in said[0]
+    assert seconds < 20
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def test_rank_0_is_missing(address: str, reason: str) -> None:
     assert "rank 1 (host" in said[0]
     assert f"{address}'" in said[0]
     assert reason in said[0]
-    assert seconds < 10
+    assert seconds < 20
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_the_port_belongs_to_a_program_that_accepts_and_is_silent(rank: int, rea
     assert str(port) in said[0]
     assert reason in said[0]
     assert "\n" not in said[0]
-    assert seconds < 10
+    assert seconds < 20
 
 
 @pytest.mark.slow
