@@ -24,10 +24,10 @@ from lightning_smddp.communication.buckets import Layout
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import Compression, ErrorFeedback, require_same_sizes
 from lightning_smddp.communication.nonfinite import NonFiniteWatch
-from lightning_smddp.communication.objects import gather
 from lightning_smddp.communication.powersgd import PowerSGDExchange
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.stats import Recorder
+from lightning_smddp.communication.tensors import gather_structures
 
 
 class GradientSynchronizer:
@@ -246,27 +246,12 @@ class GradientSynchronizer:
 
     def _all_factors(self) -> dict[str, Tensor]:
         """PowerSGD's factors of all shards. Collective."""
-        group, device = self.communicator.group, self.communicator.device
         local: dict[str, Tensor] = {}
         for exchange in self._powersgd():
-            local |= exchange.factors
-        local_shapes = {name: list(factor.shape) for name, factor in local.items()}
-        shapes: dict[str, list[int]] = {}
-        holders: dict[str, int] = {}  # the first rank that has it
-        for rank, ranks_shapes in enumerate(gather(local_shapes, group)):
-            for name, shape in ranks_shapes.items():
-                shapes[name] = shape
-                holders.setdefault(name, rank)
-        # Each rank knows only the factors of its own shards. Names come in one order on all ranks, as a broadcast of
-        # each has to.
+            local |= {name: factor.clone() for name, factor in exchange.factors.items()}
         factors: dict[str, Tensor] = {}
-        for name in sorted(shapes):
-            if name in local:
-                factor = local[name].clone()
-            else:
-                factor = torch.zeros(shapes[name], device=device)
-            dist.broadcast(factor, group=group, group_src=holders[name])
-            factors[name] = factor.cpu()
+        for of_rank in gather_structures(local, self.communicator.group, True, self.communicator.device):
+            factors = of_rank | factors  # of several ranks with the same shard, the first one's
         return factors
 
     def _traffic(
