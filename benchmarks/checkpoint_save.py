@@ -24,7 +24,6 @@ ARMS = {
     "torch.save, fsync": "and wait for the disk",
     "Lightning": "`TorchCheckpointIO`",
     "ours": "`SafeCheckpointIO()`",
-    "ours, not read back": "`SafeCheckpointIO(verify=False)`",
     "ours, asynchronous": "`SafeCheckpointIO(asynchronous=True)`: until training goes on",
 }
 
@@ -123,7 +122,6 @@ def _arm(name: str, contents: dict[str, Any], directory: str, asynchronous: Safe
     savers = {
         "Lightning": TorchCheckpointIO(),
         "ours": SafeCheckpointIO(),
-        "ours, not read back": SafeCheckpointIO(verify=False),
         "ours, asynchronous": asynchronous,
     }
     if name == "torch.save":

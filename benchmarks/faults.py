@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the jobs are those of t
 import fault_cost
 from common import Record, parser, table, target
 
+from lightning_smddp.checkpoint import files
 from lightning_smddp.checkpoint.errors import CheckpointError
-from lightning_smddp.checkpoint.reading import read_checkpoint
 from tests.faults import memory
 from tests.faults.case import Case
 from tests.faults.injection import MESSAGE, Fault
@@ -194,7 +194,7 @@ def _is_saved(result: Result) -> bool:
     if not result.checkpoints:
         return False
     try:
-        read_checkpoint(result.checkpoints[-1], "cpu", None)
+        files.load(result.checkpoints[-1])
     except (CheckpointError, OSError):
         return False
     return True

@@ -65,8 +65,7 @@ def _add_conversions(commands: Any) -> None:
     )
     shard.add_argument("file", help="the plain checkpoint")
     shard.add_argument("directory", help="path of the new directory")
-    shard.add_argument("--parts", type=int, default=1, help="files for its tensors (default: 1)")
-    shard.set_defaults(run=lambda options: _convert("shard", options.file, options.directory, options.parts))
+    shard.set_defaults(run=lambda options: _convert("shard", options.file, options.directory))
 
 
 def _add_doctor(commands: Any) -> None:

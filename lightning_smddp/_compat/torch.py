@@ -408,48 +408,6 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
     module.__dict__["_compiled_call_impl"] = call
 
 
-def loadable_names(module: nn.Module) -> tuple[dict[str, Tensor | None], list[str]] | None:
-    """What ``module.load_state_dict`` looks for: name -> tensor (None for extra state), and beginnings of other names.
-
-    Names with those beginnings belong to submodules that load by a method or hook of their own. None if the whole
-    module does. Private because ``state_dict()`` tells what is saved, which hooks may change. Remove when torch can
-    compare names without loading.
-    """
-    if type(module).load_state_dict is not nn.Module.load_state_dict:
-        return None
-    names: dict[str, Tensor | None] = {}
-    others: list[str] = []
-    # A module that is in several places has a name for each, and state dicts have all of them.
-    for path, part in module.named_modules(remove_duplicate=False):
-        prefix = ""
-        if path:
-            prefix = f"{path}."
-        own_method = type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
-        if isinstance(part, nn.modules.batchnorm._NormBase):  # old checkpoints lack this one
-            others.append(f"{prefix}num_batches_tracked")
-        elif own_method or part._load_state_dict_pre_hooks:
-            others.append(prefix)
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                names[prefix + name] = parameter
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                names[prefix + name] = buffer
-        if type(part).set_extra_state is not nn.Module.set_extra_state:
-            names[f"{prefix}_extra_state"] = None
-    return names, others
-
-
-def dcp_storage_info(file: str, begin: int, length: int) -> Any:
-    """Where ``torch.distributed.checkpoint``'s metadata says that a tensor is.
-
-    Private because only torch's own writers make it; its reader needs it. Remove when it is public.
-    """
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    return _StorageInfo(file, begin, length)
-
-
 # A subclass without functions of its own: what torch documents as `_disabled_torch_function_impl`. Remove when public.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 

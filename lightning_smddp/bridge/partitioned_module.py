@@ -142,7 +142,7 @@ class Unpartitioned:
         setup: of the run.
         optimizers: that the user built; empty if there is no training.
         shards: of these, not cut yet; empty without ``shard="optimizer"``.
-        weights: loaded values of parameters without memory, by name.
+        weights: a loaded state, where parameters have no memory yet.
         optimizer_states: loaded, one for each optimizer.
         remembered: loaded, what compression of gradients remembers of all parameters.
     """
@@ -151,7 +151,7 @@ class Unpartitioned:
         self.setup = setup
         self.optimizers: list[Optimizer] = []
         self.shards: list[OptimizerShards] = []
-        self.weights: dict[str, Tensor] = {}
+        self.weights: State = {}
         self.optimizer_states: Sequence[State] | None = None
         self.remembered: Remembered = {}
 
@@ -163,14 +163,14 @@ class Unpartitioned:
         """Load a whole module's state. Names that differ are an error if ``strict``."""
         # Parameters without memory take no values: those wait until it is known which rank holds them.
         module = self.setup.module
-        self.weights = {name: state[name] for name, p in module.named_parameters() if p.is_meta and name in state}
+        self.weights = state if any(p.is_meta for p in module.parameters()) else {}
         load_full_state_dict(module, state, strict)
 
     def optimizer_state(self, optimizer: Optimizer, gather: bool) -> StateDict:
         """The optimizer's, with what was loaded for it."""
         state: StateDict = optimizer.state_dict()
         if self.optimizer_states is not None:
-            state["state"] = self.optimizer_states[self.optimizers.index(optimizer)]["state"]
+            state["state"] = dict(self.optimizer_states[self.optimizers.index(optimizer)]["state"])
         return state
 
     def load_optimizer_states(self, states: Sequence[State]) -> None:

@@ -184,7 +184,8 @@ def _first_values(before: Unpartitioned, seed: int, name: str) -> Tensor:
     if not parameter.is_meta:
         return parameter.detach().to(device, copy=True)
     if name in before.weights:
-        return before.weights[name].to(device, copy=True)
+        loaded: Tensor = before.weights[name]
+        return loaded.to(device)
     initialize_deferred(module, [name], device, seed)
     value = parameter.detach()
     set_contents(parameter, torch.empty_like(parameter, device="meta"))

@@ -18,14 +18,8 @@ class CheckpointError(ValueError):
     """
 
     def __init__(self, path: str | os.PathLike[str], reason: str, fix: str) -> None:
-        self.path = str(path)
-        self.reason = _one_line(reason)
-        self.fix = _one_line(fix)
+        self.path, self.reason, self.fix = str(path), " ".join(reason.split()), fix
         super().__init__(self.path, self.reason, self.fix)  # the arguments, for pickling
 
     def __str__(self) -> str:
         return f"{self.path}: {self.reason}. {self.fix}"
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

@@ -1,194 +1,166 @@
-"""Writing a checkpoint such that at any moment a valid one exists, whenever the process or the machine dies.
+"""Plain checkpoint files, local or at a URL: at any moment a whole one is there, and none is read unverified.
 
-Main flow: :func:`write_file`. Everything goes to a temporary file in the directory of the checkpoint (elsewhere could
-be another file system, where a rename becomes truncate-and-copy). Only when it is complete, on disk and read back
-does one ``rename`` put it in the place of the previous one; checksums are inside the file (see ``zip_files.py``). See
-rename(2): "newpath ... will be atomically replaced".
+A file is written beside its place, as ``.tmp-<name>`` (elsewhere could be another file system, where a rename becomes
+truncate-and-copy), brought to the disk, and renamed: rename(2) replaces what was there at once. A killed writer's
+``.tmp-<name>`` is overwritten by the next one of that name.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
+import pickle
+import posixpath
 import shutil
-from collections.abc import Iterator
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import IO
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
 
-from lightning_smddp.checkpoint.contents import Dump
-from lightning_smddp.checkpoint.temporary import create, remove, remove_strays, temporary_name
-from lightning_smddp.checkpoint.zip_files import BrokenZipError, Writer, require_whole, write_stamped
+import torch
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 
-# renameat2(2) has no function in `os`: constants of Linux's fcntl.h and fs.h.
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
-_CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM, errno.EXDEV)
-# Of errors that fsspec raises without a number.
-_NUMBERS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, TimeoutError: errno.ETIMEDOUT}
+from lightning_smddp.checkpoint.errors import ANOTHER, CheckpointError
+
+AnyPath = str | os.PathLike[str]
+"""A local path, or a URL that fsspec knows (``s3://bucket/run/last.ckpt``)."""
+
+_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci"}
 
 
-def write_file(dump: Dump, path: str, needed: int, verify: bool = True) -> None:
-    """Write a checkpoint to the local ``path``; what was there stays until the new one is complete and verified.
+def locate(path: AnyPath) -> tuple[Any, str]:
+    """The fsspec file system of ``path`` and its name there; None and a path for local files."""
+    if isinstance(path, Path):
+        return None, str(path)
+    fs, name = url_to_fs(os.fspath(path))
+    return (None if isinstance(fs, LocalFileSystem) else fs), name
 
-    Temporary files in that directory whose writers are gone are removed first. The file's mode is what the umask
-    leaves of 0666; a symbolic link at ``path`` is replaced, not followed.
+
+# ---- writing ----
+
+
+def save(checkpoint: Any, path: AnyPath) -> None:
+    """``torch.save`` to a path or URL. See :func:`write`."""
+    write(partial(torch.save, checkpoint), path)
+
+
+def write(dump: Callable[[Any], object], path: AnyPath) -> None:
+    """Write a file; what was there stays until the new one is complete.
 
     Args:
-        dump: writes the contents; see ``contents.py``.
-        path: the directory is made if it is not there.
-        needed: bytes that it takes, about.
-        verify: read the file back from the disk and compare its checksums, before it replaces another.
+        dump: writes the contents to what it is given, which has ``write``.
+        path: its directory is made if it is not there. A link is replaced, not followed.
 
     Raises:
-        OSError: of the kind that the system reported (no space, read-only, directory gone ...), with ``path`` as
-            ``filename`` and the bytes needed. The previous file, if there was one, is intact.
+        OSError: of the kind that the system reported (no space, read-only ...), with ``path`` as its ``filename``.
     """
-    directory, name = os.path.split(os.path.abspath(path))
+    fs, name = locate(path)
     try:
-        os.makedirs(directory, exist_ok=True)
-        remove_strays(directory)
-        require_space(directory, needed)
-        _write(dump, directory, name, verify)
+        if fs is None:
+            _write_local(dump, name)
+        else:
+            _write_remote(dump, fs, name)
     except OSError as error:
-        raise explained(error, path, needed) from error
+        raise not_saved(error, path) from error
 
 
-def explained(error: OSError, path: str, needed: int) -> OSError:
-    """``error`` with the checkpoint's path and size in its message."""
-    number = error.errno
-    if not number:
-        number = _NUMBERS.get(type(error), errno.EIO)
-    text = error.strerror or str(error)
-    return OSError(number, f"{text}: could not save a checkpoint, which needs {needed} bytes", path)
-
-
-def _write(dump: Dump, directory: str, name: str, verify: bool) -> None:
-    descriptor, temporary = create(directory, name, _make_file)
+def _write_local(dump: Callable[[Any], object], path: str) -> None:
+    new = temporary_of(path)
+    os.makedirs(os.path.dirname(new), exist_ok=True)
+    remove(new)
     try:
-        with open(descriptor, "wb", buffering=2**20) as file:  # closing it also ends the lock
-            write_stamped(dump, file)
+        with open(new, "wb") as file:
+            _Writer(file).take(dump)
             # First the contents, then the name: a rename that reaches the disk before the data would name a file of
             # zeros after a power failure.
-            os.fsync(descriptor)
-            if verify:
-                _drop_from_cache(descriptor)
-                with open(temporary, "rb") as written:
-                    require_as_written(written)
-            put_in_place(temporary, os.path.join(directory, name))
+            file.flush()
+            os.fsync(file.fileno())
+        put_in_place(new, path)
     except BaseException:
         with suppress(OSError):  # what went wrong first is what matters
-            os.unlink(temporary)
+            os.unlink(new)
         raise
 
 
-@contextmanager
-def new_file(path: str) -> Iterator[Writer]:
-    """A file to be written, which is on the disk when the context is left, and read from there afterwards."""
-    with open(path, "xb", buffering=2**20) as file:
-        writer = Writer(file)
-        with writer.own_error():
-            yield writer
-        file.flush()
-        os.fsync(file.fileno())
-        _drop_from_cache(file.fileno())
-
-
-def _drop_from_cache(descriptor: int) -> None:
-    """Let the disk be read next time: a file's pages in memory say nothing of what has arrived there."""
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def require_as_written(file: IO[bytes]) -> None:
-    """Raise ``OSError`` if a file that was just written is damaged."""
+def _write_remote(dump: Callable[[Any], object], fs: Any, path: str) -> None:
+    directory, name = posixpath.split(path)
+    if not _OBJECT_STORES & {fs.protocol, *fs.protocol}:  # where this would make a bucket of a wrong name
+        fs.makedirs(directory, exist_ok=True)
+    new = posixpath.join(directory, f".tmp-{name}")
     try:
-        require_whole(file)
-    except BrokenZipError as error:
-        raise OSError(errno.EIO, f"what was read back differs from what was written: {error}") from error
+        with fs.open(new, "wb") as file:
+            _Writer(file).take(dump)
+        fs.mv(new, path)  # in object stores a copy, made by the store, which appears when it is complete
+    except BaseException:
+        with suppress(OSError):
+            fs.rm_file(new)
+        raise
 
 
-def _make_file(path: str) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+class _Writer:
+    """What ``torch.save`` writes to, which would replace an error of the file by one that does not say what it was."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._error: Exception | None = None
+
+    def take(self, dump: Callable[[Any], object]) -> None:
+        try:
+            dump(self)
+        except Exception:
+            if self._error is not None:
+                raise self._error from None
+            raise
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except Exception as error:
+            self._error = error
+            raise
+
+    def flush(self) -> None:
+        """The file is flushed once, when it is complete."""
 
 
-def put_in_place(temporary: str, final: str) -> None:
-    """Give a complete file or directory its name; what had that name is removed afterwards.
-
-    A file replaces a file at once. Where one of the two is a directory, Linux can exchange their names at once
-    (renameat2(2)); file systems that cannot do so get two renames. Between these a previous directory has a name that
-    is found, see :func:`existing`.
-    """
-    parent = os.path.dirname(os.path.abspath(final))
-    previous = previous_name(final)
-    has_directory = _is_directory(temporary) or _is_directory(final)
-    # At each line below, whenever the process dies there, a complete one is at `final` or at `previous`.
-    if not has_directory or not os.path.lexists(final):
-        os.replace(temporary, final)
-    elif exchange(temporary, final):
-        sync_directory(parent)
-        remove(temporary)
-    else:
-        # What is at `previous` now is older than what is at `final`; behind the first rename it is what `existing`
-        # finds.
-        remove_complete(previous)
-        os.rename(final, previous)
-        os.rename(temporary, final)
-    sync_directory(parent)
-    if _is_directory(final) or _is_directory(previous):
-        remove_complete(previous)
+def not_saved(error: OSError, path: AnyPath) -> OSError:
+    """``error``, which says which checkpoint was not saved."""
+    number = error.errno
+    if number is None:  # as fsspec raises them
+        number = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO
+    return OSError(number, f"{error.strerror or error}: could not save a checkpoint", str(path))
 
 
-def _is_directory(path: str) -> bool:
-    return os.path.isdir(path) and not os.path.islink(path)
-
-
-def exchange(one: str, other: str) -> bool:
-    """Exchange two names at once; False if this system or file system cannot."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    renameat2 = getattr(libc, "renameat2", None)
-    if renameat2 is None:
-        return False
-    status = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
-    if status == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in _CANNOT_EXCHANGE:
-        return False
-    raise OSError(number, os.strerror(number), other)
-
-
-def previous_name(final: str) -> str:
-    """Where the previous one is while names cannot be exchanged at once."""
-    stem, suffix = os.path.splitext(final.rstrip(os.sep))
-    return f"{stem}.previous{suffix}"
-
-
-def remove_complete(path: str) -> None:
-    """Remove a file, directory or link (not what it points to), complete until it is gone; nothing if there is none."""
+def temporary_of(path: str) -> str:
+    """Where what will be renamed to ``path`` is written."""
     parent, name = os.path.split(os.path.abspath(path))
-    # A directory is removed file by file. First it loses its name, so that nobody takes what is left for a checkpoint.
-    doomed = os.path.join(parent, temporary_name(name))
-    try:
-        os.rename(path, doomed)
-    except FileNotFoundError:
-        return
-    remove(doomed)
+    return os.path.join(parent, f".tmp-{name}")
 
 
-def require_space(directory: str, needed: int) -> None:
-    """Raise ``OSError`` if fewer than ``needed`` bytes are free."""
-    status = os.statvfs(directory)
-    if status.f_blocks == 0:  # some network file systems report 0 of 0
-        return
-    free = status.f_bavail * status.f_frsize
-    if free < needed:
-        text = os.strerror(errno.ENOSPC)
-        raise OSError(errno.ENOSPC, f"{text} ({free} bytes are free)")
+def previous_of(path: str) -> str:
+    """Where the previous checkpoint is while a directory takes its place, which takes two renames."""
+    return f"{path.rstrip(os.sep)}.old"
+
+
+def put_in_place(new: str, path: str) -> None:
+    """Give a complete file or directory its name, and remove what had it."""
+    # At each line, whenever the process dies there, a complete one is at `path` or at `old`.
+    old = previous_of(path)
+    if os.path.lexists(path) and (os.path.isdir(new) or os.path.isdir(path)):
+        remove(old)
+        os.rename(path, old)
+    os.replace(new, path)
+    sync_directory(os.path.dirname(new))
+    remove(old)
 
 
 def sync_directory(directory: str) -> None:
     """Make a rename last through a power failure."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -198,40 +170,73 @@ def sync_directory(directory: str) -> None:
         os.close(descriptor)
 
 
-# ---- directories ----
+def remove(path: AnyPath) -> None:
+    """Remove a file or directory; of a symbolic link the link only. Nothing happens if there is none."""
+    fs, name = locate(path)
+    if fs is not None:
+        if fs.exists(name):
+            fs.rm(name, recursive=True)
+    elif os.path.isdir(name) and not os.path.islink(name):
+        shutil.rmtree(name)
+    else:
+        Path(name).unlink(missing_ok=True)
+
+
+# ---- reading ----
+
+
+def load(path: AnyPath, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:
+    """Verify a file, and load it.
+
+    Args:
+        path: of any file that ``torch.save`` wrote.
+        map_location: where tensors go; see ``torch.load``.
+        weights_only: None and True load tensors and plain data only. False runs the code that the file contains.
+
+    Raises:
+        CheckpointError: the file is damaged, no checkpoint, or has objects that are not plain data.
+        OSError: as the system reports it.
+    """
+    with _verified(path) as file:
+        try:
+            return torch.load(file, map_location, weights_only=weights_only is not False)
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            # torch's message, in short: the line that tells what was refused, not the advice to load it regardless.
+            said = str(error).splitlines()
+            reason = next((line for line in said if "GLOBAL" in line or "Unpickler error" in line), said[0])
+            raise CheckpointError(path, f"cannot be read, nothing of it was run: {reason}", ANOTHER) from error
+
+
+def verify(path: AnyPath) -> None:
+    """Read a whole file and compare the checksums (CRC-32) that ``torch.save`` wrote, which ``torch.load`` does not.
+
+    Raises:
+        CheckpointError: it is damaged, or not a file of ``torch.save``.
+        OSError: as the system reports it.
+    """
+    with _verified(path):
+        pass
+
+
+def copy(path: AnyPath, target: AnyPath) -> None:
+    """Copy a file that is whole. See :func:`write`."""
+    with _verified(path) as file:
+        write(partial(shutil.copyfileobj, file), target)
 
 
 @contextmanager
-def new_directory(final: str) -> Iterator[str]:
-    """A new directory beside ``final``, to be filled and put in place; removed if that is not done.
-
-    What others have left there is removed first. For as long as its writer lives, the directory is locked.
-    """
-    parent, name = os.path.split(os.path.abspath(final))
-    os.makedirs(parent, exist_ok=True)
-    remove_strays(parent)
-    descriptor, path = create(parent, name, _make_directory)
-    try:
-        yield path
-    finally:
-        os.close(descriptor)
-        if os.path.lexists(path):
-            shutil.rmtree(path, ignore_errors=True)  # what went wrong first is what matters
-
-
-def _make_directory(path: str) -> int:
-    os.mkdir(path)
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-
-
-def existing(path: str) -> str:
-    """``path``; or if there is none, but a writer died between two renames, where the previous one is."""
-    previous = previous_name(path)
-    if not os.path.lexists(path) and os.path.isdir(previous):
-        return previous
-    return path
-
-
-def remove_directory(path: str) -> None:
-    """Remove a directory, or the previous one of :func:`existing`; of a link the link. Nothing if there is none."""
-    remove_complete(existing(path))
+def _verified(path: AnyPath) -> Iterator[IO[bytes]]:
+    """The file; of a remote one a local copy, as it could be another one when it is read a second time."""
+    fs, name = locate(path)
+    with open(name, "rb") if fs is None else tempfile.TemporaryFile() as file:
+        if fs is not None:
+            with fs.open(name, "rb") as remote:
+                shutil.copyfileobj(remote, file, 2**24)
+        try:
+            damage = zipfile.ZipFile(file).testzip()
+        except Exception as error:  # whatever its parser stumbles over
+            damage = f"{type(error).__name__}: {error}"
+        if damage is not None:
+            raise CheckpointError(path, f"is cut off, damaged, or not a file of torch.save ({damage})", ANOTHER)
+        file.seek(0)
+        yield file

@@ -147,15 +147,22 @@ class WholeStates:
             RuntimeError: as ``load_state_dict``.
         """
         if any(_is_cut(parameter) for parameter in self.module.parameters()):
-            self._load_cut_module(state)
+            self._load_cut_module(state, strict)
         else:
             self.module.load_state_dict(state, strict=strict)
         for name, parameter in self.module.named_parameters():
             if id(parameter) in self._flat_of:
                 self._set_full_precision(parameter, state.get(name))
 
-    def _load_cut_module(self, state: Mapping[str, Any]) -> None:
-        """Load into parameters of which each rank has a part. Names and shapes were compared before."""
+    def _load_cut_module(self, state: Mapping[str, Any], strict: bool) -> None:
+        """Load into parameters of which each rank has a part."""
+        differing = set(self.module.state_dict()) ^ set(state) if strict else set()
+        for name, parameter in self.module.named_parameters():
+            if name in state and state[name].shape != getattr(parameter, "ds_shape", parameter.shape):
+                differing.add(name)
+        if differing:
+            names = ", ".join(sorted(differing))
+            raise RuntimeError(f"The checkpoint does not fit: missing, unexpected or of another shape are {names}.")
         # One parameter is whole at a time. What the first rank writes to it is cut again when the context ends.
         with torch.no_grad():
             for name, parameter in self.module.named_parameters():
@@ -177,9 +184,12 @@ class WholeStates:
         """Load what :meth:`whole_optimizer_state`, or the optimizer without DeepSpeed, has saved.
 
         Raises:
-            ValueError: the parameters of a group were not stepped together.
+            ValueError: the groups differ, or the parameters of one were not stepped together.
         """
         base = self.optimizer.optimizer
+        counts = [len(group["params"]) for group in saved["param_groups"]]
+        if counts != [len(group) for group in self.groups]:
+            raise ValueError(f"The checkpoint has parameter groups of {counts} parameters, and the optimizer others.")
         for flat_group, group in zip(base.param_groups, saved["param_groups"], strict=True):
             flat_group.update(_options(group))
         members = [parameter for group in self.groups for parameter in group]

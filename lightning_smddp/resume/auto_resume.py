@@ -11,12 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from lightning_smddp._compat.loops import at_resume_start, requeue_checkpoint
 from lightning_smddp.checkpoint.newest import newest_checkpoint
-from lightning_smddp.checkpoint.ranks import Ranks
 from lightning_smddp.sagemaker.folders import pointed_at
 from lightning_smddp.strategies.tables import say
 
@@ -40,22 +36,18 @@ def checkpoint_locations(trainer: Any) -> list[str]:
     for directory in _directories(trainer):
         found += _versions(directory)
     found.append(os.path.join(str(trainer.default_root_dir), STOP_CHECKPOINT))
-    folder = getattr(trainer.strategy, "newest_in", None)
-    if folder is not None:
-        found.append(pointed_at(folder))
+    found += _named_newest(trainer)
     found.append(requeue_checkpoint(trainer))
     return [location for location in dict.fromkeys(found) if location is not None]
 
 
-def continuing(trainer: Any, device: torch.device) -> None:
+def continuing(trainer: Any) -> None:
     """Let a fit without ``ckpt_path`` start from the newest valid checkpoint. Collective when it does.
 
-    A checkpoint of a finished run lets ``fit`` return at once. The strategy is told which one was verified, in
-    ``verified_checkpoint``, so that it need not do so again.
+    A checkpoint of a finished run lets ``fit`` return at once.
 
     Args:
         trainer: Lightning's.
-        device: of this rank, where collectives take their tensors from.
 
     Raises:
         CheckpointError: on every rank, when it starts: a rank cannot read what rank 0 has chosen.
@@ -68,8 +60,8 @@ def continuing(trainer: Any, device: torch.device) -> None:
         if trainer.state.fn != "fit" or is_users:
             return given
         locations = checkpoint_locations(trainer)
-        path = newest_checkpoint(locations, ranks=Ranks(dist.group.WORLD, device))
-        trainer.strategy.verified_checkpoint = path
+        # SageMaker copies files back from S3 at times of its own: there one file names the newest.
+        path = newest_checkpoint(_named_newest(trainer)) or newest_checkpoint(locations)
         if trainer.is_global_zero:
             text = f"goes on from {path}"
             if path is None:
@@ -78,6 +70,13 @@ def continuing(trainer: Any, device: torch.device) -> None:
         return path
 
     at_resume_start(trainer, choose)
+
+
+def _named_newest(trainer: Any) -> list[str]:
+    """The checkpoint that ``newest`` names in a SageMaker job's folder, if there is one."""
+    folder = getattr(trainer.strategy, "newest_in", None)
+    named = None if folder is None else pointed_at(folder)
+    return [] if named is None else [named]
 
 
 def _directories(trainer: Any) -> list[str]:

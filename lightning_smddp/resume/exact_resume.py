@@ -49,7 +49,7 @@ class ExactResume:
         self._trainer = trainer
         self._states = RandomStates(device)
         if resume == "auto" and trainer.state.fn == "fit":
-            continuing(trainer, device)
+            continuing(trainer)
 
     def process(self, loader: Any) -> Any:
         """What Lightning is given for a loader of the user's: what has no state gets one."""

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_smddp.checkpoint.temporary import temporary_name
 from lightning_smddp.launchers.launch import Environ
 from lightning_smddp.launchers.sagemaker import base_directory, read_job
 
@@ -81,7 +80,7 @@ def write_failure(path: Path, text: str, since: float) -> None:
         since: seconds since 1970. An older file is of an earlier start of the script in this container.
     """
     # Whole or not at all, and by one rank alone: a link, unlike a rename, fails if the name is there already.
-    temporary = path.with_name(temporary_name(path.name))
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_mtime < since:
@@ -105,7 +104,7 @@ def point_at(folder: Path, checkpoint: str | os.PathLike[str]) -> None:
     inside_of = os.path.abspath(folder)
     if not path.is_relative_to(inside_of):
         return
-    temporary = folder / temporary_name(POINTER)
+    temporary = folder / f".tmp-{POINTER}"
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(f"{path.relative_to(inside_of)}\n")

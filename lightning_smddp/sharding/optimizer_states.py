@@ -76,18 +76,20 @@ def load_whole_state_dict(shards: OptimizerShards, whole: Mapping[str, Any]) -> 
     # it gets the same groups with pieces in the parameters' place, numbered anew, and the state of each piece.
     groups: list[dict[str, Any]] = []
     state: dict[Any, Any] = {}
-    for key, value in whole["state"].items():
+    for key in whole["state"]:
         if not isinstance(key, int):  # of no parameter
-            state[key] = value
+            state[key] = whole["state"][key]
     count = 0
     for group, saved in zip(shards.optimizer.param_groups, whole["param_groups"], strict=False):
         numbers: list[int | None] = []
         if len(group["params"]) != len(saved["params"]):
             numbers.append(None)  # one too many, so that the optimizer itself refuses the group
         for parameter, number in zip(group["params"], saved["params"], strict=False):
-            for part in shards.parts_of(parameter):
-                if number in whole["state"]:
-                    state[count] = _part_of_state(whole["state"][number], parameter, part, shards.splits)
+            parts = list(shards.parts_of(parameter))
+            saved_state = whole["state"].get(number) if parts else None
+            for part in parts:
+                if saved_state is not None:
+                    state[count] = _part_of_state(saved_state, parameter, part, shards.splits)
                 numbers.append(count)
                 count += 1
         groups.append({**saved, "params": numbers})

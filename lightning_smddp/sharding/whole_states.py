@@ -143,12 +143,12 @@ def own_part(value: Tensor, like: DTensor, device: torch.device | None = None) -
 def divided_model_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """A whole model's ``state_dict`` for a ``module`` whose parameters are divided: with this rank's parts of them."""
     own = module.state_dict(keep_vars=True)
-    found = dict(state)
+    found = {}
     for name, value in state.items():
         like = own.get(name)
-        if not isinstance(like, DTensor) or not isinstance(value, Tensor):
-            continue
-        if value.shape == like.shape:  # else `load_state_dict` says what is wrong
+        found[name] = value
+        # Of another shape, `load_state_dict` says what is wrong.
+        if isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.shape:
             found[name] = own_part(value, like).to(like.dtype)
     return found
 

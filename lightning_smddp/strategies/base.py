@@ -58,18 +58,12 @@ _PRECISION_OF = {  # step -> method of Lightning's precision plugin
 
 
 class TrainerStrategy(_Base):
-    """What ``smddp``, ``smddp_pipeline``, ``smddp_fsdp`` and ``smddp_deepspeed`` have in common.
-
-    Attributes:
-        verified_checkpoint: path of what ``resume="auto"`` has just verified: loading a directory from there reads its
-            checksums no second time.
-    """
+    """What ``smddp``, ``smddp_pipeline``, ``smddp_fsdp`` and ``smddp_deepspeed`` have in common."""
 
     _script_launcher: type[Any]
     _spawn_launcher: type[Any]
     _safe_files: type[Any]
     _notebook_name = "smddp_notebook"
-    verified_checkpoint: str | None = None
     _last_report: CommunicationReport | None = None
 
     def _hold_parts(self, gradients: GradientOptions, reliability: ReliabilityOptions, resume: str | None) -> None:
@@ -138,7 +132,6 @@ class TrainerStrategy(_Base):
         """Set up the model and optimizers, and take over signals."""
         is_fit = trainer.state.fn == "fit"
         if is_fit:
-            self._saving.require_no_links(trainer)
             self._last_compression_state = {}
         self._set_up_model(trainer)
         self._supervision.take_over(trainer)
@@ -341,7 +334,7 @@ class TrainerStrategy(_Base):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load what a Trainer has saved, a file or a directory. Collective for directories."""
+        """Load what a Trainer has saved, a file or a directory."""
         checkpoint = self._saving.load(checkpoint_path, weights_only, super().load_checkpoint)
         self._exact_resume.take(checkpoint)
         return checkpoint
@@ -353,13 +346,13 @@ class TrainerStrategy(_Base):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the module's state, after a look at whether it fits."""
-        self._saving.require_fitting_model(checkpoint, strict)
+        """Load the module's state."""
         self._load_model(checkpoint, strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' states."""
+        self._saving.require_as_many_optimizers(checkpoint)
         self._load_optimizers(checkpoint)
 
     # ---- between ranks ----

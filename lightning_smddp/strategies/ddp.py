@@ -43,7 +43,6 @@ from lightning_smddp.strategies.options import (
 from lightning_smddp.strategies.process_group import mean_by_sum
 from lightning_smddp.strategies.session import finish_wrapping
 from lightning_smddp.strategies.tables import print_table, say
-from lightning_smddp.wire.pytree import copied
 from lightning_smddp.wording import counted
 
 if TYPE_CHECKING:
@@ -320,11 +319,8 @@ class DataParallel(TrainerStrategy):
 
     @override
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        self._saving.require_fitting_optimizers(checkpoint)
-        # States may be files mapped into memory, and optimizers keep what they are given.
         if self._sharded is None:
-            states = copied(checkpoint["optimizer_states"])
-            super()._load_optimizers({**checkpoint, "optimizer_states": states})
+            super()._load_optimizers(checkpoint)
         else:
             self._sharded.load_whole_state_dicts(checkpoint["optimizer_states"])
         self._session.load_state_dict(checkpoint.get(COMPRESSION_KEY, {}))

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_smddp._compat.trainer import will_step
-from lightning_smddp.checkpoint.compatibility import OptimizerOutline, compare_optimizers, require_none
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.nonfinite import agreed, diagnosis
 from lightning_smddp.deepspeed.parameters_watched import GradientsSeen, UnseenWrites
@@ -78,7 +77,6 @@ class DeepSpeedEngineStrategy(_Base):
 
     _lightnings: ClassVar[type[Any]]  # Lightning's class
     _groups: list[list[torch.nn.Parameter]]
-    _outline: OptimizerOutline | None
     _engine: Any = None  # until the next run: what was trained can be saved behind its end
     _gradients_seen: GradientsSeen | None = None  # until the first step
     _unseen_writes: UnseenWrites
@@ -180,14 +178,12 @@ class DeepSpeedEngineStrategy(_Base):
         optimizer, scheduler = super()._init_optimizers()
         require_elementwise(optimizer)
         self._groups = parameter_groups(optimizer, self.lightning_module)
-        self._outline = OptimizerOutline.of(optimizer)
         return optimizer, scheduler
 
     @override
     def _initialize_deepspeed_train(self, model: Any) -> None:
         self._destroy_engine()
         self._groups = parameter_groups(None, model)  # until `_init_optimizers`, which need not come
-        self._outline = None
         super()._initialize_deepspeed_train(model)
         self._engine = self.model
         self._gradients_seen = GradientsSeen(model)
@@ -312,7 +308,6 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
             self._sizes_given = frozenset(own.get("zero_optimization", {}))
         self.config = own_config(self.config)
         self._groups = []
-        self._outline = None
         self._saves_directories = checkpoint == "directory"
         self._links = ExitStack()
         self._travel: list[tuple[str, str]] = []
@@ -450,16 +445,9 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the module's state, after a look at whether it fits; of a directory it is there already."""
+        """Load the module's state; of a directory it is there already."""
         if not self._loaded_directory:
             super().load_model_state_dict(checkpoint, strict)
-
-    @override
-    def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._outline is not None:
-            differences = compare_optimizers([self._outline], checkpoint["optimizer_states"])
-            require_none(differences, self._saving.source)
-        super()._load_optimizers(checkpoint)
 
     # ---- end ----
 

@@ -450,7 +450,6 @@ class FullyShardedParallel(TrainerStrategy):
 
     @override
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        self._saving.require_fitting_optimizers(checkpoint)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             plain = unwrapped(optimizer)
             divided = divided_optimizer_state(self._optimized(plain), state)

@@ -433,11 +433,9 @@ class PipelineParallel(PipelineRanks):
     @override
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer states of the whole module."""
-        # Before the module is partitioned, optimizers have all parameters, and can be compared with the checkpoint's.
         # To go on exactly the stages have to be cut as they were.
         pipelined = self._last_pipelined()
         if isinstance(pipelined.state, Unpartitioned):
-            self._saving.require_fitting_optimizers(checkpoint)
             pipelined.state.remembered = checkpoint.get(COMPRESSION_KEY, {})
         pipelined.known_plan = self._exact_resume.saved("division")
         pipelined.state.load_optimizer_states(checkpoint["optimizer_states"])

@@ -6,7 +6,6 @@ Nothing here does anything outside of a job. See ``docs/sagemaker.md``.
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -15,10 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_smddp._compat.trainer import set_default_root
-from lightning_smddp.checkpoint.locations import locate
-from lightning_smddp.checkpoint.reading import verify_checkpoint
+from lightning_smddp.checkpoint.files import copy, locate
 from lightning_smddp.checkpoint.sharded import consolidate, is_sharded
-from lightning_smddp.checkpoint.temporary import temporary_name
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.sagemaker.folders import MODEL, Folders, failure_file, point_at, write_failure
 from lightning_smddp.strategies.tables import say
@@ -168,7 +165,7 @@ class SageMakerJob:
         """Put the final model where SageMaker takes it from. Collective. Errors are raised on every rank."""
         if self._gives_model and not self.strategy._interrupted:
             self.strategy._saving.finish()
-            self.strategy._saving.ranks.first(self._put_model)
+            self.strategy._saving.on_first(self._put_model)
         self._trainer = None
 
     def _put_model(self) -> None:
@@ -187,7 +184,7 @@ class SageMakerJob:
                 if is_sharded(path):
                     consolidate(path, target)
                 else:
-                    _copy(path, target)
+                    copy(path, target)
                 return
 
     # ---- failures ----
@@ -239,18 +236,3 @@ def _exists(path: str) -> bool:
     if fs is None:
         return os.path.exists(name)
     return bool(fs.exists(name))
-
-
-def _copy(path: str, target: str) -> None:
-    """Copy a file or URL, and compare its hash before it gets its name."""
-    fs, name = locate(path)
-    temporary = os.path.join(os.path.dirname(target), temporary_name(MODEL))
-    try:
-        if fs is None:
-            shutil.copyfile(name, temporary)
-        else:
-            fs.get_file(name, temporary)
-        verify_checkpoint(temporary)
-        os.replace(temporary, target)
-    finally:
-        Path(temporary).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Checkpoints of the Trainer strategies: written so that a valid one always exists, checked before they are used.
+"""Checkpoints of the Trainer strategies: written so that a whole one always exists.
 
 The way of ``trainer.save_checkpoint(path)``:
 
@@ -7,35 +7,26 @@ The way of ``trainer.save_checkpoint(path)``:
    optimizers whose work ranks share is put together by ``sharding/optimizer_states.py``.
 2. ``TrainerStrategy.save_checkpoint`` adds what an exact resume and compression need, and calls :meth:`Saving.save`.
 3. A plain file is written by the first rank: Lightning's ``save_checkpoint``, ``SafeFiles`` (``checkpoint_io.py``; in a
-   thread with ``async_save``), ``checkpoint/locations.py`` (path or URL), ``checkpoint/files.py`` (beside its place,
-   verified, renamed).
-   With ``sharded`` every rank writes to a directory: ``checkpoint/sharded.py``, by the same rules.
+   thread with ``async_save``), ``checkpoint/files.py``. With ``sharded`` every rank writes to a directory:
+   ``checkpoint/sharded.py``, by ``torch.distributed.checkpoint``.
 
 On resume Lightning calls ``load_checkpoint``, which takes either by what is there (:meth:`Saving.load`), then
 ``load_model_state_dict`` and ``load_optimizer_state_dict``. A checkpoint always has the names of the whole module, so
-a pipeline's rank takes its own part of it (``bridge/partitioned_module.py``: at once, or when the stages are known).
-Which checkpoint it is with ``resume="auto"`` is found by ``resume/auto_resume.py`` before; samples and random numbers
-are put back by ``resume/exact_resume.py`` behind it.
+a pipeline's rank takes its own part of it (``bridge/partitioned_module.py``: at once, or when the stages are known); of
+a directory no more is read (``checkpoint/stored.py``). Which checkpoint it is with ``resume="auto"`` is found by
+``resume/auto_resume.py`` before; samples and random numbers are put back by ``resume/exact_resume.py`` behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
-from lightning_smddp.checkpoint.compatibility import (
-    OptimizerOutline,
-    check_compatibility,
-    compare_optimizers,
-    require_none,
-)
-from lightning_smddp.checkpoint.files import remove_directory
+from lightning_smddp.checkpoint import files, sharded
+from lightning_smddp.checkpoint.errors import CheckpointError
 from lightning_smddp.checkpoint.parts import names_of
-from lightning_smddp.checkpoint.ranks import Ranks
-from lightning_smddp.checkpoint.sharded import has_manifest, is_sharded, load_sharded, local_path, save_sharded
+from lightning_smddp.communication.objects import first
 from lightning_smddp.sharding.optimizer_shards import unwrapped
 from lightning_smddp.strategies.checkpoint_io import require_trainers
 
@@ -76,17 +67,6 @@ class Saving:
         """Whether the CheckpointIO is ours, which can be asked to finish; the user's own may do as it likes."""
         return isinstance(self.strategy.checkpoint_io, self.strategy._safe_files)
 
-    def require_no_links(self, trainer: Any) -> None:
-        """Raise ``ValueError`` if a checkpoint callback would link to files that are not written yet."""
-        for callback in trainer.checkpoint_callbacks:
-            if getattr(callback, "save_last", None) != "link":
-                continue
-            if self._has_safe_files and self.strategy.checkpoint_io.asynchronous:
-                raise ValueError(
-                    f"{type(callback).__name__}(save_last='link') cannot be used with async_save=True: links are made "
-                    "before the file that they point to is written. Use save_last=True, or async_save=False."
-                )
-
     def raise_failure(self) -> None:
         """Raise what ended a save in the background."""
         io: Any = self.strategy._checkpoint_io
@@ -102,19 +82,18 @@ class Saving:
 
     def finish(self) -> None:
         """Wait for what is written in the background. Its error is raised on every rank. Collective."""
-        self.ranks.first(self._settle)
-
-    def _settle(self) -> None:
         if self._has_safe_files:
-            self.strategy.checkpoint_io.teardown()
+            self.on_first(self.strategy.checkpoint_io.teardown)
 
-    @property
-    def ranks(self) -> Ranks:
-        """Those that save and load together: all, or this one alone after an exception, when others may be gone."""
-        group = None
-        if dist.is_initialized() and not self.strategy._interrupted:
-            group = dist.group.WORLD
-        return Ranks(group, self.strategy.root_device)
+    def on_first(self, act: Callable[[], None]) -> None:
+        """Call ``act`` on the first rank, and raise its error on all. Collective, but behind an exception.
+
+        Then other ranks may be gone.
+        """
+        if not self.strategy._interrupted:
+            first(act)
+        elif self.strategy.is_global_zero:
+            act()
 
     # ---- files and directories ----
 
@@ -122,41 +101,27 @@ class Saving:
         """Save, by Lightning's ``save`` on the first rank or this rank's part. Errors are raised on every rank.
 
         Raises:
-            OSError, ValueError: see :func:`~lightning_smddp.checkpoint.sharded.save_sharded`.
+            OSError, ValueError: see :func:`lightning_smddp.checkpoint.sharded.save`.
             TypeError: ``storage_options`` were given with ``sharded``.
         """
         strategy = self.strategy
-        if not strategy._reliability.sharded:
-            self.ranks.first(partial(save, checkpoint, filepath, storage_options))
+        # Behind an exception only those strategies save of which the first rank has all.
+        if not strategy._reliability.sharded or strategy._interrupted:
+            self.on_first(partial(save, checkpoint, filepath, storage_options))
             return
         if storage_options is not None:
             raise TypeError(f"storage_options={storage_options!r} cannot be used with sharded=True: it takes no URLs.")
-        if strategy._interrupted and not strategy.is_global_zero:
-            return
-        module = strategy.lightning_module
-        assert module is not None
+        assert strategy.lightning_module is not None
         # The parameters of each optimizer, in the order in which its state numbers them.
-        optimized = []
-        if "optimizer_states" in checkpoint:
-            for optimizer in strategy.optimizers:
-                plain = unwrapped(optimizer)
-                optimized.append(strategy._optimized(plain))
-        # Each rank writes what it holds, and of what several hold the first one of them. The order of names is that of
-        # the whole module, which the first rank knows.
-        own_part = None
-        if strategy._has_part_to_save:
-            own_part = checkpoint
-        keys: Sequence[str] = ()
-        if strategy.is_global_zero:
-            keys = list(module.state_dict(keep_vars=True))
-        save_sharded(own_part, filepath, names_of(module, optimized), keys, self.ranks)
+        optimizers = strategy.optimizers if "optimizer_states" in checkpoint else []
+        optimized = [strategy._optimized(unwrapped(optimizer)) for optimizer in optimizers]
+        own_part = checkpoint if strategy._has_part_to_save else None
+        sharded.save(own_part, filepath, names_of(strategy.lightning_module, optimized))
 
     def load(self, path: Any, weights_only: bool | None, load: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-        """What a Trainer has saved, in whatever layout: a file by Lightning's ``load``. Collective for directories."""
-        verified = self.strategy.verified_checkpoint
-        self.strategy.verified_checkpoint = None  # it may be another one by the next time
+        """What a Trainer has saved, in whatever layout: a file by Lightning's ``load``."""
         if self._is_ours(path):
-            loaded = load_sharded(path, self.ranks, weights_only, verify=str(path) != verified)
+            loaded = sharded.load(path, weights_only)
         else:
             loaded = load(path, weights_only=weights_only)
         require_trainers(loaded, path)
@@ -168,32 +133,18 @@ class Saving:
         if not self._is_ours(path):
             remove(path)
         elif self.strategy.is_global_zero:
-            remove_directory(local_path(path))
+            files.remove(path)
 
     def _is_ours(self, path: Any) -> bool:
         """Whether there is a directory that is not for a CheckpointIO of the user's own."""
-        return is_sharded(path) and (self._has_safe_files or has_manifest(path))
+        return sharded.is_sharded(path) and (self._has_safe_files or sharded.is_ours(path))
 
-    # ---- what is loaded ----
-
-    def require_fitting_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Raise ``CheckpointError`` if names or shapes differ from the module's, before anything is changed."""
-        assert self.strategy.lightning_module is not None
-        check_compatibility(checkpoint, self.strategy.lightning_module, (), strict, self.source)
-
-    def require_fitting_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """Raise ``CheckpointError`` if the optimizers, which hold all parameters, are others than the checkpoint's."""
-        outlines = []
-        for optimizer in self.strategy.optimizers:
-            plain = unwrapped(optimizer)
-            outlines.append(OptimizerOutline.of(plain))
-        differences = compare_optimizers(outlines, checkpoint["optimizer_states"])
-        require_none(differences, self.source)
-
-    @property
-    def source(self) -> str:
-        """Path of the checkpoint that is loaded, or words for it, for messages."""
-        return str(self.loaded_from or "the checkpoint")
+    def require_as_many_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """Raise ``CheckpointError`` where Lightning would leave out what is too much."""
+        saved, ours = len(checkpoint["optimizer_states"]), len(self.strategy.optimizers)
+        if saved != ours:
+            path = self.loaded_from or "the checkpoint"
+            raise CheckpointError(path, f"has {saved} optimizers, the model has {ours}", "Build the same ones.")
 
 
 def _wraps_another(io: Any) -> bool:

@@ -1,7 +1,8 @@
-"""A program that saves checkpoints and is killed: ``python -m tests.checkpoint.killed random|boundaries ...``.
+"""A program that saves checkpoints and is killed: ``python -m tests.checkpoint.killed KIND EVERY DIRECTORY``.
 
-Each save happens in a forked child. The parent then looks what can be loaded, and prints its findings as JSON. Not
-done in pytest's own process, which has threads.
+KIND is ``file``, ``directory``, ``random`` (files, at random times) or ``in place`` (the control). EVERY is 1 for a
+kill at each place, 8 for one at every eighth. Each save happens in a forked child; the parent then looks what can be
+loaded, and prints its findings as JSON. Not done in pytest's own process, which has threads.
 """
 
 from __future__ import annotations
@@ -19,37 +20,58 @@ from typing import Any
 
 import torch
 
-from lightning_smddp.checkpoint.contents import bytes_needed, dump_of
+from lightning_smddp.checkpoint import files, sharded
 from lightning_smddp.checkpoint.errors import CheckpointError
-from lightning_smddp.checkpoint.files import write_file
 from lightning_smddp.checkpoint.newest import newest_checkpoint
-from lightning_smddp.checkpoint.reading import read_checkpoint
 
-# Calls that change files; the others only matter to who wants to see every place.
-CHANGING = {"write", "flush", "fsync", "replace", "open", "unlink", "mkdir", "flock"}
-PACKAGE = f"{os.sep}lightning_smddp{os.sep}checkpoint{os.sep}"
-
-
-def checkpoint(step: int, values: int = 20_000) -> dict[str, Any]:
-    return {"step": step, "state_dict": {name: torch.full((values,), float(step)) for name in "abc"}}
+# Calls that change files, and who makes them.
+CHANGING = {"write", "flush", "fsync", "replace", "rename", "open", "unlink", "mkdir", "rmdir", "close", "rmtree"}
+CHANGERS = ("lightning_smddp/checkpoint/", "shutil.py", "pathlib", "torch/distributed/checkpoint/")
 
 
-def save(contents: dict[str, Any], path: str) -> None:
-    write_file(dump_of(contents), path, bytes_needed(contents))
+def checkpoint(step: int) -> dict[str, Any]:
+    return {"step": step, "state_dict": {name: torch.full((50,), float(step)) for name in "abc"}}
 
 
-def loaded_step(path: Path) -> int | None:
+class InPlace:
+    """The control: a file that is written without care."""
+
+    @staticmethod
+    def save(contents: Any, path: Path) -> None:
+        with path.open("wb", buffering=0) as file:
+            files._Writer(file).take(lambda writer: torch.save(contents, writer))
+
+    load = staticmethod(files.load)
+
+
+KINDS: dict[str, Any] = {"file": files, "random": files, "directory": sharded, "in place": InPlace}
+
+
+def loaded_step(kind: str, path: str | Path | None) -> int | None:
     """The step of the checkpoint at ``path``; None if it cannot be loaded."""
-    try:
-        loaded = read_checkpoint(path)
-    except (CheckpointError, FileNotFoundError):
+    if path is None:
         return None
-    assert all(torch.equal(t, torch.full_like(t, loaded["step"])) for t in loaded["state_dict"].values())
+    try:
+        loaded = KINDS[kind].load(path)
+        assert all(torch.equal(t, torch.full_like(t, loaded["step"])) for t in loaded["state_dict"].values())
+    except (CheckpointError, OSError):
+        return None
     return int(loaded["step"])
 
 
-def strays(directory: Path) -> list[str]:
-    return [name for name in os.listdir(directory) if name.startswith(".tmp-")]
+class KillAt:
+    """Kills this process at event ``number``: a begin or end of a call into C that changes files."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event not in ("c_call", "c_return") or argument.__name__ not in CHANGING:
+            return
+        if any(place in frame.f_code.co_filename for place in (*CHANGERS, __file__)):
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 def in_child(body: Callable[[], None]) -> int:
@@ -63,108 +85,61 @@ def in_child(body: Callable[[], None]) -> int:
     return child
 
 
-# ---- at random times ----
+def kills_at_each_place(kind: str, directory: Path, every: int) -> dict[str, int]:
+    """Overwrite a checkpoint of step 1 by one of step 2, and be killed in every place, of which the last is `kills`."""
+    path, save = directory / "last.ckpt", KINDS[kind].save
+    found = {"old": 0, "new": 0, "lost": 0, "kills": 0}
+    while True:
+        number = found["kills"] + every
+        save(checkpoint(1), path)
+        assert os.listdir(directory) == ["last.ckpt"], "the next save removes what the killed one left"
+
+        def overwrite(number: int = number) -> None:
+            sys.setprofile(KillAt(number))
+            save(checkpoint(2), path)
+
+        _, status = os.waitpid(in_child(overwrite), 0)
+        step = loaded_step(kind, path)
+        newest = newest_checkpoint([directory], report=lambda line: None)
+        found["lost"] += step is None or loaded_step(kind, newest) is None
+        found["old"] += step == 1
+        found["new"] += step == 2
+        if not os.WIFSIGNALED(status):  # it came to the end
+            return found
+        found["kills"] = number
 
 
-def random_kills(directory: Path, kills: int, seed: int) -> dict[str, Any]:
+def random_kills(directory: Path, kills: int) -> dict[str, int]:
     """Overwrite one checkpoint again and again; after each kill it has to be there."""
-    path, pick = directory / "last.ckpt", random.Random(seed)
-    save(checkpoint(0), str(path))
-    lost, stray, steps = 0, 0, [0]
+    path, pick = directory / "last.ckpt", random.Random(kills)
+    files.save(checkpoint(0), path)
+    lost, stray, last = 0, 0, 0
     for _ in range(kills):
 
-        def overwrite() -> None:
-            step = steps[-1]
+        def overwrite(step: int = last) -> None:
             while True:
                 step += 1
-                save(checkpoint(step), str(path))
+                files.save(checkpoint(step), path)
 
         child = in_child(overwrite)
         time.sleep(pick.uniform(0.0, 0.06))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        step = loaded_step(path)
-        stray += len(strays(directory))
-        lost += step is None or step < steps[-1]
-        steps.append(step or 0)
-        save(checkpoint(steps[-1]), str(path))
-        assert not strays(directory), "the next save removes what the killed one left"
-    return {"lost": lost, "stray": stray, "saves": steps[-1]}
+        step = loaded_step("file", path)
+        stray += len(os.listdir(directory)) - 1
+        lost += step is None or step < last
+        last = step or 0
+        files.save(checkpoint(last), path)
+        assert os.listdir(directory) == ["last.ckpt"], "the next save removes what the killed one left"
+    return {"lost": lost, "stray": stray}
 
 
-# ---- before and after every call of ours into C ----
-
-
-class KillAt:
-    """Kills this process at event ``number``: the n-th begin or end of a call of our code into C."""
-
-    def __init__(self, number: int, everywhere: bool) -> None:
-        self.left, self.everywhere, self.seen = number, everywhere, 0
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event not in ("c_call", "c_return") or PACKAGE not in frame.f_code.co_filename:
-            return
-        if not self.everywhere and argument.__name__ not in CHANGING:
-            return
-        self.seen += 1
-        if self.seen == self.left:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def boundary_kills(directory: Path, everywhere: bool, every: int) -> dict[str, Any]:
-    """Overwrite a checkpoint of step 1 by one of step 2, and be killed in every place, of which the last is `kills`."""
-    path = directory / "last.ckpt"
-    old, new, lost, number = 0, 0, 0, 0
-    while True:
-        number += every
-        save(checkpoint(1, 100), str(path))
-
-        def overwrite(number: int = number) -> None:
-            sys.setprofile(KillAt(number, everywhere))
-            save(checkpoint(2, 100), str(path))
-
-        child = in_child(overwrite)
-        _, status = os.waitpid(child, 0)
-        step = loaded_step(path)
-        found = newest_checkpoint([directory], report=lambda line: None)
-        if step is None or found != str(path):
-            lost += 1
-        old, new = old + (step == 1), new + (step == 2)
-        if not os.WIFSIGNALED(status):  # it came to the end
-            return {"old": old, "new": new, "lost": lost, "kills": number - every}
-
-
-def in_place_kills(directory: Path) -> dict[str, Any]:
-    """The control: killed after each write of ``torch.save`` to the file itself."""
-    path = directory / "last.ckpt"
-    lost = kills = 0
-    for kills in range(1, 20):
-        torch.save(checkpoint(1, 100), path)
-
-        class Dying:
-            def __init__(self, left: int = kills) -> None:
-                self.file, self.left = path.open("wb", buffering=0), left
-
-            def write(self, data: Any) -> int:
-                self.left -= 1
-                if self.left == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return self.file.write(data) or 0
-
-            def flush(self) -> None: ...
-
-        os.waitpid(in_child(lambda dying=Dying: torch.save(checkpoint(2, 100), dying())), 0)
-        lost += loaded_step(path) is None
-    return {"lost": lost, "kills": kills}
-
-
-def main(mode: str, directory: str, *rest: str) -> None:
+def main(kind: str, every: str, directory: str) -> None:
     torch.set_num_threads(1)
-    if mode == "random":
-        found = random_kills(Path(directory), int(rest[0]), int(rest[1]))
+    if kind == "random":
+        found = random_kills(Path(directory), int(every))
     else:
-        found = boundary_kills(Path(directory), rest[0] == "everywhere", int(rest[1]))
-        found["control"] = in_place_kills(Path(directory))
+        found = kills_at_each_place(kind, Path(directory), int(every))
     print(json.dumps(found))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints and a model for the tests of files."""
+"""Checkpoints for the tests of files and directories."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_smddp.checkpoint.contents import bytes_needed, dump_of
-from lightning_smddp.checkpoint.locations import write_checkpoint
+from lightning_smddp.checkpoint import files
 
 
 def example(step: int = 1) -> dict[str, Any]:
@@ -24,20 +23,33 @@ def example(step: int = 1) -> dict[str, Any]:
     }
 
 
-def save(path: Path | str, step: int = 1, **options: Any) -> dict[str, Any]:
+def save(path: Path | str, step: int = 1) -> dict[str, Any]:
     checkpoint = example(step)
-    write_checkpoint(dump_of(checkpoint), path, bytes_needed(checkpoint), **options)
+    files.save(checkpoint, path)
     return checkpoint
 
 
+def flip(path: Path, place: int | None = None) -> None:
+    """One bit, in the middle of a file if not told where."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if place is None else place] ^= 4
+    path.write_bytes(data)
+
+
 def assert_equal(actual: Any, expected: Any) -> None:
-    """Bit for bit."""
-    assert type(actual) is type(expected)
+    """Bit for bit; what is read when it is asked for is as good as a dict."""
     if isinstance(expected, dict):
-        assert list(actual) == list(expected)
+        assert set(actual) == set(expected)
         for key in expected:
             assert_equal(actual[key], expected[key])
-    elif isinstance(expected, Tensor):
+        return
+    assert type(actual) is (Tensor if isinstance(expected, Tensor) else type(expected))
+    if isinstance(expected, Tensor):
+        assert actual.dtype == expected.dtype
         assert torch.equal(actual, expected)
+    elif isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_equal(one, other)
     else:
         assert actual == expected

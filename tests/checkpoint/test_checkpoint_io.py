@@ -15,18 +15,14 @@ import lightning.pytorch
 import pytest
 import pytorch_lightning
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_smddp import CheckpointError, SafeCheckpointIO
-from lightning_smddp.checkpoint.ranks import Ranks
-from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.strategies import checkpoint_io
 from lightning_smddp.strategies.checkpoint_io import require_trainers
 from lightning_smddp.strategies.pytorch_lightning import SafeCheckpointIO as StandaloneSafeCheckpointIO
 from tests.checkpoint.models import assert_equal, example
-from tests.ranks import run_in_threads
 
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # imports torch's compiler, which sets environment variables
 
@@ -94,7 +90,7 @@ def test_a_damaged_file_in_fit(tmp_path: Path) -> None:
     fit(tmp_path, SafeCheckpointIO(), 1)
     path = tmp_path / "epoch=0.ckpt"
     path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(CheckpointError, match="epoch=0.ckpt: is cut off or damaged"):
+    with pytest.raises(CheckpointError, match="epoch=0.ckpt: is cut off, damaged"):
         fit(tmp_path, SafeCheckpointIO(), 2, ckpt_path=path)
 
 
@@ -105,9 +101,9 @@ def test_storage_options() -> None:
 
 def test_what_no_trainer_saved() -> None:
     require_trainers(example(), "a.ckpt")
-    with pytest.raises(CheckpointError, match=r"a.ckpt: was not saved by a Trainer: .* but weight, bias"):
+    with pytest.raises(CheckpointError, match=r"a.ckpt: was not saved by a Trainer"):
         require_trainers({"weight": 1, "bias": 2}, "a.ckpt")
-    with pytest.raises(CheckpointError, match="contains a list"):
+    with pytest.raises(CheckpointError, match="was not saved by a Trainer"):
         require_trainers([], "a.ckpt")
 
 
@@ -123,8 +119,8 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.reached, self.error = threading.Event(), threading.Event(), None
-        self._write = checkpoint_io.write_checkpoint
-        monkeypatch.setattr(checkpoint_io, "write_checkpoint", self)
+        self._write = checkpoint_io.files.write
+        monkeypatch.setattr(checkpoint_io.files, "write", self)
 
     error: BaseException | None
 
@@ -239,43 +235,8 @@ def test_keeps_the_best_in_the_background(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["step=6.ckpt"]
 
 
-# ---- with several ranks ----
-
-
-def told(ranks: Ranks, kind: str, alone: bool) -> str | None:
-    def save() -> None:
-        if ranks.rank == 0 and kind == "OSError":
-            raise OSError(errno.ENOSPC, "No space left on device: needs 123 bytes", "/run/a.ckpt")
-        if ranks.rank == 0 and kind == "CheckpointError":
-            raise CheckpointError("/run/a.ckpt", "is bad", "Use another one.")
-        if ranks.rank == 0 and kind == "no number":
-            raise FileNotFoundError("Checkpoint file not found: /run/a.ckpt")
-        if ranks.rank == 0 and kind == "other":
-            raise TypeError("cannot pickle")
-
-    try:
-        (Ranks() if alone else ranks).first(save)
-    except (OSError, CheckpointError, TypeError, RankFailedError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def tell_all(group: dist.ProcessGroup) -> list[str | None]:
-    kinds = ["none", "OSError", "CheckpointError", "no number", "other"]
-    found = [told(Ranks(group), kind, False) for kind in kinds]
-    return [*found, told(Ranks(group), "OSError", True)]
-
-
-def test_all_ranks_raise_what_the_first_one_did() -> None:
-    first, second = run_in_threads(tell_all, 2)
-    full = "OSError: [Errno 28] No space left on device: needs 123 bytes: '/run/a.ckpt'"
-    bad = "CheckpointError: /run/a.ckpt: is bad. Use another one."
-    gone = "Checkpoint file not found: /run/a.ckpt"
-    assert first == [None, full, bad, f"FileNotFoundError: {gone}", "TypeError: cannot pickle", full]
-    failed = "RankFailedError: Rank 0 failed: TypeError: cannot pickle"
-    assert second == [None, full, bad, f"OSError: {gone}", failed, None]
-
-
-def test_one_process_alone() -> None:
-    assert "No space left" in str(told(Ranks(), "OSError", True))
-    assert told(Ranks(), "none", True) is None
+def test_links_to_files_that_are_written_in_the_background(tmp_path: Path) -> None:
+    saved = ModelCheckpoint(tmp_path, "{step}", save_last="link")
+    fit(tmp_path, SafeCheckpointIO(asynchronous=True), 1, callbacks=[saved])
+    assert (tmp_path / "last.ckpt").is_symlink()
+    assert SafeCheckpointIO().load_checkpoint(tmp_path / "last.ckpt")["global_step"] == 3

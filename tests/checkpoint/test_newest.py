@@ -4,65 +4,69 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
-import torch
+import torch.distributed as dist
 
-from lightning_smddp.checkpoint.locations import locate
+from lightning_smddp.checkpoint import sharded
+from lightning_smddp.checkpoint.errors import CheckpointError
+from lightning_smddp.checkpoint.files import locate
 from lightning_smddp.checkpoint.newest import newest_checkpoint
-from lightning_smddp.checkpoint.temporary import temporary_name
-from tests.checkpoint.models import example, save
+from tests.checkpoint.models import example, flip, save
+from tests.ranks import run_in_threads
+
+
+def aged(path: Path, hours: int) -> None:
+    os.utime(path, (2e9 - hours * 3600, 2e9 - hours * 3600))
 
 
 def test_nothing(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("nothing")
+    (tmp_path / "theirs.ckpt").mkdir()
     assert newest_checkpoint([]) is None
     assert newest_checkpoint([tmp_path, tmp_path / "gone", "memory://gone"]) is None
 
 
-def test_the_one_saved_last(tmp_path: Path) -> None:
-    """Which is not the one changed last: copying a run's directory gives its files other times."""
-    for step, name in enumerate(["b.ckpt", "c.ckpt", "a.ckpt"]):
-        save(tmp_path / "run" / name, step)
-    for time, name in enumerate(["a.ckpt", "b.ckpt", "c.ckpt"]):
-        os.utime(tmp_path / "run" / name, (2e9 + time, 2e9 + time))
-    assert newest_checkpoint([tmp_path / "run"]) == str(tmp_path / "run" / "a.ckpt")
+def test_the_one_changed_last_of_files_and_directories(tmp_path: Path) -> None:
+    sharded.save(example(), tmp_path / "run" / "b.ckpt")
+    for hours, name in enumerate(["b.ckpt", "c.ckpt", "a.ckpt"]):
+        if name != "b.ckpt":
+            save(tmp_path / "run" / name)
+        aged(tmp_path / "run" / name, hours)
+    (tmp_path / "run" / "last.ckpt").symlink_to("gone.ckpt")
+    places: list[Any] = [str(tmp_path / "run"), tmp_path / "run" / "a.ckpt"]
+    assert newest_checkpoint(places) == str(tmp_path / "run" / "b.ckpt")
+    assert newest_checkpoint(places[1:]) == str(tmp_path / "run" / "a.ckpt")
 
 
-def test_plain_ones_go_by_their_time(tmp_path: Path) -> None:
-    for time, name in ((2e9, "later.ckpt"), (1e9, "earlier.ckpt")):
-        torch.save(example(), tmp_path / name)
-        os.utime(tmp_path / name, (time, time))
-    save(tmp_path / "ours.ckpt")
-    assert newest_checkpoint([tmp_path]) == str(tmp_path / "later.ckpt")
-    os.remove(tmp_path / "later.ckpt")
-    assert newest_checkpoint([tmp_path]) == str(tmp_path / "ours.ckpt")
-
-
-@pytest.mark.parametrize("damage", ["cut", "empty", "bit", "text"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "bit", "text", "directory"])
 def test_falls_back_and_says_so(damage: str, tmp_path: Path) -> None:
     save(tmp_path / "first.ckpt", 1)
-    save(tmp_path / "last.ckpt", 2)
-    data = bytearray((tmp_path / "last.ckpt").read_bytes())
-    data[len(data) // 2] ^= 4
-    contents = {"cut": data[:-30], "empty": b"", "bit": data, "text": b"text"}[damage]
-    (tmp_path / "last.ckpt").write_bytes(contents)
-    (tmp_path / temporary_name("next.ckpt")).write_bytes(b"half")
+    aged(tmp_path / "first.ckpt", 10**5)
+    last = tmp_path / "last.ckpt"
+    if damage == "directory":
+        sharded.save(example(), last)
+        (last / "__0_0.distcp").write_bytes(b"")
+    else:
+        save(last, 2)
+        data = last.read_bytes()
+        flip(last)
+        last.write_bytes({"cut": data[:-30], "empty": b"", "bit": last.read_bytes(), "text": b"text"}[damage])
+    (tmp_path / ".tmp-next.ckpt").write_bytes(b"half")
+    aged(tmp_path / ".tmp-next.ckpt", 10**5 + 1)
     lines: list[str] = []
     assert newest_checkpoint([tmp_path], report=lines.append) == str(tmp_path / "first.ckpt")
     (line,) = lines
-    assert line.startswith(f"Skipped a newer checkpoint that cannot be used: {tmp_path / 'last.ckpt'}: ")
+    assert line.startswith(f"Skipped a newer checkpoint that cannot be used: {last}")
     assert "\n" not in line
 
 
-def test_several_places_and_links(tmp_path: Path) -> None:
-    save(tmp_path / "old" / "a.ckpt", 1)
-    save(tmp_path / "new" / "b.ckpt", 2)
-    (tmp_path / "new" / "last.ckpt").symlink_to("gone.ckpt")
-    found = newest_checkpoint([tmp_path / "old", str(tmp_path / "new"), tmp_path / "old" / "a.ckpt"])
-    assert found == str(tmp_path / "new" / "b.ckpt")
-    assert newest_checkpoint([tmp_path / "old" / "a.ckpt"]) == str(tmp_path / "old" / "a.ckpt")
+def test_the_previous_directory_between_two_renames(tmp_path: Path) -> None:
+    sharded.save(example(), tmp_path / "last.ckpt")
+    (tmp_path / "last.ckpt").rename(tmp_path / "last.ckpt.old")
+    assert newest_checkpoint([tmp_path]) == str(tmp_path / "last.ckpt.old")
 
 
 def test_urls() -> None:
@@ -78,3 +82,40 @@ def test_urls() -> None:
         assert len(lines) == 1
     finally:
         fs.rm("/run", recursive=True)
+
+
+def look_together(group: dist.ProcessGroup, directory: str) -> Any:
+    lines: list[str] = []
+    return newest_checkpoint([directory], lines.append, group), lines
+
+
+def test_ranks_look_together(tmp_path: Path) -> None:
+    save(tmp_path / "a.ckpt")
+    aged(tmp_path / "a.ckpt", 10**5)
+    save(tmp_path / "b.ckpt")
+    flip(tmp_path / "b.ckpt")
+    (first, lines), (second, silence) = run_in_threads(look_together, 2, str(tmp_path))
+    assert first == second == str(tmp_path / "a.ckpt")
+    assert (len(lines), silence) == (1, [])
+
+
+def look_without_sharing(group: dist.ProcessGroup, directory: str) -> str:
+    from lightning_smddp.checkpoint import newest
+
+    usual = newest._damage
+    newest._damage = lambda path, is_first: usual(path, is_first) if is_first else f"{path} is not here"
+    try:
+        newest_checkpoint([directory], group=group)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        newest._damage = usual
+    return ""
+
+
+def test_a_rank_that_cannot_read_it_is_named(tmp_path: Path) -> None:
+    """It would else begin from scratch."""
+    save(tmp_path / "a.ckpt")
+    for text in run_in_threads(look_without_sharing, 2, str(tmp_path)):
+        assert "a.ckpt: rank 0 can read it, but rank 1 on " in text
+        assert "is not here" in text

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from lightning_smddp.checkpoint.reading import read_checkpoint
+from lightning_smddp.checkpoint import files
 from tests.faults.jobs import Result
 
 BOUND_S = 10.0
@@ -58,4 +58,4 @@ def assert_saved(result: Result, at_least: int = 1) -> None:
     """All checkpoints that are in place are valid."""
     assert len(result.checkpoints) >= at_least, result.describe()
     for path in result.checkpoints:
-        assert read_checkpoint(path, "cpu", None)["global_step"] > 0
+        assert files.load(path)["global_step"] > 0

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_smddp import PipelineStrategy, SafeCheckpointIO, SMDDPFSDPStrategy
+from lightning_smddp import SMDDPFSDPStrategy
 from lightning_smddp.resume.auto_resume import STOP_CHECKPOINT
 from lightning_smddp.resume.exact_resume import CHECKPOINT_KEY
 from lightning_smddp.resume.random_states import RandomStates
@@ -446,7 +446,7 @@ class Listening(io.StringIO):
 
 def stopped_while_writing(directory: str) -> list[Any]:
     """With a file that takes long, and with one that cannot be written: the error, what was said, and when."""
-    original = checkpoint_io.write_checkpoint
+    original = checkpoint_io.files.write
 
     def slowly(*args: Any) -> None:
         time.sleep(0.5)
@@ -458,7 +458,7 @@ def stopped_while_writing(directory: str) -> list[Any]:
 
     found = []
     for name, write in (("slow", slowly), ("failing", failing)):
-        checkpoint_io.write_checkpoint = write  # type: ignore[assignment]
+        checkpoint_io.files.write = write  # type: ignore[assignment]
         root = f"{directory}/{name}"
         out = Listening(Path(root, STOP_CHECKPOINT))
         strategy = silent(algorithm="native", async_save=True)
@@ -476,24 +476,3 @@ def test_a_stop_waits_for_what_is_written_in_the_background(tmp_path: Path) -> N
         assert failing[0] == "OSError"
         assert "No space left on device" in failing[1]
         assert "saved to" not in failing[2]
-
-
-def with_links(kind: Any, directory: str, **options: Any) -> str:
-    callbacks = [ModelCheckpoint(directory, save_last="link")]
-    with pytest.raises(ValueError, match="links are made") as caught:
-        make_trainer(kind, callbacks=callbacks, enable_checkpointing=True, **options).fit(Learner())
-    return str(caught.value)
-
-
-@pytest.mark.slow
-def test_links_to_files_that_are_not_written_yet(tmp_path: Path) -> None:
-    [texts] = run_trainer_ranks(both_with_links, 1, str(tmp_path))
-    assert all("ModelCheckpoint(save_last='link')" in text and "save_last=True" in text for text in texts)
-
-
-def both_with_links(directory: str) -> list[str]:
-    return [
-        with_links(silent(async_save=True), directory),
-        with_links(silent(), directory, plugins=[SafeCheckpointIO(asynchronous=True)]),
-        with_links(PipelineStrategy(**grouped(verbose=False, async_save=True)), directory),
-    ]

@@ -18,7 +18,6 @@ from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict
 from lightning_smddp.sharding.optimizer_trial import why_not_one_by_one
-from lightning_smddp.wire.pytree import copied
 
 
 def require_divisible(optimizer: Optimizer) -> None:
@@ -168,7 +167,7 @@ class OptimizerPartition:
             self._reshard()
 
     def load_full_state_dict(self, state: Mapping[str, Any], shards: OptimizerShards | None = None) -> None:
-        """Load what :meth:`full_state_dict`, or the optimizer of a whole model, saved: this rank's part of it, copied.
+        """Load what :meth:`full_state_dict`, or the optimizer of a whole model, saved: this rank's part of it.
 
         Args:
             state: of the whole.
@@ -177,12 +176,12 @@ class OptimizerPartition:
         Raises:
             ValueError: the groups differ, as ``Optimizer.load_state_dict`` says.
         """
-        # A saved state knows parameters by number, over all groups. What is of other ranks' is not even copied.
+        # A saved state knows parameters by number, over all groups. What is of other ranks' is not even read.
         groups = state["param_groups"]
         numbers = chain.from_iterable(group["params"] for group in groups)
         numbered = zip(numbers, self._all(), strict=False)  # where they differ the optimizer says what is wrong
         others = {number for number, parameter in numbered if not self._is_mine(parameter)}
-        mine = {number: copied(value) for number, value in state["state"].items() if number not in others}
+        mine = {number: state["state"][number] for number in state["state"] if number not in others}
         fits = [len(group["params"]) for group in groups] == list(map(len, self._groups))
         try:
             if shards is None or not fits:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import without_torch_function
+from lightning_smddp.checkpoint.stored import Stored
 from lightning_smddp.communication.objects import gather
 from lightning_smddp.communication.tensors import CPU, broadcast_tensors, gather_structures
 from lightning_smddp.pipeline.capture.graph import StepGraph
@@ -108,6 +109,11 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bo
 
     Missing and unexpected keys and wrong shapes are found for everything, as in the whole module. Not collective.
     """
+    if isinstance(state, Stored):  # of what other ranks hold it needs the shapes alone
+        own = module.state_dict(keep_vars=True)
+        absent = [key for key in state if isinstance(own.get(key), Tensor) and own[key].is_meta]
+        held = [key for key in state if key not in set(absent)]
+        state = {**state.read(held), **state.read(absent, "meta")}
     with warnings.catch_warnings(), without_torch_function():
         # Copying into a parameter on the meta device does nothing, of which torch warns: these are of other ranks.
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*", category=UserWarning)
