@@ -131,9 +131,9 @@ def _in_time(card: RankInfo, address: tuple[str, int], limit: timedelta) -> dist
     except (OSError, UnicodeError) as error:
         reason = str(error)
     raise StartError(
-        f"{card} has no connection to rank 0 at (MASTER_ADDR, MASTER_PORT)={address}, with init_timeout="
+        f"{card} cannot use the job's store at MASTER_ADDR={address[0]} MASTER_PORT={address[1]}, init_timeout="
         f"{limit.total_seconds():g} s: {reason}. Look at rank 0's own output. The address has to be of its machine, "
-        "and the port open to all ranks, and no other job's or program's (MASTER_PORT)."
+        "the port open to all ranks, and no other job's or program's."
     )
 
 

@@ -41,6 +41,13 @@ def test_gloo_on_cpu(backend: str | None) -> None:
     assert run_trainer_ranks(backends, 2, {"process_group_backend": backend}) == [("gloo", "gloo")] * 2
 
 
+@pytest.mark.simulated_cuda
+@pytest.mark.parametrize("backend", ["auto", "nccl"])
+def test_gloo_beside_nccl_on_gpus(backend: str) -> None:
+    found = run_trainer_ranks(backends, 2, {"process_group_backend": backend})
+    assert found == [("cpu:gloo,cuda:nccl", "nccl")] * 2
+
+
 # ---- means ----
 
 
