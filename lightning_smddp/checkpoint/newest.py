@@ -86,7 +86,7 @@ def _local(location: str) -> Iterator[tuple[float, str]]:
         paths = [os.path.join(location, name) for name in os.listdir(location)]
     for path in paths:
         is_file = not os.path.isdir(path)
-        if path.endswith(_SUFFIXES) and os.path.exists(path) and (is_file or sharded.is_ours(path)):
+        if _is_name(path) and os.path.exists(path) and (is_file or sharded.is_ours(path)):
             yield os.path.getmtime(path), path
 
 
@@ -97,5 +97,10 @@ def _remote(fs: Any, location: str) -> Iterator[tuple[float, str]]:
     except FileNotFoundError:
         return
     for name in names:
-        if name.endswith(_SUFFIXES) and fs.isfile(name):
+        if _is_name(name) and fs.isfile(name):
             yield fs.modified(name).timestamp(), fs.unstrip_protocol(name)
+
+
+def _is_name(path: str) -> bool:
+    """Whether it is a checkpoint's, and not of one that a killed run has left half written."""
+    return path.endswith(_SUFFIXES) and not os.path.basename(path).startswith(".tmp-")

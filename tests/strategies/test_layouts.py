@@ -50,9 +50,6 @@ def assert_bits(actual: Any, expected: Any, where: str) -> None:
         assert actual == expected, where
 
 
-REPLICAS = {"alone": 1, "pp2": 1, "pp3": 1, "pp4": 1, "dp2": 2, "2x2": 2}
-
-
 def check(run: Run, result: Result, unbroken: Result) -> None:
     """It started with what the checkpoint has, and went on as if nothing had happened."""
     path = run.ckpt_path
@@ -89,12 +86,8 @@ def go_through(sources: Iterable[Run], targets: dict[str, Sequence[str]], unbrok
 
 
 def start(run: Run, layout: str) -> Path:
-    """Where another run goes on: within an epoch its samples are known for equally many replicas only.
-
-    Lightning alone goes on between epochs, too, and needs one file.
-    """
-    is_within = "alone" not in (run.layout, layout) and REPLICAS[run.layout] == REPLICAS[layout]
-    path = run.path(WITHIN if is_within else BETWEEN)
+    """Where another run goes on: between epochs, as its samples would begin anew. Lightning alone needs one file."""
+    path = run.path(BETWEEN)
     if layout != "alone" or not is_sharded(path):
         return path
     assert main(["consolidate", str(path), str(path.with_name(f"file-{path.name}"))]) == 0
