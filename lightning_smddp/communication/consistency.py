@@ -54,9 +54,13 @@ def check_same_model(module: nn.Module, group: dist.ProcessGroup | None = None) 
 def _describe_model(module: nn.Module) -> Iterator[str]:
     for name, parameter in module.named_parameters():
         trained = "" if parameter.requires_grad else ", frozen"
-        yield f"parameter {name}: shape {tuple(parameter.shape)}, {parameter.dtype}{trained}"
+        yield f"parameter {name}: {_describe(parameter)}{trained}"
     for name, buffer in module.named_buffers():
-        yield f"buffer {name}: shape {tuple(buffer.shape)}, {buffer.dtype}"
+        yield f"buffer {name}: {_describe(buffer)}"
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"shape {tuple(tensor.shape)}, {tensor.dtype}{' without values' if tensor.is_meta else ''}"
 
 
 def check_same_optimizers(

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_smddp.communication.compression import Compression, Method
-from lightning_smddp.communication.consistency import check_same_model
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.sharded_collectives import ShardedCollectives
 from lightning_smddp.communication.unit_memory import UnitMemory
@@ -237,7 +236,6 @@ class FabricFullyShardedParallel(FabricStrategy):
         world, device = dist.group.WORLD, self.root_device
         assert world is not None
         require_supported_by_fsdp(module, (), is_fit=True)
-        check_same_model(module)
         broadcast_initial(module, world, device=device)
         limit = self._session.limit(self._timeout)
         place = Place(device, self.num_processes, limit, self._session.options.compression)

@@ -204,7 +204,6 @@ class FullyShardedParallel(TrainerStrategy):
             if self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
         self.precision_plugin.convert_module(module)
-        self._checks.require_same_model()
         broadcast_initial(module, world, device=self.root_device)
         # Divided before the optimizers are made: `configure_optimizers` takes what parameters have become. Copies that
         # callbacks have made of the whole module, to average weights in, are divided as it is.

@@ -194,7 +194,6 @@ class PipelineParallel(PipelineRanks):
         self.precision_plugin.convert_module(self.model)
         assert dist.group.WORLD is not None
         # What no rank has values of yet, with `meta_init`, gets them from a seed when it is known who keeps it.
-        self._checks.require_same_model()
         broadcast_initial(self.lightning_module, dist.group.WORLD, device=self.root_device)
         setup = RunSetup(
             self.lightning_module,

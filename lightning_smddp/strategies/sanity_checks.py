@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from lightning_smddp.communication.consistency import check_same_lengths, check_same_model, check_same_optimizers
+from lightning_smddp.communication.consistency import check_same_lengths, check_same_optimizers
 from lightning_smddp.communication.nonfinite import agreed, bad_gradients
 from lightning_smddp.strategies.nonfinite import (
     NonFiniteGuard,
@@ -57,10 +57,6 @@ class SanityChecks:
             name = type(config.scheduler).__name__
             schedulers.append(f"{name} every {config.frequency} {config.interval}, monitor={config.monitor}")
         check_same_optimizers(self._module, self.strategy.optimizers, schedulers)
-
-    def require_same_model(self) -> None:
-        """Raise ``ValueError`` on every rank if their modules differ. Collective."""
-        check_same_model(self._module)
 
     def training_starts(self) -> None:
         """The first epoch's batches are compared, whichever it is."""

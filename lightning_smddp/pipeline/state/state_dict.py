@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Set
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import without_torch_function
 from lightning_smddp.checkpoint.stored import Stored
-from lightning_smddp.communication.objects import gather
+from lightning_smddp.communication.consistency import check_same_model
 from lightning_smddp.communication.tensors import CPU, broadcast_tensors, gather_structures
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.mesh import Ownership, named_tensors
@@ -36,18 +35,8 @@ def broadcast_initial(module: nn.Module, group: dist.ProcessGroup, source: int =
     Raises:
         ValueError: on every rank, if the ranks' models differ.
     """
-    named = named_tensors(module)
-    local = [(name, tuple(tensor.shape), tensor.dtype, tensor.is_meta) for name, tensor in named.items()]
-    everyones = gather(local, group)
-    for rank, theirs in enumerate(everyones):
-        if theirs != everyones[source]:
-            pairs = zip_longest(everyones[source], theirs)
-            expected, found = next((expected, found) for expected, found in pairs if expected != found)
-            raise ValueError(
-                f"The models of rank {source} and rank {rank} differ, first in {expected} and {found} (name, shape, "
-                "dtype, on the meta device). Build the same model on every rank: nothing in it may depend on the rank."
-            )
-    tensors = [tensor.detach() for tensor in named.values() if not tensor.is_meta]
+    check_same_model(module, group)
+    tensors = [tensor.detach() for tensor in named_tensors(module).values() if not tensor.is_meta]
     broadcast_tensors(tensors, group, source, device)
 
 
