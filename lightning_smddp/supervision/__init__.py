@@ -6,7 +6,7 @@ the store, whose server may be stopped.
 
 When a rank dies in the middle of training:
 
-1. A rank of its host sees it in /proc (``Supervisor._look_around``), and declares it by ``compare_set``: the first
+1. A rank of its host sees it in /proc (``Neighbours.look``), and declares it by ``compare_set``: the first
    failure counts. If that rank serves the store, everyone sees by himself that it does not answer.
 2. All ranks read it within a quarter of a second. ``Shutdown.due`` begins to count the time: the training thread gets
    the error of its collective, or is interrupted in Python code; in the end the process is ended by force.

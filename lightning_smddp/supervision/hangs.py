@@ -15,6 +15,16 @@ NO_RANK_IS_BEHIND = (
     "no rank is behind on its host. With NCCL its flight recorder says which collective does not end: set "
     "TORCH_FR_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1"
 )
+CURE = (
+    "Give every rank the same number of batches: equally many samples, or `drop_last=True`. If code of yours sets "
+    "`trainer.should_stop`, all ranks have to: `trainer.strategy.reduce_boolean_decision(stop, all=False)`."
+)
+# By what a rank waits for itself.
+WHY_LATE = {
+    "": "it is its host that does not go on",
+    "device": "its device has work left",
+    "communication": "it waits for others, too",
+}
 
 
 class Beat(NamedTuple):
@@ -51,6 +61,20 @@ class Beat(NamedTuple):
         if self.phase in _ORDER:
             order = _ORDER.index(self.phase)
         return self.step, order
+
+    def begun_beyond(self, end: int, batches: int, validates: bool) -> int:
+        """How many batches it has begun of an epoch that has ended elsewhere after ``batches``; 0: it may end as well.
+
+        That is the rank's ``end``-th epoch. ``validates``: those who have ended are about to, so nobody can yet.
+        """
+        if self.ended == end and self.ended_batches > batches:
+            return self.ended_batches
+        goes_on = self.batches > batches
+        if validates and self.phase == "validation":
+            goes_on = self.batches >= batches
+        if self.ended == end - 1 and goes_on:
+            return self.batches
+        return 0
 
 
 def behind(beats: Sequence[Beat]) -> int | None:
@@ -103,9 +127,9 @@ class Stillness:
         if place != self._place:
             self._place = place
             self.still_s = 0.0
-        frame = sys._current_frames()[self._thread]
+        frame = sys._current_frames().get(self._thread)  # None if the thread has ended
         self.waits = ""
-        if waits or frame.f_globals.get("__name__", "").startswith(_COMMUNICATE):
+        if waits or (frame is not None and frame.f_globals.get("__name__", "").startswith(_COMMUNICATE)):
             self.waits = "communication"
         elif self.still_s > self.ask_after_s and self._device_is_busy():
             self.waits = "device"

@@ -6,9 +6,15 @@ import contextlib
 import os
 import signal
 import socket
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from lightning_smddp.supervision.failure import Kind
+
+NEIGHBOURS = 8  # processes of this host that a rank looks at
+STOPPED_S = 3.0  # one that is stopped for so long has failed
 # Fields of /proc/PID/stat after the command's name, by proc(5)'s number less 3.
 _STATE, _START, _EXIT_CODE = 0, 19, 49
 
@@ -71,3 +77,32 @@ class Process(NamedTuple):
         if not ended:
             with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to another user
                 os.kill(self.pid, signal.SIGKILL)
+
+
+class Neighbours:
+    """Other ranks' processes on this host, as one looks at them again and again.
+
+    Args:
+        who: the process of each rank.
+        local: the ranks of this host, nearest first. Rank 0, which may have the store, is looked at in any case.
+        period: seconds between looks.
+    """
+
+    def __init__(self, who: Sequence[Process], local: Sequence[int], period: float) -> None:
+        chosen = {*local[:NEIGHBOURS], 0} & {*local}
+        self._processes = {rank: who[rank] for rank in chosen}
+        self._period = period
+        self._stopped: Counter[int] = Counter()  # looks at which a rank's was
+
+    def look(self) -> dict[int, tuple[Kind, str]]:
+        """Who has failed, and how."""
+        found: dict[int, tuple[Kind, str]] = {}
+        for rank, process in self._processes.items():
+            is_stopped, ended = process.look()
+            # By the number of looks, not by the clock: this process may have been stopped itself.
+            self._stopped[rank] = is_stopped * (self._stopped[rank] + 1)
+            if ended:
+                found[rank] = ("died", ended)
+            elif self._stopped[rank] * self._period > STOPPED_S:
+                found[rank] = ("fell silent", "its process is stopped (by SIGSTOP, or Ctrl+Z)")
+        return found

@@ -12,10 +12,12 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any, Literal
 
 ALONE = -1  # a decision: some rank does not answer, and each stops where it is
+AGAIN_AFTER_S = 1.0  # a launcher may pass on what the terminal has sent to everyone
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -62,6 +64,7 @@ class Signals:
         self._previous: dict[int, Any] = {}
         self._previous_wakeup = -1
         self._pipe = (-1, -1)
+        self._first = 0.0  # when it came
 
     def take(self) -> None:
         """Take them over until :meth:`restore`. A signal that is ignored stays so (``nohup``). Main thread only."""
@@ -75,11 +78,16 @@ class Signals:
                 self._previous[signum] = signal.signal(signum, _heard)
         self._previous_wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
 
-    def read(self) -> list[int]:
-        """Those that came since the last time."""
+    def read(self) -> list[tuple[int, bool]]:
+        """Those that came since the last time, each with whether it came again: a second or more after the first."""
+        came: list[tuple[int, bool]] = []
         with contextlib.suppress(OSError):  # none, or not taken over
-            return [signum for signum in os.read(self._pipe[0], 4096) if signum in self._previous]
-        return []
+            for signum in os.read(self._pipe[0], 4096):
+                now = time.monotonic()
+                if signum in self._previous and (self._first == 0.0 or now > self._first + AGAIN_AFTER_S):
+                    came.append((signum, self._first > 0.0))
+                    self._first = self._first or now
+        return came
 
     def restore(self) -> None:
         """Put back what was there before, except what somebody else has replaced since. Main thread only.

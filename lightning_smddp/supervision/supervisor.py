@@ -11,7 +11,6 @@ import threading
 import time
 import traceback
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from typing import Literal
 
@@ -19,38 +18,31 @@ import torch.distributed as dist
 
 from lightning_smddp.supervision.board import Board
 from lightning_smddp.supervision.failure import RUNS_HOOKS, Failure, Kind, is_of_communication, place, text_of
-from lightning_smddp.supervision.hangs import NO_RANK_IS_BEHIND, Beat, Stillness, behind, waited_for
+from lightning_smddp.supervision.hangs import CURE, NO_RANK_IS_BEHIND, WHY_LATE, Beat, Stillness, behind, waited_for
+from lightning_smddp.supervision.processes import Neighbours
 from lightning_smddp.supervision.shutdown import InterruptionError, Shutdown, say
 from lightning_smddp.supervision.stop import ALONE, Signals, StopGate
 from lightning_smddp.wording import counted
 
 LOOK_S = 0.25  # between two looks at the store, and at processes
 RANKS_PER_LOOK = 64  # with more of them each asks the store less often
-NEIGHBOURS = 8  # processes of this host that a rank looks at
-STOPPED_S = 3.0  # a process of this host that is stopped for so long has failed
 NOTE_HANG_S = 60.0  # all wait for one rank: it is said
 STORE_S = (3.0, 30.0)  # the least and the most that the store may take to answer: `collective_timeout` in between
 LENIENCY_S = 30.0  # a rank waits for its device, and another one still moves
 AGREE_WITHIN_S = 20.0  # on a stop, or a quarter of the time: a call into C may keep a rank's interpreter for long
-SECOND_SIGNAL_AFTER_S = 1.0  # a launcher may pass on what the terminal has sent to everyone
 _POLL_S = 0.05  # while the training thread waits for other ranks
 _SEEN_S = 0.6  # for the end of a process to be seen
 _DOUBT_S = 2.0  # who writes no beat meanwhile is silent
 _KNOWN_S = 1.0  # for a failure to be told
 _LEAVE_S = 2.0  # for the last words
-_CURE = (
-    "Give every rank the same number of batches: equally many samples, or `drop_last=True`. If code of yours sets "
-    "`trainer.should_stop`, all ranks have to: `trainer.strategy.reduce_boolean_decision(stop, all=False)`."
-)
 _live: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 
 
 class Supervisor:
     """Watches all ranks of a job from one, until :meth:`close`. Collective: make it equally often on every rank.
 
-    When a failure is known, the training thread has 3 seconds to raise by itself; it is interrupted if it runs Python
-    code. When it has called :meth:`explain` it has 8 seconds to come to :meth:`close`. Else the process ends: one line
-    on stderr, clean-ups, ``os._exit(1)`` (128 + the signal's number after a request to stop).
+    When a failure is known, the training thread has time to raise by itself, and to come to :meth:`close` when it has
+    called :meth:`explain`. Else the process ends: with code 1, or 128 + the signal's number after a request to stop.
 
     Args:
         store: shared by the ranks, such as the default group's. It is cloned: a connection of its own.
@@ -58,8 +50,7 @@ class Supervisor:
         world_size: number of ranks.
         collective_timeout: seconds after which collectives raise, and a device that waits has hung.
         stop_grace: how many seconds after a request to stop the process may go on.
-        parent_pid: a launcher without which this rank must not go on; its end is a failure. None: nobody is watched,
-            as is right for a process that a user started, whose shell may end before it.
+        parent_pid: a launcher without which this rank must not go on. None: of a process that a user started, say.
         agent_serves: whether torchrun's agent serves the store, and not rank 0.
 
     Attributes:
@@ -88,8 +79,7 @@ class Supervisor:
         self.stop_grace = stop_grace
         self._agree_within_s = min(AGREE_WITHIN_S, stop_grace / 4)
         self._parent_pid = parent_pid
-        self.step = -1
-        self.phase = "setup"
+        self.step, self.phase = -1, "setup"
         self.batches = self.moves = 0
         self.failure: Failure | None = None
         self.stop_signal: int | None = None
@@ -101,14 +91,14 @@ class Supervisor:
         self._number = self._over = self._hang_looks = 0
         self._ended = (0, 0)  # how many epochs this rank has ended, and after how many batches the last one
         self._suspects: dict[int, tuple[Kind, str]] = {}  # who has failed, and how, before all ranks know
-        self._stopped: Counter[int] = Counter()  # looks at which a rank's process was stopped
-        self._unanswered_s = self._signalled_at = self._stop_at = self._ticked_at = 0.0
+        self._unanswered_s = self._stop_at = self._ticked_at = 0.0
         self._lost = False  # the store is not used any more
         self._changed = threading.Condition()
         self._wake, self._closed = threading.Event(), threading.Event()
         self._period = LOOK_S * max(1.0, world_size / RANKS_PER_LOOK)
         self._server = None if agent_serves else 0  # the rank that takes the store with it
         self._board = Board(store, rank, world_size, self._own_beat())
+        self._neighbours = Neighbours(self._board.who, self._board.local, LOOK_S)
         _live.add(self)
         targets = {"smddp-supervisor": self._watch, "smddp-guard": self._guard}
         self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in targets.items()]
@@ -149,8 +139,7 @@ class Supervisor:
         now = time.monotonic()
         passed = min(now - self._ticked_at, 2 * self._period)  # the whole machine may have been stopped meanwhile
         self._ticked_at = now
-        where = (self.step, self.phase, self.batches, self.moves)
-        self.stillness.tick(where, passed, self.shutdown.is_waiting)
+        self.stillness.tick((self.step, self.phase, self.batches, self.moves), passed, self.shutdown.is_waiting)
         if self.failure is None and int(before) < int(self.stillness.still_s):  # once a second
             self._look_for_hang(self._board.beats())
         with self._changed:
@@ -191,8 +180,8 @@ class Supervisor:
     def _guard(self) -> None:
         while not self._closed.wait(LOOK_S):
             self._look_around()
-            for signum in self.signals.read():
-                self._signalled(signum)
+            for signum, again in self.signals.read():
+                self._signalled(signum, again)
             failure = self.failure
             if failure is not None:
                 if self.shutdown.due(failure, self._waits_for_first()):
@@ -201,13 +190,8 @@ class Supervisor:
                 self._force(f"it did not stop within {self.stop_grace:g} s of {_name(self.stop_signal)}")
 
     def _look_around(self) -> None:
-        for rank in {*self._board.local[:NEIGHBOURS], 0} & {*self._board.local}:
-            is_stopped, ended = self._board.who[rank].look()
-            self._stopped[rank] = is_stopped * (self._stopped[rank] + 1)
-            if ended:
-                self._declare(rank, "died", ended)
-            elif self._stopped[rank] * LOOK_S > STOPPED_S:
-                self._declare(rank, "fell silent", "its process is stopped (by SIGSTOP, or Ctrl+Z)")
+        for rank, (kind, text) in self._neighbours.look().items():
+            self._declare(rank, kind, text)
         parent = self._parent_pid
         if parent not in (None, os.getppid(), *(self._board.who[rank].pid for rank in self._board.local)):
             self._declare(self.rank, "died", f"its launcher (process {parent}) ended")
@@ -275,15 +259,13 @@ class Supervisor:
         follows = is_of_communication(error)
         if follows:
             self._judge(text_of(error))
-        elif isinstance(error, SystemExit):
-            self._declare(self.rank, "left", text_of(error))
         else:
-            self._declare(self.rank, "failed", text_of(error))
+            kind: Kind = "left" if isinstance(error, SystemExit) else "failed"
+            self._declare(self.rank, kind, text_of(error))
         self._wait(lambda: False, _KNOWN_S)
         failure = self.failure
-        if failure is None or not follows or (failure.rank == self.rank and failure.kind == "failed"):
-            return error
-        if str(error) == str(failure.error()):
+        is_own = failure is None or not follows or (failure.rank == self.rank and failure.kind == "failed")
+        if failure is None or is_own or str(error) == str(failure.error()):
             return error
         return failure.error()
 
@@ -315,11 +297,7 @@ class Supervisor:
             self._declare(late, "did not come", text)
 
     def await_first(self, seconds: float) -> bool:
-        """Wait until the run of the rank that failed first is over, as launchers end all ranks when one has ended.
-
-        Returns:
-            Whether there was anything to wait for.
-        """
+        """Wait until the run of the rank that failed first is over; whether it was not yet."""
         waits = self._waits_for_first()
         self._wait(lambda: not self._waits_for_first(), seconds, despite_failure=True)
         return waits
@@ -350,14 +328,13 @@ class Supervisor:
         if min(beat.still_s for beat in beats) < limit:
             limit += LENIENCY_S
         if own.has_work is not None and own.waited_s > limit and len(beats) > 1:
-            late = behind(beats)
-            text = f"{self._where(self.rank)} has waited for {own.waited_s:.0f} s"
-            if late is None:
-                self._declare(self.rank, "did not come", f"{text}; {NO_RANK_IS_BEHIND}")
+            cause, why = behind(beats), NO_RANK_IS_BEHIND
+            if cause is None:
+                cause = self.rank
             else:
-                why = {"": "it is its host that does not go on", "device": "its device has work left"}
-                text += f"; {why.get(beats[late].waits, 'it waits for others, too')}"
-                self._declare(late, "did not come", text)
+                why = WHY_LATE[beats[cause].waits]
+            text = f"{self._where(self.rank)} has waited for {own.waited_s:.0f} s; {why}"
+            self._declare(cause, "did not come", text)
         late = waited_for(beats, NOTE_HANG_S)
         if late is None or self._hang_looks > 2:
             return
@@ -391,23 +368,16 @@ class Supervisor:
         self._raise_failure()
         return self._gate.verdict(step)
 
-    def _signalled(self, signum: int) -> None:
+    def _signalled(self, signum: int, again: bool) -> None:
         """The first signal asks for a stop; a second one, or Ctrl+C after a failure, ends this process."""
-        now = time.monotonic()
-        has_failed = self.failure is not None or bool(self._suspects)
-        if self._signalled_at == 0.0:
-            self._signalled_at = now
-            if not has_failed:
-                self._stop_asked(signum)
-            if not has_failed or signum == signal.SIGTERM:  # launchers send it to all ranks when one has ended
-                return
-        elif now - self._signalled_at < SECOND_SIGNAL_AFTER_S:
-            return
-        reason = f"{_name(signum)} came again"
-        if self.failure is not None:
-            reason = f"{_name(signum)} came after this failure: {self.failure.describe()}"
-        self.stop_signal = self.stop_signal or signum
-        self._force(reason)
+        if not again and self.failure is None and not self._suspects:
+            self._stop_asked(signum)
+        elif again or signum != signal.SIGTERM:  # which launchers send to all ranks when one has ended
+            reason = f"{_name(signum)} came again"
+            if self.failure is not None:
+                reason = f"{_name(signum)} came after this failure: {self.failure.describe()}"
+            self.stop_signal = self.stop_signal or signum
+            self._force(reason)
 
     def _stop_asked(self, signum: int) -> None:
         """Here or on another rank; from now on the time is short."""
@@ -449,21 +419,12 @@ class Supervisor:
         self._ended = (end, batches)
         own = f"rank {self.rank} ended epoch {epoch} after {counted(batches, 'batch')}"
 
-        def problem(rank: int, beat: Beat) -> str:
-            """Of a rank that has more batches; one that has fewer finds out itself."""
-            if beat.ended == end and beat.ended_batches > batches:
-                return f"rank {rank} ended it after {beat.ended_batches}"
-            if beat.ended != end - 1:
-                return ""
-            if beat.batches > batches or (validates and beat.batches == batches and beat.phase == "validation"):
-                return f"rank {rank} is in batch {beat.batches} of it ({beat.phase})"
-            return ""
-
         def all_have() -> bool:
             beats = self._board.beats()
             for rank, beat in enumerate(beats):
-                if problem(rank, beat):
-                    self._declare(self.rank, "left", f"{own}, {problem(rank, beat)}. {_CURE}")
+                begun = beat.begun_beyond(end, batches, validates)
+                if begun > 0:  # one that has fewer finds out itself
+                    self._declare(self.rank, "left", f"{own}, and rank {rank} has begun {begun} ({beat.phase}). {CURE}")
                 elif beat.over and beat.ended < end:
                     self._declare(rank, "left", f"it ended its run, but {own}")
             return all(beat.ended > end or (beat.ended, beat.ended_batches) == (end, batches) for beat in beats)
@@ -507,17 +468,13 @@ class Supervisor:
 
     def _may_take_store(self) -> bool:
         """Whether the others use it no more, or know of the failure."""
-        failure = self.failure
         for rank, beat in enumerate(self._board.beats()):
-            knows = failure is not None and (beat.knows or rank == failure.rank)
-            if rank != self.rank and beat.over < 2 and not knows and not self._lost:
+            may = beat.over == 2
+            if self.failure is not None:
+                may = beat.knows or rank == self.failure.rank
+            if rank != self.rank and not may and not self._lost:
                 return False
         return True
-
-    def _forget(self) -> None:
-        """In a forked child: give it its own signals back."""
-        self._closed.set()
-        self.signals.restore()
 
 
 def _name(signum: int) -> str:
@@ -525,8 +482,10 @@ def _name(signum: int) -> str:
 
 
 def _forget_all() -> None:
+    """In a forked child: give it its own signals back."""
     for supervisor in list(_live):
-        supervisor._forget()
+        supervisor._closed.set()
+        supervisor.signals.restore()
     _live.clear()
 
 
