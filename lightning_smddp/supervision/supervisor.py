@@ -372,7 +372,7 @@ class Supervisor:
         """The first signal asks for a stop; a second one, or Ctrl+C after a failure, ends this process."""
         if not again and self.failure is None and not self._suspects:
             self._stop_asked(signum)
-        elif again or signum != signal.SIGTERM:  # which launchers send to all ranks when one has ended
+        elif again or (self.failure is not None and signum != signal.SIGTERM):  # the first one may be a launcher's
             reason = f"{_name(signum)} came again"
             if self.failure is not None:
                 reason = f"{_name(signum)} came after this failure: {self.failure.describe()}"
