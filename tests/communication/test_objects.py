@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.objects import UnsendableError, broadcast, each, first, gather, to_cpu
 from tests.communication.errors import message_of
 from tests.devices import on_gpus
+from tests.pipeline.models import assert_same
 from tests.ranks import run_in_threads, run_ranks
 
 CPU = torch.device("cpu")
@@ -54,6 +58,26 @@ def test_any_error_of_pickling_counts(value: Any) -> None:
 
 def refused(group: dist.ProcessGroup, value: Any) -> str:
     return message_of(UnsendableError, lambda: gather(value if group.rank() == 0 else Tensor(), group))
+
+
+VALUES: list[Any] = [
+    None, 2**80, float("inf"), "ü", b"\x00", Path("/tmp/x"), {1, 2}, np.float64(1.5), OrderedDict(a=(1, [None])),
+    torch.float16, torch.tensor(True), torch.empty(0, 3), torch.ones(2, 3).t(), torch.tensor([1 + 2j]).conj(),
+    [torch.ones(1000, dtype=torch.bfloat16), nn.Parameter(torch.ones(2))],
+]  # fmt: skip
+
+
+def send_all(group: dist.ProcessGroup) -> None:
+    for value in VALUES:
+        mine = value if group.rank() == 1 else "other"
+        for received in (broadcast(mine, group, 1), gather(mine, group)[1]):
+            assert type(received) is type(value)
+            assert_same(received, value)
+    assert type(received[1]) is nn.Parameter
+
+
+def test_any_value_comes_as_it_was() -> None:
+    run_in_threads(send_all, 2)
 
 
 # ---- acting together ----
