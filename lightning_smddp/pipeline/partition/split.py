@@ -15,9 +15,8 @@ from lightning_smddp.planner.problem import PartitionError
 
 _BALANCED = 1.03  # a slowest stage this close to the mean is not worth opening more modules,
 _NEGLIGIBLE = 5  # nor is one that is slower by as many messages' latencies: times vary as much
-_ROUNDS = 24  # modules opened at most in search of a better balance
-_PATIENCE = 4  # of them without any success,
-_GAIN = 0.98  # which is a slowest stage of less than this share of the best one's time
+_PARTS = (2, 4, 8, 16, 32, math.inf)  # of a stage: in turn modules that take more of its time than one are opened
+_GAIN = 0.95  # where the slowest stage takes less than this share of the best one's time: more units cost time, too
 _NAMED = 5  # modules that an error message explains
 
 
@@ -28,44 +27,33 @@ def choose_units(
     split: Sequence[str] | None,
     checkpointing: bool,
 ) -> StepGraph:
-    """Open modules, outermost first, until the stages balance; returns the graph with the units that remain.
+    """Open modules, the longest first, until the stages balance; returns the graph with the units that remain.
 
     Raises:
         SplitError: there is no way to make so many stages; the message says why.
     """
     if split is not None:  # no more is opened than what has to be for stages to begin at the named modules
         return build_graph(trace, modules, lambda name: not any(wanted.startswith(f"{name}.") for wanted in split))
-    # A greedy search: each round cuts the step with the units that there are, and opens the one that stands in the way.
-    # One module more may be no gain, and two may be, as where both halves of a model are one module each: so it goes on
-    # for some rounds without success, and the best graph of all is what counts.
-    opened = _first_opened(modules, cluster.num_stages)
+    total = sum(modules.seconds(call.module) for call in trace.calls if call.parent is None)
     best: StepGraph | None = None
     best_seconds = math.inf
-    failures = 0
-    for _ in range(_ROUNDS):
-        graph = build_graph(trace, modules, lambda name: name not in opened)
-        found: Partition | None = None
-        slowest = math.inf
+    for parts in _PARTS:
+        must = parts == math.inf
+        if must and best is not None:
+            break
+        long = [name for name in modules.calls if modules.seconds(name) * parts * cluster.num_stages > total]
+        units = modules.calls.keys() - {name for name in long if _can_open(name, modules, must)}
+        graph = build_graph(trace, modules, is_within(units))
         try:
             found = best_partition(problem_of(graph, cluster, NodeTimes.of_trace(graph), checkpointing))
-            slowest = max(found.stage_seconds)
         except PartitionError as failure:  # too few units, say
             error = failure
-        failures += 1
+            continue
+        slowest = max(found.stage_seconds)
         if slowest < _GAIN * best_seconds:
-            best = graph
-            best_seconds = slowest
-            failures = 0
-        if best is not None and failures > _PATIENCE:
+            best, best_seconds = graph, slowest
+        if _is_balanced(found, cluster):
             break
-        if found is not None and _is_balanced(found, cluster):
-            break
-        candidate = _to_open(graph, found, modules, must=False)
-        if candidate is None and best is None:
-            candidate = _to_open(graph, found, modules, must=True)
-        if candidate is None:
-            break
-        opened.add(candidate)
     if best is None:
         raise _explained(error, modules, graph)
     return best
@@ -79,33 +67,10 @@ def _is_balanced(partition: Partition, cluster: Cluster) -> bool:
     return max(partition.stage_seconds) <= limit
 
 
-def _first_opened(modules: Modules, num_stages: int) -> set[str]:
-    """Modules that take more than half a stage's share of the time."""
-    total = sum(modules.seconds(call.module) for call in modules.trace.calls if call.parent is None)
-    share = total / (2 * num_stages)
-    return {name for name in modules.calls if modules.seconds(name) > share and _can_open(name, modules)}
-
-
-def _can_open(name: str, modules: Modules, must: bool = False) -> bool:
+def _can_open(name: str, modules: Modules, must: bool) -> bool:
     if name in modules.must_be_whole or (name in modules.better_whole and not must):
         return False
     return any(inner.startswith(f"{name}.") for inner in modules.calls)
-
-
-def _to_open(graph: StepGraph, partition: Partition | None, modules: Modules, must: bool) -> str | None:
-    """The unit that stands in the way of a better balance: the longest of the slowest stage, or of all."""
-    # Without a partition there are too few units, or a rank has no room: then the longest of all is opened.
-    groups = [graph.nodes]
-    if partition is not None:
-        seconds = partition.stage_seconds
-        slowest = seconds.index(max(seconds))
-        begin, end = partition.bounds[slowest]
-        groups = [graph.nodes[begin:end], graph.nodes]
-    for nodes in groups:
-        units = [node for node in nodes if node.module is not None and _can_open(node.module, modules, must)]
-        if units:
-            return max(units, key=lambda node: node.seconds).module
-    return None
 
 
 def partition(
