@@ -8,6 +8,7 @@ with a sample of its tensors, travels with what the step shows, and a difference
 from __future__ import annotations
 
 import hashlib
+import math
 import pickle
 from types import GeneratorType
 from typing import Any
@@ -27,7 +28,6 @@ _SAMPLED = 256  # elements of a tensor that are looked at in later ones
 _DEPTH = 3  # of objects in objects that are looked into
 _ONCE = (GeneratorType, map, zip, filter)  # they give their entries once, but a step runs several times on a batch
 _VALUES = (str, bytes, int, float, complex, np.generic, type(None))
-_CPU = torch.device("cpu")
 
 CURE = (
     "Let all ranks make the same batches: `seed_everything(seed, workers=True)` before fit, a sampler or dataset with "
@@ -50,8 +50,7 @@ class BatchSync:
     def __init__(self, host: Channel, pipeline: Channel) -> None:
         self._group = host.group
         self._pipeline = pipeline
-        self._compared: dict[Any, int] = {}  # by kind
-        self._differ: set[Any] = set()  # kinds
+        self._compared: dict[Any, float] = {}  # how many, by kind
         self._noted: Any = None
         self.on_host: Any = None
         self.digest = 0
@@ -75,20 +74,15 @@ class BatchSync:
         self.digest = 0
         if self._group.size() == 1:
             return batch
-        if kind not in self._differ:
-            count = self._compared.get(kind, 0)
-            if count >= _COMPARED:
-                self.digest = digest_of(batch if self.on_host is None else self.on_host, _SAMPLED)
-                return batch
+        count = self._compared.get(kind, 0)  # inf where they differ
+        if _COMPARED <= count < math.inf:
+            self.digest = digest_of(batch if self.on_host is None else self.on_host, _SAMPLED)
+            return batch
+        if count < _COMPARED and len(set(gather(digest_of(batch), self._group))) == 1:
             self._compared[kind] = count + 1
-            if len(set(gather(digest_of(batch), self._group))) == 1:
-                return batch
-            self._differ.add(kind)
+            return batch
+        self._compared[kind] = math.inf
         self.on_host = None
-        return self._first_ranks(batch)
-
-    def _first_ranks(self, batch: Any) -> Any:
-        """The ``batch`` of the first rank, on every rank's own device. Collective."""
         try:
             return broadcast_structure(batch, self._pipeline.group, 0, self._pipeline.device)
         except UnsendableError as error:
@@ -105,8 +99,8 @@ def digest_of(batch: Any, sampled: int | None = None) -> int:
 
     Args:
         batch: anything.
-        sampled: elements of a tensor that are looked at, which is quick: of tensors on a device or without strides
-            (sparse, nested) there are none, and of objects attributes alone count. None: all.
+        sampled: elements of a tensor that are looked at, which is quick: of tensors on a device there are none. None:
+            all.
     """
     digest = hashlib.blake2b(digest_size=8)
     _add(digest, batch, sampled, _DEPTH)
@@ -117,7 +111,6 @@ def _add(digest: Any, value: Any, sampled: int | None, depth: int) -> None:
     text = type(value).__qualname__
     content: Any = b""
     members = members_of(value)
-    in_full = sampled is None
     if isinstance(value, np.ndarray):
         text += f"{value.dtype}{value.shape}"
         seen = value.reshape(-1)[:: _step(value.size, sampled)]
@@ -125,21 +118,17 @@ def _add(digest: Any, value: Any, sampled: int | None, depth: int) -> None:
             members = list(enumerate(seen))
         else:
             content = seen.tobytes()
-    elif isinstance(value, Tensor):
-        text += f"{value.dtype}{value.requires_grad}"
-        if value.layout is torch.strided and not (value.is_nested or value.is_quantized):
-            text += str(value.shape)
-            if value.device == _CPU or (in_full and not value.is_meta):
-                flat = value.detach().resolve_conj().resolve_neg().reshape(-1)[:: _step(value.numel(), sampled)]
-                content = flat.contiguous().cpu().view(torch.uint8).numpy().data
-        elif in_full:
-            members = _pickled_parts(value)
+    elif isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
+        text += f"{value.dtype}{value.requires_grad}{value.shape}"
+        if value.device.type == "cpu" or (sampled is None and not value.is_meta):
+            flat = value.detach().resolve_conj().resolve_neg().reshape(-1)[:: _step(value.numel(), sampled)]
+            content = flat.contiguous().cpu().view(torch.uint8).numpy().data
     elif isinstance(value, _VALUES):
         text += repr(value)
     elif isinstance(value, (set, frozenset)):
         members = list(enumerate(sorted(value, key=repr)))  # their own order is another one in each process
-    elif members is None and depth:
-        members = _pickled_parts(value) if in_full else list(attributes_of(value).items())
+    elif members is None and depth and not is_plain(value):
+        members = _parts(value)
         depth -= 1
     digest.update(f"{text}{len(members or ())}".encode())
     digest.update(content)
@@ -148,10 +137,8 @@ def _add(digest: Any, value: Any, sampled: int | None, depth: int) -> None:
         _add(digest, member, sampled, depth)
 
 
-def _pickled_parts(value: Any) -> Members:
+def _parts(value: Any) -> Members:
     """What ``pickle`` would write of an object: also what is in slots, or what an extension keeps."""
-    if is_plain(value):
-        return []
     try:
         parts = value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
         entries = map(list, filter(None, parts[3:5]))  # iterators over those of a kind of list or mapping
