@@ -8,15 +8,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_smddp.bridge.attributes import writes_of
 from lightning_smddp.bridge.step_record import StepRecorder
 from lightning_smddp.pipeline.capture.graph import SplitError
-from lightning_smddp.pipeline.capture.objects import describe, with_same_memory
 from lightning_smddp.pipeline.capture.tracer import is_tracing
-from lightning_smddp.pipeline.partition.microbatches import MicroBatch
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch, attributes_of, signature
 from lightning_smddp.pipeline.runtime.casts import look_for_casts
 from lightning_smddp.seeding import Generators, mix
 from lightning_smddp.wire.pytree import copied, map_leaves, tensors
@@ -152,7 +152,7 @@ def loss_of(result: Any, hook: str = "training_step", detached: bool = False) ->
     loss = result.get("loss") if isinstance(result, dict) else result
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise SplitError(
-            f"`{hook}` returned {describe(result)}: the loss has to be a scalar tensor, such as `loss.mean()`, "
+            f"`{hook}` returned {signature(result)}: the loss has to be a scalar tensor, such as `loss.mean()`, "
             "alone or as 'loss' in a dict."
         )
     if not (loss.requires_grad or detached):
@@ -162,3 +162,26 @@ def loss_of(result: Any, hook: str = "training_step", detached: bool = False) ->
             "does not say `is_differentiable = True`."
         )
     return loss.reshape(())
+
+
+def with_same_memory(value: Any) -> Any:
+    """A copy of an object, whose tensors and arrays have the memory of the original's; itself if it has no copy.
+
+    What is done to the copy (other attributes, ``requires_grad``) is not done to the original. Changes of numbers in
+    place are, and what is done to objects in its attributes.
+    """
+    if isinstance(value, Tensor):
+        return value if value.requires_grad else value.detach()
+    if isinstance(value, np.ndarray):
+        return value.view()
+    try:
+        copied = copy.copy(value)
+    except Exception:  # whatever the object's own methods raise: it is used as it is
+        return value
+    for name, member in attributes_of(copied).items():
+        vars(copied)[name] = map_leaves(_same_memory, member)
+    return copied
+
+
+def _same_memory(leaf: Any) -> Any:
+    return with_same_memory(leaf) if isinstance(leaf, (Tensor, np.ndarray)) else leaf

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_smddp.pipeline.capture.objects import with_same_memory
+from lightning_smddp.bridge.step import with_same_memory
 
 X = torch.arange(30.0).reshape(5, 6)
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from lightning_smddp.communication.objects import UnsendableError, gather
 from lightning_smddp.communication.tensors import broadcast_structure
-from lightning_smddp.pipeline.capture.objects import attributes_of, is_plain
 from lightning_smddp.pipeline.mesh import Channel
+from lightning_smddp.pipeline.partition.microbatches import attributes_of, is_plain
 from lightning_smddp.wire.pytree import Members, map_leaves, members_of
 
 _COMPARED = 3  # batches of a kind that are compared before they are run

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from numbers import Integral
 from textwrap import shorten
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -29,12 +30,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_smddp.pipeline.capture.objects import attributes_of, describe, is_plain
 from lightning_smddp.wire.pytree import Path, leaves, members_of, tensors, with_members
 
 SplitBatch: TypeAlias = Callable[[Any, int], Sequence[Any]]
 _ARRAYS = (Tensor, np.ndarray)
 _SHOWN = 400  # characters
+_PLAIN = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, torch.layout}
+)
+_WITHOUT_PARTS = (
+    type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, np.generic,
+)  # fmt: skip
+_DEPTH = 3  # of objects in objects that are looked into
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -175,7 +182,7 @@ def split(batch: Any, count: int, rows: int) -> list[MicroBatch]:
     smaller, bigger = divmod(rows, number)  # 8 rows in 3 parts are 3, 3 and 2
     sizes = [smaller + (index < bigger) for index in range(number)]
     bounds = list(accumulate(sizes, initial=0))
-    parts = _cut(batch, rows, list(map(slice, bounds, bounds[1:]))) if count > 1 else None
+    parts = _cut(batch, rows, list(map(slice, bounds, bounds[1:])))
     if number == 1:
         return [MicroBatch(batch, max(1, rows), 1.0)]
     if parts is None:
@@ -183,19 +190,36 @@ def split(batch: Any, count: int, rows: int) -> list[MicroBatch]:
     return [MicroBatch(part, size, size / rows) for part, size in zip(parts, sizes, strict=True)]
 
 
-def signature(microbatch: Any) -> str:
-    """What a micro-batch (or any value) consists of: structure, shapes, dtypes, ``requires_grad``, but no values.
+def signature(value: Any, depth: int = _DEPTH, numbers: bool = False) -> str:
+    """What a micro-batch (or any value) is made of: structure, types, shapes, dtypes, ``requires_grad``, but no values.
 
-    Equal signatures mean that stages exchange tensors of equal shapes, as far as shapes do not depend on values.
+    Equal texts mean that stages exchange tensors of equal shapes, as far as shapes do not depend on values. So integers
+    that objects hold are shown with their values (``numbers``): they may be sizes.
     """
-    value = microbatch.value if isinstance(microbatch, MicroBatch) else microbatch
-    if isinstance(value, Tensor) and value.requires_grad:
-        return f"{describe(value)}, grad"
-    children = members_of(value)
-    if children is not None:
-        texts = [f"{key}={signature(child)}" for key, child in children]
-        return f"{type(value).__name__}({', '.join(texts)})"
-    return type(value).__name__ if is_plain(value) else describe(value)
+    name = type(value).__name__
+    if isinstance(value, Tensor):
+        shape = [list(part.shape) for part in value.unbind()] if value.is_nested else list(value.shape)
+        gradient = ", grad" if value.requires_grad else ""
+        return f"{str(value.dtype).removeprefix('torch.')}{shape}{gradient}"
+    if isinstance(value, np.ndarray):
+        return f"numpy {value.dtype}{list(value.shape)}"
+    if numbers and isinstance(value, int):
+        return repr(value)
+    members: Any = members_of(value)
+    if members is None and depth:
+        members, numbers, depth = attributes_of(value).items(), True, depth - 1
+    texts = [f"{key}={signature(member, depth, numbers)}" for key, member in members or ()]
+    return f"{name}({', '.join(texts)})" if texts else name
+
+
+def is_plain(value: Any) -> bool:
+    """Whether ``value`` has no parts: a number, a string, a class, a function."""
+    return type(value) in _PLAIN or isinstance(value, _WITHOUT_PARTS)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Of an object that is no container; empty for what is plain."""
+    return {} if is_plain(value) else getattr(value, "__dict__", {})
 
 
 # ---- how many rows ---------------------------------------------------------------------------------------------------
@@ -337,7 +361,7 @@ def _are_alike(sequence: Sequence[Any]) -> bool:
 
 def shown(batch: Any) -> str:
     """For messages: a list of samples may be long."""
-    return shorten(describe(batch), _SHOWN, placeholder=" ...")
+    return shorten(signature(batch), _SHOWN, placeholder=" ...")
 
 
 def place_text(path: tuple[Any, ...], what: str = "batch") -> str:
