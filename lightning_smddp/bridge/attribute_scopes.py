@@ -45,7 +45,8 @@ from lightning_smddp.bridge.attributes import (
     owners_in,
     slot_at,
 )
-from lightning_smddp.bridge.metrics import detached, patched
+from lightning_smddp.bridge.metrics import detached
+from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.capture.tracer import depends_on_module
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from lightning_smddp.wire.pytree import leaves, map_leaves

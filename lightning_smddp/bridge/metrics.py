@@ -7,7 +7,7 @@ metric's state; :class:`PipelineMetrics` sends it to the other ranks when ``comp
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -26,33 +26,13 @@ from lightning_smddp._compat.torch import (
 )
 from lightning_smddp.bridge.absent import absent_tensor
 from lightning_smddp.communication.tensors import broadcast_structure
-from lightning_smddp.pipeline.capture.preserve_state import set_within
+from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.capture.tracer import open_modules
 from lightning_smddp.pipeline.runtime.remote_tensor import active_run
 from lightning_smddp.wire.pytree import map_leaves, tensors
 
 AnyMetric: TypeAlias = "Metric | MetricCollection"
-_MISSING = object()
 _METHODS = ("forward", "update", "compute", "reset")
-
-
-@contextmanager
-def patched(values: Sequence[tuple[dict[Any, Any], Any, Any]]) -> Iterator[None]:
-    """Let dicts, such as ``vars`` of an object, have at keys these values; behind it what was there, if they still do.
-
-    What was set or removed within stays so.
-    """
-    before = [attributes.get(name, _MISSING) for attributes, name, _ in values]
-    for attributes, name, value in values:
-        attributes[name] = value
-    try:
-        yield
-    finally:
-        for (attributes, name, value), known in zip(values, before, strict=True):
-            if attributes.get(name) is value:
-                attributes[name] = known
-                if known is _MISSING:
-                    del attributes[name]
 
 
 # ---- in a step -------------------------------------------------------------------------------------------------------
@@ -108,7 +88,7 @@ class StepMetrics:
         if self.names is None:
             self.find()
         self._needed, self._plain = needed, plain
-        local = nullcontext() if self.pipeline is None else set_within(self.pipeline, "is_local", True)
+        local = nullcontext() if self.pipeline is None else patched([(vars(self.pipeline), "is_local", True)])
         with local, patched(self._functions):
             yield
 
@@ -133,7 +113,7 @@ class StepMetrics:
             # What a metric calls of itself, or of the metrics in it, is a part of the user's call.
             if self._busy:
                 return original(*args, **kwargs)
-            with set_within(self, "_busy", True):
+            with patched([(vars(self), "_busy", True)]):
                 open_modules(f"it calls `self.{name}`")
                 if method == "forward" and _is_loss(metric, (args, kwargs)):
                     return self._call_as_loss(name, metric, functools.partial(original, *args, **kwargs))
@@ -274,10 +254,9 @@ class PipelineMetrics:
         # By itself torchmetrics would exchange states among all ranks of the world: that of a pipeline, which all its
         # ranks then have, would count once for each of them.
         has_replicas = self.replicas is not None and self.replicas.size() > 1
-        with (
-            set_within(metric, "distributed_available_fn", lambda: has_replicas),
-            set_within(metric, "process_group", metric.process_group or self.replicas),
-        ):
+        group = metric.process_group or self.replicas
+        own: Any = vars(metric)
+        with patched([(own, "distributed_available_fn", lambda: has_replicas), (own, "process_group", group)]):
             return compute(*args, **kwargs)
 
     def note_changes(self, names: Iterable[str]) -> None:

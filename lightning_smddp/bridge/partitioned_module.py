@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_smddp.bridge.metrics import patched
 from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.bridge.step_record import StepRecorder
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.tensors import gather_structures
+from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules
 from lightning_smddp.pipeline.mesh import Groups

@@ -23,7 +23,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.bridge.metrics import patched
 from lightning_smddp.bridge.partitioned_module import (
     PartitionedModule,
     RunSetup,
@@ -35,6 +34,7 @@ from lightning_smddp.bridge.partitioned_module import (
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.communication.objects import broadcast, gather
 from lightning_smddp.communication.topology import node_identity
+from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.mesh import held_parameters

@@ -27,8 +27,8 @@ from torchmetrics import Metric
 from lightning_smddp._compat.torch import forward_cache, set_forward_cache, without_torch_functions
 from lightning_smddp.bridge.attribute_scopes import AttributeScopes
 from lightning_smddp.bridge.attributes import Change
-from lightning_smddp.bridge.metrics import PipelineMetrics, StepMetrics, detached, patched, touch
-from lightning_smddp.pipeline.capture.preserve_state import set_within
+from lightning_smddp.bridge.metrics import PipelineMetrics, StepMetrics, detached, touch
+from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.capture.tracer import open_modules
 from lightning_smddp.pipeline.partition.microbatches import merge_outputs, weighted_mean
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
@@ -170,9 +170,8 @@ class StepRecorder:
         log = self._recording_log(record, self.module.log) if keep else self._ignored_log
         with (
             self.scopes.within(stage, index),
-            patched([(vars(self.module), "log", log)]),
+            patched([(vars(self.module), "log", log), (vars(self), "_running", record if keep else None)]),
             self.metrics.patched(record.touched if keep else None, plain),
-            set_within(self, "_running", record if keep else None),
         ):
             yield
         if keep:
@@ -312,9 +311,8 @@ def reduce_logged(reduction: str, values: Sequence[Any], weights: Sequence[float
     device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
     stacked = torch.stack([torch.as_tensor(value, device=device).squeeze() for value in values])
     value: Tensor
-    if reduction == "mean":  # in double precision where the device has that
-        precise = stacked.to(torch.float32 if device.type == "mps" else torch.float64)
-        value = weighted_mean(list(precise), weights).to(torch.promote_types(torch.float32, stacked.dtype))
+    if reduction == "mean":
+        value = weighted_mean(list(stacked.double()), weights).to(torch.promote_types(torch.float32, stacked.dtype))
     else:
         value = getattr(stacked, reduction)()
     return value

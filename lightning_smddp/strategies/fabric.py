@@ -16,7 +16,7 @@ from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.pipeline.capture.preserve_state import set_within
+from lightning_smddp.patches import patched
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict, whole_state_dict
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
@@ -267,7 +267,7 @@ class FabricDataParallel(FabricStrategy):
             for sharded in self._sharded:
                 shards = sharded.shards[0]
                 load = partial(load_whole_state_dict, shards)
-                stack.enter_context(set_within(shards.optimizer, "load_state_dict", load))
+                stack.enter_context(patched([(vars(shards.optimizer), "load_state_dict", load)]))
             return super().load_checkpoint(*args, **kwargs)
 
     def teardown(self) -> None:

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import TYPE_CHECKING, Any
 
 from lightning_smddp._compat.trainer import around_hooks
-from lightning_smddp.bridge.metrics import patched
+from lightning_smddp.patches import patched
 
 if TYPE_CHECKING:
     from lightning_smddp.bridge.partitioned_module import PartitionedModule

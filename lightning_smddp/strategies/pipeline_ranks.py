@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_smddp._compat.torch_steps import default_group
-from lightning_smddp.pipeline.capture.preserve_state import set_within
+from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.mesh import Groups
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.checks import require_samplers_of_replicas
@@ -97,7 +97,7 @@ class PipelineRanks(TrainerStrategy):
         """Around the user's code of a step: precision, and ranks as ``ddp`` would have them, one for each replica."""
         assert self._groups is not None
         replicas = default_group(self._groups.data_parallel_group)
-        with set_within(self, "_in_step", True), self._precision_of(hook), replicas:
+        with patched([(vars(self), "_in_step", True)]), self._precision_of(hook), replicas:
             yield
 
     @override

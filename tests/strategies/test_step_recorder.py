@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, R2Score, SumMetric
 
 from lightning_smddp.bridge.absent import AbsentValueError, absent_tensor
-from lightning_smddp.bridge.metrics import patched
 from lightning_smddp.bridge.step_record import StepRecorder, reduce_logged, reduction_name
+from lightning_smddp.patches import patched
 
 
 class Module(LightningModule):

@@ -24,17 +24,6 @@ _CONTAINERS = frozenset({list, dict, set, OrderedDict})  # hooks of modules are 
 
 
 @contextmanager
-def set_within(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """In this context the attribute ``name`` of ``owner`` is ``value``; behind it, what it was before."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextmanager
 def preserve_state(root: nn.Module, device: torch.device) -> Iterator[None]:
     """Put back random numbers, buffers, gradients, and the attributes of all modules; gradients begin anew within.
 
