@@ -78,7 +78,7 @@ LONGEST = [
     "tests/strategies/test_pipeline_replicas.py",
     "tests/strategies/test_pipeline_randomness.py",
     "tests/strategies/test_pipeline_batches.py",
-    "tests/strategies/test_foreign_writes.py",
+    "tests/strategies/test_external_writes.py",
 ]
 
 

@@ -57,7 +57,7 @@ class MicroBatcher:
 
     def split(self, batch: Any, step: LightningStep) -> list[MicroBatch]:
         """The micro-batches of a batch for ``step``, weighted. All ranks of the pipeline have the same batch."""
-        parts = self._cut(batch, step)
+        parts = self._split(batch, step)
         self.count = len(parts)
         if len(parts) == 1:
             return parts
@@ -88,7 +88,7 @@ class MicroBatcher:
         self._whole.add(step.key)
         warn_on_first_rank(f"`{step.hook}` runs each batch as one micro-batch, without overlap of stages: {why}")
 
-    def _cut(self, batch: Any, step: LightningStep) -> list[MicroBatch]:
+    def _split(self, batch: Any, step: LightningStep) -> list[MicroBatch]:
         setup, count = self.setup, self.options.num_microbatches
         if step.key in self._whole or count == 1:
             return [self.splitter.whole(batch)]
@@ -97,7 +97,7 @@ class MicroBatcher:
             if count is None:
                 ranks = setup.groups.pipeline.size()
                 count = count_for(self.options.schedule, ranks, setup.num_stages, rows, setup.module)
-            return self.splitter.cut(batch, count, rows)
+            return self.splitter.split(batch, count, rows)
         except UnclearBatchError as error:
             if not self._is_said:
                 self._is_said = True

@@ -23,7 +23,7 @@ from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.partition.assignment import cut_into_stages, parameter_stages_of
 from lightning_smddp.pipeline.partition.costs import LOOPBACK, best_share, cluster_of, in_flight, time_nodes
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, rows_of
-from lightning_smddp.pipeline.partition.plan import refuse_foreign_writes
+from lightning_smddp.pipeline.partition.plan import refuse_external_writes
 from lightning_smddp.pipeline.partition.split import choose_units, is_within, partition
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.schedules import parse
@@ -136,7 +136,7 @@ class _Pipeline:
         rows = rows_of(self.first.batch)
         count = count_for(self.options.schedule, self.ranks, self.num_stages, rows, self.module)
         try:
-            return self.splitter.cut(self.first.batch, count, rows)
+            return self.splitter.split(self.first.batch, count, rows)
         except UnclearBatchError:
             return [self.splitter.whole(self.first.batch)]
 
@@ -173,7 +173,7 @@ class _Pipeline:
     def _traced(self, run: Callable[[], Any]) -> Trace:
         with preserve_state(self.module, _CPU):
             traced = trace(run, self.module, _CPU)
-        refuse_foreign_writes(traced.foreign_writes)
+        refuse_external_writes(traced.external_writes)
         return traced
 
     def _loss(self, result: Any) -> Tensor:

@@ -46,7 +46,7 @@ def rows(count: int, *rest: int) -> Tensor:
 
 def split(batch: Any, count: int, *loader_sizes: int) -> list[MicroBatch]:
     splitter = Splitter()
-    return splitter.cut(batch, count, splitter.rows(batch, loader_sizes))
+    return splitter.split(batch, count, splitter.rows(batch, loader_sizes))
 
 
 def sizes(parts: list[MicroBatch]) -> list[int]:
@@ -166,14 +166,14 @@ def test_of_two_readings_the_loader_or_the_user_says_which(batch: Any, readings:
     with pytest.raises(UnclearBatchError, match=rf"may have {readings} rows: .*batch_size_fn="):
         split(batch, 2)
     given = Splitter(batch_size_fn=lambda _: right)
-    for parts in (split(batch, 2, right), given.cut(batch, 2, given.rows(batch))):
+    for parts in (split(batch, 2, right), given.split(batch, 2, given.rows(batch))):
         assert sum(sizes(parts)) == right
         assert len(parts) == 2
 
 
 def test_rows_that_are_given_have_to_be_there() -> None:
     with pytest.raises(ValueError, match=r"nothing in the batch has 7 rows: float32\[5, 2\]"):
-        Splitter(batch_size_fn=lambda _: 7).cut(rows(5, 2), 2, 7)
+        Splitter(batch_size_fn=lambda _: 7).split(rows(5, 2), 2, 7)
 
 
 @pytest.mark.parametrize(
@@ -235,12 +235,12 @@ def by_columns(batch: Tensor, count: int) -> list[Any]:
 
 
 def test_what_the_user_says() -> None:
-    parts = Splitter(split_batch=by_columns).cut(X, 4, 6)
+    parts = Splitter(split_batch=by_columns).split(X, 4, 6)
     assert sizes(parts) == [2, 2, 1, 1]
     assert [part.weight for part in parts] == [2 / 6, 2 / 6, 1 / 6, 1 / 6]
-    assert sizes(Splitter(split_batch=lambda x, n: x.split(2)).cut(X, 3, 5)) == [2, 2, 1]
+    assert sizes(Splitter(split_batch=lambda x, n: x.split(2)).split(X, 3, 5)) == [2, 2, 1]
     counted = Splitter(batch_size_fn=len)
-    assert sizes(counted.cut(X, 2, counted.rows(X))) == [3, 2]
+    assert sizes(counted.split(X, 2, counted.rows(X))) == [3, 2]
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_what_the_user_says() -> None:
 )
 def test_what_the_user_says_wrongly(splitter: Splitter, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        splitter.cut(X, 2, splitter.rows(X))
+        splitter.split(X, 2, splitter.rows(X))
 
 
 @pytest.mark.parametrize(

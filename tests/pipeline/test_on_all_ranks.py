@@ -107,7 +107,7 @@ def test_memory_of_an_exchange_is_none_that_the_step_writes(monkeypatch: pytest.
     fetched = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
     traced = plan.record(lambda: root(torch.ones(1, 2)).sum(), root, CPU, group, lambda name: fetched[name].clone())
     assert sent.tolist() == [1, 1]
-    assert traced.foreign_writes == ()
+    assert traced.external_writes == ()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

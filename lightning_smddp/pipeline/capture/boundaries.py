@@ -82,7 +82,7 @@ def boundary_values(graph: StepGraph, cuts: Sequence[int]) -> tuple[list[Values]
         sent, _ = _sent_and_repeated(graph, cut, crossing[-1], needed)
         crossing.append(tuple(sorted(sent)))
     crossing.append(())
-    again: list[frozenset[int]] = [frozenset()]
+    recomputed: list[frozenset[int]] = [frozenset()]
     ends = [*cuts[1:], len(graph.nodes)]
     for stage, begin in enumerate(cuts):
         needed = _wanted(graph, begin, ends[stage])
@@ -90,8 +90,8 @@ def boundary_values(graph: StepGraph, cuts: Sequence[int]) -> tuple[list[Values]
         _, repeated = _sent_and_repeated(graph, begin, crossing[stage], needed)
         # Where Python reads, it does so on each stage.
         repeated.update(node.index for node in graph.nodes[:begin] if node.reads and node.inputs)
-        again.append(frozenset(repeated))
-    return crossing[1:-1], again
+        recomputed.append(frozenset(repeated))
+    return crossing[1:-1], recomputed
 
 
 def boundary_bytes(graph: StepGraph, cut: int) -> int:

@@ -152,7 +152,7 @@ class StepFacts:
         draws: whether it draws random numbers of Python's or numpy's: all stages draw the same ones between units.
         mixes_draws: two draws follow each other without a module between, the first of which not all stages do: these
             are seeded one by one.
-        foreign_writes: where it writes tensors in place that were there before it, see ``preserve_state.py``.
+        external_writes: where it writes tensors in place that were there before it, see ``preserve_state.py``.
         buffers_used: first names of the buffers that it uses.
     """
 
@@ -161,7 +161,7 @@ class StepFacts:
     reads_batch: bool = False
     draws: bool = False
     mixes_draws: bool = False
-    foreign_writes: tuple[str, ...] = ()
+    external_writes: tuple[str, ...] = ()
     buffers_used: set[str] = field(default_factory=set)
 
 

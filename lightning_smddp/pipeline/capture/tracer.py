@@ -98,7 +98,7 @@ def trace(step: StepCall, module: nn.Module, device: torch.device, fetch: Fetch 
                 generators.seed(torch.initial_seed())  # as before each run: what was drawn before is not the step's
                 result = _Tracer(module, device, changed_buffers, fetch, generators, written).run(step)
             if result.changed_buffers <= changed_buffers:
-                result.foreign_writes = tuple(written.locations())
+                result.external_writes = tuple(written.locations())
                 return result
             changed_buffers |= result.changed_buffers
     finally:

@@ -17,11 +17,11 @@ def cut_into_stages(graph: StepGraph, cuts: Sequence[int]) -> tuple[StagePlan, .
     """The stages of ``graph`` if it is cut before the nodes ``cuts``."""
     if not graph.nodes:  # the step returns at once
         return tuple(StagePlan(stage, 0, 0, frozenset(), (), ()) for stage in range(len(cuts) + 1))
-    sent, again = boundary_values(graph, cuts)
+    sent, recomputed = boundary_values(graph, cuts)
     crossing = [(), *sent, ()]
     stages = []
     for stage, (begin, end) in enumerate(pairwise([0, *cuts, len(graph.nodes)])):
-        stages.append(StagePlan(stage, begin, end, again[stage], crossing[stage], crossing[stage + 1]))
+        stages.append(StagePlan(stage, begin, end, recomputed[stage], crossing[stage], crossing[stage + 1]))
     return tuple(stages)
 
 

@@ -111,7 +111,7 @@ class Splitter:
             raise UnclearBatchError(f"the first dimension ({rows}) may be that of time: {shown(batch)}")
         return rows
 
-    def cut(self, batch: Any, count: int, rows: int) -> list[MicroBatch]:
+    def split(self, batch: Any, count: int, rows: int) -> list[MicroBatch]:
         """Cut ``batch`` of ``rows`` into ``count`` micro-batches, or fewer; bigger ones by one row come first.
 
         Raises:
@@ -182,7 +182,7 @@ def split(batch: Any, count: int, rows: int) -> list[MicroBatch]:
     smaller, bigger = divmod(rows, number)  # 8 rows in 3 parts are 3, 3 and 2
     sizes = [smaller + (index < bigger) for index in range(number)]
     bounds = list(accumulate(sizes, initial=0))
-    parts = _cut(batch, rows, list(map(slice, bounds, bounds[1:])))
+    parts = _split(batch, rows, list(map(slice, bounds, bounds[1:])))
     if number == 1:
         return [MicroBatch(batch, max(1, rows), 1.0)]
     if parts is None:
@@ -283,7 +283,7 @@ def _carriers(value: Any, outermost: bool = True) -> Iterator[Any]:
 # ---- cutting ---------------------------------------------------------------------------------------------------------
 
 
-def _cut(value: Any, rows: int, slices: Sequence[slice], path: Path = ()) -> list[Any] | None:
+def _split(value: Any, rows: int, slices: Sequence[slice], path: Path = ()) -> list[Any] | None:
     """What each micro-batch gets of ``value``; None: the very object."""
     is_array = isinstance(value, _ARRAYS) and _can_be_cut(value)
     is_list = _is_sequence(value) and len(value) == rows and not _are_fields(value, rows, path)
@@ -298,7 +298,7 @@ def _cut(value: Any, rows: int, slices: Sequence[slice], path: Path = ()) -> lis
             "batches, or use num_microbatches=1"
         )
     children = members_of(value) or []
-    parts = {key: _cut(child, rows, slices, (*path, key)) for key, child in children}
+    parts = {key: _split(child, rows, slices, (*path, key)) for key, child in children}
     if not any(parts.values()):
         return None
     members = [(key, parts[key] or [child] * len(slices)) for key, child in children]

@@ -205,9 +205,9 @@ def require_same(graph: StepGraph, group: dist.ProcessGroup) -> None:
     The same where it writes tensors on one that were there before it. From then on all ranks agree on whether it draws
     random numbers in Python.
     """
-    gathered = gather((graph.digest(), graph.draws, graph.foreign_writes), group)
+    gathered = gather((graph.digest(), graph.draws, graph.external_writes), group)
     graph.draws = any(draws for _, draws, _ in gathered)
-    refuse_foreign_writes([location for _, _, locations in gathered for location in locations])
+    refuse_external_writes([location for _, _, locations in gathered for location in locations])
     # A short digest first. Only where one differs do all ranks, which know that alike, send their lines for a message.
     differing = [rank for rank, (digest, _, _) in enumerate(gathered) if digest != gathered[0][0]]
     if differing:
@@ -220,7 +220,7 @@ def require_same(graph: StepGraph, group: dist.ProcessGroup) -> None:
         )
 
 
-def refuse_foreign_writes(locations: Sequence[str]) -> None:
+def refuse_external_writes(locations: Sequence[str]) -> None:
     """Raise ``SplitError`` if a step writes tensors in place that were there before it (``file:line`` of each)."""
     if locations:
         raise SplitError(

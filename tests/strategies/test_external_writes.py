@@ -124,7 +124,7 @@ def test_a_training_step_that_writes_foreign_tensors_is_refused_on_all_ranks(mod
     assert len(texts) == 2
     for text in texts:
         assert "writes a tensor in place at" in text
-        assert "test_foreign_writes.py" in text
+        assert "test_external_writes.py" in text
         assert "Keep it in an attribute of the LightningModule itself" in text
 
 
@@ -165,7 +165,7 @@ def test_what_was_there_is_put_back() -> None:
         root.weight.zero_()
         torch.ones(2).zero_()
 
-    (place,) = trace(step, root, torch.device("cpu")).foreign_writes
-    assert "test_foreign_writes.py" in place
+    (place,) = trace(step, root, torch.device("cpu")).external_writes
+    assert "test_external_writes.py" in place
     assert other.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert torch.equal(root.weight, weight)
