@@ -397,11 +397,9 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequenc
     first = outputs[0]
     if len(outputs) == 1:
         return first
-    if all(isinstance(output, Tensor) for output in outputs):
-        return _merge_tensors(outputs, sizes, weights, path)
-    if all(isinstance(output, np.ndarray) for output in outputs):
-        arrays = [torch.from_numpy(output) for output in outputs]
-        return _merge_tensors(arrays, sizes, weights, path).numpy()
+    if all(isinstance(output, _ARRAYS) for output in outputs):
+        whole = _merge_tensors(list(map(torch.as_tensor, outputs)), sizes, weights, path)
+        return whole.numpy() if isinstance(first, np.ndarray) else whole
     if all(isinstance(output, float) for output in outputs):
         return weighted_mean(outputs, weights)
     if all(isinstance(output, Integral) and not isinstance(output, bool) for output in outputs):
