@@ -137,7 +137,7 @@ class _Pickler(pickle.Pickler):
         if self._apart is not None and not (tensor.is_cpu and tensor.nbytes <= _SMALL):
             self._apart.append(tensor)
             return len(self._apart) - 1
-        elements = tensor.cpu().resolve_conj().resolve_neg().flatten().contiguous()
+        elements = tensor.cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).flatten()
         return tensor.device.type, tensor.dtype, tuple(tensor.shape), elements.view(torch.uint8).numpy()
 
 

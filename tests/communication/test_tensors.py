@@ -37,6 +37,7 @@ def everything(seed: int) -> dict[str, Any]:
         "tensors": [torch.randn(3, 5, generator=generator).abs().mul(3).to(dtype) for dtype in dtypes],
         "strided": torch.arange(12.0).add(seed).reshape(3, 4).t()[::2],
         "column": torch.arange(12.0).add(seed).reshape(3, 4)[:, 1],
+        "one of a column": torch.arange(4.0).add(seed).reshape(1, 4)[:, 1],
         "conjugate": torch.tensor([1 + 2j + seed]).conj(),
         "empty": torch.empty(0, 4),
         "sparse": torch.eye(3).mul(seed).to_sparse(),
