@@ -27,7 +27,8 @@ from torch import Tensor, cat, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from lightning_smddp import CommunicationOptions, PipelineStrategy
-from lightning_smddp.pipeline.runtime.stage import ReplayedStage
+from lightning_smddp.pipeline.runtime.stage import RunningStep
+from lightning_smddp.pipeline.runtime.step_run import StageRun
 
 RANKS = 2
 OURS, AUTO = "smddp_pipeline", "smddp_pipeline, own cut"
@@ -154,18 +155,23 @@ def _overhead(workload: Workload, count: int, rounds: int) -> dict[str, list[flo
     arm()
     arm()
     found: dict[int, list[float]] = {}
-    clock = _ItemClock()
-    original = ReplayedStage.__call__
+    inside = [0.0]
+    call, do = RunningStep.__call__, StageRun.do
 
-    def timed(self: ReplayedStage, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        assert self.running is not None
-        self.running.observe = clock
-        begin, clock.inside = time.perf_counter(), 0.0
-        sent = original(self, microbatch, received)
-        found.setdefault(self.stage, []).append(1e6 * (time.perf_counter() - begin - clock.inside))
+    def timed(self: RunningStep, stage: int, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        begin, inside[0] = time.perf_counter(), 0.0
+        sent = call(self, stage, index, received)
+        found.setdefault(stage, []).append(1e6 * (time.perf_counter() - begin - inside[0]))
         return sent
 
-    ReplayedStage.__call__ = timed  # type: ignore[method-assign]
+    def timed_unit(self: StageRun, function: Any, args: Any, kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        result = do(self, function, args, kwargs)
+        inside[0] += time.perf_counter() - begin
+        return result
+
+    RunningStep.__call__ = timed  # type: ignore[method-assign]
+    StageRun.do = timed_unit  # type: ignore[method-assign]
     for _ in range(rounds):
         arm()
     arm.close()
@@ -173,20 +179,6 @@ def _overhead(workload: Workload, count: int, rounds: int) -> dict[str, list[flo
     dist.all_gather_object(everyone, found)
     stages = {stage: times for theirs in everyone for stage, times in theirs.items()}
     return {str(stage): stages[stage] for stage in sorted(stages)}
-
-
-class _ItemClock:
-    """Adds up the time of the operations and modules that belong to a stage."""
-
-    def __init__(self) -> None:
-        self.inside, self.begin = 0.0, 0.0
-
-    def __call__(self, item: object, ends: bool, result: object) -> None:
-        now = time.perf_counter()
-        if ends:
-            self.inside += now - self.begin
-        else:
-            self.begin = now
 
 
 def _describe(overhead: dict[str, list[float]]) -> str:

@@ -314,17 +314,15 @@ def pipeline_schedule_class(name: str) -> Any:
     return type(name, (torchs_class,), skipped)
 
 
-def run_pipeline_schedule(schedule: Any, num_microbatches: int, losses: list[Tensor] | None) -> None:
-    """Run one step of a schedule, whose stages have their inputs already; fill ``losses`` where it computes losses.
+def run_pipeline_schedule(schedule: Any, num_microbatches: int, train: bool) -> None:
+    """Run one step of a schedule, whose stages have their inputs already.
 
     Private because the public ``step()`` of torch 2.13 splits its arguments itself and cannot be handed
     micro-batches. Remove when the oldest supported torch has ``step(arg_mbs=...)``.
     """
     no_inputs: list[tuple[Any, ...]] = [()] * num_microbatches
-    targets = None
-    if losses is not None:
-        targets = [None] * num_microbatches
-    schedule._step_microbatches(no_inputs, None, targets, losses, return_outputs=False)
+    targets = [None] * num_microbatches if train else None
+    schedule._step_microbatches(no_inputs, None, targets, None, return_outputs=False)
 
 
 def pipeline_order(schedule: Any) -> dict[int, list[str]]:

@@ -93,14 +93,14 @@ class RecordTimeline:
         # Clocks of ranks have nothing in common, and all leave a barrier at nearly the same time: that is 0 for each.
         trainer.strategy.barrier()
         self._origin = time.perf_counter()
-        engine.record(self._recorder)
+        engine.recorder = self._recorder
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Gather all ranks' spans, and write them."""
         engine, recorder = _engine(trainer), self._recorder
         if engine is None or recorder is None:
             return
-        engine.record(None)
+        engine.recorder = None
         self._recorder = None
         origin = self._origin
         local = [replace(span, start_s=span.start_s - origin, end_s=span.end_s - origin) for span in recorder.take()]

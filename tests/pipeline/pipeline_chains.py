@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from lightning_smddp.pipeline.runtime.engine import PipelineEngine
 from lightning_smddp.pipeline.runtime.remote import TensorSpec
 from lightning_smddp.pipeline.runtime.schedules import parse
-from lightning_smddp.pipeline.runtime.stage import StageBody
+from lightning_smddp.pipeline.runtime.spans import SpanRecorder
 
 WIDTH = 6
 CPU = torch.device("cpu")
+StageBody = Callable[[int, tuple[Tensor, ...]], tuple[Tensor, ...]]
 Batches = list[tuple[Tensor, float]]  # (rows, length, WIDTH) and the weight of each micro-batch
 
 
@@ -39,8 +40,7 @@ class Piece(nn.Module):
             hidden, mask, positions, bias = skip * 2, x[..., 0] > 0, torch.arange(x.shape[1]), self.bias.exp()
         else:
             hidden, skip, skip_again, mask, positions, bias = received
-            hidden.mul_(0.5)  # what arrives may be changed in place
-            hidden = hidden + bias * positions[:, None] + self.bias
+            hidden = hidden * 0.5 + bias * positions[:, None] + self.bias
             hidden = self.linear(torch.tanh(hidden)).masked_fill(mask[..., None], 0.1) + skip * skip_again
             # the same layer twice: its parameters have two places in the graph
             hidden = self.linear(self.norm(hidden.flatten(0, 1)).view_as(hidden))
@@ -92,15 +92,40 @@ def in_one_process(model: nn.ModuleList, batches: Batches, training: bool) -> tu
     return losses, boundaries
 
 
-def engine_for(name: str, bodies: Sequence[StageBody], **options: Any) -> PipelineEngine:
+class Engine:
+    """An engine with a body for each stage, which keeps the losses."""
+
+    def __init__(self, name: str, bodies: Sequence[StageBody]) -> None:
+        self.engine = PipelineEngine(dist.group.WORLD, CPU, parse(name), len(bodies))
+        self.bodies = bodies
+        self.stages = [stage.stage_index for stage in self.engine.stages]
+        self.losses: dict[int, Tensor] = {}
+
+    def compute(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        outputs = self.bodies[stage](microbatch, received)
+        if stage == len(self.bodies) - 1 and outputs:
+            self.losses[microbatch] = outputs[0].detach()
+        return outputs
+
+    def train(self, count: int, boundaries: Sequence[Any]) -> list[Tensor]:
+        self.losses.clear()
+        self.engine.run(self.compute, boundaries, train=True)
+        assert len(boundaries) == count
+        return [loss for _, loss in sorted(self.losses.items())]
+
+    def evaluate(self, count: int, boundaries: Sequence[Any]) -> None:
+        assert len(boundaries) == count
+        self.engine.run(self.compute, boundaries, train=False)
+
+
+def engine_for(name: str, bodies: Sequence[StageBody], recorder: SpanRecorder | None = None) -> Engine:
     """``bodies`` of all stages; this rank's are used."""
-    schedule, group = parse(name), dist.group.WORLD
-    placement = schedule.rank_of_stage(len(bodies), group.size())
-    here = {stage: bodies[stage] for stage, rank in enumerate(placement) if rank == group.rank()}
-    return PipelineEngine(group, CPU, schedule, len(bodies), here, **options)
+    engine = Engine(name, bodies)
+    engine.engine.recorder = recorder
+    return engine
 
 
-def differences(engine: PipelineEngine, model: nn.ModuleList, reference: nn.ModuleList) -> list[str]:
+def differences(engine: Engine, model: nn.ModuleList, reference: nn.ModuleList) -> list[str]:
     """Parameters and buffers of this rank's stages that are not as in ``reference``."""
     found = []
     for stage in engine.stages:

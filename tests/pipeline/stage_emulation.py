@@ -17,7 +17,6 @@ from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
 from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.runtime.remote import Shapes
-from lightning_smddp.pipeline.runtime.stage import _Received
 from lightning_smddp.pipeline.runtime.stage_program import Observers, StagePlan, StageProgram
 from lightning_smddp.pipeline.runtime.step_run import run_stage
 from lightning_smddp.pipeline.runtime.wrappers import Wrappers
@@ -100,9 +99,8 @@ def run_stages(
         for stage in stages:
             requires_grad = [shapes.values[value].requires_grad for value in stage.replay.plan.receives]
             inputs = tuple(map(_leaf, received, requires_grad))
-            given = tuple(_Received.apply(leaf) if leaf.requires_grad else leaf for leaf in inputs)
             found = None if record is None else Shapes()
-            received, result = run_stage(stage.replay, stage.step, given, shapes, Observers(shapes=found), SEED)
+            received, result = run_stage(stage.replay, stage.step, inputs, shapes, Observers(shapes=found), SEED)
             if found is not None and record is not None:
                 record.merge(found)
                 shapes = record

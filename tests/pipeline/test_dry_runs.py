@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.capture.graph import Node, StepGraph
+from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.runtime.remote import ReplayError, Shapes
-from lightning_smddp.pipeline.runtime.stage_program import Observers
 from lightning_smddp.pipeline.runtime.step_run import StageDone, run_stage
 from tests.pipeline.example_modules import Cube, D, Layer, Net
 from tests.pipeline.stage_emulation import (
@@ -207,19 +206,6 @@ def test_units_are_run_again_in_backward() -> None:
     torch.testing.assert_close(case.run(), expected)
     torch.testing.assert_close(gradients(case.root), reference)
     assert len(calls) == 2
-
-
-def test_observers_see_what_is_done_here() -> None:
-    case = Case(chain)
-    seen: list[tuple[str, bool]] = []
-
-    def observe(item: Node, ends: bool, result: Any) -> None:
-        seen.append((item.name.partition(" at")[0], ends))
-        assert isinstance(result, Tensor) == ends
-
-    with wrappers_of(case.root).active([case.graph]):
-        run_stage(case.replays[0], case.step, (), Shapes.of(case.graph), Observers(observe))
-    assert seen == [(name, ends) for name in ("net.a", "net.b") for ends in (False, True)]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

@@ -238,32 +238,6 @@ def test_only_training_computes_gradients_whatever_the_caller_has_set() -> None:
     assert run_ranks(modes, 1) == [[False, True, True]]
 
 
-def refusals() -> list[str]:
-    group = dist.group.WORLD
-    bodies = two_stages()
-    engine = pipeline_chains.engine_for("looped_bfs", bodies)
-    calls = [
-        lambda: pipeline_chains.engine_for("1f1b", bodies),
-        lambda: type(engine)(group, pipeline_chains.CPU, parse("looped_bfs"), 2, {0: bodies[0]}),
-    ]
-    texts = []
-    for call in calls:
-        with pytest.raises(ValueError, match=".") as refused:
-            call()
-        texts.append(str(refused.value))
-    return texts
-
-
-def test_refusals_name_values_and_cure() -> None:
-    (texts,) = run_ranks(refusals, 1)
-    wanted = [
-        "cannot place 2 stages on 1 rank; use 1 stage",
-        "rank 0 holds stages [0, 1], but bodies are for [0]",
-    ]
-    for text, part in zip(texts, wanted, strict=True):
-        assert part in text
-
-
 def hook_calls(name: str) -> int:
     stages_per_rank = parse(name).default_stages_per_rank
     model = pipeline_chains.network(2 * stages_per_rank)

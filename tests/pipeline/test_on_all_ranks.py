@@ -18,7 +18,7 @@ from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.partition import plan
 from lightning_smddp.pipeline.partition.plan import OnAllRanks, build_on_all
-from lightning_smddp.pipeline.runtime.remote import Shape
+from lightning_smddp.pipeline.runtime.remote import TensorSpec
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from tests.ranks import run_in_threads
 
@@ -115,7 +115,7 @@ def test_what_cannot_be_put_back_is_left() -> None:
     """Attributes that a step has set to tensors of another stage; buffers of scripted modules."""
     root = nn.ModuleDict({"norm": torch.jit.script(nn.BatchNorm1d(2)), "kept": nn.Identity()})
     run: Any = SimpleNamespace(device=CPU)
-    remote = RemoteTensor.standing_for(0, Shape((2,), (1,), torch.float32, True), run)
+    remote = RemoteTensor.standing_for(0, TensorSpec((2,), torch.float32, True), run)
     root["kept"].shown = remote
     with preserve_state(root, CPU):
         root["norm"](torch.randn(4, 2))

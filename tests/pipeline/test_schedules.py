@@ -106,15 +106,12 @@ def test_placement() -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "stages_per_rank", "microbatches", "text"),
     [
-        ("1f1b", 4, 1, 3, r"stages \(4\), but num_microbatches=3; num_microbatches=4 is the least"),
-        ("dualpipev", 2, 2, 3, "num_microbatches=4 is the least"),
-        ("interleaved", 4, 2, 9, r"9 // 4 = 2 rounds, .*; use num_microbatches=8 or 10"),
-        ("interleaved_zero_bubble", 2, 2, 7, r"7 // 2 = 3 rounds, .*; use num_microbatches=6 or 8"),
-        ("gpipe", 4, 2, 8, "one stage on each rank, but stages_per_rank=2; use stages_per_rank=1 or"),
-        ("zbv_zero_bubble", 4, 1, 8, "exactly two stages on each rank, but stages_per_rank=1; use stages_per_rank=2"),
-        ("gpipe", 0, 1, 8, "pipeline_parallel_size=0 must be at least 1"),
-        ("looped_bfs", 2, 0, 8, "stages_per_rank=0 must be at least 1"),
-        ("gpipe", 2, 1, 0, "num_microbatches=0 must be at least 1"),
+        ("1f1b", 4, 1, 3, "with 4 stages on 4 ranks .*num_microbatches=3: .*the stages. Use num_microbatches=4$"),
+        ("dualpipev", 2, 2, 3, "num_microbatches=4$"),
+        ("interleaved", 4, 2, 9, "num_microbatches=9: it takes whole rounds. Use num_microbatches=8 or 10"),
+        ("interleaved_zero_bubble", 2, 2, 7, "Use num_microbatches=6 or 8"),
+        ("gpipe", 4, 2, 8, "1 stage on each rank, but stages_per_rank=2; use stages_per_rank=1 or"),
+        ("zbv_zero_bubble", 4, 1, 8, "exactly 2 stages on each rank, but stages_per_rank=1; use stages_per_rank=2"),
     ],
 )
 def test_refusals_name_the_cure(name: str, ranks: int, stages_per_rank: int, microbatches: int, text: str) -> None:

@@ -42,8 +42,8 @@ class MessageLayout:
         """Messages to receive on ``device``, and the tensors whose memory these are."""
         messages: list[Tensor] = []
         tensors: list[Tensor] = []
-        shared = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
         if self.nbytes:
+            shared = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
             messages.append(shared)
         for spec, offset in zip(self.specs, self.offsets, strict=True):
             if offset is None:
@@ -62,12 +62,11 @@ class MessageLayout:
     def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The messages that carry ``tensors``, which are as :attr:`specs` says."""
         messages: list[Tensor] = []
-        shared: Tensor | None = None
         if self.nbytes:
             shared = torch.empty(self.nbytes, dtype=torch.uint8, device=tensors[0].device)
             messages.append(shared)
         for tensor, offset in zip(tensors, self.offsets, strict=True):
-            if shared is not None and offset is not None:
+            if offset is not None:
                 end = offset + tensor.numel() * tensor.element_size()
                 shared[offset:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             elif tensor.numel():

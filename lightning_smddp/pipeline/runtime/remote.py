@@ -23,44 +23,28 @@ class ReplayError(RuntimeError):
     """The step took another path than when it was traced."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What is known of a value without having it. Strides are elements; sparse and nested tensors have none."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Shape:
-        """The shape, stride (of strided tensors), dtype and ``requires_grad`` of ``tensor``."""
-        shape: tuple[int, ...] = ()
-        stride: tuple[int, ...] = ()
-        if not tensor.is_nested:
-            shape = tuple(tensor.shape)
-            if tensor.layout == torch.strided:
-                stride = tuple(tensor.stride())
-        return cls(shape, stride, tensor.dtype, tensor.requires_grad)
-
-
 class TensorSpec(NamedTuple):
-    """What a receiver has to know about a tensor before it arrives.
+    """What is known of a tensor without having it.
 
     Attributes:
-        shape: Its shape.
+        shape: Its shape; () of nested ones.
         dtype: Its dtype.
-        requires_grad: Whether a gradient comes back for it in training.
+        requires_grad: Whether it requires a gradient; of one that is sent, whether a gradient comes back for it.
+        stride: In elements, if it is known. Sparse and nested tensors have none.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    stride: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        """What a receiver has to know of ``tensor`` to allocate it."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        """That of ``tensor``."""
+        if tensor.is_nested:
+            return cls((), tensor.dtype, tensor.requires_grad)
+        stride = tensor.stride() if tensor.layout == torch.strided else ()
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tuple(stride))
 
     def empty(self, device: torch.device) -> Tensor:
         """Memory on ``device`` for such a tensor, to receive it in; what is in it has no meaning."""
@@ -82,7 +66,7 @@ class Shapes:
         boundaries: what a stage sends on, by its number and whether a backward follows, where that was asked for.
     """
 
-    values: dict[int, Shape] = field(default_factory=dict)
+    values: dict[int, TensorSpec] = field(default_factory=dict)
     constants: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     is_traced: bool = False
     boundaries: dict[tuple[int, bool], Boundary] = field(default_factory=dict, compare=False)
@@ -90,9 +74,9 @@ class Shapes:
     @classmethod
     def of(cls, graph: StepGraph) -> Shapes:
         """The shapes of all values of a traced step, which hold until a micro-batch has another shape."""
-        values: dict[int, Shape] = {}
+        values: dict[int, TensorSpec] = {}
         for value in graph.values:
-            values[value.index] = Shape(value.shape, value.stride, value.dtype, value.requires_grad)
+            values[value.index] = TensorSpec(value.shape, value.dtype, value.requires_grad, value.stride)
         return cls(values, is_traced=True)
 
     def merge(self, other: Shapes) -> None:

@@ -7,56 +7,26 @@ operation on what is elsewhere, and of no other: all else is plain PyTorch.
 from __future__ import annotations
 
 import threading
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_smddp._compat.torch import READ_NUMBER, shaped_wrapper, without_subclass_functions
-from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, user_location
-from lightning_smddp.pipeline.runtime.remote import ReplayError, Shape
+from lightning_smddp.pipeline.runtime.remote import ReplayError, TensorSpec
 from lightning_smddp.wire.pytree import LEAF_TYPES, leaves, map_leaves
 
 _active = threading.local()  # .run: the stage's run that is under way in this thread
 _TEXT = {"__format__", "__repr__", "__str__"}
 
 
-class RunOfStage(Protocol):
-    """What these tensors know of :class:`~lightning_smddp.pipeline.runtime.step_run.StageRun`."""
-
-    device: torch.device
-    graph: StepGraph
-    has_begun: bool
-    inside: bool
-
-    def operation(self, function: Any, args: Any, kwargs: Any, found: list[Any]) -> Any:
-        """An operation with one of them among ``found``, the leaves of its arguments."""
-        ...
-
-    def parameter_operation(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """An operation on a parameter of another stage, and on none of them."""
-        ...
-
-    def unit(self, name: str, forward: Any, args: Any, kwargs: Any) -> Any:
-        """A call of a module that is placed whole."""
-        ...
-
-    def real(self, leaf: Any) -> Any:
-        """The tensor that ``leaf`` stands for, if it is here; else ``leaf``."""
-        ...
-
-    def pattern(self, leaf: Any) -> Any:
-        """For ``leaf``, if its numbers are elsewhere, a tensor like it."""
-        ...
-
-
-def active_run() -> RunOfStage | None:
-    """The stage's run that is under way in this thread."""
+def active_run() -> Any:
+    """The ``StageRun`` (of ``step_run.py``) that is under way in this thread, or None."""
     return getattr(_active, "run", None)
 
 
-def set_active_run(run: RunOfStage | None) -> None:
+def set_active_run(run: Any) -> None:
     """From here on ``run`` is the one of this thread."""
     _active.run = run
 
@@ -72,14 +42,14 @@ class RemoteTensor(Tensor):
     """
 
     value: int
-    run: RunOfStage
+    run: Any
 
     @staticmethod
-    def standing_for(value: int, shape: Shape, run: RunOfStage) -> RemoteTensor:
+    def standing_for(value: int, spec: TensorSpec, run: Any) -> RemoteTensor:
         """The stand-in for ``value`` in ``run``."""
-        requires_grad = shape.requires_grad and torch.is_grad_enabled()
-        stride = shape.stride if len(shape.stride) == len(shape.shape) else None
-        made: RemoteTensor = shaped_wrapper(RemoteTensor, shape.shape, stride, shape.dtype, run.device, requires_grad)
+        requires_grad = spec.requires_grad and torch.is_grad_enabled()
+        stride = spec.stride if len(spec.stride) == len(spec.shape) else None
+        made: RemoteTensor = shaped_wrapper(RemoteTensor, spec.shape, stride, spec.dtype, run.device, requires_grad)
         made.value = value
         made.run = run
         return made

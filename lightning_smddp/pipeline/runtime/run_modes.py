@@ -19,10 +19,12 @@ from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from lightning_smddp.seeding import mix
 from lightning_smddp.wire.pytree import leaves, map_leaves
 
+_NOTHING = nullcontext()
+
 
 def stance(name: str, matters: bool) -> AbstractContextManager[object]:
     """Dynamo's, where there is compiled code."""
-    return torch.compiler.set_stance(name) if matters else nullcontext()
+    return torch.compiler.set_stance(name) if matters else _NOTHING
 
 
 class Watch(TorchFunctionMode):

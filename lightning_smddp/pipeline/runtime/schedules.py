@@ -15,10 +15,12 @@ To add one: see CONTRIBUTING.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from types import SimpleNamespace
 from typing import Literal
 
 from lightning_smddp._compat.torch import pipeline_order, pipeline_schedule_class
+from lightning_smddp.wording import counted
 
 MicrobatchRule = Literal["any", "at least the stages", "whole rounds"]
 
@@ -131,27 +133,26 @@ def check(schedule: Schedule, pipeline_parallel_size: int, stages_per_rank: int,
     Raises:
         ValueError: with the values and what to write instead.
     """
-    counts = {
-        "pipeline_parallel_size": pipeline_parallel_size,
-        "stages_per_rank": stages_per_rank,
-        "num_microbatches": num_microbatches,
-    }
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
-    if schedule.v_shaped and stages_per_rank != 2:
+    if not schedule.stages_per_rank_ok(stages_per_rank):
+        number = schedule.default_stages_per_rank
         raise ValueError(
-            f"schedule={schedule.name!r} places exactly two stages on each rank, but stages_per_rank="
-            f"{stages_per_rank}; use stages_per_rank=2 or schedule='interleaved_1f1b'"
-        )
-    if not schedule.several_stages and stages_per_rank != 1:
-        raise ValueError(
-            f"schedule={schedule.name!r} places one stage on each rank, but stages_per_rank={stages_per_rank}; "
-            f"use stages_per_rank=1 or schedule='interleaved_1f1b'"
+            f"schedule={schedule.name!r} places exactly {counted(number, 'stage')} on each rank, but stages_per_rank="
+            f"{stages_per_rank}; use stages_per_rank={number} or schedule='interleaved_1f1b'"
         )
     num_stages = pipeline_parallel_size * stages_per_rank
-    if not schedule.microbatches_ok(num_microbatches, pipeline_parallel_size, num_stages):
-        raise ValueError(_microbatch_cure(schedule, pipeline_parallel_size, num_stages, num_microbatches))
+
+    def is_ok(number: int) -> bool:
+        return schedule.microbatches_ok(number, pipeline_parallel_size, num_stages)
+
+    if not is_ok(num_microbatches):
+        below = list(filter(is_ok, range(1, num_microbatches)))[-1:]
+        above = next(filter(is_ok, count(num_microbatches)))
+        raise ValueError(
+            f"schedule={schedule.name!r} with {counted(num_stages, 'stage')} on "
+            f"{counted(pipeline_parallel_size, 'rank')} cannot run num_microbatches={num_microbatches}: it takes "
+            f"{schedule.microbatch_rule}. Use "
+            f"num_microbatches={' or '.join(map(str, [*below, above]))}"
+        )
 
 
 def for_microbatches(
@@ -214,22 +215,3 @@ def _single_stage_order(schedule: Schedule, stage: int, num_stages: int, num_mic
         if forward < num_microbatches:
             order.append(f"{stage}F{forward}")
     return order
-
-
-def _microbatch_cure(schedule: Schedule, pipeline_parallel_size: int, num_stages: int, num_microbatches: int) -> str:
-    """The message for a number that ``schedule`` cannot run, with the nearest numbers that it can."""
-    if schedule.microbatch_rule == "at least the stages":
-        return (
-            f"schedule={schedule.name!r} needs at least as many micro-batches as there are stages ({num_stages}), but "
-            f"num_microbatches={num_microbatches}; num_microbatches={num_stages} is the least"
-        )
-    below = above = num_microbatches
-    while not schedule.microbatches_ok(below, pipeline_parallel_size, num_stages):  # one micro-batch is allowed
-        below -= 1
-    while not schedule.microbatches_ok(above, pipeline_parallel_size, num_stages):
-        above += 1
-    rounds = num_microbatches // pipeline_parallel_size
-    return (
-        f"schedule={schedule.name!r} works in {num_microbatches} // {pipeline_parallel_size} = {rounds} rounds, and "
-        f"num_microbatches={num_microbatches} is no multiple of that; use num_microbatches={below} or {above}"
-    )

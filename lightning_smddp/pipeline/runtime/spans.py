@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,20 +42,10 @@ class SpanRecorder:
         self._actions.clear()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self._start = self.mark()
+        self._start = self.now()
         self._start_seconds = time.perf_counter()
 
-    @contextmanager
-    def action(self, stage: int, kind: SpanKind, microbatch: int) -> Iterator[None]:
-        """Record what is done inside ``with``."""
-        start = self.mark()
-        try:
-            yield
-        finally:
-            end = self.mark()
-            self._actions.append((stage, kind, microbatch, start, end))
-
-    def mark(self) -> Any:
+    def now(self) -> Any:
         """This moment: seconds, or an event on CUDA."""
         if self.device.type != "cuda":
             return time.perf_counter()
@@ -66,9 +54,13 @@ class SpanRecorder:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
+    def add(self, stage: int, kind: SpanKind, microbatch: int, start: Any) -> None:
+        """What has been done from ``start``, a :meth:`now`, until now."""
+        self._actions.append((stage, kind, microbatch, start, self.now()))
+
     def end_step(self) -> None:
         """Turn the actions into spans, and the gaps between them too."""
-        finish = self.mark()
+        finish = self.now()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         # Spans fill the step without a gap:
@@ -93,18 +85,3 @@ class SpanRecorder:
             return float(mark)
         milliseconds = float(self._start.elapsed_time(mark))
         return self._start_seconds + milliseconds / 1e3
-
-
-_NOTHING = nullcontext()
-
-
-def action(
-    recorder: SpanRecorder | None,
-    stage: int,
-    kind: SpanKind,
-    microbatch: int,
-) -> AbstractContextManager[object]:
-    """:meth:`SpanRecorder.action`, or nothing without a recorder."""
-    if recorder is None:
-        return _NOTHING
-    return recorder.action(stage, kind, microbatch)

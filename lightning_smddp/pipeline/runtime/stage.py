@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -28,94 +27,79 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.messages import layout_of
 from lightning_smddp.pipeline.runtime.remote import OTHER_PATH, Boundary, ReplayError, TensorSpec
-from lightning_smddp.pipeline.runtime.spans import SpanRecorder, action
+from lightning_smddp.pipeline.runtime.spans import SpanRecorder
 from lightning_smddp.pipeline.runtime.split_backward import SplitBackward, backward
-from lightning_smddp.pipeline.runtime.stage_program import Observers, RunningStep, StageProgram
+from lightning_smddp.pipeline.runtime.stage_program import StageProgram, Step, TracedPath
 from lightning_smddp.pipeline.runtime.step_exchange import Failure
 from lightning_smddp.pipeline.runtime.step_run import run_stage
 from lightning_smddp.planner.timeline import SpanKind
 from lightning_smddp.wire.pytree import map_leaves
 
-StageBody: TypeAlias = Callable[[int, tuple[Tensor, ...]], tuple[Tensor, ...]]
-"""What a stage computes for (a micro-batch, what it has received): what goes to the next stage.
+Compute: TypeAlias = Callable[[int, int, tuple[Tensor, ...]], tuple[Tensor, ...]]
+"""What (a stage, for a micro-batch, with what it has received) sends to the next stage.
 
 The last stage returns ``(loss,)`` in training, a weighted 0-d tensor, or ``()`` where a micro-batch has none.
 """
 
 
-class ReplayedStage:
-    """A :class:`StageBody`: the stage's part of the step that runs now, by :class:`~.stage_program.StageProgram`.
-
-    Args:
-        stage: which one.
-        device: of this rank.
+@dataclass
+class RunningStep:
+    """The step that a pipeline runs now, on the stages of this rank: what they :data:`Compute`.
 
     Attributes:
-        running: the step that runs; None in between.
+        paths: of each micro-batch.
+        step: the user's.
+        microbatches: of the batch.
+        train: whether there is a backward.
+        device: of this rank.
+        outputs: where the step ends here, what it returned for each micro-batch; else empty.
+        failures: on stages here. Behind the first one nothing is computed here any more.
     """
 
-    def __init__(self, stage: int, device: torch.device) -> None:
-        self.stage = stage
-        self.device = device
-        self.running: RunningStep | None = None
+    paths: Sequence[TracedPath]
+    step: Step
+    microbatches: Sequence[MicroBatch]
+    train: bool
+    device: torch.device
+    outputs: list[Any]
+    failures: list[Failure] = field(default_factory=list)
 
-    def __call__(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """See :class:`StageBody`.
+    def __call__(self, stage: int, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """See :data:`Compute`.
 
         A step that fails does not stop the schedule, as other stages wait for messages: they get NaN from here on, and
         all ranks hear of the failure behind the schedule. See ``step_exchange.py``.
         """
-        running = self.running
-        assert running is not None
-        staged, shapes = running.paths[microbatch]
-        program = staged.programs[self.stage]
-        announced: Boundary = ()
-        if not program.is_last:
-            announced = staged.boundary(self.stage, shapes, running.train)
-        if not running.failures:
+        staged, shapes, _ = self.paths[index]
+        program = staged.programs[stage]
+        announced = () if program.is_last else staged.boundary(stage, shapes, self.train)
+        if not self.failures:
             try:
-                sent = self._run(running, program, microbatch, received)
+                sent = self._run(program, index, received)
                 if not program.is_last:
                     _require_announced(sent, announced)
                 return sent
             except Exception as error:
                 diverged = isinstance(error, (ReplayError, SplitError))
                 text = str(error) if diverged else f"{type(error).__name__}: {error}"
-                running.failures.append(Failure(microbatch, self.stage, text, error, diverged))
+                self.failures.append(Failure(index, stage, text, error, diverged))
         return tuple(_without_values(spec, self.device) for spec in announced)
 
-    def _run(
-        self, running: RunningStep, program: StageProgram, index: int, received: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:
+    def _run(self, program: StageProgram, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What goes to the next stage for micro-batch ``index``; on the last one also note what the step returned."""
-        step, microbatch = running.step, running.microbatches[index]
-        shapes, observers = running.paths[index].shapes, Observers(running.observe)
-        with step.around(self.stage, index, microbatch, keep=program.is_last):
+        step, microbatch, shapes = self.step, self.microbatches[index], self.paths[index].shapes
+        with step.around(program.plan.stage, index, microbatch, keep=program.is_last):
             run = functools.partial(step, microbatch)
-            sent, result = run_stage(program, run, received, shapes, observers, step.seed_of(index))
+            sent, result = run_stage(program, run, received, shapes, seed=step.seed_of(index))
         if not program.is_last:
             return sent
-        loss = step.loss(microbatch, result) if running.train else None
+        loss = step.loss(microbatch, result) if self.train else None
         # The results of all micro-batches wait for the batch's end: they must not keep their graphs until then.
-        running.results[index] = map_leaves(_detached, result)
+        self.outputs[index] = map_leaves(_detached, result)
         return () if loss is None else (loss,)
-
-
-class _Received(torch.autograd.Function):
-    """The received tensor as a result of something, so that the stage may change it in place as one process may.
-
-    torch forbids that for a leaf and for its views.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
 
 
 @dataclass
@@ -148,7 +132,8 @@ class Stage:
         rank_of_stage: The rank in ``group`` of every stage.
         group: The ranks of the pipeline.
         device: Where messages are received.
-        body: What it computes.
+
+    Attributes:
         recorder: Records when the stage works.
     """
 
@@ -158,8 +143,6 @@ class Stage:
         rank_of_stage: Sequence[int],
         group: dist.ProcessGroup,
         device: torch.device,
-        body: StageBody,
-        recorder: SpanRecorder | None = None,
     ) -> None:
         self.stage_index = index
         self.num_stages = len(rank_of_stage)
@@ -172,21 +155,24 @@ class Stage:
         self.device = device
         self.submod = nn.Module()  # torch's schedules look for FSDP's modules in it; nobody calls it
         self.has_backward = False
-        self._body = body
-        self.recorder = recorder
+        self.recorder: SpanRecorder | None = None
+        self._compute: Compute | None = None
         self._incoming: list[Boundary] = []
         self._outgoing: list[Boundary] = []
         self._microbatches: list[_Microbatch] = []
 
-    def begin_step(self, incoming: list[Boundary], outgoing: list[Boundary], has_backward: bool) -> None:
-        """Prepare for a step: what is received and sent for each micro-batch (empty at the ends of the pipeline)."""
-        self._incoming = incoming
-        self._outgoing = outgoing
+    def begin_step(self, compute: Compute, boundaries: Sequence[Sequence[Boundary]], has_backward: bool) -> None:
+        """Prepare for a step; ``boundaries[microbatch][stage]`` is what ``stage`` sends to the next one."""
+        index = self.stage_index
+        self._compute = compute
+        self._incoming = [() if self.is_first else row[index - 1] for row in boundaries]
+        self._outgoing = [() if self.is_last else row[index] for row in boundaries]
         self.has_backward = has_backward
-        self._microbatches = [_Microbatch() for _ in incoming]
+        self._microbatches = [_Microbatch() for _ in boundaries]
 
     def end_step(self) -> None:
         """Let go of everything that the step has left, also when it failed."""
+        self._compute = None
         self._microbatches = []
 
     # ---- what torch's schedules call, by torch's names -----------------------------------------------------------
@@ -216,11 +202,14 @@ class Stage:
         # what is sent until its message is gone.
         received = state.received
         state.received = ()
-        with self._computing("forward", fwd_chunk_id):
+        start = self._begins()
+        if self.has_backward:
             pairs = zip(received, self._incoming[fwd_chunk_id], strict=True)
-            inputs = tuple(self._as_input(tensor, spec, state) for tensor, spec in pairs)
-            del received, pairs
-            outputs = self._body(fwd_chunk_id, inputs)
+            state.leaves = [tensor.requires_grad_() for tensor, spec in pairs if spec.requires_grad]
+        assert self._compute is not None
+        outputs = self._compute(self.stage_index, fwd_chunk_id, received)
+        del received
+        self._ends("forward", fwd_chunk_id, start)
         if self.is_last and not (self.has_backward and outputs):
             return torch.zeros((), device=self.device)
         # What leaves the stage has no graph. The backward begins at edges, which hold the graph without the outputs'
@@ -279,13 +268,13 @@ class Stage:
         state.leaves = []
         state.edges = []
         state.output_gradients = ()
+        start = self._begins()
         if full_backward:
-            with self._computing("backward", bwd_chunk_id):
-                state.input_gradients = backward(roots, leaves)
+            state.input_gradients = backward(roots, leaves)
         else:
-            with self._computing("backward_input", bwd_chunk_id):
-                state.split = SplitBackward(roots, leaves)
-                state.input_gradients = state.split.inputs()
+            state.split = SplitBackward(roots, leaves)
+            state.input_gradients = state.split.inputs()
+        self._ends("backward" if full_backward else "backward_input", bwd_chunk_id, start)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The second part of a split backward."""
@@ -295,8 +284,9 @@ class Stage:
         split = state.split
         state.split = None
         assert split is not None, f"stage {self.stage_index}, micro-batch {bwd_chunk_id}: W before I"
-        with self._computing("backward_weight", bwd_chunk_id):
-            split.weights()
+        start = self._begins()
+        split.weights()
+        self._ends("backward_weight", bwd_chunk_id, start)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """The sends of the inputs' gradients; zeros for one that did not matter to the loss."""
@@ -320,17 +310,13 @@ class Stage:
 
     # ---- the rest is ours ----------------------------------------------------------------------------------------
 
-    def _as_input(self, tensor: Tensor, spec: TensorSpec, state: _Microbatch) -> Tensor:
-        """What the body gets for a received ``tensor``; the leaf that its gradient arrives at is noted in ``state``."""
-        if not (self.has_backward and spec.requires_grad):
-            return tensor
-        leaf = tensor.detach().requires_grad_()
-        state.leaves.append(leaf)
-        received: Tensor = _Received.apply(leaf)  # type: ignore[no-untyped-call]
-        return received
+    def _begins(self) -> Any:
+        """When what is recorded by :meth:`_ends` began."""
+        return self.recorder.now() if self.recorder is not None else None
 
-    def _computing(self, kind: SpanKind, microbatch: int) -> AbstractContextManager[object]:
-        return action(self.recorder, self.stage_index, kind, microbatch)
+    def _ends(self, kind: SpanKind, microbatch: int, start: Any) -> None:
+        if self.recorder is not None:
+            self.recorder.add(self.stage_index, kind, microbatch, start)
 
     def _ops(self, op: Any, messages: Sequence[Tensor], peer_stage: int) -> list[dist.P2POp]:
         """Sends or receives of ``messages``, for torch's schedule to start."""
@@ -344,12 +330,12 @@ def _with_gradient(boundary: Boundary) -> tuple[TensorSpec, ...]:
 
 def _require_announced(outputs: Sequence[Tensor], announced: Boundary) -> None:
     """Raise ``ReplayError`` for what the next stage does not expect: received as announced it would be wrong."""
-    found = [TensorSpec.of(output) for output in outputs]
-    for one, other in zip(found, announced, strict=True):
+    for output, spec in zip(outputs, announced, strict=True):
         # One that needs no gradient may stand for one that does.
-        needs_gradient = torch.is_grad_enabled() and one.requires_grad and not other.requires_grad
-        if one[:2] != other[:2] or needs_gradient:
-            raise ReplayError(f"A stage has made {one} where the batch's sizes had led to {other}. {OTHER_PATH}")
+        needs_gradient = torch.is_grad_enabled() and output.requires_grad and not spec.requires_grad
+        if output.shape != spec.shape or output.dtype != spec.dtype or needs_gradient:
+            made = TensorSpec.of(output)
+            raise ReplayError(f"A stage has made {made} where the batch's sizes had led to {spec}. {OTHER_PATH}")
 
 
 def _without_values(spec: TensorSpec, device: torch.device) -> Tensor:

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_smddp.pipeline.capture.boundaries import seen_before
-from lightning_smddp.pipeline.capture.graph import Node, StepGraph
+from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.records import Value
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.runtime.remote import Boundary, Shapes, TensorSpec
-from lightning_smddp.pipeline.runtime.step_exchange import Failure
+from lightning_smddp.pipeline.runtime.remote import Boundary, Shapes
 from lightning_smddp.pipeline.runtime.wrappers import Wrappers
 
 _DRY_RUN = -1  # in place of a stage's number
-
-Observer: TypeAlias = Callable[[Node, bool, Any], None]
-"""(node, whether it ends, its result then): called around each own unit."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +24,10 @@ class Observers:
     """Who wants to know what of a run.
 
     Attributes:
-        node: called around each unit that is run here.
-        shapes: takes down what is found here; those of earlier operations are found by doing them once, on zeros.
+        shapes: takes down what is found here.
         reads: takes down what Python code reads of the batch.
     """
 
-    node: Observer | None = None
     shapes: Shapes | None = None
     reads: list[str] | None = None
 
@@ -102,7 +95,13 @@ class StageProgram:
         written = {name for node in graph.nodes[: plan.begin] if node.module is None for name in node.buffers}
         self.written = {id(buffer): name for name, buffer in root.named_buffers() if name in written}
         self.watches = graph.mixes_draws or bool(written) or self._sends_unseen()
-        self.kept = self._find_kept()
+        # Values whose tensors a run has to keep: what is sent, and what that was before it was changed in place.
+        self.kept = set(plan.sends)
+        self.written_in_place: list[tuple[int | None, int]] = []  # what these were, and are
+        for old, new, _ in reversed([version for node in graph.nodes[: plan.end] for version in node.versions]):
+            if new in self.kept:
+                self.kept.add(new if old is None else old)
+                self.written_in_place.insert(0, (old, new))
         self.inputs = [frozenset(node.inputs) for node in graph.nodes]
         self._permuted = {value for value in plan.receives if _is_permuted(graph.values[value])}
         self._changed = {graph.values[r.new].storage for n in graph.nodes[plan.begin : plan.end] for r in n.versions}
@@ -128,13 +127,6 @@ class StageProgram:
         seen = seen_before(self.graph, self.plan.end).union(self.plan.receives)
         unseen = [value for value in self.plan.sends if value not in seen]
         return any(self.graph.producers[value] not in self.plan.recomputed for value in unseen)
-
-    def _find_kept(self) -> set[int]:
-        """Values whose tensors a run has to keep: what is sent, and what that was before it was changed in place."""
-        kept = set(self.plan.sends)
-        for node in reversed(self.graph.nodes[: self.plan.end]):
-            kept.update(version.old for version in node.versions if version.new in kept and version.old is not None)
-        return kept
 
     def as_traced(self, value: int, tensor: Tensor) -> Tensor:
         """Received tensors are contiguous: give them the strides of old, and memory of their own if it is changed."""
@@ -205,40 +197,15 @@ class StagedStep:
         known_boundary = shapes.boundaries.get((stage, train))
         if known_boundary is not None:
             return known_boundary
-        specs = []
-        for value in self.stages[stage].sends:
-            known = shapes.values[value]
-            requires_grad = known.requires_grad and train
-            specs.append(TensorSpec(known.shape, known.dtype, requires_grad))
-        shapes.boundaries[stage, train] = boundary = tuple(specs)
+        known = [shapes.values[value] for value in self.stages[stage].sends]
+        boundary = tuple(spec._replace(requires_grad=spec.requires_grad and train) for spec in known)
+        shapes.boundaries[stage, train] = boundary
         return boundary
 
 
 class TracedPath(NamedTuple):
-    """The path that the step takes on a micro-batch, and what its values look like there."""
+    """The path that the step takes on a micro-batch, what its values look like there, and its number on all ranks."""
 
     staged: StagedStep
     shapes: Shapes
-
-
-@dataclass
-class RunningStep:
-    """The step that a pipeline runs now, as all stages of this rank see it.
-
-    Attributes:
-        paths: of each micro-batch.
-        step: the user's.
-        microbatches: of the batch.
-        train: whether there is a backward.
-        observe: called around each node that is done here.
-        results: where the step ends here, what it returned for each micro-batch.
-        failures: on stages here. Behind the first one nothing is computed here any more.
-    """
-
-    paths: Sequence[TracedPath]
-    step: Step
-    microbatches: Sequence[MicroBatch]
-    train: bool
-    observe: Observer | None
-    results: list[Any]
-    failures: list[Failure] = field(default_factory=list)
+    number: int

@@ -35,7 +35,7 @@ from lightning_smddp.pipeline.capture.ops import (
     sets_flag,
     user_location,
 )
-from lightning_smddp.pipeline.runtime.remote import AS_TRACED, OTHER_PATH, ReplayError, Shape, Shapes, constants_of
+from lightning_smddp.pipeline.runtime.remote import AS_TRACED, OTHER_PATH, ReplayError, Shapes, TensorSpec, constants_of
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor, active_run, set_active_run
 from lightning_smddp.pipeline.runtime.run_modes import Reads, Watch, stance
 from lightning_smddp.pipeline.runtime.stage_program import NOBODY, Observers, StageProgram
@@ -77,7 +77,7 @@ def run_stage(
     """
     run = StageRun(program, received, shapes, observers)
     watch: AbstractContextManager[object] = nullcontext()
-    if program.watches:
+    if run.keeps_all:
         watch = Watch(run, seed or 0)
     elif observers.reads is not None:
         watch = Reads(run)
@@ -147,13 +147,12 @@ class StageRun:
 
     def to_send(self) -> tuple[Tensor, ...]:
         """What the next stage receives. Other tensors are let go, but for those that a checkpoint's second run uses."""
-        for node in self.graph.nodes[: self.plan.end] if self.program.kept else ():
-            for version in node.versions:
-                if version.old in self.here and version.new in self.program.kept:
-                    self.here.setdefault(version.new, self.here[version.old])  # written in place: the same object
         here = self.here
+        for old, new in self.program.written_in_place:
+            if old in here:
+                here.setdefault(new, here[old])  # the same object
         if self.observers.shapes is not None:
-            self.observers.shapes.values.update((value, Shape.of(tensor)) for value, tensor in here.items())
+            self.observers.shapes.values.update((value, TensorSpec.of(tensor)) for value, tensor in here.items())
         for value in self.plan.sends:
             if value not in here:
                 maker = self.graph.nodes[self.graph.producers[value]].name
@@ -231,8 +230,6 @@ class StageRun:
             if node.reads:
                 return result
             self.note_result(node, result)
-        elif not (self.shapes.is_traced or self._is_known(node)):
-            self._learn(node, function, args, kwargs)
         result = self._placeholder(node, found)
         self._note_versions(node, found)
         return result
@@ -266,7 +263,10 @@ class StageRun:
         found = leaves(args)
         if any(type(leaf) is RemoteTensor or id(leaf) in self.program.absent for leaf in found):
             return self.operation(cls.apply, args, {}, found)
-        return self.do(apply, args, {})
+        result = self.do(apply, args, {})
+        if self.observers.shapes is not None:
+            self.note_result(self.find(cls.apply, set(), set()), result)
+        return result
 
     def do(self, function: Forward, args: Any, kwargs: Any) -> Any:
         """Call ``function``; what it calls is its own."""
@@ -287,14 +287,16 @@ class StageRun:
         if index == len(graph.nodes) or graph.nodes[index].module != name:
             return self._unforeseen_unit(name, forward, args, kwargs)
         node = graph.nodes[index]
-        for skipped in sorted(self.program.remote.intersection(range(self.position, index))):
-            raise ReplayError(f"The step went on behind {graph.nodes[skipped].name}, which did not come. {OTHER_PATH}")
-        found = leaves((args, kwargs))
+        for skipped in range(self.position, index):
+            if skipped in self.program.remote:
+                name = graph.nodes[skipped].name
+                raise ReplayError(f"The step went on behind {name}, which did not come. {OTHER_PATH}")
+        found = leaves((args, kwargs) if kwargs else args)
         if index >= plan.begin:
             self.has_begun = True
-            if any(type(leaf) is RemoteTensor for leaf in found):
+            if self.stand_ins and any(type(leaf) is RemoteTensor for leaf in found):
                 args, kwargs = map_leaves(self.real, (args, kwargs))
-                found = leaves((args, kwargs))
+                found = list(map(self.real, found))
             self._note_arguments(node, found)
         if index >= plan.end:
             self.stop()
@@ -310,12 +312,12 @@ class StageRun:
 
     def _note_arguments(self, node: Node, found: list[Any]) -> None:
         """Values that are seen as the arguments of a unit, as they are when it begins."""
-        if len(found) != len(node.entry):
-            if node.entry:
-                raise ReplayError(f"Module {node.name!r} was called with other arguments. {OTHER_PATH}")
+        if not (self.keeps_all or self.program.kept.intersection(node.entry)):
             return
+        if len(found) != len(node.entry):
+            raise ReplayError(f"Module {node.name!r} was called with other arguments. {OTHER_PATH}")
         for value, leaf in zip(node.entry, found, strict=True):
-            if value is not None and (self.keeps_all or value in self.program.kept) and type(leaf) is not RemoteTensor:
+            if value is not None and type(leaf) is not RemoteTensor:
                 self.here.setdefault(value, leaf)
 
     def _unforeseen_unit(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
@@ -331,17 +333,12 @@ class StageRun:
             result = self._placeholder(node, found)
             self._note_versions(node, found)
             return result
-        observe = self.observers.node
-        if observe is not None:
-            observe(node, False, None)
         with stance("default", self.graph.calls_compiled):
             if self.program.checkpointing and torch.is_grad_enabled() and not node.versions:
                 kwargs = {**kwargs, **dict.fromkeys(_CACHES & kwargs.keys())}
                 result = self.do(checkpoint, (forward, *args), {**kwargs, "use_reentrant": False})
             else:
                 result = self.do(forward, args, kwargs)
-        if observe is not None:
-            observe(node, True, result)
         self.note_writes(node, found)
         self.note_result(node, result)
         return result
@@ -357,20 +354,20 @@ class StageRun:
                 self.here[new] = self.here[old]
 
     def note_result(self, node: Node, result: Any) -> None:
-        """Keep the tensors in the result of ``node`` that are needed, by their values."""
+        """Keep the tensors in the result of ``node`` by their values, if one is needed."""
+        if not (self.keeps_all or node.index in self.plan.recomputed or self.program.kept.intersection(node.outputs)):
+            return
         found = leaves(result)
         sources = node.returned.sources
         if len(found) != len(sources):
             raise ReplayError(
                 f"{node.name} returned {counted(len(found), 'value')} instead of {len(sources)}. {OTHER_PATH}"
             )
-        keeps_all = self.keeps_all or node.index in self.plan.recomputed
         for leaf, (kind, source) in zip(found, sources, strict=True):
             if kind == "value":
                 if not isinstance(leaf, Tensor):
                     raise ReplayError(f"{node.name} returned a {type(leaf).__name__} in a tensor's place. {OTHER_PATH}")
-                if keeps_all or source in self.program.kept:
-                    self.here[source] = leaf
+                self.here[source] = leaf
         if self.observers.shapes is not None and any(kind == "constant" for kind, _ in sources):
             self.observers.shapes.constants[node.index] = constants_of(found)
 
@@ -394,7 +391,7 @@ class StageRun:
         if made is None:
             shape = self.shapes.values.get(value)
             if shape is None and value in self.here:
-                shape = Shape.of(self.here[value])
+                shape = TensorSpec.of(self.here[value])
             if shape is None:
                 raise ReplayError(f"The shape of value {value} is not known: the stage that makes it must run first.")
             made = RemoteTensor.standing_for(value, shape, self)
@@ -430,37 +427,3 @@ class StageRun:
                 changed.run = self
             changed.value = new
             self.stand_ins[new] = changed
-
-    def _is_known(self, node: Node) -> bool:
-        """Whether it is known what the result of an operation looks like for this kind of batch."""
-        if node.index in self.shapes.constants:
-            return True
-        sources = node.returned.sources
-        return all(kind != "constant" and (kind != "value" or value in self.shapes.values) for kind, value in sources)
-
-    def _learn(self, node: Node, function: Any, args: Any, kwargs: Any) -> None:
-        """Find the shapes of an operation's result for a new kind of batch: do it once on zeros."""
-        failure: Exception | None = None
-        for number in (0, 1):  # an inverse refuses zeros
-            filled = map_leaves(partial(self._filled, number), (args, kwargs))
-            try:
-                with torch.random.fork_rng(devices=[]):
-                    result = self.do(function, *filled)
-                break
-            except (RuntimeError, IndexError, ValueError) as error:
-                failure = error
-        else:
-            raise ReplayError(f"The shape of what {node.name} makes is not known: {failure}")
-        given = leaves(filled)
-        made = [(s, leaf) for leaf, (k, s) in zip(leaves(result), node.returned.sources, strict=True) if k == "value"]
-        made += [(new, given[position]) for _, new, position in node.versions if position is not None]
-        for value, tensor in made:
-            requires_grad = self.graph.values[value].requires_grad
-            self.shapes.values[value] = Shape(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, requires_grad)
-        self.shapes.constants[node.index] = constants_of(leaves(result))
-
-    def _filled(self, number: int, leaf: Any) -> Any:
-        if type(leaf) is RemoteTensor or id(leaf) in self.program.absent:
-            requires_grad = leaf.requires_grad and torch.is_grad_enabled()
-            return self.pattern(leaf).fill_(number).requires_grad_(requires_grad)
-        return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -12,18 +12,19 @@ forward pass, stage by stage; where the step follows none of them, it is traced 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from functools import partial
+from itertools import count, zip_longest
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_smddp._compat.torch import without_subclass_functions
 from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.communication.objects import broadcast, gather
-from lightning_smddp.communication.tensors import broadcast_structure
+from lightning_smddp.communication.objects import broadcast, each, gather, to_cpu
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, signature
@@ -58,36 +59,30 @@ def infer_shapes(
         None on every rank if the step takes another path.
 
     Raises:
-        Exception: on every rank, where a stage raises one: its own there, a ``RuntimeError`` elsewhere.
+        Exception: on every rank, where a stage raises one.
     """
-    group = runtime.groups.pipeline
     device = runtime.device
     shapes = Shapes(values={})
     received: list[Tensor] = []
-    with preserve_state(runtime.root, device), runtime.wrappers.active([staged.graph]):
+    with preserve_state(runtime.root, device), runtime.wrappers.active([staged.graph]), torch.set_grad_enabled(train):
         for stage, rank in enumerate(runtime.rank_of_stage):
-            report: Any = None
-            failure: Exception | None = None
+            act: Callable[[], Any] = _nothing
             if rank == runtime.groups.pipeline_rank:
-                program = staged.programs[stage]
-                try:
-                    with torch.set_grad_enabled(train):
-                        report = _run_stage(program, step, microbatch, index, received, shapes)
-                except Exception as error:  # of the user's code: the others wait for a word
-                    failure = error
-                    report = {"failed": f"{type(error).__name__}: {error}"}
-            # One broadcast for each stage, whatever has happened there: also a stage that failed says so, and nobody is
-            # left waiting.
-            report = broadcast_structure(report, group, rank, device)
-            if "failed" in report:
-                raise failure or RuntimeError(f"Stage {stage} failed with {report['failed']}")
-            if report["other_path"]:
+                act = partial(_run_stage, staged.programs[stage], step, microbatch, index, received, shapes)
+            told = each(act, runtime.groups.host.group)[rank]
+            if told is None:
                 return None
-            shapes.merge(report["shapes"])
-            received = report["sent"]
-            if stage < runtime.num_stages - 1:
-                _require_gradients(received, staged.stages[stage].sends, shapes, train)
+            found, sent = told
+            shapes.merge(found)
+            received = [tensor.to(device) for tensor in sent]
+            # They require gradients as in training: what is made of them then does so, too.
+            for value, tensor in zip(staged.stages[stage].sends, received, strict=True):
+                tensor.requires_grad_(train and shapes.values[value].requires_grad)
     return shapes
+
+
+def _nothing() -> None:
+    """What a rank does while another one runs a stage."""
 
 
 def _run_stage(
@@ -97,31 +92,21 @@ def _run_stage(
     index: int,
     received: Sequence[Tensor],
     shapes: Shapes,
-) -> dict[str, Any]:
-    """A report for all ranks: the shapes that a stage has found, and what it sends. ``shapes``: of earlier stages."""
+) -> tuple[Shapes, list[Tensor]] | None:
+    """For all ranks: the shapes that a stage has found, and what it sends. ``shapes``: of earlier stages.
+
+    None if the step takes another path.
+    """
     found = Shapes(values={})
     try:
         with step.around(None, index, microbatch, keep=program.is_last):
             observers = Observers(shapes=found)
             sent, _ = run_stage(program, lambda: step(microbatch), received, shapes, observers, step.seed_of(index))
     except ReplayError:
-        return {"other_path": True}
+        return None
     finally:
         step.forget()
-    return {
-        "other_path": False,
-        "shapes": found,
-        "sent": [tensor.detach() for tensor in sent],
-    }
-
-
-def _require_gradients(received: Sequence[Tensor], live: Sequence[int], shapes: Shapes, train: bool) -> None:
-    """Received tensors require gradients as they would in training: what is made of them then does so, too.
-
-    ``received`` may be longer than ``live``: behind the values there may be numbers that Python has read.
-    """
-    for value, tensor in zip(live, received, strict=False):
-        tensor.requires_grad_(train and shapes.values[value].requires_grad)
+    return found, to_cpu(list(sent))
 
 
 @dataclass
@@ -143,13 +128,12 @@ class TraceCache:
     counts: Callable[[], bool] = lambda: False
     _paths: dict[str, list[tuple[Guards, TracedPath]]] = field(default_factory=dict)  # by kind of micro-batch
     _now: dict[str, TracedPath] = field(default_factory=dict)  # in this batch, where all micro-batches take the same
-    _has_no_dry_run: bool = False  # the path that was kept last has no dry run
     _reason: str = ""  # why no known path was the one of a micro-batch
     _news: list[str] = field(default_factory=list)  # such reasons, where a path was new
     _trained: str = ""  # for each parameter whether it needs a gradient
     _parameters: list[nn.Parameter] = field(init=False)
-    _known: dict[int, TracedPath] = field(default_factory=dict)  # all in `_paths`, by numbers that all ranks know
-    _next_number: int = 0
+    _known: dict[int, TracedPath] = field(default_factory=dict)  # all in `_paths`, by number
+    _numbers: Iterator[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
         """Collect the parameters once: it takes longer than to look at them."""
@@ -158,7 +142,7 @@ class TraceCache:
     def remember(self, staged: StagedStep, step: Step, microbatch: MicroBatch, index: int = 0) -> TracedPath:
         """``staged`` was traced with a micro-batch like this."""
         self._look_at_parameters()
-        path = TracedPath(staged, Shapes.of(staged.graph))
+        path = TracedPath(staged, Shapes.of(staged.graph), next(self._numbers))
         return self._keep(path, step, microbatch, index)
 
     def find(self, step: Step, microbatches: Sequence[MicroBatch]) -> list[TracedPath]:
@@ -205,13 +189,12 @@ class TraceCache:
 
     def _look_up_all(self, step: Step, microbatches: Sequence[MicroBatch], begin: int) -> list[int]:
         """The numbers of the paths of the micro-batches from ``begin`` on, up to the first that is not known here."""
-        number_of = {id(path): number for number, path in self._known.items()}
         numbers: list[int] = []
         for index in range(begin, len(microbatches)):
             path = self._look_up(step, microbatches[index], index)
             if path is None:
                 break
-            numbers.append(number_of[id(path)])
+            numbers.append(path.number)
         return numbers
 
     def _look_up(self, step: Step, microbatch: MicroBatch, index: int) -> TracedPath | None:
@@ -222,8 +205,6 @@ class TraceCache:
             return self._now[kind]
         self._reason = "It has a batch of a new kind."
         for known, path in self._paths.get(kind, []):
-            if self._has_no_dry_run:
-                return self._take(kind, path)
             guards = self._dry_run(path, step, microbatch, index)
             if guards == known:
                 return self._take(kind, path)
@@ -246,7 +227,8 @@ class TraceCache:
         return f"{signature(microbatch)}|{self._trained}"
 
     def _look_at_parameters(self) -> None:
-        self._trained = "".join("01"[parameter.requires_grad] for parameter in self._parameters)
+        with without_subclass_functions():
+            self._trained = "".join("01"[parameter.requires_grad] for parameter in self._parameters)
 
     # ---- new paths ----
 
@@ -265,7 +247,7 @@ class TraceCache:
 
     def _refuse_more(self) -> None:
         """Raise ``SplitError`` on every rank, with what led to the last two paths. Collective."""
-        last = broadcast(self._news[-2:], self.runtime.groups.pipeline)
+        last = broadcast(self._news[-2:], self.runtime.groups.host.group)
         raise SplitError(
             f"The step took {_MOST_PATHS} paths, each of which was traced, and now takes another one. The last two "
             f"differ by this: {' '.join(last)} Let fewer things decide what it does between modules, put that code "
@@ -278,7 +260,7 @@ class TraceCache:
         if shapes is None:
             return None
         # Units fit, and so do shapes. Code between them, which is one stage's own, may still do something else.
-        path = TracedPath(staged, shapes)
+        path = TracedPath(staged, shapes, next(self._numbers))
         if self._varies():
             is_other = self._dry_run(path, step, microbatch, index) is None
             if any(gather(is_other, self.runtime.groups.pipeline)):
@@ -291,7 +273,6 @@ class TraceCache:
         guards = self._dry_run(path, step, microbatch, index)
         if self._varies():
             self._require_dry_run(guards)
-        self._has_no_dry_run = guards is None
         while len(self._paths) >= _KEPT and kind not in self._paths:
             oldest = next(iter(self._paths))
             self._forget(self._paths.pop(oldest))
@@ -300,13 +281,12 @@ class TraceCache:
         self._forget(known[_KEPT_OF_A_KIND - 1 :])
         del known[_KEPT_OF_A_KIND - 1 :]
         known.insert(0, (guards, path))
-        self._known[self._next_number] = path
-        self._next_number += 1
+        self._known[path.number] = path
         return self._take(kind, path)
 
     def _forget(self, entries: Sequence[tuple[Guards, TracedPath]]) -> None:
-        forgotten = {id(path) for _, path in entries}
-        self._known = {number: path for number, path in self._known.items() if id(path) not in forgotten}
+        for _, path in entries:
+            del self._known[path.number]
 
     def _require_dry_run(self, guards: Guards) -> None:
         """Raise ``SplitError`` on every rank if the path that was just found cannot be found again. Collective."""
@@ -325,7 +305,7 @@ class TraceCache:
 
     def _dry_run(self, path: TracedPath, step: Step, microbatch: MicroBatch, index: int) -> Guards:
         """What Python code reads of the batch on this path; None if the step leaves it, or has no dry run."""
-        staged, shapes = path
+        staged, shapes, _ = path
         # Nothing of a dry run may stay: torch's random numbers are put back, and the step is told to keep nothing of
         # what its code shows.
         reads: list[str] = []
