@@ -101,17 +101,19 @@ def assign_buckets(parameters: list[nn.Parameter], cap_bytes: int) -> list[Gradi
 
     That is taken to be the reverse of the module's.
     """
-    # A bucket can start when its last gradient is there, so buckets are numbered as they fill. Launches follow the
-    # numbers on all replicas: collectives in another order on another rank would never match.
     filled: list[list[nn.Parameter]] = []
     filling: dict[torch.dtype, list[nn.Parameter]] = {}  # the open bucket of each dtype
-    for parameter in reversed(parameters):
-        members = filling.pop(parameter.dtype, [])
-        if members and sum(member.nbytes for member in members) + parameter.nbytes > cap_bytes:
+    ends: dict[int, int] = {}  # for each parameter its position in the order of backward
+    for position, parameter in enumerate(reversed(parameters)):
+        ends[id(parameter)] = position
+        members = filling.get(parameter.dtype)
+        if members is None or sum(member.nbytes for member in members) + parameter.nbytes > cap_bytes:
+            members = filling[parameter.dtype] = []
             filled.append(members)
-            members = []
-        filling[parameter.dtype] = [*members, parameter]  # the one that was added to last is the last
-    filled += filling.values()
+        members.append(parameter)
+    # A bucket can start when its last gradient is there, so buckets are numbered by their last members. Launches
+    # follow the numbers on all replicas: collectives in another order on another rank would never match.
+    filled.sort(key=lambda members: ends[id(members[-1])])
     last = len(filled) - 1
     return [GradientBucket(number, members, number == last) for number, members in enumerate(filled)]
 
