@@ -5,6 +5,7 @@ Written against Lightning 2.6.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,9 +50,17 @@ def finish_batch(trainer: Any) -> None:
 
 def end_epoch(trainer: Any) -> None:
     """The checkpoint lies behind the last batch of an epoch: Lightning would ask for one more."""
-    fetcher = trainer.fit_loop._data_fetcher
-    fetcher.reset()
-    fetcher.done = True
+    trainer.fit_loop._data_fetcher.done = True
+
+
+def make_iterators(trainer: Any) -> None:
+    """Of a resumed run, where training begins: Lightning makes them before that, and not again."""
+    fit_loop = trainer.fit_loop
+    fit_loop._resuming_from_checkpoint = False  # it makes those of a new epoch, but for the first
+    if fit_loop.epoch_loop.restarting or trainer.current_epoch == 0:
+        for loader in fit_loop._combined_loader.flattened:
+            sys.modules[type(fit_loop).__module__]._set_sampler_epoch(loader, trainer.current_epoch)
+        iter(fit_loop._data_fetcher)
 
 
 def training_loaders(trainer: Any) -> Any:

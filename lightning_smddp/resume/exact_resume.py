@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_smddp._compat.loops import begin_next_epoch, end_epoch, finish_batch, training_loaders
+from lightning_smddp._compat.loops import begin_next_epoch, end_epoch, finish_batch, make_iterators, training_loaders
 from lightning_smddp.communication.objects import gather
 from lightning_smddp.resume.auto_resume import continuing
 from lightning_smddp.resume.random_states import RandomStates
@@ -37,9 +37,7 @@ class ExactResume:
         self._trainer: Any = None
         self._states = RandomStates(torch.device("cpu"))
         self._epoch = -1  # in which the loaders were made
-        self._num_loaders = 0
         self._saved: Mapping[str, Any] = {}
-        self._now: dict[str, Any] | None = None
         self._corrections: list[Callable[[Any], None]] = []  # of Lightning's loops, when training starts
 
     def begin(self, trainer: Any, device: torch.device, resume: str | None) -> None:
@@ -57,15 +55,14 @@ class ExactResume:
         if trainer is None or not trainer.training or hasattr(loader, "load_state_dict"):
             return loader
         if self._epoch != trainer.current_epoch:  # with `reload_dataloaders_every_n_epochs`, others than before
-            self._epoch, self._num_loaders = trainer.current_epoch, 0
-            self._states.forget_loaders()
-        self._states.look_into(loader, f"loader {self._num_loaders}")
-        self._num_loaders += 1
+            self._epoch = trainer.current_epoch
+            self._states.of_loaders.clear()
+        self._states.look_into(loader)
         return ResumableLoader(loader, self._states)
 
     def close(self) -> None:
         """The run is over: Lightning has the user's own loaders again, which may be in a collection of the user's."""
-        combined = training_loaders(self._trainer) if self._num_loaders else None
+        combined = self._trainer and training_loaders(self._trainer)
         if combined is not None:
             loaders = combined.flattened
             combined.flattened = [each.loader if type(each) is ResumableLoader else each for each in loaders]
@@ -153,9 +150,10 @@ class ExactResume:
         if not _is_in_epoch(loops):
             self._corrections = [begin_next_epoch]
             _settle(loops[_EPOCHS])
-        elif batches["is_last_batch"]:
+        if _is_in_epoch(loops) and batches["is_last_batch"]:
             self._corrections.append(end_epoch)
-            self._now = self._states.pending  # whatever is fetched ahead
+        elif self._states.pending is not None:
+            self._corrections.append(make_iterators)
         _settle(batches)
         _settle(loops[_VALIDATED])
 
@@ -165,13 +163,13 @@ class ExactResume:
 
     def on_train_start(self) -> None:
         """Put random numbers back, before the first hook of an epoch."""
-        now = self._now or self._states.pending
-        if now is not None:
-            self._states.restore(now)
-        for correct in self._corrections:
-            correct(self._trainer)
-        self._now = self._states.pending = None
+        states, corrections = self._states, self._corrections
         self._corrections = []
+        if states.pending is not None:
+            states.restore(states.pending)
+            states.pending = None
+        for correct in corrections:
+            correct(self._trainer)
 
 
 def _is_in_epoch(loops: Mapping[str, Any]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,48 +20,34 @@ class RandomStates:
         device: this rank's, whose generator counts if it is a CUDA device.
 
     Attributes:
-        pending: what a resumed run goes on from as soon as it trains; None from then on, and in other runs.
-        waiting: make the iterators of a resumed run's loaders.
+        of_loaders: the generators that they keep.
+        pending: what a resumed run goes on from when it trains: until then loaders give nothing. None in other runs.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.pending: dict[str, Any] | None = None
-        self.waiting: list[Callable[[], None]] = []
         self._generators = Generators(torch.nn.Module(), device)
-        self._of_loaders: dict[str, Any] = {}
+        self.of_loaders: list[Any] = []
 
-    def forget_loaders(self) -> None:
-        """Their generators count no more."""
-        self._of_loaders.clear()
-
-    def look_into(self, thing: Any, place: str, depth: int = _DEPTH) -> None:
+    def look_into(self, thing: Any, depth: int = _DEPTH) -> None:
         """Find the generators among the attributes of a loader, and of samplers and datasets in it."""
         # In the order of names, so that each has the same place in the run that saves and in the one that resumes.
-        for key, value in sorted(getattr(thing, "__dict__", {}).items()):
+        for _, value in sorted(getattr(thing, "__dict__", {}).items()):
             if is_generator(value):
-                self._of_loaders[f"{place}.{key}"] = value
+                self.of_loaders.append(value)
             elif isinstance(value, (Sampler, Dataset)) and depth:
-                self.look_into(value, f"{place}.{key}", depth - 1)
+                self.look_into(value, depth - 1)
 
     def capture(self) -> dict[str, Any]:
         """All states as they are: tensors, numbers, strings, and tuples, lists and dicts of them."""
-        own = {place: _plain(state_of(generator)) for place, generator in self._of_loaders.items()}
+        own = [_plain(state_of(generator)) for generator in self.of_loaders]
         return {"run": [_plain(state) for state in self._generators.states()], "loaders": own}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Put back a :meth:`capture`; generators of loaders that are not in it stay as they are."""
+        """Put back a :meth:`capture`."""
         self._generators.restore(state["run"])
-        for place, generator in self._of_loaders.items():
-            if place in state["loaders"]:
-                set_state(generator, state["loaders"][place])
-
-    def make_iterators(self) -> None:
-        """Make those that are :attr:`waiting`, one after the other, as Lightning does at the begin of an epoch."""
-        waiting, self.waiting = self.waiting, []
-        if waiting and self.pending is not None:  # Lightning fetches ahead of loaders without length
-            self.restore(self.pending)
-        for make in waiting:
-            make()
+        for generator, own in zip(self.of_loaders, state["loaders"], strict=False):
+            set_state(generator, own)
 
     def seed(self, number: int) -> None:
         """Let the run's numbers follow from ``number``; those of loaders stay as they are."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -15,7 +14,7 @@ from lightning_smddp.resume.random_states import RandomStates
 from lightning_smddp.wording import counted
 
 # All other attributes are the loader's, whether they are read or set: Lightning sets `_iterator` and `worker_init_fn`.
-_OWN = {"loader", "_states", "_course", "_saved", "_made", "_ahead"}
+_OWN = {"_course", "_saved"}
 
 
 class ResumableLoader:
@@ -35,7 +34,7 @@ class ResumableLoader:
 
     def __init__(self, loader: Any, states: RandomStates) -> None:
         vars(self).update(loader=loader, _states=states, _saved=None)
-        self._note(created=None)
+        self._course = {"batch_size": None, "count": 0, "created": None, "first": None, "latest": None}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["loader"], name)
@@ -49,10 +48,6 @@ class ResumableLoader:
 
     def __len__(self) -> int:
         return len(self.loader)
-
-    def _note(self, created: dict[str, Any] | None) -> None:
-        size = getattr(self.loader, "batch_size", None)
-        self._course = {"batch_size": size, "count": 0, "created": created, "first": None, "latest": None}
 
     def state_dict(self) -> dict[str, Any]:
         """How far the latest iterator is.
@@ -71,14 +66,28 @@ class ResumableLoader:
             warn_of_repetition(f"batch_size={size} instead of {state.get('batch_size')}")
 
     def __iter__(self) -> Iterator[Any]:
+        if self._states.pending is not None:
+            return iter(())
         saved, self._saved = self._saved, None
-        if self._states.pending is None:
+        if saved is None:
             return self._batches(self._make())
-        self._states.waiting.append(partial(self._resume, saved))
-        return self._resumed()
+        states = self._states
+        before = states.capture()
+        states.restore(saved["created"] or before)
+        iterator = self._make()
+        states.restore(saved["first"] or before)
+        _skip(iterator, saved["count"])
+        ahead: list[Any] = []
+        if saved["latest"] is not None:  # this batch was fetched, and not trained
+            states.restore(saved["latest"])
+            ahead = list(islice(iterator, 1))
+        states.restore(before)
+        self._course = {**saved, "count": saved["count"] + len(ahead)}
+        return chain(ahead, self._batches(iterator))
 
     def _make(self) -> Iterator[Any]:
-        self._note(created=self._states.capture())
+        size, created = getattr(self.loader, "batch_size", None), self._states.capture()
+        self._course = {"batch_size": size, "count": 0, "created": created, "first": None, "latest": None}
         return iter(self.loader)
 
     def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
@@ -89,38 +98,11 @@ class ResumableLoader:
                 return
 
     def _next(self, iterator: Iterator[Any]) -> Any:
-        states, course = self._states, self._course
-        course["latest"] = states.capture()
+        course = self._course
+        course["latest"] = self._states.capture()
         course["first"] = course["first"] or course["latest"]
         course["count"] += 1
-        batch = next(iterator)
-        if states.pending is not None:
-            states.pending = states.capture()
-        return batch
-
-    def _resumed(self) -> Iterator[Any]:
-        # Made with the first batch: Lightning makes iterators before samplers know a resumed run's epoch.
-        self._states.make_iterators()
-        yield from self._ahead
-        yield from self._batches(self._made)
-
-    def _resume(self, saved: dict[str, Any] | None) -> None:
-        """Make an iterator: a new one, or one that has given the batches that were trained."""
-        self._ahead = []
-        if saved is None:
-            self._made = self._make()
-            return
-        states = self._states
-        before = states.capture()
-        states.restore(saved["created"] or before)
-        self._made = self._make()
-        states.restore(saved["first"] or before)
-        _skip(self._made, saved["count"])
-        if saved["latest"] is not None:  # this batch was fetched, and not trained
-            states.restore(saved["latest"])
-            self._ahead = list(islice(self._made, 1))
-        states.restore(before)
-        self._course.update(saved, count=saved["count"] + len(self._ahead))
+        return next(iterator)
 
 
 def _skip(iterator: Iterator[Any], count: int) -> None:

@@ -350,7 +350,7 @@ class WithSources(TensorDataset):
 
 def made(loader: Any) -> tuple[RandomStates, ResumableLoader]:
     states = RandomStates(torch.device("cpu"))
-    states.look_into(loader, "loader")
+    states.look_into(loader)
     return states, ResumableLoader(loader, states)
 
 
@@ -376,9 +376,10 @@ def test_a_loader_goes_on(count: int, tmp_path: Path) -> None:
     states, loader = made(DataLoader(data, 4, shuffle=True))
     states.pending = saved["now"]
     loader.load_state_dict({**saved["loader"], "latest": None})
-    iterator = iter(loader)
-    states.restore(saved["now"])  # training starts
+    assert list(loader) == []  # until training starts
+    states.restore(saved["now"])
     states.pending = None
+    iterator = iter(loader)
     assert given(states, iterator) == rest
     assert len(rest) == 5 - count
     assert data.loaded == 20 - 4 * count
