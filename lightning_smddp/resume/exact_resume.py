@@ -35,7 +35,7 @@ class ExactResume:
 
     def __init__(self) -> None:
         self._trainer: Any = None
-        self._states = RandomStates(torch.device("cpu"))
+        self._states: RandomStates  # from `begin` on: generators do not travel to ranks that are spawned
         self._epoch = -1  # in which the loaders were made
         self._saved: Mapping[str, Any] = {}
         self._corrections: list[Callable[[Any], None]] = []  # of Lightning's loops, when training starts

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import threading
 import time
@@ -78,6 +79,16 @@ class Signals:
                 self._previous[signum] = signal.signal(signum, _heard)
         self._previous_wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
 
+    def wait(self, seconds: float, closed: threading.Event) -> bool:
+        """Wait for a signal, or until ``closed``, for ``seconds`` at most; whether ``closed`` is set."""
+        end = self._pipe[0]
+        if end < 0:
+            return closed.wait(seconds)
+        heard = select.poll()
+        heard.register(end, select.POLLIN)
+        heard.poll(1000 * seconds)
+        return closed.is_set()
+
     def read(self) -> list[tuple[int, bool]]:
         """Those that came since the last time, each with whether it came again: a second or more after the first."""
         came: list[tuple[int, bool]] = []
@@ -103,9 +114,11 @@ class Signals:
         with contextlib.suppress(ValueError, OSError):  # the one before was closed meanwhile
             signal.set_wakeup_fd(-1)
             signal.set_wakeup_fd(self._previous_wakeup)
-        for end in self._pipe:
+        ends, self._pipe = self._pipe, (-1, -1)
+        with contextlib.suppress(OSError):  # full: it is read then
+            os.write(ends[1], b"\0")  # whoever waits for it goes on
+        for end in ends:
             os.close(end)
-        self._pipe = (-1, -1)
 
 
 def _heard(signum: int, frame: FrameType | None) -> None:

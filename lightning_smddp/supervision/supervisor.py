@@ -131,10 +131,8 @@ class Supervisor:
                 failure = self._board.set_once("failure", json.dumps(found))
         if failure:
             self._record(Failure(*json.loads(failure)))
-        elif stop:
-            self._agree(int(stop), decision)
-        elif self.stop_signal is not None:
-            self._board.set_once("stop", str(self.stop_signal))
+        elif stop or self.stop_signal is not None:
+            self._agree(int(stop or self._board.set_once("stop", str(self.stop_signal))), decision)
         before = self.stillness.still_s
         now = time.monotonic()
         passed = min(now - self._ticked_at, 2 * self._period)  # the whole machine may have been stopped meanwhile
@@ -153,6 +151,8 @@ class Supervisor:
 
     def _failure_of(self, rank: int, kind: Kind, message: str) -> Failure:
         beat = self._board.beat(rank)
+        if rank == self.rank:
+            beat = beat._replace(step=self.step, phase=self.phase)
         return Failure(
             rank, self._board.who[rank].host, self._board.who[rank].pid, beat.step, beat.phase, kind, message
         )
@@ -178,7 +178,7 @@ class Supervisor:
     # ---- the other thread: what is seen without the store, and the end of this process ----
 
     def _guard(self) -> None:
-        while not self._closed.wait(LOOK_S):
+        while not self.signals.wait(LOOK_S, self._closed):
             self._look_around()
             for signum, again in self.signals.read():
                 self._signalled(signum, again)

@@ -52,15 +52,21 @@ def assert_bits(actual: Any, expected: Any, where: str) -> None:
 
 def check(run: Run, result: Result, unbroken: Result) -> None:
     """It started with what the checkpoint has, and went on as if nothing had happened."""
+    saved = check_start(run, result)
+    rest = unbroken.losses[-len(result.losses) :]
+    assert len(rest) == STEPS - saved["global_step"]
+    torch.testing.assert_close(result.losses, rest, rtol=1e-6, atol=1e-9, msg=run.name)
+
+
+def check_start(run: Run, result: Result) -> Any:
+    """It started with what the checkpoint has; returns that."""
     path = run.ckpt_path
     assert path is not None
     saved = sharded.load(path) if is_sharded(path) else torch.load(path, weights_only=True)
     assert set(saved["state_dict"]) == set(Model(run.kind).state_dict())
     assert_bits(result.state_dict, saved["state_dict"], run.name)
     assert_bits(result.optimizer, saved["optimizer_states"][0], run.name)
-    rest = unbroken.losses[-len(result.losses) :]
-    assert len(rest) == STEPS - saved["global_step"]
-    torch.testing.assert_close(result.losses, rest, rtol=1e-6, atol=1e-9, msg=run.name)
+    return saved
 
 
 def go_through(sources: Iterable[Run], targets: dict[str, Sequence[str]], unbroken: Result) -> None:

@@ -109,7 +109,7 @@ MODULES = [
     ("LBFGS needs the gradients of all parameters in one place", Huge, {}),
     ("`training_step` returned float32[8]", NoScalar, {}),  # of micro-batches with one row
     ("`training_step` returned dict(loss=float32[8])", NoScalarInDict, {}),
-    ("`training_step` returned dict(output=float32[])", DictWithoutLoss, {}),
+    ("`training_step` returned dict(output=float32[], grad)", DictWithoutLoss, {}),
     ("does not depend on any parameter", Detached, {}),
     ("it is of a metric that does not say `is_differentiable = True`", LossOfMetric, {}),
     ("multiple optimizers is only supported with manual", TwoOptimizers, {}),
@@ -138,7 +138,7 @@ def test_a_callback() -> None:
 @pytest.mark.parametrize(
     ("expected", "options"),
     [
-        ("as many micro-batches as there are stages", {"num_microbatches": 2}),
+        ("Use num_microbatches=3", {"num_microbatches": 2}),
         ("pipeline_parallel_size=2", {"pipeline_parallel_size": 2}),
     ],
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Wrappers:
         self.drawing: frozenset[str] = frozenset()
         self._graphs: Sequence[StepGraph] = ()
         self._patches: list[ForwardPatch] = []  # for these graphs
+        self._places: list[tuple[nn.Module, str, nn.Module]] = []  # (parent, attribute, module) on the way to them
 
     @contextmanager
     def active(self, graphs: Sequence[StepGraph]) -> Iterator[None]:
@@ -45,6 +47,11 @@ class Wrappers:
             self.drawing = frozenset[str]().union(*(graph.drawing for graph in graphs))
             names = self.drawing.union(*(graph.unit_names for graph in graphs))
             self._patches = forward_patches(self.root, self._wrap, names)
+            self._places = []
+            for path in {path for name in names for path in accumulate(name.split("."), "{}.{}".format)}:
+                parent, _, attribute = path.rpartition(".")
+                place = (self.root.get_submodule(parent), attribute, self.root.get_submodule(path))
+                self._places.append(place)
         apply = visible_autograd_functions() if any(graph.calls_apply for graph in graphs) else nullcontext()
         self.generators.python = any(graph.draws for graph in graphs)
         try:
@@ -54,7 +61,9 @@ class Wrappers:
             self.generators.python = True
 
     def _has_changed(self) -> bool:
-        """Whether ``forward`` of one of the modules is not what was wrapped, or is compiled."""
+        """Whether one of the modules, or its ``forward``, is not what was wrapped, or is compiled."""
+        if any(getattr(parent, attribute, None) is not module for parent, attribute, module in self._places):
+            return True
         return any(
             attributes.get(key) is not own or attributes.get(COMPILED_CALL) is not None
             for attributes, key, own, _ in self._patches
