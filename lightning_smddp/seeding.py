@@ -16,14 +16,15 @@ import os
 import random
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from lightning_smddp._compat.torch import COMPILED_CALL, compiled_call, without_torch_functions
+from lightning_smddp.patches import Patch, patched
 
 Forward: TypeAlias = Callable[..., Any]
 
@@ -146,7 +147,7 @@ def seeded_modules(root: nn.Module, generators: Generators) -> Iterator[None]:
 
         return drawing
 
-    with installed(forward_patches(root, wrap, drawing_candidates(root))):
+    with patched(forward_patches(root, wrap, drawing_candidates(root))):
         yield
 
 
@@ -193,27 +194,9 @@ def drawing_candidates(root: nn.Module) -> list[str]:
     return names
 
 
-class ForwardPatch(NamedTuple):
-    """What takes the place of a module's ``forward``, or of what calls it.
-
-    Attributes:
-        attributes: of the module.
-        key: its name among them.
-        own: what the module has there; None for what its class has.
-        patch: what takes its place.
-    """
-
-    attributes: dict[str, Any]
-    key: str
-    own: Any
-    patch: Any
-
-
-def forward_patches(
-    root: nn.Module, wrap: Callable[[str, Forward], Forward], names: Iterable[str]
-) -> list[ForwardPatch]:
+def forward_patches(root: nn.Module, wrap: Callable[[str, Forward], Forward], names: Iterable[str]) -> list[Patch]:
     """Patches with which ``forward`` of the modules ``names`` of ``root`` is ``wrap(name, forward)``."""
-    patches = []
+    patches: list[Patch] = []
     for name in names:
         module = root.get_submodule(name)
         attributes, key = vars(module), "forward"
@@ -221,24 +204,9 @@ def forward_patches(
         if whole is not None:  # else the wrapper would be compiled
             key = COMPILED_CALL
         elif attributes.get(COMPILED_CALL) is not None:  # its hooks are compiled with it: it is not, here
-            patches.append(ForwardPatch(attributes, COMPILED_CALL, attributes[COMPILED_CALL], None))
-        patches.append(ForwardPatch(attributes, key, attributes.get(key), wrap(name, whole or module.forward)))
+            patches.append((attributes, COMPILED_CALL, None))
+        patches.append((attributes, key, wrap(name, whole or module.forward)))
     return patches
-
-
-@contextmanager
-def installed(patches: Sequence[ForwardPatch]) -> Iterator[None]:
-    """In this context ``patches`` are in place."""
-    for attributes, key, _, patch in patches:
-        attributes[key] = patch
-    try:
-        yield
-    finally:
-        for attributes, key, own, _ in patches:
-            if own is None:
-                del attributes[key]
-            else:
-                attributes[key] = own
 
 
 def same(states: list[Any], others: list[Any]) -> bool:

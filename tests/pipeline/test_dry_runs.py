@@ -208,6 +208,17 @@ def test_units_are_run_again_in_backward() -> None:
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_another_forward_between_steps_is_the_one_that_runs(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(chain)
+    case.run()
+    if own:
+        case.net.b.forward = lambda x: F.linear(x, case.net.b.weight)  # type: ignore[method-assign]
+    else:
+        monkeypatch.setattr(nn.Linear, "forward", lambda self, x: F.linear(x, self.weight))
+    torch.testing.assert_close(case.run(), case.step())
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_errors_leave_no_patch(error: type[BaseException]) -> None:
     flag: list[int] = []

@@ -28,6 +28,7 @@ from lightning_smddp._compat.torch import (
     without_torch_functions,
     write_count,
 )
+from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.ops import (
     Kind,
@@ -49,7 +50,6 @@ from lightning_smddp.seeding import (
     SeededCall,
     drawing_candidates,
     forward_patches,
-    installed,
     same,
 )
 from lightning_smddp.wire.pytree import items, leaves, map_leaves, tensors
@@ -168,7 +168,7 @@ class _Tracer(TorchFunctionMode, Tracking):
                 visible_autograd_functions(),
                 torch.compiler.set_stance("force_eager"),  # else compiled code would leave our modes out
                 saving,
-                installed(forward_patches(self.module, self._wrap, [name for name in self.modules if name])),
+                patched(forward_patches(self.module, self._wrap, [name for name in self.modules if name])),
                 _Dispatched(self),
                 self,
             ):

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from lightning_smddp._compat.torch import COMPILED_CALL, visible_autograd_functions
+from lightning_smddp.patches import Patch, patched
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.runtime.remote_tensor import active_run
-from lightning_smddp.seeding import Forward, ForwardPatch, Generators, forward_patches, installed, seeded
+from lightning_smddp.seeding import Forward, Generators, forward_patches, seeded
 
 
 class Wrappers:
@@ -36,7 +37,8 @@ class Wrappers:
         self.generators = Generators(root, device)
         self.drawing: frozenset[str] = frozenset()
         self._graphs: Sequence[StepGraph] = ()
-        self._patches: list[ForwardPatch] = []  # for these graphs
+        self._patches: list[Patch] = []  # for these graphs,
+        self._forwards: list[tuple[nn.Module, Any]] = []  # what they wrap,
         self._places: list[tuple[nn.Module, str, nn.Module]] = []  # (parent, attribute, module) on the way to them
 
     @contextmanager
@@ -47,6 +49,8 @@ class Wrappers:
             self.drawing = frozenset[str]().union(*(graph.drawing for graph in graphs))
             names = self.drawing.union(*(graph.unit_names for graph in graphs))
             self._patches = forward_patches(self.root, self._wrap, names)
+            modules = list(map(self.root.get_submodule, names))
+            self._forwards = [(module, _forward_of(module)) for module in modules]
             self._places = []
             for path in {path for name in names for path in accumulate(name.split("."), "{}.{}".format)}:
                 parent, _, attribute = path.rpartition(".")
@@ -55,7 +59,7 @@ class Wrappers:
         apply = visible_autograd_functions() if any(graph.calls_apply for graph in graphs) else nullcontext()
         self.generators.python = any(graph.draws for graph in graphs)
         try:
-            with apply, installed(self._patches):
+            with apply, patched(self._patches):
                 yield
         finally:
             self.generators.python = True
@@ -65,8 +69,8 @@ class Wrappers:
         if any(getattr(parent, attribute, None) is not module for parent, attribute, module in self._places):
             return True
         return any(
-            attributes.get(key) is not own or attributes.get(COMPILED_CALL) is not None
-            for attributes, key, own, _ in self._patches
+            _forward_of(module) != forward or vars(module).get(COMPILED_CALL) is not None
+            for module, forward in self._forwards
         )
 
     def _wrap(self, name: str, forward: Forward) -> Forward:
@@ -79,3 +83,8 @@ class Wrappers:
             return forward(*args, **kwargs)
 
         return wrapped
+
+
+def _forward_of(module: nn.Module) -> Any:
+    """Its own, if it has one, and that of its class: another function from one step to the next is another forward."""
+    return vars(module).get("forward"), getattr(type(module), "forward", None)
