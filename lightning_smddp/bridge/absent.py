@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_smddp.wire.pytree import tensors
+from lightning_smddp.pytree import tensors
 
 _READS = frozenset({
     "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "allclose", "equal",

@@ -49,7 +49,7 @@ from lightning_smddp.bridge.metrics import detached
 from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.capture.tracer import depends_on_module
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
-from lightning_smddp.wire.pytree import leaves, map_leaves
+from lightning_smddp.pytree import leaves, map_leaves
 
 
 class _Traced(NamedTuple):

@@ -24,7 +24,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_smddp._compat.torch import write_count
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
-from lightning_smddp.wire.pytree import leaves
+from lightning_smddp.pytree import leaves
 
 ROOT = ("",)  # the place of the LightningModule
 NOT_OF_USERS = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}  # attributes of modules: parameters, hooks

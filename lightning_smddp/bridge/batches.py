@@ -21,7 +21,7 @@ from lightning_smddp.pipeline.partition.microbatches import (
     looks_at_other_rows,
 )
 from lightning_smddp.planner.schedules import auto_num_microbatches
-from lightning_smddp.wire.pytree import leaves
+from lightning_smddp.pytree import leaves
 
 BATCH_NORM_ROWS = 16  # of a micro-batch at least with "auto", where BatchNorm trains
 _CURE = (

@@ -22,7 +22,7 @@ from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, place_text, shown
 from lightning_smddp.pipeline.partition.plan import own_error
-from lightning_smddp.wire.pytree import Path, items
+from lightning_smddp.pytree import Path, items
 
 if TYPE_CHECKING:
     from lightning_smddp.bridge.partitioned_module import PartitionedModule

@@ -29,7 +29,7 @@ from lightning_smddp.communication.tensors import broadcast_structure
 from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.capture.tracer import open_modules
 from lightning_smddp.pipeline.runtime.remote_tensor import active_run
-from lightning_smddp.wire.pytree import map_leaves, tensors
+from lightning_smddp.pytree import map_leaves, tensors
 
 AnyMetric: TypeAlias = "Metric | MetricCollection"
 _METHODS = ("forward", "update", "compute", "reset")

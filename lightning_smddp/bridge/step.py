@@ -18,8 +18,8 @@ from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.tracer import is_tracing
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, attributes_of, signature
 from lightning_smddp.pipeline.runtime.casts import look_for_casts
+from lightning_smddp.pytree import copied, map_leaves, tensors
 from lightning_smddp.seeding import Generators, mix
-from lightning_smddp.wire.pytree import copied, map_leaves, tensors
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

@@ -32,7 +32,7 @@ from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.capture.tracer import open_modules
 from lightning_smddp.pipeline.partition.microbatches import merge_outputs, weighted_mean
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
-from lightning_smddp.wire.pytree import tensors
+from lightning_smddp.pytree import tensors
 
 _REDUCTIONS: dict[Any, str] = {
     "mean": "mean", "avg": "mean", torch.mean: "mean", "sum": "sum", torch.sum: "sum", sum: "sum",

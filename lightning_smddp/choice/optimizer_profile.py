@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from lightning_smddp._compat.torch_memory import recorded_memory
 from lightning_smddp.choice.step_profile import profile_of, shortest
+from lightning_smddp.pytree import tensors
 from lightning_smddp.sharding.optimizer_trial import copy_with
-from lightning_smddp.wire.pytree import tensors
 
 _FALLBACK_COPIES = 2  # of a parameter, as Adam has
 

@@ -34,9 +34,9 @@ from lightning_smddp.choice.step_profile import StepProfile, profile_step
 from lightning_smddp.deepspeed.start import STAGES
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.partition.microbatches import rows_of
+from lightning_smddp.pytree import tensors
 from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
 from lightning_smddp.sharding.units import find_units
-from lightning_smddp.wire.pytree import tensors
 from lightning_smddp.wording import counted
 
 _GIB = 2**30

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.wire.pytree import map_leaves
+from lightning_smddp.pytree import map_leaves
 
 _SMALL = 1024  # bytes of a tensor that is pickled even where others go apart
 

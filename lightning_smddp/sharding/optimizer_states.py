@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp.communication.tensors import gather_structures
+from lightning_smddp.pytree import copied
 from lightning_smddp.sharding.flat_layout import in_memory_order
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, ShardedPiece, all_parameters
-from lightning_smddp.wire.pytree import copied
 
 
 def whole_states(

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_smddp._compat.fsdp import call_as_is, divided_like
 from lightning_smddp._compat.torch import all_gather_single
-from lightning_smddp.wire.pytree import map_leaves
+from lightning_smddp.pytree import map_leaves
 
 
 def whole(value: Tensor, device: torch.device) -> Tensor:

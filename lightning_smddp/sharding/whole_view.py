@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_smddp._compat.fsdp import call_as_is, dtensor_functions
+from lightning_smddp.pytree import leaves, map_leaves
 from lightning_smddp.sharding.whole_states import all_of, own_part
-from lightning_smddp.wire.pytree import leaves, map_leaves
 
 # What is asked about a tensor, or does not look at its values.
 _AS_IT_IS = frozenset({

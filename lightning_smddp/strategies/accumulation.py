@@ -20,8 +20,8 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_smddp._compat.torch import forward_cache, set_forward_cache
+from lightning_smddp.pytree import items, members_of, tensors, with_members
 from lightning_smddp.seeding import Generators, mix, run_seed, seeded_modules, step_seed
-from lightning_smddp.wire.pytree import items, members_of, tensors, with_members
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

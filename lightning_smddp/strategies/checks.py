@@ -21,13 +21,13 @@ from torch.utils.data import DistributedSampler
 from lightning_smddp._compat.trainer import averages_weights, is_compiled_module
 from lightning_smddp.communication.consistency import require_initialized
 from lightning_smddp.pipeline.partition.microbatches import looks_at_other_rows
+from lightning_smddp.pytree import leaves
 from lightning_smddp.sharding.optimizer_shards import all_parameters, unwrapped
 from lightning_smddp.sharding.optimizer_trial import Granularity, granularity, why_not_one_by_one
 from lightning_smddp.sharding.sharded_optimizers import refuse_own_sharding, splits_parameters
 from lightning_smddp.strategies.nonfinite import is_changed_hook
 from lightning_smddp.strategies.options import OptionGroups, ReliabilityOptions, refuse_moved
 from lightning_smddp.strategies.tables import without_warning
-from lightning_smddp.wire.pytree import leaves
 from lightning_smddp.wording import USE_INSTEAD, counted
 
 if TYPE_CHECKING:

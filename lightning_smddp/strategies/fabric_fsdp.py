@@ -19,6 +19,7 @@ from lightning_smddp.communication.sharded_collectives import ShardedCollectives
 from lightning_smddp.communication.unit_memory import UnitMemory
 from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
 from lightning_smddp.pipeline.state.state_dict import broadcast_initial
+from lightning_smddp.pytree import tensors
 from lightning_smddp.sharding.clipping import clip_by_norm
 from lightning_smddp.sharding.fully_sharded import FullySharded
 from lightning_smddp.sharding.local_steps import LocalSteps
@@ -47,7 +48,6 @@ from lightning_smddp.strategies.options import (
     group_of,
     require_known_to_pipeline,
 )
-from lightning_smddp.wire.pytree import tensors
 
 _OF_DDP = (
     "accelerator",

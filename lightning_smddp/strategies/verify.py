@@ -17,11 +17,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_smddp.pipeline.partition.self_check import Finding, VerificationError
+from lightning_smddp.pytree import items
 from lightning_smddp.strategies.lightning import AccumulationStrategy, PipelineStrategy
 from lightning_smddp.strategies.pipeline import PipelineParallel
 from lightning_smddp.strategies.pipeline_options import PartitionOptions
 from lightning_smddp.strategies.tables import print_table
-from lightning_smddp.wire.pytree import items
 
 # Relative differences that rounding explains: of values, and of what a step changed in a tensor.
 _VALUES = 1e-4

@@ -17,8 +17,8 @@ from lightning_smddp._compat.torch_steps import makes_its_results, storage_again
 from lightning_smddp.pipeline.capture.ops import user_location
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from lightning_smddp.pipeline.view.global_tensor import GlobalTensor
+from lightning_smddp.pytree import tensors
 from lightning_smddp.seeding import Generators
-from lightning_smddp.wire.pytree import tensors
 
 _CONTAINERS = frozenset({list, dict, set, OrderedDict})  # hooks of modules are in the last
 

@@ -44,6 +44,7 @@ from lightning_smddp.pipeline.capture.ops import (
 from lightning_smddp.pipeline.capture.preserve_state import WrittenMemory
 from lightning_smddp.pipeline.capture.records import Call, Event, Trace, each_once
 from lightning_smddp.pipeline.capture.tracking import Tracking, is_plain
+from lightning_smddp.pytree import items, leaves, map_leaves, tensors
 from lightning_smddp.seeding import (
     Forward,
     Generators,
@@ -52,7 +53,6 @@ from lightning_smddp.seeding import (
     forward_patches,
     same,
 )
-from lightning_smddp.wire.pytree import items, leaves, map_leaves, tensors
 
 _NOTHING = torch.empty(0)
 

@@ -28,7 +28,7 @@ from lightning_smddp.pipeline.capture.records import (
     deciding_tensors,
     each_once,
 )
-from lightning_smddp.wire.pytree import leaves, map_leaves
+from lightning_smddp.pytree import leaves, map_leaves
 
 _EMPTY = torch.empty(0)
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type)

@@ -21,7 +21,7 @@ from lightning_smddp.communication.objects import UnsendableError, gather
 from lightning_smddp.communication.tensors import broadcast_structure
 from lightning_smddp.pipeline.mesh import Channel
 from lightning_smddp.pipeline.partition.microbatches import attributes_of, is_plain
-from lightning_smddp.wire.pytree import Members, map_leaves, members_of
+from lightning_smddp.pytree import Members, map_leaves, members_of
 
 _COMPARED = 3  # batches of a kind that are compared before they are run
 _SAMPLED = 256  # elements of a tensor that are looked at in later ones

@@ -31,7 +31,7 @@ from lightning_smddp.pipeline.mesh import named_tensors
 from lightning_smddp.pipeline.runtime.schedules import Schedule, orders
 from lightning_smddp.planner.problem import Link, NodeCost, PartitionProblem
 from lightning_smddp.planner.schedules import Action, parse_action, simulated_bound
-from lightning_smddp.wire.pytree import tensors
+from lightning_smddp.pytree import tensors
 
 LossIn: TypeAlias = Callable[[Any], Tensor | None]
 """The loss in what a step returned; None if there is none."""

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_smddp.wire.pytree import Path, leaves, members_of, tensors, with_members
+from lightning_smddp.pytree import Path, leaves, members_of, tensors, with_members
 
 SplitBatch: TypeAlias = Callable[[Any, int], Sequence[Any]]
 _ARRAYS = (Tensor, np.ndarray)

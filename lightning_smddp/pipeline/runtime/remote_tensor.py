@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_smddp._compat.torch import READ_NUMBER, shaped_wrapper, without_subclass_functions
 from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, user_location
 from lightning_smddp.pipeline.runtime.remote import ReplayError, TensorSpec
-from lightning_smddp.wire.pytree import LEAF_TYPES, leaves, map_leaves
+from lightning_smddp.pytree import leaves, map_leaves
 
 _active = threading.local()  # .run: the stage's run that is under way in this thread
 _TEXT = {"__format__", "__repr__", "__str__"}
@@ -86,9 +86,6 @@ class RemoteTensor(Tensor):
             f"{function} at {user_location()} meets a tensor of another stage in a way that cannot be followed. Put "
             "this code, and what made the tensor, into one module."
         )
-
-
-LEAF_TYPES.add(RemoteTensor)
 
 
 def _answer(function: Any, args: Any, kwargs: Any) -> Any:

@@ -16,8 +16,8 @@ from lightning_smddp.pipeline.capture.graph import Node
 from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, user_location
 from lightning_smddp.pipeline.capture.records import deciding_tensors
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
+from lightning_smddp.pytree import leaves, map_leaves
 from lightning_smddp.seeding import mix
-from lightning_smddp.wire.pytree import leaves, map_leaves
 
 _NOTHING = nullcontext()
 

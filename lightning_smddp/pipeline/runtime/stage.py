@@ -36,7 +36,7 @@ from lightning_smddp.pipeline.runtime.stage_program import StageProgram, Step, T
 from lightning_smddp.pipeline.runtime.step_exchange import Failure
 from lightning_smddp.pipeline.runtime.step_run import run_stage
 from lightning_smddp.planner.timeline import SpanKind
-from lightning_smddp.wire.pytree import map_leaves
+from lightning_smddp.pytree import map_leaves
 
 Compute: TypeAlias = Callable[[int, int, tuple[Tensor, ...]], tuple[Tensor, ...]]
 """What (a stage, for a micro-batch, with what it has received) sends to the next stage.

@@ -39,8 +39,8 @@ from lightning_smddp.pipeline.runtime.remote import AS_TRACED, OTHER_PATH, Repla
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor, active_run, set_active_run
 from lightning_smddp.pipeline.runtime.run_modes import Reads, Watch, stance
 from lightning_smddp.pipeline.runtime.stage_program import NOBODY, Observers, StageProgram
+from lightning_smddp.pytree import leaves, map_leaves
 from lightning_smddp.seeding import Forward, seeded
-from lightning_smddp.wire.pytree import leaves, map_leaves, rebuild
 from lightning_smddp.wording import counted
 
 _MIRRORED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge"}  # `real > remote` arrives as `remote < real`
@@ -413,7 +413,8 @@ class StageRun:
             else:
                 constant = AS_TRACED if constants is None else constants[position]
                 found.append(source if constant == AS_TRACED else constant)
-        return found[0] if node.returned.skeleton is ... else rebuild(node.returned.skeleton, found)
+        made = iter(found)  # in the order of the skeleton's leaves
+        return map_leaves(lambda _: next(made), node.returned.skeleton)
 
     def _note_versions(self, node: Node, given: list[Any]) -> None:
         """``node`` has changed tensors in place: these objects are other values from now on."""

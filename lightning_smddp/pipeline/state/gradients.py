@@ -32,7 +32,7 @@ from lightning_smddp.communication.norms import norm_over_ranks
 from lightning_smddp.communication.tensors import CPU
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.state.replicas import ReplicaGradients
-from lightning_smddp.wire.pytree import copied
+from lightning_smddp.pytree import copied
 
 Ranks: TypeAlias = tuple[int, ...]
 TiedGroups: TypeAlias = Mapping[Ranks, dist.ProcessGroup]

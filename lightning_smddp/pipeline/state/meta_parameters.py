@@ -22,7 +22,7 @@ from lightning_smddp._compat.torch_steps import hooks_of, install_hooks
 from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, sets_flag, user_location
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.runtime.remote_tensor import active_run
-from lightning_smddp.wire.pytree import leaves
+from lightning_smddp.pytree import leaves
 
 _HARMLESS = {Kind.METADATA, Kind.WATCHER, Kind.LIKE}  # functions of these kinds need no values
 Initializers: TypeAlias = list[tuple[str, Callable[[], object]]]

@@ -16,7 +16,7 @@ from lightning_smddp.communication.tensors import broadcast_tensors
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.ops import user_location
 from lightning_smddp.pipeline.mesh import Ownership, named_tensors
-from lightning_smddp.wire.pytree import leaves, map_leaves
+from lightning_smddp.pytree import leaves, map_leaves
 
 View: TypeAlias = Any
 """The :class:`~.view.GlobalView`, which is made of what is here."""

@@ -44,7 +44,7 @@ from lightning_smddp.pipeline.view.global_tensor import (
     key_of,
 )
 from lightning_smddp.pipeline.view.operations import ViewFunctions, run_operator
-from lightning_smddp.wire.pytree import leaves, map_leaves
+from lightning_smddp.pytree import leaves, map_leaves
 
 # Why a rank meets the others: it is at a hook's end, or behind it; it needs values, or names of gradients.
 _END, _VALUES, _GRADIENTS = range(3)

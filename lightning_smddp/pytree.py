@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 Path: TypeAlias = tuple[str | int, ...]
 Members: TypeAlias = list[tuple[str | int, Any]]
 
-LEAF_TYPES: set[type] = set()  # that were met: asking all over what a type is would be slow
+_LEAF_TYPES: set[type] = set()  # that were met: asking all over what a type is would be slow
 
 
 def leaves(structure: Any) -> list[Any]:
@@ -38,12 +38,6 @@ def items(structure: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, structure
     for key, member in members or ():
         yield from items(member, (*path, key))
-
-
-def rebuild(structure: Any, new_leaves: Iterable[Any]) -> Any:
-    """A copy of ``structure`` with ``new_leaves`` in place of its :func:`leaves`; containers keep their types."""
-    iterator = iter(new_leaves)  # `map_leaves` comes to the leaves in the order of `leaves`
-    return map_leaves(lambda _: next(iterator), structure)
 
 
 def map_leaves(function: Callable[[Any], Any], structure: Any) -> Any:
@@ -83,7 +77,7 @@ def with_members(container: Any, values: Members) -> Any:
 def _collect(structure: Any, found: list[Any]) -> None:
     """Called for every argument of every operation of a step: so the usual types first."""
     kind = type(structure)
-    if kind in LEAF_TYPES:
+    if kind in _LEAF_TYPES:
         found.append(structure)
     elif kind is tuple or kind is list:
         for member in structure:
@@ -102,7 +96,7 @@ def _collect(structure: Any, found: list[Any]) -> None:
 def members_of(structure: Any) -> Members | None:
     """Keys and members of a container; None for a leaf."""
     kind = type(structure)
-    if kind in LEAF_TYPES:
+    if kind in _LEAF_TYPES:
         return None
     if isinstance(structure, Mapping):
         return list(structure.items())
@@ -110,5 +104,5 @@ def members_of(structure: Any) -> Members | None:
         return list(enumerate(structure))
     if dataclasses.is_dataclass(kind):
         return [(field.name, getattr(structure, field.name)) for field in dataclasses.fields(structure)]
-    LEAF_TYPES.add(kind)
+    _LEAF_TYPES.add(kind)
     return None
