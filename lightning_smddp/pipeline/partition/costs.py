@@ -334,13 +334,13 @@ class _UnitHooks:
         self._depth = 0  # calls of units that are in calls of others
 
     def begins(self, name: str, unit: nn.Module, arguments: Any) -> None:
-        """Before its forward."""
+        """Hook before a unit's forward: time is its own from here on, unless another unit has called it."""
         if self._depth == 0:
             self.forward.enter(name)
         self._depth += 1
 
     def ends(self, name: str, unit: nn.Module, arguments: Any, result: Any) -> None:
-        """Behind its forward."""
+        """Hook behind it: time is nobody's, and in backward the unit's from the first gradient of its results on."""
         self._depth -= 1
         if self._depth:
             return

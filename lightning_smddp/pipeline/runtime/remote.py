@@ -40,7 +40,7 @@ class TensorSpec(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        """That of ``tensor``."""
+        """What a receiver of ``tensor`` has to know: no stride if it is sparse, and no shape either if nested."""
         if tensor.is_nested:
             return cls((), tensor.dtype, tensor.requires_grad)
         stride = tensor.stride() if tensor.layout == torch.strided else ()
