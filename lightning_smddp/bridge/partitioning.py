@@ -185,7 +185,7 @@ def _first_values(before: Unpartitioned, seed: int, name: str) -> Tensor:
         return parameter.detach().to(device, copy=True)
     if name in before.weights:
         loaded: Tensor = before.weights[name]
-        return loaded.to(device)
+        return loaded.to(device, copy=True)  # its memory may be that of another name, or the caller's
     initialize_deferred(module, [name], device, seed)
     value = parameter.detach()
     set_contents(parameter, torch.empty_like(parameter, device="meta"))

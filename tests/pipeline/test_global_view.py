@@ -146,6 +146,13 @@ def noise(net: Net) -> Any:
     return torch.rand(3).tolist()
 
 
+def draws_by_value(net: Net) -> Any:
+    """How many numbers it draws depends on the values that it is given."""
+    torch.manual_seed(5)
+    counts = [torch.poisson(p.detach().abs() * 40).sum().item() for p in net.parameters()]
+    return counts, torch.rand(3).tolist()
+
+
 def initialise(net: Net) -> Any:
     torch.manual_seed(5)
     for module in net.student:
@@ -306,6 +313,7 @@ CASES = [
     norms, lightnings_grad_norm, clip, clip_value, clip_by_foreach, ema_by_data, ema_by_no_grad, ema_by_assignment,
     ema_by_foreach,
     ema_of_other_places, ema_across_ranks, averaged, ema_buffers, noise, initialise, assign, freeze, count, compare,
+    draws_by_value,
     save, load,
     swap, forward, forward_with_statistics, backward, backward_on_top,
     backward_of_checkpoints,

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_smddp.bridge.partitioning import _first_values
 from lightning_smddp.pipeline.state.meta_parameters import initialize_deferred, parameters_on_meta
 from tests.pipeline.models import OWNERSHIP, Tied, assert_same
 
@@ -232,3 +235,16 @@ def close(left: Tensor, right: Tensor) -> bool:
     """Of one distribution, roughly."""
     spread = right.std().item()
     return abs(left.std().item() - spread) <= 0.2 * spread and abs((left.mean() - right.mean()).item()) < 0.02
+
+
+def test_loaded_values_have_memory_of_their_own() -> None:
+    """A state may have one tensor under two names, and the user may hold it."""
+    module = nn.ModuleDict({"a": nn.Linear(2, 2, device="meta"), "b": nn.Linear(2, 2, device="meta")})
+    loaded = torch.ones(2, 2)
+    before: Any = SimpleNamespace(
+        setup=SimpleNamespace(module=module, device=CPU), weights={"a.weight": loaded, "b.weight": loaded}
+    )
+    first, second = (_first_values(before, 0, f"{name}.weight") for name in "ab")
+    first.zero_()
+    assert torch.equal(second, loaded)
+    assert torch.equal(loaded, torch.ones(2, 2))
