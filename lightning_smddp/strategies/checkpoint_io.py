@@ -40,6 +40,7 @@ class SafeFiles(_Base):
 
     def __init__(self, asynchronous: bool = False) -> None:
         self.asynchronous = asynchronous
+        self._refused: set[str] = set()  # what a warning has named
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None  # what is written, or is to follow it, until its end was looked at
 
@@ -78,9 +79,26 @@ class SafeFiles(_Base):
             contents = io.BytesIO()
             torch.save(checkpoint, contents)
             self._thread = ThreadPoolExecutor(1, "checkpoint writer")
-            self._last = self._thread.submit(_write, lambda file: file.write(contents.getbuffer()), path)
+            self._last = self._thread.submit(self._write, lambda file: file.write(contents.getbuffer()), path)
         else:
-            _write(partial(torch.save, checkpoint), path)
+            self._write(partial(torch.save, checkpoint), path)
+
+    def _write(self, dump: Callable[[Any], object], path: Path) -> None:
+        """Write, and say once which objects resuming from it will refuse."""
+        files.write(dump, path)
+        fs, name = files.locate(path)
+        unsafe = set() if fs is not None else set(get_unsafe_globals_in_checkpoint(name))
+        refused = unsafe - self._refused
+        if refused:
+            self._refused |= refused
+            names = ", ".join(sorted(refused))
+            warnings.warn(
+                f"{path} contains {names}, which is not plain data, and resuming will refuse it. Save it as numbers, "
+                "strings and tensors, leave it out (`save_hyperparameters(ignore=[...])`), or before you resume call "
+                f"`torch.serialization.add_safe_globals([{names}])`; or give `fit` weights_only=False, which runs code "
+                "that the file contains.",
+                stacklevel=2,
+            )
 
     def load_checkpoint(self, path: Path, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Verify and load, to the CPU unless ``map_location`` says otherwise.
@@ -118,22 +136,6 @@ class SafeFiles(_Base):
             self._thread = None
         self.raise_failure()
         self._last = None
-
-
-def _write(dump: Callable[[Any], object], path: Path) -> None:
-    """Write, and say once which objects resuming from it will refuse."""
-    files.write(dump, path)
-    fs, name = files.locate(path)
-    refused = [] if fs is not None else sorted(get_unsafe_globals_in_checkpoint(name))
-    if refused:
-        names = ", ".join(refused)
-        warnings.warn(
-            f"Checkpoints contain {names}, which is not plain data, and resuming will refuse them. Save it as numbers, "
-            "strings and tensors, leave it out (`save_hyperparameters(ignore=[...])`), or before you resume call "
-            f"`torch.serialization.add_safe_globals([{names}])`; or give `fit` weights_only=False, which runs code in "
-            "the file.",
-            stacklevel=2,
-        )
 
 
 def require_trainers(checkpoint: Any, path: Path) -> None:

@@ -37,6 +37,21 @@ def test_plain_torch_reads_it(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "run" / "a.ckpt").stat().st_mode) & 0o111 == 0
 
 
+def test_files_of_earlier_versions_and_without_checksums(tmp_path: Path) -> None:
+    """Which end with a comment; torch can be told to write no checksums."""
+    path = tmp_path / "a.ckpt"
+    save(path)
+    comment = b"lightning-smddp 1 saved=%020d sha256=" % 5 + 64 * b"a"
+    path.write_bytes(path.read_bytes()[:-2] + len(comment).to_bytes(2, "little") + comment)
+    assert_equal(files.load(path), example())
+    torch.serialization.set_crc32_options(False)
+    try:
+        save(path, 2)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert_equal(files.load(path), example(2))
+
+
 def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     save(tmp_path / "first.ckpt", 1)
     (tmp_path / "last.ckpt").symlink_to("first.ckpt")
@@ -214,19 +229,27 @@ def test_an_error_survives_pickling() -> None:
 
 
 class Malicious:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
+    def __init__(self, marker: Path, how: str) -> None:
+        self.command, self.how = ["touch", str(marker)], how
 
     def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.marker}",)
+        return (
+            (os.system, (" ".join(self.command),)) if self.how == "posix.system" else (subprocess.run, (self.command,))
+        )
 
 
+@pytest.mark.parametrize("how", ["posix.system", "commands.run"])  # as pickles name `subprocess`
 @pytest.mark.parametrize("variable", ["0", "1"])
-def test_malicious_files_are_refused(variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malicious_files_are_refused(how: str, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line, which does not advise to run it all the same, as torch's does."""
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", variable)
-    files.save({**example(), "callbacks": Malicious(tmp_path / "marker")}, tmp_path / "a.ckpt")
-    with pytest.raises(CheckpointError, match="nothing of it was run.*posix"):
+    files.save({**example(), "callbacks": Malicious(tmp_path / "marker", how)}, tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError) as caught:
         files.load(tmp_path / "a.ckpt")
+    assert str(caught.value) == (
+        f"{tmp_path}/a.ckpt: contains `{how}`, which is not plain data; nothing of it was run. "
+        "Use a checkpoint from a source that you trust."
+    )
     assert not (tmp_path / "marker").exists()
     files.load(tmp_path / "a.ckpt", weights_only=False)  # else this test could not fail
     assert (tmp_path / "marker").exists()
@@ -234,7 +257,11 @@ def test_malicious_files_are_refused(variable: str, tmp_path: Path, monkeypatch:
 
 def test_classes_of_the_users_own(tmp_path: Path) -> None:
     files.save({**example(), "hyper_parameters": argparse.Namespace(width=3)}, tmp_path / "a.ckpt")
-    with pytest.raises(CheckpointError, match=r"add_safe_globals\(\[argparse.Namespace\]\)"):
+    with pytest.raises(CheckpointError) as caught:
         files.load(tmp_path / "a.ckpt")
+    assert "contains `argparse.Namespace`, which is not plain data" in caught.value.reason
+    assert "add_safe_globals([argparse.Namespace])" in caught.value.fix
+    assert "weights_only" not in str(caught.value)
+    assert "add_safe_globals" not in str(files._refusal("GLOBAL subprocess.Popen was not an allowed global"))
     with torch.serialization.safe_globals([argparse.Namespace]):
         assert files.load(tmp_path / "a.ckpt")["hyper_parameters"].width == 3
