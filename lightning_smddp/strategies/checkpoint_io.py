@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import copy
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,8 +11,10 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from lightning_smddp import pytree
 from lightning_smddp.checkpoint import files
 from lightning_smddp.checkpoint.errors import CheckpointError
 
@@ -32,10 +34,10 @@ class SafeFiles(_Base):
     loaded, and tensors and plain data alone are.
 
     Args:
-        asynchronous: write in a thread. Saving then takes as long as making the file in memory, which holds it until it
-            is written. There is one at a time: a save that follows another waits until that one is written. A
-            checkpoint that another replaces (``save_top_k``) is removed when the other is complete. Failures are raised
-            by the next call, and known at once: see ``failure``.
+        asynchronous: write in a thread. Saving then takes as long as copying all tensors to host memory, which holds
+            them until they are written. There is one at a time: a save that follows another waits until that one is
+            written. A checkpoint that another replaces (``save_top_k``) is removed when the other is complete. Failures
+            are raised by the next call, and known at once: see ``failure``.
     """
 
     def __init__(self, asynchronous: bool = False) -> None:
@@ -63,7 +65,7 @@ class SafeFiles(_Base):
             raise failure
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Path, storage_options: Any = None) -> None:
-        """Save to a path or URL; with ``asynchronous`` return when the one before is written and this one in memory.
+        """Save to a path or URL; with ``asynchronous`` return when the one before is written and this one copied.
 
         Raises:
             OSError: of the kind that the system reported, with ``path`` in it; or of an earlier asynchronous save.
@@ -76,10 +78,9 @@ class SafeFiles(_Base):
             )
         self.teardown()  # before there are two in memory
         if self.asynchronous and "state_dict" in checkpoint:  # not the file by which `ddp_spawn` returns weights
-            contents = io.BytesIO()
-            torch.save(checkpoint, contents)
+            dump = partial(torch.save, _snapshot(checkpoint))
             self._thread = ThreadPoolExecutor(1, "checkpoint writer")
-            self._last = self._thread.submit(self._write, lambda file: file.write(contents.getbuffer()), path)
+            self._last = self._thread.submit(self._write, dump, path)
         else:
             self._write(partial(torch.save, checkpoint), path)
 
@@ -136,6 +137,24 @@ class SafeFiles(_Base):
             self._thread = None
         self.raise_failure()
         self._last = None
+
+
+def _snapshot(checkpoint: Any) -> Any:
+    """A copy on the host, in which tensors that share memory still do: nothing that training does changes it."""
+    storages: dict[Any, Any] = {}
+    copies: dict[int, Any] = {}  # which `deepcopy` takes for tensors with these ids
+    for tensor in pytree.tensors(checkpoint):
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not vars(tensor)
+        if not is_plain or tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            continue  # `deepcopy` knows how
+        storage = tensor.untyped_storage()
+        place = (storage.device, storage.data_ptr())
+        if place not in storages:
+            storages[place] = storage.clone() if tensor.is_cpu else storage.cpu()
+        own = torch.empty(0, dtype=tensor.dtype)
+        own.set_(storages[place], tensor.storage_offset(), tensor.size(), tensor.stride())
+        copies[id(tensor)] = own.requires_grad_(tensor.requires_grad)
+    return copy.deepcopy(checkpoint, copies)
 
 
 def require_trainers(checkpoint: Any, path: Path) -> None:

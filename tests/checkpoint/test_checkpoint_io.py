@@ -147,13 +147,38 @@ def wait_until(condition: Callable[[], Any]) -> None:
 
 
 def test_returns_before_it_is_written(gate: Gate, tmp_path: Path) -> None:
-    io, checkpoint = SafeCheckpointIO(asynchronous=True), example()
+    io, more = SafeCheckpointIO(asynchronous=True), {"columns": torch.arange(12.0).view(3, 4)[:, 1:3]}
+    more |= {"negated": torch.tensor([1 + 2j]).conj().imag, "parameter": torch.nn.Parameter(torch.ones(2))}
+    more |= {
+        "graph": 2 * torch.ones(1, requires_grad=True),
+        "empty": torch.empty(0, 3),
+        "sparse": torch.eye(3).to_sparse(),
+    }
+    checkpoint, expected = {**example(), **more}, {name: value.detach().clone() for name, value in more.items()}
     io.save_checkpoint(checkpoint, tmp_path / "a.ckpt")
     checkpoint["state_dict"]["weight"].zero_()
+    checkpoint["hyper_parameters"]["width"] = 0
+    for value in more.values():
+        value.detach().zero_()
     assert os.listdir(tmp_path) == []
     gate.open.set()
-    assert_equal(io.load_checkpoint(tmp_path / "a.ckpt"), example())  # which waits
+    loaded = io.load_checkpoint(tmp_path / "a.ckpt")  # which waits
+    for name, value in expected.items():
+        assert torch.equal(loaded.pop(name).to_dense(), value.to_dense()), name
+    assert_equal(loaded, example())
+    assert loaded["state_dict"]["tied"].data_ptr() == loaded["state_dict"]["weight"].data_ptr()
     io.teardown()
+
+
+def test_returns_before_the_file_is_made(gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes several times as long as copying the tensors."""
+    io, usual = SafeCheckpointIO(asynchronous=True), torch.save
+    makers: list[threading.Thread] = []
+    monkeypatch.setattr(torch, "save", lambda *a: makers.append(threading.current_thread()) or usual(*a))
+    io.save_checkpoint(example(), tmp_path / "a.ckpt")
+    gate.open.set()
+    io.teardown()
+    assert [maker is threading.current_thread() for maker in makers] == [False]
 
 
 def test_one_at_a_time(gate: Gate, tmp_path: Path) -> None:
