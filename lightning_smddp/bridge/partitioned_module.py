@@ -272,7 +272,7 @@ class PartitionedModule:
             raise  # of the same kind on all ranks, which then go on alike
         graph = build_on_all(traced, Modules(traced, setup.module), is_within(self._units()), group)
         require_same(graph, group)
-        cuts = follow(graph, self.plan.parameter_stages, self.runtime.num_stages)
+        cuts = follow(graph, self.plan.parameter_stages, self.plan.ownership, self.runtime.rank_of_stage)
         self.recorder.scopes.learn(units_here(graph, cuts, setup))
         return self.stage(step, graph, cuts)
 

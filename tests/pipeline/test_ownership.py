@@ -13,9 +13,10 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from lightning_smddp.pipeline.mesh import Ownership, held_parameters
-from lightning_smddp.pipeline.partition.assignment import parameter_stages_of
+from lightning_smddp.pipeline.partition.assignment import follow, parameter_stages_of
 from lightning_smddp.pipeline.state.meta_parameters import release
 from tests.pipeline.models import OWNERSHIP, tied
+from tests.pipeline.stage_emulation import program_of
 
 
 def resident_mib() -> float:
@@ -52,6 +53,16 @@ def test_what_the_step_does_not_use_is_beside_its_twin_or_its_neighbours(unused:
     placed = parameter_stages_of(graph, stages, names)
     assert list(placed) == names
     assert tuple(found for name in unused.split() for found in placed[name]) == stage
+
+
+@pytest.mark.parametrize(("owner", "begin"), [(0, "2"), (1, "1")])
+def test_another_step_changes_buffers_where_they_are_owned(owner: int, begin: str) -> None:
+    root = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False), nn.Linear(2, 2))
+    graph = program_of(root, lambda: root(torch.ones(4, 2)).sum(), bool)
+    parameters = {"0.weight": (0,), "0.bias": (0,), "2.weight": (1,), "2.bias": (1,)}
+    ownership = Ownership(parameters, {name: owner for name, _ in root.named_buffers()}, 2)
+    _, second = follow(graph, parameters, ownership, [0, 1])
+    assert graph.nodes[second.begin].module == begin
 
 
 def test_a_module_that_changed_after_it_was_divided_is_refused() -> None:

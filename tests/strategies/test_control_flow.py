@@ -147,7 +147,22 @@ def plain(bench: Bench) -> Any:
     return model.reads
 
 
-CASES = [mixed, selected, rehearsed, tasks]
+class Thawed(Net):
+    """A BatchNorm without parameters that trains from the second epoch on; where it is is known from the first."""
+
+    def __init__(self) -> None:
+        super().__init__(count=16)
+        self.net.insert(2, nn.BatchNorm1d(16, affine=False))
+
+    def on_train_epoch_start(self) -> None:
+        self.net[2].train(self.current_epoch > 0)
+
+
+def thawed(bench: Bench) -> Any:
+    return bench.fit(Thawed(), {"split": ["net.2"], "num_microbatches": 1}, max_epochs=2)
+
+
+CASES = [mixed, selected, rehearsed, tasks, thawed]
 TWO = Matrix([*CASES, plain], pipeline={"num_microbatches": 4})
 
 

@@ -70,24 +70,40 @@ def _stage_of_idle(name: str, used: Mapping[str, tuple[int, ...]], before: Seque
     return _stage_near(name, {**{other: used[other] for other in before}, **used})
 
 
-def follow(graph: StepGraph, parameter_stages: Mapping[str, tuple[int, ...]], num_stages: int) -> tuple[StagePlan, ...]:
-    """Cut another step (validation, say) so that each stage uses its own parameters only, as late as possible.
+def follow(
+    graph: StepGraph,
+    parameter_stages: Mapping[str, tuple[int, ...]],
+    ownership: Ownership,
+    rank_of_stage: Sequence[int],
+) -> tuple[StagePlan, ...]:
+    """Cut another step (validation, say) as late as possible, where each stage has the parameters that it uses.
+
+    It owns the buffers that it changes, too: those that other ranks get are the owner's.
 
     Raises:
         SplitError: the step needs stages in another order than the one that the parameters were placed for.
     """
+    num_stages = len(rank_of_stage)
     if not any(node.parameters for node in graph.nodes):
         return cut_into_stages(graph, [0] * (num_stages - 1))  # a step that uses no parameter is the last stage's alone
+
+    def end_of(stage: int, begin: int) -> int:
+        """Behind the last node of a ``stage`` from ``begin`` on that has all it needs."""
+        for node in graph.nodes[begin:]:
+            owners = {ownership.buffers[name] for name in node.buffers if name in ownership.buffers}
+            if owners - {rank_of_stage[stage]} or any(stage not in parameter_stages[name] for name in node.parameters):
+                return node.index
+        return len(graph.nodes)
+
     cuts: list[int] = []
     begin = 0
     for stage in range(num_stages - 1):
-        end = _end_of_stage(graph, begin, stage, parameter_stages)
+        end = end_of(stage, begin)
         fitting = [cut for cut in possible_cuts(graph) if begin <= cut <= end]
         if fitting:
             begin = fitting[-1]
             cuts.append(begin)
-    has_all = _end_of_stage(graph, begin, num_stages - 1, parameter_stages) == len(graph.nodes)
-    if has_all and len(cuts) == num_stages - 1:
+    if end_of(num_stages - 1, begin) == len(graph.nodes) and len(cuts) == num_stages - 1:
         return cut_into_stages(graph, cuts)
     used = [str(min(parameter_stages[name])) for node in graph.nodes for name in node.parameters[:1]]
     order = " ".join(stage for stage, _ in groupby(used))
@@ -95,14 +111,6 @@ def follow(graph: StepGraph, parameter_stages: Mapping[str, tuple[int, ...]], nu
         f"This step uses the modules of stages in the order {order}, and cannot be cut so that each stage uses its "
         f"own alone.{what_forbids(graph)} Use modules in the same order in all steps."
     )
-
-
-def _end_of_stage(graph: StepGraph, begin: int, stage: int, parameter_stages: Mapping[str, tuple[int, ...]]) -> int:
-    """Behind the last node of a ``stage`` from ``begin`` on that has all parameters it uses."""
-    for node in graph.nodes[begin:]:
-        if any(stage not in parameter_stages[name] for name in node.parameters):
-            return node.index
-    return len(graph.nodes)
 
 
 def ownership_of(
@@ -115,15 +123,19 @@ def ownership_of(
     """Ranks instead of stages.
 
     A buffer that the step changes belongs to the rank of the node that does. Others may be changed by a later step (a
-    BatchNorm that is unfrozen): they belong to where parameters near them are.
+    BatchNorm that is unfrozen): they belong to where their unit is, else to where parameters near them are.
     """
     changed: dict[str, set[int]] = {name: set() for name in all_buffers}
+    units: dict[str, int] = {}  # and their stages
     for stage, node in nodes_by_stage(graph, stages):
+        if node.module is not None:
+            units[node.module] = stage
         for name in node.buffers:
             changed.setdefault(name, set()).add(rank_of_stage[stage])
     buffers = {}
     for name, found in changed.items():
-        ranks = sorted(found) or [rank_of_stage[_stage_near(name, parameter_stages)]]
+        around = [stage for unit, stage in units.items() if name.startswith(f"{unit}.")]
+        ranks = sorted(found) or [rank_of_stage[(around or [_stage_near(name, parameter_stages)])[0]]]
         if len(ranks) > 1:
             raise SplitError(
                 f"Buffer {name!r} is changed on ranks {ranks[0]} and {ranks[1]} of the pipeline: the module that "
