@@ -133,12 +133,12 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if type(obj) is not Tensor or obj.layout is not torch.strided or obj.is_meta or obj.is_quantized:
             return None
-        tensor = obj.detach()
+        tensor, needs_gradient = obj.detach(), obj.requires_grad and obj.is_leaf  # what has a graph leaves it behind
         if self._apart is not None and not (tensor.is_cpu and tensor.nbytes <= _SMALL):
             self._apart.append(tensor)
-            return len(self._apart) - 1
+            return needs_gradient, len(self._apart) - 1
         elements = tensor.cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).flatten()
-        return tensor.device.type, tensor.dtype, tuple(tensor.shape), elements.view(torch.uint8).numpy()
+        return needs_gradient, tensor.device.type, tensor.dtype, tuple(tensor.shape), elements.view(torch.uint8).numpy()
 
 
 class _Unpickler(pickle.Unpickler):
@@ -148,10 +148,11 @@ class _Unpickler(pickle.Unpickler):
 
     @override
     def persistent_load(self, pid: Any) -> Any:
-        if isinstance(pid, int):
-            return self._apart[pid]
-        kind, dtype, shape, elements = pid
-        return torch.from_numpy(elements).view(dtype).view(shape).to(kind)
+        needs_gradient, *content = pid
+        if len(content) == 1:
+            return self._apart[content[0]].requires_grad_(needs_gradient)
+        kind, dtype, shape, elements = content
+        return torch.from_numpy(elements).view(dtype).view(shape).to(kind).requires_grad_(needs_gradient)
 
 
 def _sendable(error: Exception | None) -> Exception | None:

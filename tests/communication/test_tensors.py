@@ -58,6 +58,10 @@ def there_and_back(group: dist.ProcessGroup) -> None:
     fields = broadcast_structure(Fields(torch.ones(2) * rank), group, 0, CPU)
     assert isinstance(fields, Fields)
     assert (fields.ids.tolist(), fields.note) == ([0.0, 0.0], "kept")
+    leaves = [torch.ones(size, requires_grad=True) for size in (2, 2000)]
+    with_graphs = [leaf * 2 for leaf in leaves]
+    sent = broadcast_structure([*leaves, *with_graphs], group, 0, CPU)
+    assert [tensor.requires_grad for tensor in sent] == [True, True, rank == 0, rank == 0]
     found = list(gather_structures(everything(rank), group, False, CPU))
     assert len(found) == (2 if rank == 0 else 0)
     for of_rank, value in enumerate(found):
