@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from lightning_smddp.communication.objects import broadcast, gather, pickled, unpickled
 
-MESSAGE_BYTES = 4 * 2**20  # of small tensors together
+MESSAGE_BYTES = 4 * 2**20  # of small tensors together, or of some rows of a large one
 CPU = torch.device("cpu")
 
 
@@ -51,21 +52,30 @@ def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 
 
 def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors that have elements, detached, in parts of ``MESSAGE_BYTES`` or of one larger tensor.
+    """The tensors that have elements, detached, in parts of ``MESSAGE_BYTES`` or of one larger row.
 
     Those with the largest elements come first, so that each begins at a multiple of its elements' size.
     """
     message: list[Tensor] = []
     room = MESSAGE_BYTES
-    for tensor in sorted(tensors, key=lambda tensor: tensor.itemsize, reverse=True):
+    parts = chain.from_iterable(map(_rows, tensors))
+    for tensor in sorted(parts, key=lambda tensor: tensor.itemsize, reverse=True):
         if message and tensor.nbytes > room:
             yield message
             message, room = [], MESSAGE_BYTES
         if tensor.numel():
-            message.append(tensor.detach())
+            message.append(tensor)
             room -= tensor.nbytes
     if message:
         yield message
+
+
+def _rows(tensor: Tensor) -> Sequence[Tensor]:
+    """``tensor``, in parts of its first dimension where it is large: each takes as much memory again for a while."""
+    parts = [tensor.detach()]
+    if tensor.nbytes > MESSAGE_BYTES and tensor.dim() > 0:
+        parts = parts[0].split(max(1, MESSAGE_BYTES * len(tensor) // tensor.nbytes))
+    return parts
 
 
 def broadcast_structure(value: Any, group: dist.ProcessGroup, group_src: int, device: torch.device) -> Any:

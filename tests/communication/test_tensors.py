@@ -117,9 +117,9 @@ def in_few_messages(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -
     return sent
 
 
-def test_small_tensors_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_tensors_travel_together_and_large_ones_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors, "MESSAGE_BYTES", 120)
-    assert run_in_threads(in_few_messages, 1, monkeypatch) == [[120, 120, 400]]
+    assert run_in_threads(in_few_messages, 1, monkeypatch) == [[120, 120, 120, 120, 120, 40]]
 
 
 def shares(rank: int, device: torch.device) -> dict[str, Tensor]:
