@@ -51,6 +51,7 @@ def save(
     path: AnyPath,
     names: Names = (),
     group: dist.ProcessGroup | None = None,
+    order: Sequence[str] = (),
 ) -> None:
     """Save a checkpoint that no rank holds as a whole. Collective.
 
@@ -61,6 +62,7 @@ def save(
         path: a local path, which every rank sees. What was there stays until the new one is complete.
         names: of the optimizers' parameters.
         group: None for all ranks, or this process alone if it is in no group.
+        order: names in the whole module's ``state_dict``; others come behind.
 
     Raises:
         OSError: on every rank, with ``path`` as its ``filename``.
@@ -83,7 +85,7 @@ def save(
         return rest.get("state_dict", {}), [optimizer["state"] for optimizer in rest.get("optimizer_states", ())]
 
     def finish() -> None:
-        _merge_states(rest, told)
+        _merge_states(rest, told, order)
         files.save(rest, os.path.join(new, _REST))
         verify(new)
         files.put_in_place(new, final)
@@ -116,10 +118,15 @@ def _write_tensors(tensors: dict[str, Any], directory: str, group: dist.ProcessG
         raise OSError(getattr(cause, "errno", None) or errno.EIO, getattr(cause, "strerror", str(cause))) from cause
 
 
-def _merge_states(rest: dict[str, Any], told: Sequence[tuple[Mapping[Any, Any], Sequence[Mapping[Any, Any]]]]) -> None:
+def _merge_states(
+    rest: dict[str, Any],
+    told: Sequence[tuple[Mapping[Any, Any], Sequence[Mapping[Any, Any]]]],
+    order: Sequence[str],
+) -> None:
     """Add what other ranks know: of a pipeline each has the states of other parameters."""
     if "state_dict" in rest:
-        rest["state_dict"] = merge([state_dict for state_dict, _ in told])
+        whole = merge([state_dict for state_dict, _ in told])
+        rest["state_dict"] = {**{name: whole[name] for name in order if name in whole}, **whole}
     for index, optimizer in enumerate(rest.get("optimizer_states", ())):
         optimizer["state"] = merge([states[index] for _, states in told if index < len(states)])
 

@@ -111,12 +111,14 @@ class Saving:
             return
         if storage_options is not None:
             raise TypeError(f"storage_options={storage_options!r} cannot be used with sharded=True: it takes no URLs.")
-        assert strategy.lightning_module is not None
+        module = strategy.lightning_module
+        assert module is not None
         # The parameters of each optimizer, in the order in which its state numbers them.
         optimizers = strategy.optimizers if "optimizer_states" in checkpoint else []
         optimized = [strategy._optimized(unwrapped(optimizer)) for optimizer in optimizers]
         own_part = checkpoint if strategy._has_part_to_save else None
-        sharded.save(own_part, filepath, names_of(strategy.lightning_module, optimized))
+        order = list(module.state_dict(keep_vars=True)) if strategy.is_global_zero else ()
+        sharded.save(own_part, filepath, names_of(module, optimized), order=order)
 
     def load(self, path: Any, weights_only: bool | None, load: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         """What a Trainer has saved, in whatever layout: a file by Lightning's ``load``."""

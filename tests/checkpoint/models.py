@@ -39,7 +39,7 @@ def flip(path: Path, place: int | None = None) -> None:
 def assert_equal(actual: Any, expected: Any) -> None:
     """Bit for bit; what is read when it is asked for is as good as a dict."""
     if isinstance(expected, dict):
-        assert set(actual) == set(expected)
+        assert list(actual) == list(expected)
         for key in expected:
             assert_equal(actual[key], expected[key])
         return

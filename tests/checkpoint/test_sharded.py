@@ -294,7 +294,7 @@ def fail_in_dcp(path: str) -> str:
 def save_together(directory: str) -> Any:
     rank = dist.get_rank()
     path = f"{directory}/a.ckpt"
-    sharded.save(part_of(rank), path, NAMES)
+    sharded.save(part_of(rank), path, NAMES, order=list(example()["state_dict"]))
     errors = [fail(path, OSError(errno.EIO, "bad disk")), fail(path, KeyError("bug")), fail_in_dcp(path)]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     divided = distribute_tensor(torch.arange(21.0).reshape(7, 3), mesh, [Shard(0)])

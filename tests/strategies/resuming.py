@@ -26,17 +26,15 @@ def augmented(x: Tensor) -> Tensor:
 
 
 class Pictures(Dataset[Any]):
-    def __init__(self, count: int, augment: bool = True) -> None:
-        self.data, self.augment = samples(count), augment
-        self.loaded = 0
+    def __init__(self, count: int) -> None:
+        self.data = samples(count)
 
     def __len__(self) -> int:
         return len(self.data)
 
     def __getitem__(self, index: int) -> Any:
-        self.loaded += 1
         x, y = self.data[index]
-        return augmented(x) if self.augment else x, y, index
+        return augmented(x), y, index
 
 
 class Stream(IterableDataset[Any]):
@@ -79,8 +77,6 @@ class Scenario:
 
     data: str = "map"
     workers: int = 0
-    persistent: bool = False
-    augment: bool = True
     accumulate: int = 1
     validate: int | None = None
     epochs: int = 3
@@ -92,7 +88,7 @@ class Scenario:
 
     def loader(self, batch_size: int | None = None) -> Any:
         size = batch_size or self.batch_size
-        more: dict[str, Any] = {"num_workers": self.workers, "persistent_workers": self.persistent}
+        more: dict[str, Any] = {"num_workers": self.workers}
         if self.workers:
             more["multiprocessing_context"] = "fork"
         if self.data == "stream":
@@ -109,7 +105,7 @@ class Scenario:
         if self.data == "two":
             short = DataLoader(Pictures(self.count // 3), size, shuffle=True, **more)
             return {"long": DataLoader(Pictures(self.count), size, shuffle=True, **more), "short": short}
-        return DataLoader(Pictures(self.count, self.augment), size, shuffle=True, **more)
+        return DataLoader(Pictures(self.count), size, shuffle=True, **more)
 
 
 class Drops:
