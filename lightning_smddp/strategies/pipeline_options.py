@@ -128,8 +128,7 @@ class PipelineOptions:
         """The ranks' arrangement, and a last look at what depends on their number. Raises ``ValueError``."""
         grid = PipelineMesh.of(world_size, self.pipeline_parallel_size or world_size, self.partition.placement)
         size = len(grid.pipelines[0])
-        if self.num_microbatches is not None and self.num_microbatches > 1:  # 1: for batches that cannot be cut
-            check(self.schedule, size, self.stages_per_rank, self.num_microbatches)
+        check(self.schedule, size, self.stages_per_rank, self.num_microbatches)
         stages = size * self.stages_per_rank
         if self.split is not None and len(self.split) != stages - 1:
             raise ValueError(

@@ -118,6 +118,8 @@ LAYOUTS = [
     ("makes 3 stages, but there are 2", Net, {"split": ["net.2", "net.4"]}),
     ("net.99", Net, {"split": ["net.99"]}),
     ("stages", Net, {"schedule": "interleaved_1f1b", "stages_per_rank": 5}),
+    ("use stages_per_rank=1", Net, {"schedule": "1f1b", "stages_per_rank": 2}),
+    ("use stages_per_rank=2", Net, {"schedule": "zbv_zero_bubble", "stages_per_rank": 1, "num_microbatches": 1}),
     ("memory_limit_gb, ", Net, {"memory_limit_gb": 1e-9}),
     ("SplitError: found no partition into 2 stages", Net, {"memory_limit_gb": 1e-6}),
 ]

@@ -127,8 +127,10 @@ def parse(name: str) -> Schedule:
     return schedule
 
 
-def check(schedule: Schedule, pipeline_parallel_size: int, stages_per_rank: int, num_microbatches: int) -> None:
+def check(schedule: Schedule, pipeline_parallel_size: int, stages_per_rank: int, num_microbatches: int | None) -> None:
     """Refuse settings that the schedule cannot run.
+
+    ``num_microbatches`` may be None, if it will be chosen, and 1, for batches that cannot be cut.
 
     Raises:
         ValueError: with the values and what to write instead.
@@ -144,7 +146,7 @@ def check(schedule: Schedule, pipeline_parallel_size: int, stages_per_rank: int,
     def is_ok(number: int) -> bool:
         return schedule.microbatches_ok(number, pipeline_parallel_size, num_stages)
 
-    if not is_ok(num_microbatches):
+    if num_microbatches not in (None, 1) and not is_ok(num_microbatches):
         below = list(filter(is_ok, range(1, num_microbatches)))[-1:]
         above = next(filter(is_ok, count(num_microbatches)))
         raise ValueError(
