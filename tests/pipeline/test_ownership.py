@@ -55,6 +55,15 @@ def test_what_the_step_does_not_use_is_beside_its_twin_or_its_neighbours(unused:
     assert tuple(found for name in unused.split() for found in placed[name]) == stage
 
 
+def test_a_layer_that_was_left_out_is_no_twin_of_one_in_another_stack() -> None:
+    """As layer drop leaves out layers of an encoder, and the decoder's have the same names."""
+    stage_of = {"encoder.0.fc.weight": 0, "encoder.2.fc.weight": 0, "decoder.0.fc.weight": 1, "decoder.1.fc.weight": 1}
+    graph: Any = SimpleNamespace(nodes=[SimpleNamespace(parameters=(name,)) for name in stage_of])
+    stages: Any = [SimpleNamespace(stage=0, begin=0, end=2), SimpleNamespace(stage=1, begin=2, end=4)]
+    placed = parameter_stages_of(graph, stages, [*stage_of, "encoder.1.fc.weight"])
+    assert placed["encoder.1.fc.weight"] == (0,)
+
+
 @pytest.mark.parametrize(("owner", "begin"), [(0, "2"), (1, "1")])
 def test_another_step_changes_buffers_where_they_are_owned(owner: int, begin: str) -> None:
     root = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False), nn.Linear(2, 2))

@@ -58,13 +58,14 @@ def _stage_of_idle(name: str, used: Mapping[str, tuple[int, ...]], before: Seque
     """Where to place a parameter that is not used.
 
     Beside its twin: a teacher that follows a student, or an average of the weights, is a copy of a module under another
-    name, and nothing has to be sent to update it. What has no twin goes where its neighbours are: a layer of a list
-    that was left out by chance would run between them, and other layers are no twins of it.
+    name, and nothing has to be sent to update it. Of such a copy nothing is used. What has no twin goes where its
+    neighbours are: a layer of a list that was left out by chance would run between them, and other layers are no twins
+    of it.
     """
     module, _, rest = name.partition(".")
     while "." in rest and not module.isdigit():  # one name ("weight") tells no twin, as many modules have it
         twins = [stages for other, stages in used.items() if other.endswith(f".{rest}")]
-        if twins:
+        if twins and not any(other.startswith(name.removesuffix(rest)) for other in used):
             return twins[0][0]
         module, _, rest = rest.partition(".")
     return _stage_near(name, {**{other: used[other] for other in before}, **used})
