@@ -1,14 +1,14 @@
 """Watching the ranks of a job: who failed first, stopping together, nothing left behind. Knows nothing of Lightning.
 
 Torch's key-value store is what ranks talk by. Each rank has two daemon threads beside its training thread: one asks the
-store four times a second, the other looks at processes of this host and ends this one if need be, and never waits for
+store twice a second, the other looks at processes of this host and ends this one if need be, and never waits for
 the store, whose server may be stopped.
 
 When a rank dies in the middle of training:
 
 1. A rank of its host sees it in /proc (``Neighbours.look``), and declares it by ``compare_set``: the first
    failure counts. If that rank serves the store, everyone sees by himself that it does not answer.
-2. All ranks read it within a quarter of a second. ``Shutdown.due`` begins to count the time: the training thread gets
+2. All ranks read it within half a second. ``Shutdown.due`` begins to count the time: the training thread gets
    the error of its collective, or is interrupted in Python code; in the end the process is ended by force.
 3. The training thread's error goes through ``Supervisor.explain``, which ``strategies/run_supervision.py`` calls around
    the whole run: what the user sees is a ``RankFailedError`` with the rank that died, its step and why.

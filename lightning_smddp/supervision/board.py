@@ -76,7 +76,7 @@ class Board:
         return Beat(*json.loads(self._seen[rank]))
 
     def beats(self) -> list[Beat]:
-        """Of all ranks."""
+        """How far each rank is, as it was seen last, by rank; parsed anew at each call."""
         return [self.beat(rank) for rank in range(len(self.who))]
 
     def set_once(self, key: str, value: str) -> str:

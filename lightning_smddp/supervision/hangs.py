@@ -28,7 +28,7 @@ WHY_LATE = {
 
 
 class Beat(NamedTuple):
-    """How far a rank is, as it says four times a second. Travels as JSON: a list of the attributes.
+    """How far a rank is, as it says twice a second. Travels as JSON: a list of the attributes.
 
     Attributes:
         number: of this beat.

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +21,7 @@ _STATE, _START, _EXIT_CODE = 0, 19, 49
 def _stat(pid: int) -> list[str]:
     """The fields of its stat file from ``_STATE`` on; empty if it is not there."""
     try:
-        # Without a buffer: this is done four times a second for each neighbour.
+        # Without a buffer: this is done twice a second for each neighbour.
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
             text = file.read().decode(errors="replace")
     except OSError:
@@ -48,7 +47,7 @@ class Process(NamedTuple):
 
     @classmethod
     def own(cls) -> Process:
-        """This one."""
+        """The process that calls this. Outside of Linux without start time and namespace: nobody can look at it."""
         start = namespace = ""
         with contextlib.suppress(OSError):  # not Linux: no other process can be looked at
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -85,24 +84,21 @@ class Neighbours:
     Args:
         who: the process of each rank.
         local: the ranks of this host, nearest first. Rank 0, which may have the store, is looked at in any case.
-        period: seconds between looks.
     """
 
-    def __init__(self, who: Sequence[Process], local: Sequence[int], period: float) -> None:
+    def __init__(self, who: Sequence[Process], local: Sequence[int]) -> None:
         chosen = {*local[:NEIGHBOURS], 0} & {*local}
         self._processes = {rank: who[rank] for rank in chosen}
-        self._period = period
-        self._stopped: Counter[int] = Counter()  # looks at which a rank's was
+        self._stopped_s = dict.fromkeys(chosen, 0.0)
 
-    def look(self) -> dict[int, tuple[Kind, str]]:
-        """Who has failed, and how."""
+    def look(self, passed: float) -> dict[int, tuple[Kind, str]]:
+        """Who has failed, and how; ``passed``: seconds since the last look."""
         found: dict[int, tuple[Kind, str]] = {}
         for rank, process in self._processes.items():
             is_stopped, ended = process.look()
-            # By the number of looks, not by the clock: this process may have been stopped itself.
-            self._stopped[rank] = is_stopped * (self._stopped[rank] + 1)
+            self._stopped_s[rank] = is_stopped * (self._stopped_s[rank] + passed)
             if ended:
                 found[rank] = ("died", ended)
-            elif self._stopped[rank] * self._period > STOPPED_S:
+            elif self._stopped_s[rank] > STOPPED_S:
                 found[rank] = ("fell silent", "its process is stopped (by SIGSTOP, or Ctrl+Z)")
         return found

@@ -24,14 +24,14 @@ from lightning_smddp.supervision.shutdown import InterruptionError, Shutdown, sa
 from lightning_smddp.supervision.stop import ALONE, Signals, StopGate
 from lightning_smddp.wording import counted
 
-LOOK_S = 0.25  # between two looks at the store, and at processes
-RANKS_PER_LOOK = 64  # with more of them each asks the store less often
+LOOK_S = 0.5  # between two looks at the store, and at processes
+RANKS_PER_LOOK = 128  # with more of them each asks the store less often
 NOTE_HANG_S = 60.0  # all wait for one rank: it is said
 STORE_S = (3.0, 30.0)  # the least and the most that the store may take to answer: `collective_timeout` in between
 LENIENCY_S = 30.0  # a rank waits for its device, and another one still moves
 AGREE_WITHIN_S = 20.0  # on a stop, or a quarter of the time: a call into C may keep a rank's interpreter for long
 _POLL_S = 0.05  # while the training thread waits for other ranks
-_SEEN_S = 0.6  # for the end of a process to be seen
+_SEEN_S = 0.8  # for the end of a process to be seen
 _DOUBT_S = 2.0  # who writes no beat meanwhile is silent
 _KNOWN_S = 1.0  # for a failure to be told
 _LEAVE_S = 2.0  # for the last words
@@ -98,7 +98,7 @@ class Supervisor:
         self._period = LOOK_S * max(1.0, world_size / RANKS_PER_LOOK)
         self._server = None if agent_serves else 0  # the rank that takes the store with it
         self._board = Board(store, rank, world_size, self._own_beat())
-        self._neighbours = Neighbours(self._board.who, self._board.local, LOOK_S)
+        self._neighbours = Neighbours(self._board.who, self._board.local)
         _live.add(self)
         targets = {"smddp-supervisor": self._watch, "smddp-guard": self._guard}
         self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in targets.items()]
@@ -109,12 +109,13 @@ class Supervisor:
 
     def _watch(self) -> None:
         try:
-            while not self._closed.is_set() and (self.rank == 0 or self._board.beat(0).over < 2):
+            while not self._lost and not self._closed.is_set() and (self.rank == 0 or self._board.beat(0).over < 2):
                 self._tick()
                 self._wake.wait(_POLL_S if self.shutdown.is_waiting else self._period)
                 self._wake.clear()
-            self._over = 2
-            self._board.tell(self._own_beat())
+            if not self._lost:
+                self._over = 2
+                self._board.tell(self._own_beat())
         except dist.DistError:
             self._store_ended("died", "its process or its connection ended")
         self._lost = True
@@ -168,7 +169,8 @@ class Supervisor:
     def _store_ended(self, kind: Kind, how: str) -> None:
         """Nobody can tell the others any more: each names the same rank by itself."""
         self._lost = True
-        if self._closed.wait(2 * LOOK_S):  # how a process of this host has ended is seen meanwhile
+        # How a process of this host has ended, or that it is stopped, is seen meanwhile, by the other ranks, too.
+        if self._closed.wait(2 * LOOK_S):
             return
         rank = 0
         if self._server is None:
@@ -178,8 +180,14 @@ class Supervisor:
     # ---- the other thread: what is seen without the store, and the end of this process ----
 
     def _guard(self) -> None:
-        while not self.signals.wait(LOOK_S, self._closed):
-            self._look_around()
+        looked = time.monotonic()
+        while not self.signals.wait(LOOK_S if self.failure is None else _POLL_S, self._closed):
+            # Not by the number of looks: signals end a wait, also those of a profiler's timer. And at most two periods:
+            # this process may have been stopped itself, as the whole machine may.
+            now = time.monotonic()
+            if self.failure is None:  # before a look at signals, lest a launcher's be taken for a request to stop
+                self._look_around(min(now - looked, 2 * LOOK_S))
+            looked = now
             for signum, again in self.signals.read():
                 self._signalled(signum, again)
             failure = self.failure
@@ -189,16 +197,15 @@ class Supervisor:
             elif self.stop_signal is not None and time.monotonic() - self._stop_at > self.stop_grace:
                 self._force(f"it did not stop within {self.stop_grace:g} s of {_name(self.stop_signal)}")
 
-    def _look_around(self) -> None:
-        for rank, (kind, text) in self._neighbours.look().items():
+    def _look_around(self, passed: float) -> None:
+        for rank, (kind, text) in self._neighbours.look(passed).items():
             self._declare(rank, kind, text)
         parent = self._parent_pid
         if parent not in (None, os.getppid(), *(self._board.who[rank].pid for rank in self._board.local)):
             self._declare(self.rank, "died", f"its launcher (process {parent}) ended")
-        if self._lost or self.failure is not None:
+        if self._lost:
             return
-        # Counted by this thread's own looks: it may have been stopped itself, as the whole machine may.
-        self._unanswered_s += LOOK_S
+        self._unanswered_s += passed
         limit = min(max(self.collective_timeout, STORE_S[0]), STORE_S[1])
         if self._unanswered_s > limit or (self._server in self._suspects and not self._board.beat(0).over):
             how = f"no answer of the job's store within {limit:g} s: it is stopped, its host is down, or the network "

@@ -36,7 +36,7 @@ def assert_named(
 ) -> None:
     """Every survivor names the rank, its host and process, the step, the phase, and the first cause.
 
-    Of a rank that could not say more the step and phase are those of its last beat, a quarter of a second old.
+    Of a rank that could not say more the step and phase are those of its last beat, half a second old.
     """
     if survivors is None:
         survivors = [other for other in range(result.case.world_size) if other != rank]

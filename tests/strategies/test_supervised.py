@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_smddp import SMDDPStrategy
+from lightning_smddp._compat.trainer import own_stops
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.strategies.launchers import _watch_start
 from tests.ranks import RanksFailedError, run_trainer_ranks
@@ -104,6 +106,55 @@ def test_a_signal_in_the_last_batch_ends_the_script(tmp_path: Path, monkeypatch:
     """Which would otherwise go on, to its tests perhaps."""
     monkeypatch.chdir(tmp_path)
     assert run_trainer_ranks(signalled_late, 2) == [128 + signal.SIGTERM] * 2
+
+
+# ---- Lightning's own handling ----
+
+
+def test_lightnings_signals_neither_broadcast_nor_come_first() -> None:
+    """T7: its handler broadcasts at another point on each rank, and each batch begins with a broadcast."""
+    trainer = make_trainer(strategy())
+    connector, epoch_loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    installed, broadcasts = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "broadcast", lambda *_, **__: broadcasts.append(1))
+        epoch_loop._broadcast_sigterm_tensor()
+        assert broadcasts.pop() == 1  # Lightning's
+        with own_stops(trainer, lambda: installed.append(signal.getsignal(signal.SIGTERM))):
+            connector.register_signal_handlers()
+            epoch_loop._broadcast_sigterm_tensor()
+        connector.teardown()
+        assert len(installed) == 1
+        assert installed != [signal.getsignal(signal.SIGTERM)]  # behind Lightning's, which stood then
+        assert broadcasts == []
+        epoch_loop._broadcast_sigterm_tensor()
+        assert broadcasts == [1]
+
+
+class Asks(Callback):
+    """Whether the others know of an error when the user's hooks for it begin."""
+
+    known = ""
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.known = str(trainer.strategy._supervision.supervisor.failure)
+
+
+class Refuses(Learner):
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        raise ValueError("bad")
+
+
+def told() -> str:
+    asks = Asks()
+    with pytest.raises(ValueError, match="bad"):
+        make_trainer(strategy(), callbacks=[asks]).fit(Refuses())
+    return asks.known
+
+
+def test_others_are_told_before_hooks_for_exceptions_and_teardown() -> None:
+    """T8: these may take long."""
+    assert "kind='failed', message='ValueError: bad'" in run_trainer_ranks(told, 1)[0]
 
 
 # ---- errors while stopping ----

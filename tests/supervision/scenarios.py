@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_smddp.supervision import Supervisor, board, supervisor
+from lightning_smddp.supervision import Failure, Supervisor, board, supervisor
 from tests.supervision.jobs import Rank, say
 
 
@@ -231,3 +231,48 @@ def upload(rank: Rank) -> None:
         watching.close()
         say("ended", time.time())
         raise error
+
+
+def silent_store(rank: Rank) -> None:
+    """It gives no answer for so long that it counts as lost, and then does answer."""
+    watching = rank.start()
+    board, answers, asked = watching._board, threading.Event(), []
+    look = board.look
+
+    def late() -> tuple[str, str, str]:
+        answers.wait()
+        board.tell = board.set_once = asked.append  # type: ignore[assignment]
+        return look()
+
+    board.look = late  # type: ignore[method-assign]
+    while watching.failure is None:
+        time.sleep(0.01)
+    answers.set()
+    say("kind", watching.failure.kind)
+    watching.explain(watching.failure.error())
+    watching.close()
+    say("asked", len(asked))
+
+
+def failure_behind_the_loss(rank: Rank) -> None:
+    """A collective breaks when the store does, and who was first is known a moment later."""
+    watching = rank.start()
+    watching._lost = True
+    first = Failure(1, "b", 2, 7, "data", "died", "it was killed")
+    threading.Timer(0.4, watching._record, [first]).start()
+    say("error", str(watching.explain(RuntimeError("Connection closed by peer"))))
+    watching.close()
+
+
+def timer(rank: Rank) -> None:
+    """Its signals are handled in Python."""
+    watching = rank.start()
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    watching.signals.take()
+    signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
+    end = time.monotonic() + 2.0
+    while time.monotonic() < end and watching.failure is None:
+        time.sleep(0.1)
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    say("failure", watching.failure and watching.failure.describe())
+    watching.close()

@@ -13,10 +13,10 @@ from tests.supervision import scenarios
 from tests.supervision.jobs import Job, job, kill
 
 BOUND_S = 10.0
-ENDED = "its process (ended|was killed by SIGKILL|exited with code 0)"  # known until it is waited for
+ENDED = "its process (ended|was killed by SIGKILL)"  # how is known until it is waited for
 ENDS = {
     "SIGKILL": ("died", ENDED),
-    "exit": ("died", ENDED),
+    "exit": ("died", "its process (ended|exited with code 0)"),
     "sys.exit": ("left", r"it called sys.exit\(0\) in the middle of the run"),
     "raise": ("failed", "KeyError: 'the first cause'"),
 }
@@ -160,3 +160,28 @@ def test_a_launchers_sigterm_behind_a_death_is_no_request_to_stop(tmp_path: Path
             kill(rank.pid, signal.SIGTERM)
         assert started.wait() < BOUND_S
         check_survivors(started, 1, "died", ENDED)
+
+
+# ---- what ranks do when the store has gone ----
+
+
+def test_the_store_is_not_asked_again_once_it_was_given_up(tmp_path: Path) -> None:
+    """T11: a server that is stopped would hold whoever asks it, and a dead one's clients print frames of C++."""
+    with job(tmp_path, scenarios.silent_store, 1, collective_timeout=3.0) as started:
+        started.wait()
+        assert started.ranks[0].values("asked") == [0], started.text()
+        assert started.ranks[0].values("kind") == ["fell silent"]
+
+
+def test_an_error_waits_for_the_failure_that_comes_behind_the_loss_of_the_store(tmp_path: Path) -> None:
+    """T10: else it would go on without a name."""
+    with job(tmp_path, scenarios.failure_behind_the_loss, 1) as started:
+        started.wait()
+        assert started.ranks[0].values("error") == ["Rank 1 (host b, process 2) died at step 7 (data): it was killed"]
+
+
+def test_signals_of_a_timer_do_not_count_as_time_without_an_answer(tmp_path: Path) -> None:
+    """A profiler's, that wake the thread which counts hundreds of times a second."""
+    with job(tmp_path, scenarios.timer, 1, collective_timeout=3.0) as started:
+        started.wait()
+        assert started.ranks[0].values("failure") == [None], started.text()
