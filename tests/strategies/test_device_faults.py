@@ -143,7 +143,10 @@ def test_a_kernel_that_hangs(strategy: str, tmp_path: Path, monkeypatch: pytest.
 @DATA_PARALLEL
 def test_a_host_that_hangs(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = run(strategy, "hangs on the host", tmp_path, monkeypatch)
-    assert re.search(NAMED + r"did not come at step 2 \(forward\): rank 0", ended.everything(0))
+    named = NAMED + r"did not come at step 2 \(forward\): rank 0"
+    assert re.search(named, ended.everything(0))
+    # Of a pipeline the rank that waits may be in C code that nothing reaches, and is ended by force.
+    assert strategy != "smddp" or re.search("RankFailedError: " + named, ended.ends[0])
     assert "it is its host that does not go on" in ended.everything(1)
     assert ended.seconds < 2 * LIMIT_S + END_S
 
