@@ -14,6 +14,7 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Literal
 
@@ -34,6 +35,10 @@ class StopGate:
         self.attention = False  # there is a failure or a request to stop
         self.first: int | None = None  # this rank's answer: the first step at which it can stop
         self.decision: int | None = None
+
+    def attend(self) -> None:
+        """From here on the training thread waits at each step until it is known whether to stop there."""
+        self.attention = True
 
     def answer(self) -> None:
         """For the watching thread."""
@@ -59,9 +64,13 @@ class Signals:
     """Hears SIGTERM and SIGINT while the training thread sits in C++ code, where no Python handler runs.
 
     Python's C-level handler writes the signal's number into a pipe at once (``signal.set_wakeup_fd``).
+
+    Args:
+        heard: called on the main thread as soon as it runs Python code again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, heard: Callable[[], None]) -> None:
+        self._heard = heard
         self._previous: dict[int, Any] = {}
         self._previous_wakeup = -1
         self._pipe = (-1, -1)
@@ -76,7 +85,7 @@ class Signals:
             os.set_blocking(end, False)
         for signum in _SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
-                self._previous[signum] = signal.signal(signum, _heard)
+                self._previous[signum] = signal.signal(signum, self._handle)
         self._previous_wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
 
     def wait(self, seconds: float, closed: threading.Event) -> bool:
@@ -108,7 +117,7 @@ class Signals:
         if not self._previous or threading.current_thread() is not threading.main_thread():
             return
         for signum, handler in self._previous.items():
-            if signal.getsignal(signum) is _heard:
+            if signal.getsignal(signum) == self._handle:
                 signal.signal(signum, handler or signal.SIG_DFL)  # None: one that was not set from Python
         self._previous = {}
         with contextlib.suppress(ValueError, OSError):  # the one before was closed meanwhile
@@ -120,6 +129,5 @@ class Signals:
         for end in ends:
             os.close(end)
 
-
-def _heard(signum: int, frame: FrameType | None) -> None:
-    """The pipe has it."""
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        self._heard()

@@ -84,9 +84,10 @@ class Supervisor:
         self.failure: Failure | None = None
         self.stop_signal: int | None = None
         self.shutdown = Shutdown()
-        self.signals = Signals()
-        self.stillness = Stillness(self.shutdown.thread)
         self._gate = StopGate()
+        # A run that ends before the watching thread hears of a signal must not end as if none had come.
+        self.signals = Signals(self._gate.attend)
+        self.stillness = Stillness(self.shutdown.thread)
         self._pid = os.getpid()
         self._number = self._over = self._hang_looks = 0
         self._ended = (0, 0)  # how many epochs this rank has ended, and after how many batches the last one
@@ -154,9 +155,8 @@ class Supervisor:
         beat = self._board.beat(rank)
         if rank == self.rank:
             beat = beat._replace(step=self.step, phase=self.phase)
-        return Failure(
-            rank, self._board.who[rank].host, self._board.who[rank].pid, beat.step, beat.phase, kind, message
-        )
+        who = self._board.who[rank]
+        return Failure(rank, who.host, who.pid, beat.step, beat.phase, kind, message)
 
     def _record(self, failure: Failure) -> None:
         if failure.kind == "fell silent" and failure.rank in self._board.local:
@@ -226,9 +226,7 @@ class Supervisor:
 
     def _force(self, reason: str) -> None:
         self._kill_unanswering()
-        code = 1
-        if self.stop_signal is not None:
-            code = 128 + self.stop_signal
+        code = 1 if self.stop_signal is None else 128 + self.stop_signal
         self.shutdown.force(code, self._where(self.rank), reason)
 
     def _kill_unanswering(self) -> None:
@@ -267,37 +265,33 @@ class Supervisor:
         if follows:
             self._judge(text_of(error))
         else:
-            kind: Kind = "left" if isinstance(error, SystemExit) else "failed"
-            self._declare(self.rank, kind, text_of(error))
+            self._declare(self.rank, "left" if isinstance(error, SystemExit) else "failed", text_of(error))
         self._wait(lambda: False, _KNOWN_S)
         failure = self.failure
         is_own = failure is None or not follows or (failure.rank == self.rank and failure.kind == "failed")
-        if failure is None or is_own or str(error) == str(failure.error()):
+        if failure is None or is_own:
             return error
-        return failure.error()
+        return error if str(error) == str(failure.error()) else failure.error()
 
     def _judge(self, text: str) -> None:
         """A collective has failed. If no process of this host has ended: who is silent, has left, or is behind?"""
         self._wait(lambda: False, _SEEN_S)
-        numbers = [beat.number for beat in self._board.beats()]
+        numbers = {rank: beat.number for rank, beat in enumerate(self._board.beats()) if rank != self.rank}
 
         def silent() -> list[int]:
-            same = [rank for rank, beat in enumerate(self._board.beats()) if beat.number == numbers[rank]]
-            return [rank for rank in same if rank != self.rank]
+            return [rank for rank, number in numbers.items() if self._board.beat(rank).number == number]
 
         self._wait(lambda: not silent(), _DOUBT_S)
         beats = self._board.beats()
         text = f"{self._where(self.rank)} waited for it: {text}"
-        left = [rank for rank, beat in enumerate(beats) if beat.over]
         late = behind(beats)
-        if left:
+        if left := [rank for rank, beat in enumerate(beats) if beat.over]:
             self._declare(left[0], "left", f"it ended its run while {text}")
-        elif silent() and silent()[0] in self._board.local:
-            text += "; its process is there and runs no Python, as where code in C holds the interpreter"
-            self._declare(silent()[0], "fell silent", text)
-        elif silent():
-            text += "; nobody of its host is heard: its host is down, or the network between the hosts is cut"
-            self._declare(silent()[0], "fell silent", text)
+        elif quiet := silent():
+            why = "nobody of its host is heard: its host is down, or the network between the hosts is cut"
+            if quiet[0] in self._board.local:
+                why = "its process is there and runs no Python, as where code in C holds the interpreter"
+            self._declare(quiet[0], "fell silent", f"{text}; {why}")
         elif late is None or late == self.rank:
             self._declare(self.rank, "failed", f"{text}; {NO_RANK_IS_BEHIND}")
         else:

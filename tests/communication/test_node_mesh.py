@@ -92,7 +92,7 @@ def wait_for_the_late_one() -> tuple[float, list[int | None]]:
     waited, last = 0.0, []
     for _ in range(9):
         if dist.get_rank() == 1:
-            time.sleep(0.03)
+            time.sleep(0.1)
         arrival = mesh.exchange()
         waited += arrival.waited_s
         last.append(arrival.last)
