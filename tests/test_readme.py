@@ -94,7 +94,7 @@ def test_the_first_program_trains_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_the_first_page_is_short() -> None:
-    assert len(README.read_text().splitlines()) <= 150
+    assert len(README.read_text().splitlines()) <= 130
 
 
 @pytest.mark.slow
