@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,17 +68,6 @@ def parameters_of(root: nn.Module) -> dict[nn.Module, list[Any]]:
         for module in owners:
             found.setdefault(module, []).append(parameter)
     return found
-
-
-def unit_parameters(unit: FSDPModule) -> Iterator[tuple[str, torch.Size, bool]]:
-    """What a unit gathers, in its order: the name in the root, the whole shape, and whether it has gradients.
-
-    Remove when there is a public way.
-    """
-    for group in _groups(_state(cast(nn.Module, unit))):
-        for parameter in group.fsdp_params:
-            computed = getattr(parameter, "_unsharded_param", parameter.sharded_param)
-            yield parameter._param_fqn, parameter._orig_size, computed.requires_grad
 
 
 def watch_loss(root: nn.Module, loss: Tensor) -> None:

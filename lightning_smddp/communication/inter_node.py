@@ -177,54 +177,6 @@ class BalancedExchange:
         return int(2 * part_bytes * (size - 1))  # a part to each other server, and the own sum to everyone
 
 
-class ScatterExchange:
-    """The first half of :class:`BalancedExchange`: part i of what all ranks bring is summed by rank i and stays there.
-
-    Args:
-        group: carries the parts to their owners.
-        codec: form of the values on the wire; None sends them as they are.
-        feedback: remembers what encoding lost.
-    """
-
-    def __init__(
-        self, group: dist.ProcessGroup, codec: Codec | None = None, feedback: ErrorFeedback | None = None
-    ) -> None:
-        self.group = group
-        self.codec = codec
-        self.feedback = feedback
-
-    def reduce(self, parts: Tensor, output: Tensor, layout_of: Callable[[], Layout] | None = None) -> None:
-        """``output`` becomes the sum of this rank's part over the group.
-
-        Args:
-            parts: a row for each rank of the group, contiguous; with ``feedback`` its values change.
-            output: flat, as large as a row.
-            layout_of: returns the layout of all rows together, which is asked for where something is remembered.
-        """
-        codec = _worthwhile(self.codec, parts.dtype)
-        feedback = self.feedback
-        if codec is _EXACT:  # nothing is lost
-            feedback = None
-        numel = output.numel()
-        flat = parts.view(-1)
-        if feedback is not None:
-            assert layout_of is not None
-            layout = layout_of()
-            feedback.add_to(flat, layout)
-        rows = parts
-        padding = -numel % codec.block_size  # so that no block is in two rows
-        if padding:
-            rows = torch.nn.functional.pad(parts, (0, padding))
-        sent = codec.encode(rows.view(-1))
-        if feedback is not None:
-            carried = codec.decode(sent, rows.numel(), rows.dtype).view(rows.shape)
-            feedback.remember(flat, carried[:, :numel].reshape(-1), layout)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
-        terms = codec.decode(received, rows.numel(), rows.dtype).view(rows.shape)
-        output.copy_(_sum_rows(terms[:, :numel]))
-
-
 def _part(numel: int, size: int, codec: Codec) -> int:
     """Elements a server: a multiple of the codec's block, so that parts are encoded independently."""
     blocks = -(-numel // (size * codec.block_size))  # of a server, rounded up

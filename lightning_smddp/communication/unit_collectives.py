@@ -20,7 +20,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,12 +28,9 @@ from torch import Tensor
 
 from lightning_smddp._compat.torch import all_gather_single
 from lightning_smddp.communication.buckets import sum_dtype
-from lightning_smddp.communication.inter_node import ScatterExchange
-from lightning_smddp.communication.intra_node import IntraNodeGroup
 from lightning_smddp.communication.shared_memory import add_up, write_scaled
 from lightning_smddp.communication.shared_segments import GATHER, REDUCE, SharedSegments
 from lightning_smddp.communication.topology import Topology
-from lightning_smddp.communication.unit_layouts import UnitLayout
 
 ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
 
@@ -143,22 +139,14 @@ class SharedReduceScatter:
 
     Args:
         segments: of this node.
-        unit: what it consists of.
+        unit: the unit's number, the same on all ranks.
         group: the ranks among which the unit's parameters are sharded.
-        exchange: between the nodes; None on one node.
     """
 
-    def __init__(
-        self,
-        segments: SharedSegments,
-        unit: UnitLayout,
-        group: ShardGroup,
-        exchange: ScatterExchange | None = None,
-    ) -> None:
+    def __init__(self, segments: SharedSegments, unit: int, group: ShardGroup) -> None:
         self._segments = segments
         self._unit = unit
         self._group = group
-        self._exchange = exchange
         self._parts: Tensor | None = None  # between `allocate` and the call: a row of bytes for each rank of the node
         self._numel = 0
 
@@ -170,7 +158,7 @@ class SharedReduceScatter:
         mesh = self._segments.mesh
         nbytes = numel * dtype.itemsize
         row = -(-nbytes // _ALIGNMENT) * _ALIGNMENT  # rounded up
-        segment = self._segments.lend(self._unit.number, row * mesh.size)
+        segment = self._segments.lend(self._unit, row * mesh.size)
         self._parts = segment.view(mesh.size, row)
         self._numel = numel
         own = self._parts[mesh.rank, :nbytes]
@@ -190,14 +178,15 @@ class SharedReduceScatter:
         self._parts = None
         if parts is None or parts[self._segments.mesh.rank].data_ptr() != input_tensor.data_ptr():
             raise RuntimeError(f"FSDP2 reduces gradients in {_OTHER_MEMORY}")
-        self._segments.begin(REDUCE, self._unit.number, input_tensor.nbytes)
+        self._segments.begin(REDUCE, self._unit, input_tensor.nbytes)
         self._segments.finish_all()
         # `parts` is the last tensor on the segment that this rank has. While it is there nobody gets that memory again,
         # so the peers' gradients stay as they are until this rank has read them.
         owners = self._group.owners  # on one node this rank alone
         output = output_tensor.view(-1)
         sums = output.view(1, -1)
-        if self._exchange is not None:
+        partners = self._group.partners
+        if partners is not None:
             sums = output.new_empty(len(owners), output.numel())
         factor = factor_of(op, len(self._group.ranks))
         for owner, total in zip(owners, sums, strict=True):
@@ -205,65 +194,10 @@ class SharedReduceScatter:
             high = low + output.nbytes
             slices = [part[low:high].view(output.dtype) for part in parts]
             _reduce(slices, total, factor)
-        if self._exchange is not None:
-            layout_of = partial(self._unit.reduced, owners, output.numel())
-            self._exchange.reduce(sums, output, layout_of)
-
-
-class DeviceReduceScatter:
-    """FSDP2's reduce-scatter of one unit on GPUs of several nodes, where what goes between these is compressed.
-
-    Args:
-        inside: the ranks of this node.
-        unit: what it consists of.
-        group: the ranks among which the unit's parameters are sharded.
-        exchange: between the nodes.
-    """
-
-    def __init__(
-        self,
-        inside: IntraNodeGroup | None,
-        unit: UnitLayout,
-        group: ShardGroup,
-        exchange: ScatterExchange,
-    ) -> None:
-        self._inside = inside
-        self._unit = unit
-        self._group = group
-        self._exchange = exchange
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A new tensor: memory of a device is shared with nobody."""
-        return torch.empty(tuple(size), dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: ReduceOp,
-        async_op: bool = False,
-    ) -> None:
-        """Queue it on the current stream."""
-        self._group.require(group)
-        factor = factor_of(op, len(self._group.ranks))
-        topology = self._group.topology
-        output = output_tensor.view(-1)
-        # The input has a slice for each rank, by rank. The slices of ranks of equal local rank are brought together:
-        # one shard for each rank of the node. With nodes (0, 1) and (2, 3) that is the order 0, 2 | 1, 3.
-        slices = input_tensor.view(topology.world_size, -1)
-        ordered = []
-        for shard in range(topology.num_shards):
-            for owner in topology.shard_owners(shard):
-                ordered.append(slices[owner])
-        by_shard = torch.cat(ordered)
-        if self._inside is None:
-            sums = by_shard.mul_(factor)
-        else:
-            bounds = self._inside.bounds(by_shard.numel())
-            sums = self._inside.reduce_scatter(by_shard, None, factor, bounds)
-        layout_of = partial(self._unit.reduced, self._group.owners, output.numel())
-        self._exchange.reduce(sums.view(topology.num_nodes, -1), output, layout_of)
+        if partners is not None:  # row i of all partners' goes to partner i, which sums them
+            of_nodes = torch.empty_like(sums)
+            dist.all_to_all_single(of_nodes, sums, group=partners)
+            _reduce(list(of_nodes), output, 1.0)
 
 
 class _Gathering(dist.Work):

@@ -29,11 +29,9 @@ from torch import Tensor
 from lightning_smddp.communication.algorithms import SharedMemoryAllReduce
 from lightning_smddp.communication.buckets import Layout
 from lightning_smddp.communication.communicator import Communicator
-from lightning_smddp.communication.inter_node import ScatterExchange
 from lightning_smddp.communication.shared_segments import SharedSegments
 from lightning_smddp.communication.topology import Topology
 from lightning_smddp.communication.unit_collectives import ShardGroup, SharedAllGather, SharedReduceScatter
-from lightning_smddp.communication.unit_layouts import UnitLayout
 
 _MIN_ELEMENTS = 2**12  # less costs the same either way
 _NAMES = ["ZeRO's parameters", "ZeRO's gradients"]  # of the two kinds of segments, for messages
@@ -67,16 +65,13 @@ class NodeCollectives(TorchBackend):  # type: ignore[misc]  # DeepSpeed has no t
         # Inside a node ranks sum and gather through shared memory; with the partners, the ranks of equal local rank in
         # other nodes, each exchanges what it is responsible for.
         partners = None
-        exchange = None
         if communicator.topology.num_nodes > 1:
             partners = communicator.partners("sharded")
             assert partners is not None
-            exchange = ScatterExchange(partners)
         group = ShardGroup(self._ranks, communicator.topology, partners)
         self._segments = SharedSegments(communicator.node_mesh, _NAMES, communicator.on_wait)
         self._gather = SharedAllGather(self._segments, 0, group)
-        nameless = UnitLayout(1, len(self._ranks), tuple)  # nothing is remembered of what is reduced
-        self._scatter = SharedReduceScatter(self._segments, nameless, group, exchange)
+        self._scatter = SharedReduceScatter(self._segments, 1, group)
 
     def describe(self) -> str:
         """How gradients and parameters travel."""

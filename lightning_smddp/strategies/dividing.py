@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from lightning_smddp._compat.fsdp import move_undivided
-from lightning_smddp.communication.compression import Compression
+from lightning_smddp.communication.compression import check_compressible
 from lightning_smddp.communication.nonfinite import agreed, bad_gradients
 from lightning_smddp.communication.sharded_collectives import ShardedCollectives
 from lightning_smddp.pipeline.partition.costs import fits_on_hosts
@@ -28,6 +28,8 @@ from lightning_smddp.strategies.options import require_bools
 
 Sharding = Literal["full", "grad_op", "hybrid"]
 _SHARDINGS = ("full", "grad_op", "hybrid")
+ReduceType = Literal["bf16", "fp16"]
+_REDUCE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class ShardingOptions:
     wrap: Wrap
     meta_init: bool
     cpu_offload: bool = False
+    compression: ReduceType | None = None
 
     def __post_init__(self) -> None:
         sharding, size = self.sharding, self.shard_size
@@ -52,6 +55,11 @@ class ShardingOptions:
         if size is not None and sharding != "hybrid":
             raise ValueError(f"shard_size={size!r} belongs to sharding='hybrid', and sharding is {sharding!r}.")
         require_bools(meta_init=self.meta_init, cpu_offload=self.cpu_offload)
+        if self.compression not in (None, *_REDUCE_DTYPES):
+            raise ValueError(
+                f"compression={self.compression!r} cannot be used with sharded parameters, whose gradients torch sums "
+                "in one type. Valid: None, 'bf16', 'fp16'; or use strategy='smddp', which does not shard parameters."
+            )
 
     def require_layout(self, nodes: int, ranks_per_node: int) -> None:
         """Raise ``ValueError`` if the ranks cannot be divided into copies."""
@@ -90,13 +98,11 @@ class Place:
         device: of this rank.
         ranks_per_node: as the strategy was told.
         limit: how long a collective waits for a rank.
-        compression: of gradients between nodes.
     """
 
     device: torch.device
     ranks_per_node: int
     limit: timedelta
-    compression: Compression | None
 
 
 def divide(
@@ -119,6 +125,13 @@ def divide(
         _require_no_scaler(precision)
         offload = CPUOffloadPolicy()
 
+    unit_policy = unit_precision(precision)
+    if options.compression is not None:
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                check_compressible(parameter.dtype, f"The gradient of {name!r}")
+        unit_policy = replace(unit_policy, reduce_dtype=_REDUCE_DTYPES[options.compression])
+
     # Called before each unit is divided: its layers get memory and values, unit by unit, so that no rank ever holds
     # all of them.
     def fill(names: Sequence[str]) -> None:
@@ -126,11 +139,11 @@ def divide(
             initialize_deferred(module, names, place.device, seed)
 
     mesh = options.make_mesh(place.device.type, place.ranks_per_node)
-    collectives = ShardedCollectives(mesh, place.limit, place.compression)
+    collectives = ShardedCollectives(mesh, place.limit)
     plan = ShardingPlan(
-        mesh=collectives.fsdp_mesh,
+        mesh=mesh,
         reshard=options.sharding != "grad_op",
-        unit_precision=unit_precision(precision),
+        unit_precision=unit_policy,
         offload=offload,
         fill=fill,
     )

@@ -13,10 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.sharded_collectives import ShardedCollectives
-from lightning_smddp.communication.unit_memory import UnitMemory
 from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
 from lightning_smddp.pipeline.state.state_dict import broadcast_initial
 from lightning_smddp.pytree import tensors
@@ -35,7 +33,15 @@ from lightning_smddp.sharding.whole_states import (
 )
 from lightning_smddp.sharding.whole_view import WholeView
 from lightning_smddp.strategies.checks import require_supported_by_fsdp
-from lightning_smddp.strategies.dividing import AverageWatch, Place, Sharding, ShardingOptions, divide, make_whole
+from lightning_smddp.strategies.dividing import (
+    AverageWatch,
+    Place,
+    ReduceType,
+    Sharding,
+    ShardingOptions,
+    divide,
+    make_whole,
+)
 from lightning_smddp.strategies.fabric import FabricStrategy
 from lightning_smddp.strategies.nonfinite import NonFiniteGuard, after_changes, before_step
 from lightning_smddp.strategies.options import (
@@ -195,14 +201,15 @@ class FabricFullyShardedParallel(FabricStrategy):
         shard_size: int | None = None,
         wrap: Wrap = None,
         meta_init: bool = False,
-        compression: Method | Compression | None = None,
+        compression: ReduceType | None = None,
         communication: CommunicationOptions = CommunicationOptions(),
         reliability: ReliabilityOptions = ReliabilityOptions(),
         **kwargs: Any,
     ) -> None:
         require_known_to_pipeline(self, kwargs, _OF_DDP, self._option_groups)
-        self._sharding = ShardingOptions(sharding, shard_size, wrap, meta_init, kwargs.pop("cpu_offload", False))
-        gradients = GradientOptions.of("auto", compression, None, communication)
+        offload = kwargs.pop("cpu_offload", False)
+        self._sharding = ShardingOptions(sharding, shard_size, wrap, meta_init, offload, compression)
+        gradients = GradientOptions.of("auto", None, None, communication)
         reliability = group_of("reliability", ReliabilityOptions, reliability)
         super().__init__(**by_name(super().__init__, args, kwargs))
         self._hold_options(gradients, reliability)
@@ -238,7 +245,7 @@ class FabricFullyShardedParallel(FabricStrategy):
         require_supported_by_fsdp(module, (), is_fit=True)
         broadcast_initial(module, world, device=device)
         limit = self._session.limit(self._timeout)
-        place = Place(device, self.num_processes, limit, self._session.options.compression)
+        place = Place(device, self.num_processes, limit)
         # Behind the first module the script sees gathered values wherever it is. What divides has to see shares.
         with self._view.inside(False):
             seed = self.broadcast(torch.initial_seed())
@@ -432,23 +439,6 @@ class FabricFullyShardedParallel(FabricStrategy):
         """The whole optimizer's state, on global rank 0. Collective."""
         with self._all_divided():
             return gathered_optimizer(optimizer.state_dict(), self._keepers, self.root_device)
-
-    @property
-    def _memory(self) -> UnitMemory | None:
-        if not self._modules:
-            return None
-        return self._modules[-1].collectives.memory
-
-    def communication_state(self) -> dict[str, dict[str, Tensor]]:
-        """What compression remembers of the module set up last, on global rank 0; elsewhere empty. Collective."""
-        if self._memory is None:
-            return {}
-        return self._memory.state_dict(self.global_rank == 0)
-
-    def load_communication_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Continue from a saved :meth:`communication_state`, which each rank gives."""
-        if self._memory is not None:
-            self._memory.load_state_dict(state)
 
     # ---- the end ----
 

@@ -23,11 +23,9 @@ from lightning_smddp._compat.trainer import (
     averages_element_by_element,
     averages_weights,
 )
-from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.consistency import check_trainable
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.sharded_collectives import ShardedCollectives
-from lightning_smddp.communication.unit_memory import UnitMemory
 from lightning_smddp.pipeline.state.gradients import give_back_clipping, take_over_clipping
 from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
 from lightning_smddp.pipeline.state.state_dict import broadcast_initial
@@ -46,14 +44,22 @@ from lightning_smddp.sharding.whole_states import (
     gathered_optimizer,
 )
 from lightning_smddp.sharding.whole_view import WholeView
-from lightning_smddp.strategies.base import COMPRESSION_KEY, TrainerStrategy
+from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.checks import (
     callbacks_of,
     require_averaging_fits,
     require_optimizers_of_module,
     require_supported_by_fsdp,
 )
-from lightning_smddp.strategies.dividing import AverageWatch, Place, Sharding, ShardingOptions, divide, make_whole
+from lightning_smddp.strategies.dividing import (
+    AverageWatch,
+    Place,
+    ReduceType,
+    Sharding,
+    ShardingOptions,
+    divide,
+    make_whole,
+)
 from lightning_smddp.strategies.options import (
     GROUPS,
     CommunicationOptions,
@@ -104,8 +110,8 @@ class FullyShardedParallel(TrainerStrategy):
             returns whether it is one; None finds them.
         meta_init: layers made in ``configure_model`` get no memory until they are divided; their first values come
             from ``reset_parameters``, the same for any number of ranks.
-        compression: of gradients between nodes: None (exact), ``"bf16"``, ``"fp16"``, ``"int8"``, or a
-            :class:`~lightning_smddp.Compression` with details.
+        compression: the type in which gradients travel and are summed: ``"bf16"``, ``"fp16"``, or None, the
+            precision's own.
         communication, resume, reliability: as of ``SMDDPStrategy``.
         **kwargs: of ``DDPStrategy``: the five above, ``process_group_backend``, ``timeout`` and ``start_method``; of
             ``FSDPStrategy``: ``cpu_offload``, with which shares, their gradients and the optimizer's state are in the
@@ -135,7 +141,7 @@ class FullyShardedParallel(TrainerStrategy):
         shard_size: int | None = None,
         wrap: Wrap = None,
         meta_init: bool = False,
-        compression: Method | Compression | None = None,
+        compression: ReduceType | None = None,
         communication: CommunicationOptions = CommunicationOptions(),
         resume: Literal["auto", "never"] | None = None,
         reliability: ReliabilityOptions = ReliabilityOptions(),
@@ -143,7 +149,8 @@ class FullyShardedParallel(TrainerStrategy):
     ) -> None:
         require_known_to_pipeline(self, kwargs, FromFSDP.__annotations__, self._option_groups)
         require_resume(resume)
-        sharding_options = ShardingOptions(sharding, shard_size, wrap, meta_init, kwargs.pop("cpu_offload", False))
+        offload = kwargs.pop("cpu_offload", False)
+        sharding_options = ShardingOptions(sharding, shard_size, wrap, meta_init, offload, compression)
         reliability = group_of("reliability", ReliabilityOptions, reliability)
         super().__init__(**by_name(super().__init__, args, kwargs))
         self._sharding = sharding_options
@@ -153,7 +160,7 @@ class FullyShardedParallel(TrainerStrategy):
         self._averagers: Sequence[Any] = ()  # callbacks that average the module's weights
         self._averaged: AveragedCopies | None = None  # what they keep
         self._whole_again: dict[int, Tensor] = {}  # of the last run: by the id of what was a part of it
-        self._hold_parts(GradientOptions.of("auto", compression, None, communication), reliability, resume)
+        self._hold_parts(GradientOptions.of("auto", None, None, communication), reliability, resume)
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: without what belongs to this process."""
@@ -228,7 +235,7 @@ class FullyShardedParallel(TrainerStrategy):
         module = self.lightning_module
         assert module is not None
         limit = self._session.limit(self._timeout)
-        place = Place(self.root_device, self.num_processes, limit, self._session.options.compression)
+        place = Place(self.root_device, self.num_processes, limit)
         seed = self.broadcast(torch.initial_seed())
         self._sharded, self._collectives = divide(module, self._sharding, place, self.precision_plugin, seed)
         self._whole_again = {}
@@ -453,20 +460,6 @@ class FullyShardedParallel(TrainerStrategy):
             plain = unwrapped(optimizer)
             divided = divided_optimizer_state(self._optimized(plain), state)
             plain.load_state_dict(divided)  # Lightning would move all to the GPU, offloaded or not
-        if self._memory is not None:
-            self._memory.load_state_dict(checkpoint.get(COMPRESSION_KEY, {}))
-
-    @property
-    def _memory(self) -> UnitMemory | None:
-        if self._collectives is None:
-            return None
-        return self._collectives.memory
-
-    @override
-    def _compression_state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        if self._memory is None:
-            return {}
-        return self._memory.state_dict(self.is_global_zero)
 
     @property
     @override

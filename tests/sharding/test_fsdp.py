@@ -337,7 +337,7 @@ def test_bad_gradients_end_the_run():
 @pytest.mark.slow
 @pytest.mark.parametrize("compression", [pytest.param(None, marks=pytest.mark.exhaustive), "bf16"])
 def test_gradients_between_nodes(compression):
-    """Two nodes: within one through shared memory, between them through the network, compressed if asked for."""
+    """Two nodes: within one through shared memory, between them through the network, in 16 bits if asked for."""
     options = {"compression": compression, "sharding": "hybrid", "shard_size": 2}
     cases, nodes = ["groups and a schedule"], ["a", "a", "b", "b"]
     for results in run_trainer_ranks(train_both, 4, cases, options, node_ids=nodes):

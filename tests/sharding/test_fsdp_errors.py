@@ -114,5 +114,7 @@ def test_it_is_refused_on_every_rank(case):
 def test_arguments():
     with pytest.raises(ValueError, match="sharding='zero' is unknown. Valid: 'full', 'grad_op', 'hybrid'"):
         fully_sharded(sharding="zero")
+    with pytest.raises(ValueError, match="compression='int8' cannot .* Valid: None, 'bf16', 'fp16'; or use"):
+        fully_sharded(compression="int8")
     with pytest.raises(TypeError, match="static_graph"):
         fully_sharded(static_graph=True)
