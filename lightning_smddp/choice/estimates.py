@@ -174,27 +174,24 @@ def deepspeed(sizes: Sizes, profile: StepProfile, ranks: int, stage: int) -> Mem
     DeepSpeed trains a copy of each rank's share. Gradients go into two buckets in turn, each of which is copied before
     it is exchanged; from there the rank's share is kept. With stage 3 parameters are gathered into a buffer and copied
     out of it. In the step there are the share of the gradients, the same as one flat parameter's, and as much for the
-    optimizer. All that is exchanged goes through memory of the node: one segment is written while another is read.
-    DeepSpeed's own modules and objects are counted with what is exchanged.
+    optimizer. DeepSpeed's own modules and objects are counted as what is exchanged.
     """
     share = _share(sizes.parameters, ranks)
     share_of_gradients = _share(sizes.gradients, ranks)
     bucket = min(sizes.gradients, _DEEPSPEED_BUCKET)
     gathered = min(sizes.parameters, _DEEPSPEED_BUCKET)
     held = Memory(optimizer_state=_share(sizes.state, ranks), activations=sizes.batch)
-    exchanged = _DEEPSPEED_ITSELF + bucket
     if stage == 3:
-        exchanged += 2 * _share(gathered, ranks)
         held = replace(
             held,
             parameters=sizes.buffers + 2 * share,
             gradients=share_of_gradients + bucket,
-            communication=exchanged,
+            communication=_DEEPSPEED_ITSELF,
         )
         computing = max(profile.kept + 2 * gathered, profile.peak + gathered)
     else:
-        exchanged += 2 * share
-        held = replace(held, parameters=sizes.buffers + sizes.parameters + share, communication=exchanged)
+        parameters = sizes.buffers + sizes.parameters + share
+        held = replace(held, parameters=parameters, communication=_DEEPSPEED_ITSELF)
         # Most activations are still there when gradients begin to go from one bucket through another.
         computing = profile.peak + 2 * bucket
     in_step = replace(held, activations=sizes.batch + profile.kept, temporary=computing - profile.kept)

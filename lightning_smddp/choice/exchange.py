@@ -51,7 +51,7 @@ class ExchangeTimes:
         return self._gradients(1 + self._sum) + gathers * gathering
 
     def deepspeed(self, stage: int) -> float:
-        """Gradients go into a bucket, which is flattened into another; see ``deepspeed/collectives.py``."""
+        """Gradients go into a bucket, which is flattened into another."""
         if stage == 3:
             gathering = self._parameters(1 / self.ranks + 2)
             return self._gradients(3 + self._sum) + 2 * gathering

@@ -40,8 +40,7 @@ def require_deepspeed() -> None:
 def use_device(device: torch.device) -> None:
     """Let DeepSpeed compute on ``device``: it takes a GPU wherever it finds one.
 
-    On a CPU it would compile collectives of its own, in C++, as soon as it joins a process group; ours take their
-    place (``collectives.py``).
+    On a CPU it would compile collectives of its own, in C++, as soon as it joins a process group; the backend's do.
     """
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -10,8 +10,8 @@ A strategy holds its parts, which are told what comes and know nothing of each o
 - ``_sagemaker``: the folders of a SageMaker job.
 
 What a strategy does in its own way is in methods of its own, which the last section here names. (``deepspeed.py`` alone
-also overrides hooks again: those of checkpoints.) Written once for both packages that Lightning is published as:
-``lightning.py`` and ``pytorch_lightning.py`` put it on top of their ``DDPStrategy``, or ``DeepSpeedStrategy``.
+adds to some hooks.) Written once for both packages that Lightning is published as: ``lightning.py`` and
+``pytorch_lightning.py`` put it on top of their ``DDPStrategy``, or ``DeepSpeedStrategy``.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class TrainerStrategy(_Base):
         environment = self.cluster_environment
         check_devices(self.num_processes, environment is not None and environment.creates_processes_externally)
         self._require_layout()
-        super().setup_environment()
+        self._set_up_environment()
         self._supervision.start()
         self._sagemaker.start()
         self._session.process_group_started()
@@ -125,7 +125,7 @@ class TrainerStrategy(_Base):
         """Start the process group, which Lightning then finds."""
         self.set_world_ranks()
         start_process_group(self, self._get_process_group_backend(), self._timeout, self._reliability.start_limit)
-        super().setup_distributed()
+        self._join_process_group()
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -317,7 +317,7 @@ class TrainerStrategy(_Base):
             if state:
                 checkpoint[COMPRESSION_KEY] = state
         with self._supervision.saves():
-            self._saving.save(checkpoint, filepath, storage_options, super().save_checkpoint)
+            self._saving.save(checkpoint, filepath, storage_options)
         self._sagemaker.saved(checkpoint, filepath)
 
     def _can_save(self, filepath: Any) -> bool:
@@ -335,14 +335,14 @@ class TrainerStrategy(_Base):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load what a Trainer has saved, a file or a directory."""
-        checkpoint = self._saving.load(checkpoint_path, weights_only, super().load_checkpoint)
+        checkpoint = self._saving.load(checkpoint_path, weights_only)
         self._exact_resume.take(checkpoint)
         return checkpoint
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a file or a sharded directory."""
-        self._saving.remove(filepath, super().remove_checkpoint)
+        self._saving.remove(filepath)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -373,6 +373,12 @@ class TrainerStrategy(_Base):
 
     def _require_layout(self) -> None:
         """Before anything starts: raise ``ValueError`` if the options do not fit the number of ranks."""
+
+    def _set_up_environment(self) -> None:
+        super().setup_environment()
+
+    def _join_process_group(self) -> None:
+        super().setup_distributed()
 
     def _make_groups(self) -> None:
         """Make the process groups that the strategy needs beside the default one. Collective."""

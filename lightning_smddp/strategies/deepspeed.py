@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_smddp._compat.trainer import will_step
-from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.nonfinite import agreed, diagnosis
 from lightning_smddp.deepspeed.parameters_watched import GradientsSeen, UnseenWrites
 from lightning_smddp.deepspeed.start import (
@@ -69,21 +68,71 @@ _STAGES = {
 }
 
 
-class DeepSpeedEngineStrategy(_Base):
-    """Between our hooks and Lightning's ``DeepSpeedStrategy``: any device, Lightning's accumulation, one file."""
+class DeepSpeedParallel(TrainerStrategy, _Base):
+    """DeepSpeed's ZeRO with the numbers of one process: optimizer states, gradients or parameters are sharded.
 
-    # `super()` is Lightning's `DeepSpeedStrategy`; `super(self._lightnings, self)` leaves it out and is what that one
-    # extends, `DDPStrategy`: there devices are not only CUDA's, and a checkpoint is one file by the `CheckpointIO`.
+    Args:
+        *args: arguments of ``DeepSpeedStrategy``, in its order.
+        config: DeepSpeed's configuration: a dict, the path of a JSON file, or None for one made of the arguments.
+        checkpoint: ``"file"``, one plain file that any strategy loads; or ``"directory"``, DeepSpeed's own, of each
+            rank's part, which nothing is gathered for. Both are loaded, whichever is saved.
+        resume: ``"auto"`` continues from the newest valid checkpoint when ``fit`` is not given one; None is ``"auto"``
+            in a SageMaker job, else ``"never"``.
+        communication: timeouts, what is printed.
+        reliability: faults, stops and checkpoints.
+        **kwargs: arguments of ``DeepSpeedStrategy``, by name: ``stage``, ``offload_optimizer``, ...
 
-    _lightnings: ClassVar[type[Any]]  # Lightning's class
-    _groups: list[list[torch.nn.Parameter]]
+    Raises:
+        ModuleNotFoundError: DeepSpeed is not installed.
+        TypeError: an argument belongs into a group of options; the message says what to write.
+        ValueError: an argument is not one of the valid values; the message lists them.
+    """
+
+    # Lightning's `DeepSpeedStrategy` extends `DDPStrategy`, whose start knows devices other than CUDA's.
+    _lightnings: ClassVar[type[Any]]
+    _option_groups: ClassVar[OptionGroups] = GROUPS
     _engine: Any = None  # until the next run: what was trained can be saved behind its end
     _gradients_seen: GradientsSeen | None = None  # until the first step
-    _unseen_writes: UnseenWrites
+    _unseen_writes: UnseenWrites | None = None
     _loss: Tensor | None = None  # of the last backward pass
-    _sizes_given: Collection[str]  # names of the user's, in DeepSpeed's spelling
+    _loaded_directory = False
 
-    # ---- devices ----
+    def __init__(
+        self,
+        *args: Any,
+        checkpoint: Literal["file", "directory"] = "file",
+        resume: Literal["auto", "never"] | None = None,
+        communication: CommunicationOptions = CommunicationOptions(),
+        reliability: ReliabilityOptions = ReliabilityOptions(),
+        **kwargs: Any,
+    ) -> None:
+        require_deepspeed()
+        require_known_to_deepspeed(self, kwargs, self._option_groups)
+        require_resume(resume)
+        reliability = group_of("reliability", ReliabilityOptions, reliability)
+        require_checkpoint(checkpoint, resume, reliability)
+        gradients = GradientOptions.of("native", None, None, communication)
+        kwargs = by_name(super().__init__, args, kwargs)
+        require_stage(kwargs.get("stage", 2))
+        super().__init__(**kwargs)
+        # Sizes of buckets that the user has given stay on CPUs: as arguments, or in a configuration of his own, beside
+        # which Lightning does not use them.
+        self._sizes_given = frozenset(kwargs)
+        if kwargs.get("config") is not None or self.DEEPSPEED_ENV_VAR in os.environ:
+            own = self.config or {}
+            self._sizes_given = frozenset(own.get("zero_optimization", {}))
+        self.config = own_config(self.config)
+        self._groups: list[list[torch.nn.Parameter]] = []
+        self._saves_directories = checkpoint == "directory"
+        self._hold_parts(gradients, reliability, "never" if self._saves_directories else resume)
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to this process."""
+        ended = dict.fromkeys(("_engine", "_loss", "_gradients_seen", "_unseen_writes"))
+        return {**super().__getstate__(), **ended}
+
+    # ---- start, on any device ----
 
     @property
     @override
@@ -95,16 +144,19 @@ class DeepSpeedEngineStrategy(_Base):
         return device
 
     @override
-    def setup_environment(self) -> None:
-        """As ``DDPStrategy``: Lightning's own refuses any device but CUDA."""
+    def _set_up_environment(self) -> None:
         use_device(self.root_device)
         super(self._lightnings, self).setup_environment()
 
     @override
-    def setup_distributed(self) -> None:
-        """Join the process group that there is."""
+    def _join_process_group(self) -> None:
         super(self._lightnings, self).setup_distributed()
         self._init_deepspeed_distributed()
+
+    @override
+    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        """Reduce a tensor over ranks; a mean is SUM, then division, as not every backend knows AVG."""
+        return mean_by_sum(super().reduce, tensor, group, reduce_op)
 
     @override
     def _format_config(self) -> None:
@@ -122,55 +174,16 @@ class DeepSpeedEngineStrategy(_Base):
         except AttributeError:
             return 1
 
-    # ---- training ----
-
-    @property
-    @override
-    def handles_gradient_accumulation(self) -> bool:
-        """Left to Lightning, which steps behind the last batch of an epoch, too, as in one process."""
-        return False
+    # ---- the engine ----
 
     @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Nothing: :meth:`backward` tells DeepSpeed, which cannot put off what sharded gradients need."""
-        yield
-
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Accumulate where Lightning does. It has divided the loss by the number of batches: DeepSpeed must not."""
-        assert self.lightning_module is not None
-        steps = will_step(self.lightning_module.trainer)
-        self.deepspeed_engine.set_gradient_accumulation_boundary(steps)
-        self._loss = closure_loss.detach()
-        return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
-
-    @override
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """DeepSpeed leaves a step out, without a word, if a gradient is not finite: what that means is asked for."""
-        engine = self.deepspeed_engine
-
-        # DeepSpeed steps a copy of this rank's part in fp32, and writes that over the parameters. So between the
-        # closure and the step, what hooks have written to parameters goes into the copy, or, where that is not
-        # possible, is an error.
-        def written() -> Any:
-            result = closure()
-            if self._gradients_seen is not None:
-                self._gradients_seen.look(self.is_global_zero)
-                self._gradients_seen = None
-            if not take_up_writes(engine):
-                self._unseen_writes.require_none()
-            return result
-
-        result = super().optimizer_step(optimizer, written, model, **kwargs)
-        self._unseen_writes.note()
-        if not engine.was_step_applied() and not engine.fp16_enabled():  # fp16 tries what is too large on purpose
-            self._step_left_out()
-        return result
-
-    def _step_left_out(self) -> None:
-        """The gradients of this step were not finite on some rank. Called on all ranks."""
-        raise NotImplementedError
+    def _set_up_model(self, trainer: Trainer) -> None:
+        if trainer.state.fn == "fit":
+            assert self.lightning_module is not None
+            require_supported_by_deepspeed(self.lightning_module, trainer, callbacks_of(trainer))
+            assert self.config is not None
+            require_one_answer(self.config, trainer)
+        super()._set_up_model(trainer)
 
     @override
     def _init_optimizers(self) -> Any:
@@ -202,192 +215,96 @@ class DeepSpeedEngineStrategy(_Base):
             self._engine = None
             self.optimizers = []
 
-    # ---- checkpoints ----
-
     @property
     @override
     def deepspeed_engine(self) -> Any:
         """That of the last run, also behind its end."""
         return self._engine
 
-    @property
-    def _states(self) -> WholeStates:
-        assert self.lightning_module is not None
-        optimizer = None
-        if self.optimizers:
-            optimizer = self.optimizers[0]
-        return WholeStates(self.lightning_module, optimizer, self._groups, self.is_global_zero)
-
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's, on the first rank. Collective."""
-        return self._states.whole_module_state()
+    def _release_model(self) -> None:
+        if self._engine is not None:
+            take_hooks_off(self._engine)
+            self.model = self.lightning_module
 
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole optimizer's, on the first rank. Collective."""
-        return self._states.whole_optimizer_state()
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """One file, by the ``CheckpointIO``, of what is whole already."""
-        super(self._lightnings, self).save_checkpoint(checkpoint, filepath, storage_options)
-
-    def save_directory(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
-        """DeepSpeed's directory, of each rank's part. Collective."""
-        with without_warning("When saving the DeepSpeed Stage 3 checkpoint"):  # it was asked for
-            super().save_checkpoint(checkpoint, path, storage_options)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """One file, by the ``CheckpointIO``."""
-        loaded: dict[str, Any] = super(self._lightnings, self).load_checkpoint(checkpoint_path, weights_only)
-        return loaded
-
-    def load_directory(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        """DeepSpeed's directory: model and optimizer at once; returns the rest. Collective."""
-        return super().load_checkpoint(path, weights_only)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the whole module's state: each rank takes its part. Collective."""
-        self._states.load_module_state(checkpoint["state_dict"], strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the whole state of the only optimizer: each rank takes its part. Collective."""
-        self._states.load_optimizer_state(checkpoint["optimizer_states"][0])
-
-
-class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
-    """DeepSpeed's ZeRO with the numbers of one process: optimizer states, gradients or parameters are sharded.
-
-    Args:
-        *args: arguments of ``DeepSpeedStrategy``, in its order.
-        config: DeepSpeed's configuration: a dict, the path of a JSON file, or None for one made of the arguments.
-        checkpoint: ``"file"``, one plain file that any strategy loads; or ``"directory"``, DeepSpeed's own, of each
-            rank's part, which nothing is gathered for. Both are loaded, whichever is saved.
-        resume: ``"auto"`` continues from the newest valid checkpoint when ``fit`` is not given one; None is ``"auto"``
-            in a SageMaker job, else ``"never"``.
-        communication: timeouts, what is printed.
-        reliability: faults, stops and checkpoints.
-        **kwargs: arguments of ``DeepSpeedStrategy``, by name: ``stage``, ``offload_optimizer``, ...
-
-    Raises:
-        ModuleNotFoundError: DeepSpeed is not installed.
-        TypeError: an argument belongs into a group of options; the message says what to write.
-        ValueError: an argument is not one of the valid values; the message lists them.
-    """
-
-    _option_groups: ClassVar[OptionGroups] = GROUPS
-    _loaded_directory = False
-
-    def __init__(
-        self,
-        *args: Any,
-        checkpoint: Literal["file", "directory"] = "file",
-        resume: Literal["auto", "never"] | None = None,
-        communication: CommunicationOptions = CommunicationOptions(),
-        reliability: ReliabilityOptions = ReliabilityOptions(),
-        **kwargs: Any,
-    ) -> None:
-        require_deepspeed()
-        require_known_to_deepspeed(self, kwargs, self._option_groups)
-        require_resume(resume)
-        reliability = group_of("reliability", ReliabilityOptions, reliability)
-        require_checkpoint(checkpoint, resume, reliability)
-        gradients = GradientOptions.of("native", None, None, communication)
-        kwargs = by_name(super().__init__, args, kwargs)
-        require_stage(kwargs.get("stage", 2))
-        super().__init__(**kwargs)
-        # Sizes of buckets that the user has given stay on CPUs: as arguments, or in a configuration of his own, beside
-        # which Lightning does not use them.
-        self._sizes_given = frozenset(kwargs)
-        if kwargs.get("config") is not None or self.DEEPSPEED_ENV_VAR in os.environ:
-            own = self.config or {}
-            self._sizes_given = frozenset(own.get("zero_optimization", {}))
-        self.config = own_config(self.config)
-        self._groups = []
-        self._saves_directories = checkpoint == "directory"
-        self._links = ExitStack()
-        self._travel: list[tuple[str, str]] = []
-        if self._saves_directories:
-            resume = "never"
-        self._hold_parts(gradients, reliability, resume)
-
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process."""
-        ended = {"_links": ExitStack(), "_engine": None, "_loss": None, "_gradients_seen": None}
-        state = {**super().__getstate__(), **ended}
-        state.pop("_unseen_writes", None)
-        return state
-
-    @override
-    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        """Reduce a tensor over ranks; a mean is SUM, then division, as not every backend knows AVG."""
-        return mean_by_sum(super().reduce, tensor, group, reduce_op)
-
-    # ---- communication ----
-
-    @override
-    def _make_groups(self) -> None:
-        # On CPUs the large collectives of ZeRO go through shared memory: for the time of a run an object of ours stands
-        # where `deepspeed.comm` has its backend.
-        self._close_links()
-        if self.world_size == 1 or self.root_device.type != "cpu":
-            return
-        from lightning_smddp.deepspeed.collectives import NodeCollectives, carried_by
-
-        assert dist.group.WORLD is not None
-        limit = self._session.limit(self._timeout)
-        communicator = Communicator(dist.group.WORLD, self.root_device, limit)
-        self._links.callback(communicator.close)
-        backend = NodeCollectives(communicator, limit)
-        self._links.enter_context(carried_by(backend))
-        self._travel = [("communication", backend.describe())]
-        self._travel += [("note", note) for note in communicator.notes]
-
-    def _close_links(self) -> None:
-        self._links.close()
-        self._travel = [("communication", "the backend's")]
+    # ---- training ----
 
     @override
     def _training_starts(self) -> None:
+        assert self._unseen_writes is not None
         self._unseen_writes.note()  # a checkpoint was loaded
         if self._session.options.communication.verbose and self.is_global_zero:
             assert self.lightning_module is not None
             stage = _STAGES[self.deepspeed_engine.zero_optimization_stage()]
             ranks = f"{counted(self.world_size, 'rank')} on {self.root_device.type}"
-            rows = [("stage", stage), ("cluster size", ranks), *self._travel]
+            rows = [("stage", stage), ("cluster size", ranks)]
             print_table("smddp_deepspeed: DeepSpeed's ZeRO", rows, self.lightning_module.trainer)
 
+    @property
     @override
-    def _set_up_model(self, trainer: Trainer) -> None:
-        if trainer.state.fn == "fit":
-            assert self.lightning_module is not None
-            require_supported_by_deepspeed(self.lightning_module, trainer, callbacks_of(trainer))
-            assert self.config is not None
-            require_one_answer(self.config, trainer)
-        super()._set_up_model(trainer)
+    def handles_gradient_accumulation(self) -> bool:
+        """Left to Lightning, which steps behind the last batch of an epoch, too, as in one process."""
+        return False
 
-    # ---- gradients, which DeepSpeed keeps to itself ----
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Nothing: :meth:`backward` tells DeepSpeed, which cannot put off what sharded gradients need."""
+        yield
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Accumulate where Lightning does. It has divided the loss by the number of batches: DeepSpeed must not."""
+        assert self.lightning_module is not None
+        steps = will_step(self.lightning_module.trainer)
+        self.deepspeed_engine.set_gradient_accumulation_boundary(steps)
+        self._loss = closure_loss.detach()
+        return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """DeepSpeed leaves a step out, without a word, if a gradient is not finite: what that means is asked for."""
+        engine = self.deepspeed_engine
+        writes = self._unseen_writes
+        assert writes is not None
+
+        # DeepSpeed steps a copy of this rank's part in fp32, and writes that over the parameters. So between the
+        # closure and the step, what hooks have written to parameters goes into the copy, or, where that is not
+        # possible, is an error.
+        def written() -> Any:
+            result = closure()
+            if self._gradients_seen is not None:
+                self._gradients_seen.look(self.is_global_zero)
+                self._gradients_seen = None
+            if not take_up_writes(engine):
+                writes.require_none()
+            return result
+
+        result = super().optimizer_step(optimizer, written, model, **kwargs)
+        writes.note()
+        if not engine.was_step_applied() and not engine.fp16_enabled():  # fp16 tries what is too large on purpose
+            assert self._loss is not None
+            why = _why_left_out(self._loss, self._checks.where(), self.root_device)
+            self._checks.guard.left_out(why)
+        return result
+
+    # DeepSpeed keeps gradients to itself: it looks at them in the step.
 
     @override
     def _find_nonfinite(self) -> Mapping[str, str] | None:
-        return None  # DeepSpeed looks in the step: see `_step_left_out`
+        return None
 
     @override
     def _bad_before_averaging(self) -> Mapping[str, str]:
         return {}
 
-    @override
-    def _step_left_out(self) -> None:
-        assert self._loss is not None
-        why = _why_left_out(self._loss, self._checks.where(), self.root_device)
-        self._checks.guard.left_out(why)
-
     # ---- checkpoints ----
+
+    @property
+    def _states(self) -> WholeStates:
+        assert self.lightning_module is not None
+        optimizer = self.optimizers[0] if self.optimizers else None
+        return WholeStates(self.lightning_module, optimizer, self._groups, self.is_global_zero)
 
     @property
     @override
@@ -399,14 +316,14 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
         """The whole module's, on the first rank, for a file. Collective."""
         if self._interrupted or self._saves_directories:
             return {}
-        return super().lightning_module_state_dict()
+        return self._states.whole_module_state()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's, on the first rank, for a file. Collective."""
         if self._interrupted or self._saves_directories:
             return {}
-        return super().optimizer_state(optimizer)
+        return self._states.whole_optimizer_state()
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -415,8 +332,9 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self._can_save(filepath):
             self._exact_resume.take_out(checkpoint)
-            with self._supervision.saves():
-                self.save_directory(checkpoint, filepath, storage_options)
+            quiet = without_warning("When saving the DeepSpeed Stage 3 checkpoint")  # it was asked for
+            with self._supervision.saves(), quiet:
+                super(TrainerStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
             self._sagemaker.saved(checkpoint, filepath)
 
     @override
@@ -426,7 +344,7 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
         # behind that (`load_model_state_dict`, the optimizers' states) is there already.
         self._loaded_directory = is_deepspeeds(checkpoint_path)
         if self._loaded_directory:
-            return self.load_directory(checkpoint_path, weights_only)
+            return super(TrainerStrategy, self).load_checkpoint(checkpoint_path, weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     @override
@@ -444,19 +362,13 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
         return not self._loaded_directory
 
     @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the module's state; of a directory it is there already."""
+    def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         if not self._loaded_directory:
-            super().load_model_state_dict(checkpoint, strict)
-
-    # ---- end ----
+            self._states.load_module_state(checkpoint["state_dict"], strict)
 
     @override
-    def _release_model(self) -> None:
-        if self._engine is not None:
-            take_hooks_off(self._engine)
-            self.model = self.lightning_module
-        self._close_links()
+    def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        self._states.load_optimizer_state(checkpoint["optimizer_states"][0])
 
 
 def _why_left_out(loss: Tensor, where: str, device: torch.device) -> str:

@@ -6,7 +6,7 @@ The way of ``trainer.save_checkpoint(path)``:
    (``pipeline/state/state_dict.py``, ``optimizer.py``), or with ``sharded`` gives each rank its own. The state of
    optimizers whose work ranks share is put together by ``sharding/optimizer_states.py``.
 2. ``TrainerStrategy.save_checkpoint`` adds what an exact resume and compression need, and calls :meth:`Saving.save`.
-3. A plain file is written by the first rank: Lightning's ``save_checkpoint``, ``SafeFiles`` (``checkpoint_io.py``; in a
+3. A plain file is written by the first rank: the CheckpointIO, ``SafeFiles`` (``checkpoint_io.py``; in a
    thread with ``async_save``), ``checkpoint/files.py``. With ``sharded`` every rank writes to a directory:
    ``checkpoint/sharded.py``, by ``torch.distributed.checkpoint``.
 
@@ -22,6 +22,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from lightning_smddp.checkpoint import files, sharded
 from lightning_smddp.checkpoint.errors import CheckpointError
@@ -97,8 +99,8 @@ class Saving:
 
     # ---- files and directories ----
 
-    def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any, save: Callable[..., None]) -> None:
-        """Save, by Lightning's ``save`` on the first rank or this rank's part. Errors are raised on every rank.
+    def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        """Save, by the CheckpointIO on the first rank or this rank's part. Errors are raised on every rank.
 
         Raises:
             OSError, ValueError: see :func:`lightning_smddp.checkpoint.sharded.save`.
@@ -107,7 +109,8 @@ class Saving:
         strategy = self.strategy
         # Behind an exception only those strategies save of which the first rank has all.
         if not strategy._reliability.sharded or strategy._interrupted:
-            self.on_first(partial(save, checkpoint, filepath, storage_options))
+            write = strategy.checkpoint_io.save_checkpoint
+            self.on_first(partial(write, checkpoint, filepath, storage_options=storage_options))
             return
         if storage_options is not None:
             raise TypeError(f"storage_options={storage_options!r} cannot be used with sharded=True: it takes no URLs.")
@@ -120,22 +123,25 @@ class Saving:
         order = list(module.state_dict(keep_vars=True)) if strategy.is_global_zero else ()
         sharded.save(own_part, filepath, names_of(module, optimized), order=order)
 
-    def load(self, path: Any, weights_only: bool | None, load: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-        """What a Trainer has saved, in whatever layout: a file by Lightning's ``load``."""
+    def load(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+        """What a Trainer has saved, in whatever layout: a file by the CheckpointIO."""
         if self._is_ours(path):
             loaded = sharded.load(path, weights_only)
         else:
-            loaded = load(path, weights_only=weights_only)
+            torch.cuda.empty_cache()  # as Lightning does
+            loaded = self.strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         require_trainers(loaded, path)
         self.loaded_from = path
         return loaded
 
-    def remove(self, path: Any, remove: Callable[[Any], None]) -> None:
-        """Remove a directory, or a file by Lightning's ``remove``."""
-        if not self._is_ours(path):
-            remove(path)
-        elif self.strategy.is_global_zero:
+    def remove(self, path: Any) -> None:
+        """Remove a directory, or a file by the CheckpointIO, on the first rank."""
+        if not self.strategy.is_global_zero:
+            return
+        if self._is_ours(path):
             files.remove(path)
+        else:
+            self.strategy.checkpoint_io.remove_checkpoint(path)
 
     def _is_ours(self, path: Any) -> bool:
         """Whether there is a directory that is not for a CheckpointIO of the user's own."""

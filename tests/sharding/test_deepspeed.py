@@ -26,8 +26,6 @@ from torch.utils.data import DataLoader
 from lightning_smddp import SMDDPDeepSpeedStrategy
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.nonfinite import NonFiniteGradientError
-from lightning_smddp.communication.shared_memory import SharedMemory
-from lightning_smddp.communication.shared_segments import SharedSegments
 from lightning_smddp.deepspeed import start
 from lightning_smddp.strategies.checks import (
     require_elementwise,
@@ -113,16 +111,6 @@ class Tied(AdamLearner):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-class Wide(AdamLearner):
-    """Large enough for the collectives of this package."""
-
-    def build(self, batch_size: int = BATCH, count: int = 24) -> None:
-        super().build(batch_size, count)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
-            self.net = nn.Sequential(nn.Linear(8, 1001), nn.Tanh(), nn.Linear(1001, 3))
-
-
 class Writing(AdamLearner):
     """Clips its weights in a hook, with and without autograd's knowledge."""
 
@@ -158,7 +146,6 @@ CASES: dict[str, tuple[type[AdamLearner], dict[str, Any], float]] = {
     "accumulation": (SgdLearner, {"accumulate_grad_batches": 2}, 1e-5),
     "evaluation": (Evaluating, {}, 1e-5),
     "evaluation, configure_model": (Configured, {}, 1e-5),
-    "wide": (Wide, {"accumulate_grad_batches": 2}, 1e-5),
     "offload": (AdamLearner, {}, 1e-5),
     "tied, clipping": (Tied, {"gradient_clip_val": 0.1}, 1e-5),
     "16-bit": (SgdLearner, {"precision": "bf16-mixed"}, 3e-2),
@@ -167,9 +154,9 @@ CASES: dict[str, tuple[type[AdamLearner], dict[str, Any], float]] = {
 
 # Stages 1 and 2 are one optimizer of DeepSpeed's, to which most cases look the same.
 OFTEN = {
-    1: ["wide", "tied, clipping"],
-    2: ["accumulation", "evaluation", "wide", "offload", "16-bit"],
-    3: ["evaluation, configure_model", "wide", "tied, clipping"],
+    1: ["tied, clipping"],
+    2: ["accumulation", "evaluation", "offload", "16-bit"],
+    3: ["accumulation", "evaluation, configure_model", "tied, clipping"],
 }
 SELDOM = {stage: [case for case in CASES if case not in OFTEN[stage]] for stage in STAGES}
 
@@ -289,30 +276,14 @@ def fail() -> str:
 
 
 def train_cases(directory: str, cases: dict[int, list[str]]) -> dict[int, dict[str, Any]]:
-    """The cases of each stage; and how often tensors of the wide one went through shared memory."""
+    """The cases of each stage."""
     found: dict[int, dict[str, Any]] = {}
-    shared = 0
-    kernels = SharedSegments.lend, SharedMemory.all_reduce
-
-    def counting(kernel: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal shared
-            shared += 1
-            return kernel(*args, **kwargs)
-
-        return call
-
-    SharedSegments.lend, SharedMemory.all_reduce = (counting(kernel) for kernel in kernels)
     for stage, names in cases.items():
         folder = Path(directory, str(stage))
-        results: dict[str, Any] = {}
+        found[stage] = {}
         for case in names:
-            shared = 0
             strategy = SMDDPDeepSpeedStrategy(stage=stage, offload_optimizer=case == "offload")
-            results[case] = train(strategy, case, BATCH, folder)
-            if case == "wide":
-                results["shared"] = shared
-        found[stage] = results
+            found[stage][case] = train(strategy, case, BATCH, folder)
     return found
 
 
@@ -390,10 +361,6 @@ class TestOnRanks:
         found = run_trainer_ranks(train_cases, RANKS, str(tmp_path / "ranks"), SELDOM, timeout=280.0)
         for case in sorted({case for cases in SELDOM.values() for case in cases}):
             assert_as_one_process(case, found, tmp_path)
-
-    def test_large_tensors_go_through_shared_memory(self, results):
-        for result in results:
-            assert all(result[stage]["shared"] > 6 for stage in STAGES)
 
     @each_stage
     def test_checkpoints_go_to_and_from_other_strategies(self, looks, stage):
