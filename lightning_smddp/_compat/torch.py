@@ -206,15 +206,6 @@ def checkpoint_region() -> object | None:
     return hooks[0]
 
 
-def in_checkpoint() -> bool:
-    """Whether ``torch.utils.checkpoint`` (non-reentrant) is running a function's forward around this code.
-
-    Private because the hooks on saved tensors have no public getter. Remove when checkpointing can be asked.
-    """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and "_checkpoint_hook" in getattr(hooks[0], "__qualname__", "")
-
-
 # `torch.utils._python_dispatch` is documented as the way to extend torch, but has no public name. Remove when it has.
 DispatchMode = TorchDispatchMode
 # Private because `torch.overrides` can only be left for subclasses, not for modes. Remove when it can.
@@ -398,44 +389,31 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 COMPILED_CALL = "_compiled_call_impl"  # the attribute of a module that holds it
 
 
-def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Let ``module(...)`` run ``call`` instead of the code that ``module.compile()`` made.
-
-    Private: torch has no public way to see or replace it. Remove when it has one.
-    """
-    module.__dict__["_compiled_call_impl"] = call
-
-
 # A subclass without functions of its own: what torch documents as `_disabled_torch_function_impl`. Remove when public.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
-def wrapper_subclass(cls: type, like: Tensor, device: torch.device) -> Any:
-    """A tensor of class ``cls`` that has the looks of ``like``, on ``device``, and no memory.
-
-    ``_make_wrapper_subclass`` is documented by torch as the way to extend it, without a public name.
-    """
-    return torch.Tensor._make_wrapper_subclass(
-        cls,
-        like.shape,
-        strides=like.stride(),
-        storage_offset=like.storage_offset(),
-        dtype=like.dtype,
-        device=device,
-    )
-
-
-def shaped_wrapper(
+def wrapper_subclass(
     cls: type,
     shape: Sequence[int],
     stride: Sequence[int] | None,
     dtype: torch.dtype,
     device: torch.device,
-    requires_grad: bool,
+    requires_grad: bool = False,
+    storage_offset: int | None = None,
 ) -> Any:
-    """The same of a shape; contiguous without a ``stride``."""
+    """A tensor of class ``cls`` with these looks (contiguous without a ``stride``), and no memory.
+
+    ``_make_wrapper_subclass`` is documented by torch as the way to extend it, without a public name.
+    """
     return torch.Tensor._make_wrapper_subclass(
-        cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
+        cls,
+        shape,
+        strides=stride,
+        storage_offset=storage_offset,
+        dtype=dtype,
+        device=device,
+        requires_grad=requires_grad,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_smddp._compat.torch import READ_NUMBER, shaped_wrapper, without_subclass_functions
+from lightning_smddp._compat.torch import READ_NUMBER, without_subclass_functions, wrapper_subclass
 from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, user_location
 from lightning_smddp.pipeline.runtime.remote import ReplayError, TensorSpec
 from lightning_smddp.pytree import leaves, map_leaves
@@ -49,7 +49,7 @@ class RemoteTensor(Tensor):
         """The stand-in for ``value`` in ``run``."""
         requires_grad = spec.requires_grad and torch.is_grad_enabled()
         stride = spec.stride if len(spec.stride) == len(spec.shape) else None
-        made: RemoteTensor = shaped_wrapper(RemoteTensor, spec.shape, stride, spec.dtype, run.device, requires_grad)
+        made: RemoteTensor = wrapper_subclass(RemoteTensor, spec.shape, stride, spec.dtype, run.device, requires_grad)
         made.value = value
         made.run = run
         return made

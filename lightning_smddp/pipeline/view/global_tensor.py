@@ -96,7 +96,9 @@ class GlobalTensor(Tensor):
         # Ranks without values go by the strides of the meta tensor, which a kernel need not have kept to.
         if local is not None and local.stride() != meta.stride():
             local = torch.empty_like(meta, device=local.device).copy_(local)
-        self: GlobalTensor = wrapper_subclass(cls, meta, view.device)
+        self: GlobalTensor = wrapper_subclass(
+            cls, meta.shape, meta.stride(), meta.dtype, view.device, storage_offset=int(meta.storage_offset())
+        )
         self.global_view = view
         self.owner = owner
         self.local = local
