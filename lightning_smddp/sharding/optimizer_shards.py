@@ -102,10 +102,6 @@ class OptimizerShards:
             return [ShardedPiece(0, parameter.numel(), parameter)]
         return pieces
 
-    def stepped(self) -> list[nn.Parameter]:
-        """What this rank steps: pieces, and parameters that have no shares."""
-        return self._stepped_of(all_parameters(self.optimizer))
-
     def _stepped_of(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         found: list[nn.Parameter] = []
         for parameter in parameters:

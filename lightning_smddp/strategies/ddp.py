@@ -12,21 +12,20 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from typing_extensions import override
 
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters, unwrapped
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards, unwrapped
 from lightning_smddp.sharding.optimizer_states import whole_state_dict
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.strategies.base import COMPRESSION_KEY, TrainerStrategy
 from lightning_smddp.strategies.frozen_parameters import FrozenParameters
-from lightning_smddp.strategies.fused_optimizers import fused_advice
 from lightning_smddp.strategies.nonfinite import by_asking, by_watch
 from lightning_smddp.strategies.options import (
     GROUPS,
@@ -255,16 +254,6 @@ class DataParallel(TrainerStrategy):
             return ()
         return self._sharded.shards
 
-    def _stepped(self) -> list[tuple[Optimizer, list[nn.Parameter]]]:
-        """Each optimizer, and what this rank steps with it."""
-        if self._sharded is not None:
-            return [(shards.optimizer, shards.stepped()) for shards in self._sharded.shards]
-        stepped = []
-        for optimizer in self.optimizers:
-            plain = unwrapped(optimizer)
-            stepped.append((plain, all_parameters(plain)))
-        return stepped
-
     @override
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The state of a whole optimizer; of a sharded one it is on the first rank alone. Collective then."""
@@ -301,9 +290,17 @@ class DataParallel(TrainerStrategy):
             rows = self._session.summary(_batch_size(trainer), trainer.accumulate_grad_batches)
             if self._sharded is not None:
                 rows += self._sharded.describe()
-            if getattr(self.precision_plugin, "scaler", None) is None:  # with one Lightning clips no fused optimizer's
-                rows += [("advice", text) for text in fused_advice(self.lightning_module, self._stepped())]
+            rows += [("advice", text) for text in self._fused_advice()]
             print_table("smddp: data parallelism", rows, trainer)
+
+    def _fused_advice(self) -> list[str]:
+        # With a scaler Lightning clips no fused optimizer's gradients, and sparse ones cannot be stepped so.
+        assert self.lightning_module is not None
+        is_sparse = any(getattr(layer, "sparse", False) for layer in self.lightning_module.modules())
+        if self.root_device.type != "cpu" or is_sparse or getattr(self.precision_plugin, "scaler", None) is not None:
+            return []
+        names = {type(optimizer).__name__ for optimizer in self.optimizers if _could_be_fused(optimizer)}
+        return [f"{name}(..., fused=True) passes over memory once a step: faster on CPUs" for name in sorted(names)]
 
     @override
     def _training_ends(self) -> None:
@@ -335,6 +332,12 @@ def _as_ours(argument: Any) -> Any:
         return argument
     named = argument.replace("strategy='ddp_find_unused", "strategy='smddp_find_unused")
     return named.replace("strategy=DDPStrategy(", "strategy=SMDDPStrategy(")
+
+
+def _could_be_fused(optimizer: Optimizer) -> bool:
+    """Whether torch can, and nobody has said how it is to step."""
+    options = [group.get(word) for group in optimizer.param_groups for word in ("fused", "foreach")]
+    return type(optimizer) in (Adam, AdamW, SGD) and all(option is None for option in options)
 
 
 def _batch_size(trainer: Trainer) -> int | None:
