@@ -9,10 +9,16 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from transformers.modeling_outputs import BaseModelOutput
 
+from lightning_smddp.pipeline.capture.graph import StepGraph
+from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
+from lightning_smddp.pipeline.capture.records import Trace
+from lightning_smddp.pipeline.capture.tracer import trace
+
 D = 6
+CPU = torch.device("cpu")
 EXAMPLES: dict[str, Callable[[], nn.Module]] = {}
 
 
@@ -51,6 +57,53 @@ class Layer(nn.Module):
         return self.body(self, *args, **kwargs)
 
 
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(x)
+        ctx.scale = scale
+        y = x * x
+        return y * x * scale, y > 1
+
+    @staticmethod
+    def backward(ctx, g, _):
+        (x,) = ctx.saved_tensors
+        return 3 * x * x * g * ctx.scale, None
+
+
+def batch(rows: int = 4) -> Tensor:
+    return torch.linspace(-2, 2, rows * D).reshape(rows, D).sin() * 2
+
+
+def children(name: str) -> bool:
+    return name != "net"
+
+
+def leaf_modules(name: str) -> bool:
+    return name.count(".") > 1 or name in ("net.a", "net.b", "net.c", "net.d")
+
+
+def record(net: nn.Module) -> tuple[Trace, Modules]:
+    root = nn.ModuleDict({"net": net})
+    found = trace(lambda: net(batch()), root, CPU)
+    return found, Modules(found, root)
+
+
+def graph_of(
+    body: Callable[..., Tensor], is_small: Callable[[str], bool] = children, **modules: nn.Module
+) -> StepGraph:
+    return build_graph(*record(Net(body, **modules)), is_small)
+
+
+def example(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.ModuleDict({"net": EXAMPLES[name]()})
+
+
+def step_of(root: nn.Module) -> Callable[[], Tensor]:
+    return lambda: root["net"](batch())
+
+
 # ---- what models are made of ----
 
 
@@ -67,58 +120,13 @@ def views_of_the_batch() -> nn.Module:
 
 
 @member
-def sequential() -> nn.Module:
-    return Net(lambda s, x: s.seq(x).square().mean(), seq=nn.Sequential(*(nn.Linear(D, D) for _ in range(4))))
-
-
-@member
-def residual() -> nn.Module:
+def batch_norms() -> nn.Module:
     def body(s: Net, x: Tensor) -> Tensor:
-        x = x + s.a(x)
-        x = x + s.b(F.gelu(x))
-        x = x + torch.tanh(s.c(x))
-        return (x + s.d(x)).square().mean()
+        h = s.bn1(s.a(x))
+        h += s.bn2(s.b(s.relu(h)))
+        return F.cross_entropy(s.d(s.relu(s.c(h))), torch.zeros(len(x), dtype=torch.long))
 
-    return Net(body)
-
-
-@member
-def u_net() -> nn.Module:
-    def body(s: Net, x: Tensor) -> Tensor:
-        h1 = s.a(x).relu()
-        h2 = s.b(F.avg_pool1d(h1[None], 2).repeat(1, 1, 2)[0])
-        h3 = s.c(h2).sigmoid()
-        up = torch.cat([h3, h2], -1)[..., ::2]
-        return s.d(torch.stack([up, h1]).sum(0)).square().mean()
-
-    return Net(body)
-
-
-@member
-def resnet() -> nn.Module:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv1, self.conv2 = (nn.Conv1d(4, 4, 3, padding=1, bias=False) for _ in range(2))
-            self.bn1, self.bn2, self.relu = nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.ReLU(inplace=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-            out += x
-            return self.relu(out)
-
-    class ResNet(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem, self.head = nn.Conv1d(1, 4, 3, padding=1), nn.Linear(4, 3)
-            self.layer1, self.layer2 = nn.Sequential(Block(), Block()), Block()
-            self.pool = nn.AdaptiveAvgPool1d(1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.layer2(self.layer1(self.stem(x[:, None])))
-            return F.cross_entropy(self.head(self.pool(x).flatten(1)), torch.zeros(len(x), dtype=torch.long))
-
-    return ResNet()
+    return Net(body, bn1=nn.BatchNorm1d(D), bn2=nn.BatchNorm1d(D), relu=nn.ReLU())
 
 
 @member
@@ -219,146 +227,6 @@ def structures() -> nn.Module:
 
 
 @member
-def integers_and_masks_cross() -> nn.Module:
-    def body(s: Net, x: Tensor) -> Tensor:
-        h = s.a(x)
-        order, mask = h.argsort(-1), h > 0
-        best = h.topk(2, -1)
-        h = s.b(s.c(h).masked_fill(mask, 0.0))
-        return h.gather(-1, order).mul(torch.arange(D)).mean() + (best.values * best.indices).sum()
-
-    return Net(body)
-
-
-@member
-def shapes_and_places() -> nn.Module:
-    def body(s: Net, x: Tensor) -> Tensor:
-        h = s.a(x)
-        batch, width = h.shape
-        text = f"{h} {h.sum():.2f} {h.shape} {h.device} {h.dtype} {len(h)}"
-        assert "4" in text
-        assert isinstance(h, Tensor)
-        assert h is not None
-        assert torch.is_tensor(h)
-        assert h.type() == "torch.FloatTensor"
-        assert h.requires_grad
-        assert not h.is_cuda
-        assert h.device.type == next(s.parameters()).device.type == s.d.weight.device.type == "cpu"
-        assert s.d.weight.dtype == h.dtype
-        positions = torch.arange(width, device=h.device) + h.new_zeros(batch, 1) + torch.zeros_like(h)
-        h = s.b(h + positions.to(h)) + torch.full((h.size(0), 1), 2.0, dtype=h.dtype) + torch.zeros_like(s.c.weight[0])
-        rows = [row * i for i, row in enumerate(s.c(h))]
-        left, right = torch.stack(rows).chunk(2, dim=-1)
-        parts = left.split(1, -1)
-        return torch.einsum("ij,kj->ik", s.d(torch.cat([right, *parts], -1)), h).mean() + sum(
-            r.sum() for r in rows[0:2]
-        )
-
-    return Net(body)
-
-
-@member
-def filled_by_a_value() -> nn.Module:
-    """In the likeness of one tensor, with a value that a module made: by keyword, behind the first argument."""
-
-    def body(s: nn.Module, x: Tensor) -> Tensor:
-        h = s.a(x)
-        level = h.detach().mean()
-        h = s.b(h) + torch.full_like(x, fill_value=level)
-        return s.d(s.c(h)).square().mean()
-
-    return Net(body)
-
-
-# ---- gradients and modes ----
-
-
-@member
-def stopped_gradients() -> nn.Module:
-    def body(s: Net, x: Tensor) -> Tensor:
-        online = s.b(s.a(x))
-        with torch.no_grad():
-            target = s.d(s.c(x))
-        stopped = s.c(online.detach() * 2)
-        return F.mse_loss(online, target) + stopped.mean()
-
-    net = Net(body)
-    net.d.requires_grad_(False)
-    return net
-
-
-@member
-def frozen_start() -> nn.Module:
-    net = Net(lambda s, x: s.d(s.c(s.b(s.a(x)).relu())).square().mean())
-    net.a.requires_grad_(False)
-    net.b.requires_grad_(False)
-    return net
-
-
-@member
-def autocast() -> nn.Module:
-    def body(s: Net, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            h = s.b(s.a(x))
-            h = h @ s.c(h).T
-        return s.d(h.float() @ x).square().mean()
-
-    return Net(body)
-
-
-@member
-def gradient_hooks() -> nn.Module:
-    def body(s: Net, x: Tensor) -> Tensor:
-        h = s.a(x)
-        h.register_hook(lambda g: g * 2)
-        y = h * 3
-        if y.requires_grad:
-            y.register_hook(lambda g: g + 1)
-            y.retain_grad()
-        return s.c(s.b(y) + h).square().mean()
-
-    net = Net(body)
-    net.b.register_full_backward_hook(lambda m, gi, go: (gi[0] * 0.5,))
-    return net
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, scale):
-        ctx.save_for_backward(x)
-        ctx.scale = scale
-        y = x * x
-        return y * x * scale, y > 1
-
-    @staticmethod
-    def backward(ctx, g, _):
-        (x,) = ctx.saved_tensors
-        return 3 * x * x * g * ctx.scale, None
-
-
-@member
-def autograd_functions() -> nn.Module:
-    def body(s: Net, x: Tensor) -> Tensor:
-        h, mask = Cube.apply(s.a(x), 2.0)
-        return s.b(s.inner(h * mask)).mean()
-
-    return Net(body, inner=Layer(lambda s, x: Cube.apply(s.linear(x), 1.0)[0]))
-
-
-@member
-def checkpoints() -> nn.Module:
-    def body(s: Net, x: Tensor) -> Tensor:
-        def part(h: Tensor) -> Tensor:
-            return s.c(s.drop(s.b(h.sin())).relu()) * h
-
-        h = checkpoint(part, s.a(x), use_reentrant=False)
-        h = checkpoint(part, h, use_reentrant=True)
-        return checkpoint(s.d, h, use_reentrant=False).square().mean()
-
-    return Net(body, drop=nn.Dropout(0.3))
-
-
-@member
 def vmapped_batch() -> nn.Module:
     def body(s: Net, x: Tensor) -> Tensor:
         weights = torch.vmap(lambda row: row.softmax(-1) * 2)(x)
@@ -371,3 +239,134 @@ def vmapped_batch() -> nn.Module:
 def vmapped_in_a_module() -> nn.Module:
     layer = Layer(lambda s, x: torch.vmap(lambda row: row.softmax(-1) * 2)(s.linear(x)))
     return Net(lambda s, x: s.b(s.vmapped(s.a(x))).square().mean(), vmapped=layer)
+
+
+# ---- random numbers ----
+
+
+@member
+def a_generator() -> nn.Module:
+    def body(s: Net, x: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(3)
+        mask = torch.rand(x.shape, generator=generator) > 0.5
+        h = s.b(s.a(x) * mask)
+        return (s.c(h) * torch.rand(x.shape, generator=generator)).square().mean()
+
+    return Net(body)
+
+
+# ---- changes in place ----
+
+
+@member
+def in_place() -> nn.Module:
+    def body(s: Net, x: Tensor) -> Tensor:
+        h = s.a(x)
+        h += x
+        h = h * 1
+        h[x > 0] = 0
+        h.masked_fill_(x < -1, 1.0)
+        total = torch.zeros(D, D)
+        total.index_add_(0, torch.arange(len(x)), s.b(h))
+        total[0] += s.c(total[:1].clone())[0]
+        rows = s.d(total)
+        rows.mul_(2).add_(total)
+        return rows.square().mean() + total.mean()
+
+    return Net(body)
+
+
+@member
+def in_place_in_units() -> nn.Module:
+    def change(s: Layer, x: Tensor) -> Tensor:
+        x += s.linear(x.clone())
+        x *= 2
+        return x
+
+    def body(s: Net, x: Tensor) -> Tensor:
+        h = s.a(x) * 1
+        s.change(h)
+        g = s.relu(s.b(h))
+        return s.c(h + g).square().mean()
+
+    return Net(body, change=Layer(change), relu=nn.ReLU(inplace=True))
+
+
+@member
+def an_old_value_is_gone() -> nn.Module:
+    def body(s: Net, x: Tensor) -> Tensor:
+        h = s.a(x).mean(-1, keepdim=True)
+        wide = h.expand(-1, D) + 0
+        with torch.no_grad():
+            h.mul_(3)
+        return s.c(s.b(wide)).mean() + h.mean()
+
+    return Net(body)
+
+
+# ---- other ways for tensors ----
+
+
+@member
+def attributes_and_lists() -> nn.Module:
+    def body(s: Net, x: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        cache: dict[str, Tensor] = {}
+        h = s.write(s.a(x), found, cache)
+        h = s.read(h, cache)
+        return h.mean() + sum(t.square().mean() for t in found) + s.write.context.mean()
+
+    def write(s: Layer, x: Tensor, found: list[Tensor], cache: dict[str, Tensor]) -> Tensor:
+        s.context = s.linear(x)
+        cache["k"] = s.context.sin()
+        found.append(s.context)
+        return s.context.relu()
+
+    return Net(body, write=Layer(write), read=Layer(lambda s, x, cache: s.linear(x) + cache["k"]))
+
+
+@member
+def forward_hooks() -> nn.Module:
+    seen: dict[str, Tensor] = {}
+
+    def body(s: Net, x: Tensor) -> Tensor:
+        h = s.c(s.outer(s.a(x)))
+        return h.square().mean() + seen.pop("inner").mean() + seen.pop("c")
+
+    net = Net(body, outer=Layer(lambda s, x: s.linear(x).relu()))
+    net.outer.linear.register_forward_hook(lambda m, i, o: seen.update(inner=o))
+    net.a.register_forward_hook(lambda m, i, o: o * 2)
+    net.c.register_forward_pre_hook(lambda m, args: (args[0] + 1,))
+    net.c.register_forward_hook(lambda m, i, o: seen.update(c=o.mean()))
+    return net
+
+
+@member
+def weight_norm() -> nn.Module:
+    net = Net(lambda s, x: s.d(s.c(s.b(s.a(x)))).square().mean())
+    net.b = nn.utils.parametrizations.weight_norm(net.b)
+    net.c = nn.utils.parametrizations.spectral_norm(net.c)
+    return net
+
+
+@member
+def matching_in_python() -> nn.Module:
+    def match(s: Layer, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            return torch.as_tensor([max(range(D), key=row.__getitem__) for row in h.tolist()])
+
+    def body(s: Net, x: Tensor) -> Tensor:
+        h = s.b(s.a(x))
+        return F.cross_entropy(s.c(h), s.match(h)) + s.d(h).mean()
+
+    return Net(body, match=Layer(match))
+
+
+@member
+def packed_sequences() -> nn.Module:
+    def body(s: Net, x: Tensor) -> Tensor:
+        packed = pack_padded_sequence(s.a(x).expand(3, -1, -1), torch.tensor([4, 3, 2]), batch_first=True)
+        out, _ = pad_packed_sequence(s.lstm(packed)[0], batch_first=True)
+        return s.d(out).square().mean()
+
+    return Net(body, lstm=nn.LSTM(D, D, batch_first=True))

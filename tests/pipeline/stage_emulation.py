@@ -26,6 +26,7 @@ from lightning_smddp.seeding import Generators, seeded_modules
 CPU = torch.device("cpu")
 SEED = 7
 Step = Callable[[], Any]
+MakeStep = Callable[[nn.Module], Step]
 _wrappers: weakref.WeakKeyDictionary[nn.Module, Wrappers] = weakref.WeakKeyDictionary()
 
 
@@ -76,15 +77,6 @@ def plans_of(graph: StepGraph, cuts: Sequence[int]) -> list[StagePlan]:
     return [StagePlan(s, bounds[s], bounds[s + 1], again[s], received[s], sent[s]) for s in range(len(bounds) - 1)]
 
 
-def split(
-    root: nn.Module, step: Step, is_small: Callable[[str], bool], cuts: Sequence[int] | int
-) -> tuple[StepGraph, list[StageProgram]]:
-    """Trace ``step`` and cut it before the items ``cuts``, or in ``cuts`` stages of about equally many units."""
-    graph = program_of(root, step, is_small)
-    cuts = even_cuts(graph, cuts) if isinstance(cuts, int) else cuts
-    return graph, [program(graph, plan, root) for plan in plans_of(graph, cuts)]
-
-
 def run_stages(
     graph: StepGraph, stages: Sequence[Stage], shapes: Shapes | None = None, record: Shapes | None = None
 ) -> Any:
@@ -123,11 +115,6 @@ def _backward(result: Any, boundaries: Sequence[tuple[tuple[Tensor, ...], tuple[
                 torch.autograd.backward([s for s, _ in pairs], [g for _, g in pairs])
 
 
-def run(root: nn.Module, graph: StepGraph, replays: list[StageProgram], step: Step) -> Any:
-    """All stages on one module."""
-    return run_stages(graph, [Stage(root, replay, step) for replay in replays])
-
-
 def loss_of(result: Any) -> Any:
     return result["loss"] if isinstance(result, dict) else result
 
@@ -146,73 +133,33 @@ def _put_back(root: nn.Module, buffers: dict[str, Tensor]) -> None:
             buffer.copy_(buffers[name])
 
 
-def assert_transparent(
-    root: nn.Module,
-    make_step: Callable[[nn.Module], Step],
-    is_small: Callable[[str], bool],
-    cuts: Sequence[int] | int,
-    tolerance: float = 1e-6,
-) -> tuple[StepGraph, list[StageProgram]]:
-    """The stages of the step give the loss, gradients and buffers that the whole step gives, with the same seed."""
-    reference = copy.deepcopy(root)
-    with plainly(reference):
-        expected = make_step(reference)()
-        loss = loss_of(expected)
-        loss.backward()
-    step = make_step(root)
-    buffers = _buffers(root)
-    graph, replays = split(root, step, is_small, cuts)
-    for _ in range(2):  # the second time as the first
-        root.zero_grad()
-        _put_back(root, buffers)
-        actual = loss_of(run(root, graph, replays, step))
-        torch.testing.assert_close(actual, loss, rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(gradients(root), gradients(reference), rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(dict(root.named_buffers()), dict(reference.named_buffers()))
-    return graph, replays
+Cuts = Callable[[StepGraph], list[list[int]]]
 
 
-def assert_every_cut(
-    root: nn.Module,
-    make_step: Callable[[nn.Module], Step],
-    is_small: Callable[[str], bool],
-    tolerance: float = 1e-6,
-) -> StepGraph:
-    """At every position where a cut is allowed, two stages give what the whole step gives."""
-    reference = copy.deepcopy(root)
-    with plainly(reference):
-        expected = loss_of(make_step(reference)())
-        expected.backward()
-    step, buffers = make_step(root), _buffers(root)
-    graph = program_of(root, step, is_small)
-    assert possible_cuts(graph), "nothing to cut"
-    for cut in possible_cuts(graph):
-        root.zero_grad()
-        _put_back(root, buffers)
-        replays = [program(graph, plan, root) for plan in plans_of(graph, [cut])]
-        try:
-            actual = loss_of(run(root, graph, replays, step))
-            torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-            torch.testing.assert_close(gradients(root), gradients(reference), rtol=tolerance, atol=tolerance)
-            torch.testing.assert_close(dict(root.named_buffers()), dict(reference.named_buffers()))
-        except BaseException as error:
-            error.add_note(f"cut before item {cut}: {graph.nodes[cut].name}")
-            raise
-    return graph
+def each_cut(graph: StepGraph) -> list[list[int]]:
+    """Two stages, divided wherever a cut is allowed."""
+    return [[cut] for cut in possible_cuts(graph)]
 
 
-def apart(
-    root: nn.Module,
-    make_step: Callable[[nn.Module], Step],
-    graph: StepGraph,
-    cuts: Sequence[int],
-    checkpointing: bool = False,
+def in_stages(*counts: int) -> Cuts:
+    """So many stages of about equally many units."""
+    return lambda graph: [even_cuts(graph, count) for count in counts]
+
+
+def stages_on(
+    root: nn.Module, graph: StepGraph, cuts: Sequence[int], step: Step, checkpointing: bool = False
 ) -> list[Stage]:
-    """Stages on copies of ``root`` of their own; parameters that a stage does not use are on the meta device."""
+    """All stages on one module."""
+    return [Stage(root, program(graph, plan, root, checkpointing), step) for plan in plans_of(graph, cuts)]
+
+
+def stages_apart(
+    copies: Sequence[nn.Module], graph: StepGraph, cuts: Sequence[int], make_step: MakeStep, checkpointing: bool
+) -> list[Stage]:
+    """A stage on each copy of the module; parameters that a stage does not use are on the meta device."""
     stages = []
-    for plan in plans_of(graph, cuts):
+    for part, plan in zip(copies, plans_of(graph, cuts), strict=True):
         mine = {name for item in graph.nodes[plan.begin : plan.end] for name in item.parameters}
-        part = copy.deepcopy(root)
         for name, parameter in list(part.named_parameters()):
             if name not in mine:
                 set_contents(parameter, torch.empty_like(parameter, device="meta"))
@@ -221,28 +168,62 @@ def apart(
     return stages
 
 
+def assert_transparent(
+    root: nn.Module,
+    make_step: MakeStep,
+    is_small: Callable[[str], bool],
+    cuts: Cuts,
+    tolerance: float = 1e-6,
+    checkpointing: bool = False,
+) -> StepGraph:
+    """Stages of the step give the loss, gradients and buffers that the whole step gives, with the same seed."""
+    step, buffers = make_step(root), _buffers(root)
+    graph = program_of(root, step, is_small)
+    expected, wanted = _run_plainly(root, step)
+    wanted_buffers = _buffers(root)
+    all_cuts = cuts(graph)
+    assert all_cuts, "nothing to cut"
+    for places in all_cuts:
+        root.zero_grad()
+        _put_back(root, buffers)
+        try:
+            actual = loss_of(run_stages(graph, stages_on(root, graph, places, step, checkpointing)))
+            torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(gradients(root), wanted, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(_buffers(root), wanted_buffers)
+        except BaseException as error:
+            error.add_note(f"cut before items {[(place, graph.nodes[place].name) for place in places]}")
+            raise
+    root.zero_grad()
+    return graph
+
+
 def assert_transparent_apart(
     root: nn.Module,
-    make_step: Callable[[nn.Module], Step],
+    make_step: MakeStep,
     is_small: Callable[[str], bool],
     num_stages: int,
     tolerance: float = 1e-6,
     checkpointing: bool = False,
 ) -> list[Stage]:
     """As :func:`assert_transparent`, each stage with its own parameters only."""
-    reference = copy.deepcopy(root)
-    with plainly(reference):
-        expected = loss_of(make_step(reference)())
-        expected.backward()
-    traced = copy.deepcopy(root)
-    graph = program_of(traced, make_step(traced), is_small)
-    stages = apart(root, make_step, graph, even_cuts(graph, num_stages), checkpointing)
-    assert len(stages) == num_stages
+    copies = [copy.deepcopy(root) for _ in range(num_stages)]
+    graph = program_of(root, make_step(root), is_small)
+    expected, wanted = _run_plainly(root, make_step(root))
+    stages = stages_apart(copies, graph, even_cuts(graph, num_stages), make_step, checkpointing)
     actual = loss_of(run_stages(graph, stages))
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
     summed: dict[str, Tensor] = {}
     for stage in stages:
         for name, gradient in gradients(stage.root).items():
             summed[name] = summed[name] + gradient if name in summed else gradient
-    torch.testing.assert_close(summed, gradients(reference), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(summed, wanted, rtol=tolerance, atol=tolerance)
     return stages
+
+
+def _run_plainly(root: nn.Module, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of one process."""
+    with plainly(root):
+        loss: Tensor = loss_of(step())
+        loss.backward()
+    return loss, gradients(root)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import pickle
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,22 +15,9 @@ from torch import Tensor, nn
 
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.runtime.remote import ReplayError, Shapes
-from lightning_smddp.pipeline.runtime.step_run import StageDone, run_stage
-from tests.pipeline.example_modules import Cube, D, Layer, Net
-from tests.pipeline.stage_emulation import (
-    Stage,
-    gradients,
-    plainly,
-    plans_of,
-    program,
-    program_of,
-    run_stages,
-    wrappers_of,
-)
-
-
-def batch(rows: int = 4) -> Tensor:
-    return torch.linspace(-2, 2, rows * D).reshape(rows, D).sin()
+from lightning_smddp.pipeline.runtime.step_run import run_stage
+from tests.pipeline.example_modules import Cube, Layer, Net, batch, children
+from tests.pipeline.stage_emulation import gradients, plainly, program_of, run_stages, stages_on, wrappers_of
 
 
 class Case:
@@ -44,19 +30,24 @@ class Case:
         self.net = Net(body, **more)
         self.root = nn.ModuleDict({"net": self.net})
         self.x = batch()
-        self.graph: StepGraph = program_of(self.root, self.step, lambda name: name != "net")
+        self.graph: StepGraph = program_of(self.root, self.step, children)
         cut = next(item.index for item in self.graph.nodes if item.name.startswith(begin))
-        self.replays = [program(self.graph, p, self.root, checkpointing) for p in plans_of(self.graph, [cut])]
+        self.stages = stages_on(self.root, self.graph, [cut], self.step, checkpointing)
 
     def step(self) -> Any:
         return self.net(self.x)
 
-    def run(self, shapes: Shapes | None = None) -> Any:
-        return run_stages(self.graph, [Stage(self.root, replay, self.step) for replay in self.replays], shapes)
+    def run(self, shapes: Shapes | None = None, record: Shapes | None = None) -> Any:
+        return run_stages(self.graph, self.stages, shapes, record)
 
-    def first(self, shapes: Shapes | None = None) -> tuple[Tensor, ...]:
-        with wrappers_of(self.root).active([self.graph]):
-            return run_stage(self.replays[0], self.step, (), shapes or Shapes.of(self.graph))[0]
+    def equals_a_plain_step(self) -> None:
+        with plainly(self.root):
+            expected = self.step()
+            expected.backward()
+        wanted = gradients(self.root)
+        self.root.zero_grad()
+        torch.testing.assert_close(self.run(), expected)
+        torch.testing.assert_close(gradients(self.root), wanted)
 
 
 def chain(s: Net, x: Tensor) -> Tensor:
@@ -77,19 +68,14 @@ def test_the_tail_is_free() -> None:
 
     case = Case(body)
     seen.append("different from now on")
-    expected = case.step()
-    expected.backward()
-    reference = gradients(case.root)
-    case.root.zero_grad()
-    torch.testing.assert_close(case.run(), expected)
-    torch.testing.assert_close(gradients(case.root), reference)
+    case.equals_a_plain_step()
 
 
 def test_a_shorter_tail() -> None:
     flag: list[int] = []
     case = Case(lambda s, x: chain(s, x) if flag else chain(s, x) * 2)
     flag.append(1)
-    torch.testing.assert_close(case.run(), case.step())
+    case.equals_a_plain_step()
 
 
 def test_another_path_names_both_items() -> None:
@@ -135,19 +121,6 @@ def test_an_early_return(behind: str) -> None:
         case.run()
 
 
-def test_code_that_catches_everything() -> None:
-    def body(s: Net, x: Tensor) -> Tensor:
-        h = s.b(s.a(x))
-        try:
-            h = s.c(h)
-        except BaseException:
-            return torch.zeros(())
-        return s.d(h).mean()
-
-    case = Case(body)
-    torch.testing.assert_close(case.run(), case.step())
-
-
 def test_what_is_kept_from_another_step() -> None:
     kept: list[Tensor] = []
 
@@ -159,11 +132,13 @@ def test_what_is_kept_from_another_step() -> None:
         return s.d(y).mean()
 
     case = Case(body)
-    received = case.first()
+    first, second = (stage.replay for stage in case.stages)
+    shapes = Shapes.of(case.graph)
     with wrappers_of(case.root).active([case.graph]):
-        run_stage(case.replays[1], case.step, received, Shapes.of(case.graph))
+        received, _ = run_stage(first, case.step, (), shapes)
+        run_stage(second, case.step, received, shapes)
         with pytest.raises(ReplayError, match=r"test_dry_runs.py:\d+ a tensor of another stage.*earlier step"):
-            run_stage(case.replays[1], case.step, received, Shapes.of(case.graph))
+            run_stage(second, case.step, received, shapes)
 
 
 def test_constants_of_another_signature() -> None:
@@ -176,8 +151,7 @@ def test_constants_of_another_signature() -> None:
     case = Case(body, inner=Layer(lambda s, x: (s.linear(x), len(x), Tensor, x.shape)))
     case.x = batch(7)
     found = Shapes()
-    stages = [Stage(case.root, replay, case.step) for replay in case.replays]
-    run_stages(case.graph, stages, Shapes(), record=found)
+    case.run(Shapes(), record=found)
     case.root.zero_grad()
     again = pickle.loads(pickle.dumps(found))  # as other ranks get it
     assert again.values == found.values
@@ -197,15 +171,9 @@ def test_units_are_run_again_in_backward() -> None:
         inner=Layer(count),
         relu=nn.ReLU(inplace=True),
     )
-    with plainly(case.root):
-        expected = case.step()
-        expected.backward()
-    reference = gradients(case.root)
-    case.root.zero_grad()
     calls.clear()
-    torch.testing.assert_close(case.run(), expected)
-    torch.testing.assert_close(gradients(case.root), reference)
-    assert len(calls) == 2
+    case.equals_a_plain_step()
+    assert len(calls) == 3  # in one process, and twice in its stage
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -258,47 +226,12 @@ def test_nothing_is_kept() -> None:
     gc.disable()
     try:
         with wrappers_of(case.root).active([case.graph]):
-            sent, _ = run_stage(case.replays[0], case.step, (), shapes)
+            sent, _ = run_stage(case.stages[0].replay, case.step, (), shapes)
             sent[0].mean().backward()
             del sent
         assert all(reference() is None for reference in made)
     finally:
         gc.enable()
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow() -> None:
-    case = Case(chain)
-    shapes = Shapes.of(case.graph)
-
-    def objects() -> int:
-        gc.collect()
-        return len(gc.get_objects())
-
-    for _ in range(3):
-        case.run(shapes)
-        case.root.zero_grad()
-    before = objects()
-    for _ in range(50):
-        case.run(shapes)
-        case.root.zero_grad()
-    assert objects() - before < 40
-
-
-def test_threads_replay_at_the_same_time() -> None:
-    cases = [Case(lambda s, x: s.d(s.c(Cube.apply(s.b(s.a(x)), 1.0)[0])).mean()) for _ in range(3)]
-    results: list[bool] = []
-
-    def work(case: Case) -> None:
-        expected = case.step()
-        results.extend(torch.equal(case.run(), expected) for _ in range(10))
-
-    threads = [threading.Thread(target=work, args=(case,)) for case in cases]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert results == [True] * 30
 
 
 def test_a_device_context_of_the_steps_own() -> None:
@@ -308,9 +241,3 @@ def test_a_device_context_of_the_steps_own() -> None:
 
     case = Case(body)
     torch.testing.assert_close(case.run(), case.step())
-
-
-def test_stage_done_is_no_exception() -> None:
-    assert not issubclass(StageDone, Exception)
-    sent = Case(chain).first()
-    assert [t.shape for t in sent] == [(4, D)]

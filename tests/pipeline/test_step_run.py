@@ -17,17 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_smddp.pipeline.capture.boundaries import possible_cuts, reason_not_to_cut
-from lightning_smddp.pipeline.runtime.remote import ReplayError, Shapes
-from tests.pipeline.stage_emulation import (
-    Stage,
-    even_cuts,
-    gradients,
-    plainly,
-    plans_of,
-    program,
-    program_of,
-    run_stages,
-)
+from lightning_smddp.pipeline.capture.graph import StepGraph
+from tests.pipeline.example_modules import Cube
+from tests.pipeline.stage_emulation import assert_transparent, even_cuts, in_stages, program_of, run_stages, stages_on
 
 D = 8
 X = torch.randn(6, 5, D, generator=torch.Generator().manual_seed(1))
@@ -79,28 +71,33 @@ def check(
     stages: tuple[int, ...] = (2, 3, 4),
     checkpointing: bool = False,
     small: Callable[[str], bool] = is_unit,
-) -> None:
+) -> StepGraph:
     """Losses and gradients of so many stages are those of a plain step with the same seeds."""
     root = nn.ModuleDict({"net": net})
-    graph = program_of(root, lambda: loss(root), small)
-    root.zero_grad()
-    with plainly(root):
-        expected = loss(root)
-        expected.backward()
-    reference = gradients(root)
-    for count in stages:
-        root.zero_grad()
-        cuts = even_cuts(graph, count)
-        assert len(cuts) == count - 1
-        made = [program(graph, plan, root, checkpointing) for plan in plans_of(graph, cuts)]
-        actual = run_stages(graph, [Stage(root, one, lambda: loss(root)) for one in made])
-        torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6)
-        torch.testing.assert_close(gradients(root), reference, rtol=2e-6, atol=2e-6)
-    root.zero_grad()
+    graph = assert_transparent(root, lambda root: lambda: loss(root), small, in_stages(*stages), 2e-6, checkpointing)
+    assert [len(even_cuts(graph, count)) + 1 for count in stages] == list(stages)
+    return graph
 
 
 def first(net: Net, x: Tensor) -> Tensor:
     return torch.tanh(net.head(x))
+
+
+def facts(net: Net, i: int, x: Tensor, s: Tensor) -> Tensor:
+    """What can be asked of a tensor whose values are elsewhere."""
+    text = f"{s} {s.sum():.2f} {s.shape} {s.device} {s.dtype} {len(s)}"
+    assert "5" in text
+    assert isinstance(s, Tensor)
+    assert s is not None
+    assert torch.is_tensor(s)
+    assert s.type() == "torch.FloatTensor"
+    assert s.requires_grad
+    assert not s.is_cuda
+    assert s.device.type == next(net.parameters()).device.type == net.head.weight.device.type == "cpu"
+    positions = torch.arange(D, device=s.device) + s.new_zeros(len(s), 1, 1) + torch.zeros_like(s)
+    return (
+        x + positions.to(s) + torch.full((s.size(0), 1, 1), 2.0, dtype=s.dtype) + torch.zeros_like(net.head.weight[0])
+    )
 
 
 # ---- operations between modules ----
@@ -135,13 +132,17 @@ FORMS: dict[str, Between] = {
     "stopped": lambda n, i, x, s: x + s.detach() - s,
     "parameter": lambda n, i, x, s: x * n.scale.exp() + n.scale,
     "copied": lambda n, i, x, s: copy.copy({"h": x})["h"] + copy.deepcopy(x.detach()),
-    "noise": lambda n, i, x, s: x + torch.randn(D) * random.random() + np.random.rand(),
+    "noise": lambda n, i, x, s: x + torch.randn(D) * random.random() + torch.empty(D).uniform_(),
     "dropout": lambda n, i, x, s: F.dropout(x, 0.3),
     "item": lambda n, i, x, s: x * 2 if x.abs().mean().item() > 0.05 else x,
     "any": lambda n, i, x, s: x * 1.5 if (x > 3).any() else x * 0.5,
     "float": lambda n, i, x, s: x / (1 + float(x.detach().norm())),
     "for_logs": lambda n, i, x, s: (f"{x.mean():.3f}", x.detach().numpy().sum(), x.sum(-1)[0].tolist()) and x * 2,
     "asserted": lambda n, i, x, s: x if math.isfinite(float(x.detach().sum())) else 1 / 0,
+    "topk": lambda n, i, x, s: x + ((best := s.topk(2, -1)).values * best.indices).sum(-1, keepdim=True),
+    "retained": lambda n, i, x, s: (h := x * 1, h.retain_grad())[0],
+    "function": lambda n, i, x, s: x + (pair := Cube.apply(s * x.tanh(), 0.5))[0] * pair[1],  # type: ignore[no-untyped-call]
+    "facts": facts,
     "argmax": lambda n, i, x, s: x + x[:, int(x[0, :, 0].argmax())][:, None],
 }
 
@@ -149,21 +150,6 @@ FORMS: dict[str, Between] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_operations_between_modules(form: str) -> None:
     check(Net(FORMS[form], before=first), stages=(2, 4))
-
-
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(y)
-        return x * y, y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return g * ctx.saved_tensors[0], None
-
-
-def test_autograd_functions_are_one_operation() -> None:
-    check(Net(lambda n, i, x, s: sum(Twice.apply(x, s)), before=first))  # type: ignore[no-untyped-call]
 
 
 # ---- in place ----
@@ -208,18 +194,6 @@ def test_changes_in_place(between: Between, before: Before | None) -> None:
     check(Net(between, before=before))
 
 
-def test_modules_that_write_their_argument() -> None:
-    class Writing(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            super().forward(x)
-            x.mul_(1.25)
-            return self.b(x)
-
-    net = Net(lambda n, i, x, s: x + 1)
-    net.blocks = nn.ModuleList([Writing() for _ in range(5)])
-    check(net)
-
-
 def test_a_sum_that_no_module_sees_is_sent() -> None:
     def loss(root: nn.Module) -> Tensor:
         x, aux = X, torch.zeros(())
@@ -253,12 +227,14 @@ def test_draws_do_not_depend_on_cuts() -> None:
     """Two dropouts follow each other without a module between: each has a seed of its own, in any number of stages."""
     net = Net(lambda n, i, x, s: F.dropout(F.dropout(x, 0.3) + s, 0.2), before=lambda n, x: torch.randn_like(x))
     root = nn.ModuleDict({"net": net})
-    graph = program_of(root, lambda: loss_of_net(root), is_unit)
+
+    def step() -> Tensor:
+        return loss_of_net(root)
+
+    graph = program_of(root, step, is_unit)
     assert graph.mixes_draws
-    losses = []
-    for cuts in ([], even_cuts(graph, 2), even_cuts(graph, 4)):
-        made = [program(graph, plan, root) for plan in plans_of(graph, cuts)]
-        losses.append(run_stages(graph, [Stage(root, one, lambda: loss_of_net(root)) for one in made]))
+    all_cuts: list[list[int]] = [[], even_cuts(graph, 2), even_cuts(graph, 4)]
+    losses = [run_stages(graph, stages_on(root, graph, cuts, step)) for cuts in all_cuts]
     assert losses[0] == losses[1] == losses[2]
 
 
@@ -288,20 +264,6 @@ def test_compiled_modules(by_method: bool) -> None:
     else:
         net.blocks = nn.ModuleList([torch.compile(Block(), backend="eager") for _ in range(5)])
     check(net)
-
-
-def test_forward_hooks_that_change_and_collect() -> None:
-    seen: list[Tensor] = []
-    net = Net(lambda n, i, x, s: x * 2)
-    net.blocks[1].register_forward_hook(lambda m, a, o: o * 1.5)
-    net.blocks[2].register_forward_pre_hook(lambda m, a: (a[0] + 0.5,))
-    net.blocks[3].register_forward_hook(lambda m, a, o: seen.append(o))
-
-    def loss(root: nn.Module) -> Tensor:
-        seen.clear()
-        return loss_of_net(root) + seen[0].square().mean()
-
-    check(net, loss)
 
 
 def test_full_backward_hooks() -> None:
@@ -342,8 +304,7 @@ def test_a_hook_that_is_registered_late_sees_the_whole_gradient(used_between: bo
         return x
 
     net = Net(late, before=lambda n, x: {})
-    check(net, stages=(2,))
-    graph = program_of(nn.ModuleDict({"net": net}), lambda: loss_of_net(nn.ModuleDict({"net": net})), is_unit)
+    graph = check(net, stages=(2,))
     units = [node for node in graph.nodes if node.module is not None]
     reasons = {node.module: reason_not_to_cut(graph, node.index) for node in units[1:]}
     forbidden = {name for name, reason in reasons.items() if reason is not None}
@@ -392,9 +353,7 @@ def test_no_stage_begins_inside_of_a_region() -> None:
                 x = checkpoint(lambda x, pair=pair: pair[1](pair[0](x).relu()), x, use_reentrant=False)
             return self.head(self.blocks[4](x))
 
-    check(Pairs(p=0.5), stages=(2, 3))
-    root = nn.ModuleDict({"net": Pairs()})
-    graph = program_of(root, lambda: loss_of_net(root), is_unit)
+    graph = check(Pairs(p=0.5), stages=(2, 3))
     names = [graph.nodes[cut].module for cut in possible_cuts(graph)]
     assert names == ["net.blocks.2", "net.blocks.4", "net.head"]
 
@@ -410,41 +369,7 @@ def test_a_region_closes_over_another_stages_tensor() -> None:
     check(Closing())
 
 
-# ---- another kind of batch ----
-
-
-def test_shapes_of_another_kind_of_batch() -> None:
-    net = Net(
-        lambda n, i, x, s: (
-            (x.reshape(len(x), -1).reshape(x.shape) * n.scale + s).transpose(0, 1).contiguous().mT.mT.transpose(0, 1)
-        ),
-        before=lambda n, x: n.head(x).mean(1, keepdim=True),
-    )
-    root = nn.ModuleDict({"net": net})
-    batch = [X]
-    graph = program_of(root, lambda: root.net(batch[0]).square().mean(), is_unit)
-    made = [program(graph, plan, root) for plan in plans_of(graph, even_cuts(graph, 3))]
-    stages = [Stage(root, one, lambda: root.net(batch[0]).square().mean()) for one in made]
-    batch[0] = torch.randn(3, 9, D)
-    expected = root.net(batch[0]).square().mean()
-    found = Shapes()
-    for shapes, record in ((Shapes(), found), (found, None)):
-        torch.testing.assert_close(run_stages(graph, stages, shapes, record), expected)
-    root.zero_grad()
-
-
 # ---- what cannot be followed ----
-
-
-def test_another_path_is_an_error_that_says_where() -> None:
-    net = Net(lambda n, i, x, s: x * 2 if len(x) > 3 else x + n.scale)
-    root = nn.ModuleDict({"net": net})
-    batch = [X]
-    graph = program_of(root, lambda: root.net(batch[0]).sum(), is_unit)
-    made = [program(graph, plan, root) for plan in plans_of(graph, even_cuts(graph, 3))]
-    batch[0] = X[:2]
-    with pytest.raises(ReplayError, match=r"(add|mul) at .*test_step_run.py:\d+"):
-        run_stages(graph, [Stage(root, one, lambda: root.net(batch[0]).sum()) for one in made], Shapes(), Shapes())
 
 
 @pytest.mark.filterwarnings("ignore:To copy construct")
@@ -452,7 +377,7 @@ def test_another_path_is_an_error_that_says_where() -> None:
     "form",
     [
         lambda n, i, x, s: x + torch.tensor(s[0, 0].detach()),
-        lambda n, i, x, s: x + torch.full_like(x, s.detach().mean()),
+        lambda n, i, x, s: x + torch.full_like(x, fill_value=s.detach().mean()),
     ],
     ids=["tensor", "full_like"],
 )
@@ -479,11 +404,9 @@ def test_a_penalty_over_all_parameters_needs_them_on_the_last_stage() -> None:
     def loss(root: nn.Module) -> Tensor:
         return loss_of_net(root) + sum(p.square().sum() for p in root.parameters())
 
-    root = nn.ModuleDict({"net": Net()})
-    graph = program_of(root, lambda: loss(root), is_unit)
+    graph = check(net := Net(), loss)
     used = {name for node in graph.nodes[even_cuts(graph, 2)[0] :] for name in node.parameters}
-    assert used >= {name for name, _ in root.named_parameters() if "scale" not in name}
-    check(Net(), loss)
+    assert used >= {f"net.{name}" for name, _ in net.named_parameters() if "scale" not in name}
 
 
 def test_frozen_first_modules() -> None:

@@ -9,22 +9,20 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.capture.boundaries import possible_cuts
 from lightning_smddp.pipeline.runtime.remote import Shapes
 from tests.pipeline.stage_emulation import (
-    Stage,
-    Step,
-    assert_every_cut,
+    MakeStep,
     assert_transparent,
     assert_transparent_apart,
+    each_cut,
     even_cuts,
     gradients,
+    in_stages,
     loss_of,
     plainly,
-    plans_of,
-    program,
     program_of,
     run_stages,
+    stages_on,
 )
 
 pytestmark = pytest.mark.slow
@@ -90,18 +88,12 @@ MODELS = {
 }
 
 
-class Root(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model.train()
-
-
-def root_of(name: str) -> Root:
+def root_of(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return Root(MODELS[name][0]())
+    return nn.ModuleDict({"model": MODELS[name][0]().train()})
 
 
-def step_of(name: str, **more: object) -> Callable[[nn.Module], Step]:
+def step_of(name: str, **more: object) -> MakeStep:
     batch = MODELS[name][1]()
     return lambda root: lambda: root.model(**batch, **more).loss
 
@@ -111,18 +103,20 @@ def deeper_than(root: nn.Module, depth: int) -> Callable[[str], bool]:
     return lambda name: name.count(".") >= depth or next(root.get_submodule(name).children(), None) is None
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize(
+    "name", [name if name in ("gpt2", "t5") else pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS]
+)
 def test_gradients_are_exact_where_the_smallest_modules_are_units(name: str) -> None:
     root = root_of(name)
-    assert_transparent(root, step_of(name), deeper_than(root, 99), 4, 2e-6)
+    assert_transparent(root, step_of(name), deeper_than(root, 99), in_stages(4), 2e-6)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("depth", [2, 3, 4, 99])
+@pytest.mark.parametrize("depth", [2, 3, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_exact_at_every_depth(name: str, depth: int) -> None:
     root = root_of(name)
-    assert_transparent(root, step_of(name), deeper_than(root, depth), min(depth, 4), 2e-6)
+    assert_transparent(root, step_of(name), deeper_than(root, depth), in_stages(depth), 2e-6)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -132,17 +126,12 @@ def test_stages_need_no_parameters_but_their_own(name: str) -> None:
     assert all(any(p.is_meta for p in stage.root.parameters()) for stage in stages)
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.exhaustive)])
-def test_every_cut_between_blocks(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "depth"), [("gpt2", 3), *(pytest.param(name, 99, marks=pytest.mark.exhaustive) for name in MODELS)]
+)
+def test_every_cut(name: str, depth: int) -> None:
     root = root_of(name)
-    assert_every_cut(root, step_of(name), deeper_than(root, 3), 2e-6)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", MODELS)
-def test_every_cut_between_the_smallest_modules(name: str) -> None:
-    root = root_of(name)
-    assert_every_cut(root, step_of(name), deeper_than(root, 99), 2e-6)
+    assert_transparent(root, step_of(name), deeper_than(root, depth), each_cut, 2e-6)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -163,36 +152,35 @@ def test_checkpointed_blocks_fill_no_cache() -> None:
     assert_transparent_apart(root, step, deeper_than(root, 3), 3, 2e-6, checkpointing=True)
 
 
-@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.exhaustive), "t5"])
 @pytest.mark.parametrize("depth", [pytest.param(3, marks=pytest.mark.exhaustive), 99])
-def test_shapes_of_a_new_signature(name: str, depth: int) -> None:
+def test_shapes_of_a_new_signature(depth: int) -> None:
     """Stage after stage finds out what values of other rows and lengths look like."""
-    root = root_of(name)
-    batch = text()
-    graph = program_of(root, lambda: root.model(**batch).loss, deeper_than(root, depth))
-    cuts = even_cuts(graph, 3)
-    replays = [program(graph, plan, root) for plan in plans_of(graph, cuts)]
+    root, batch = root_of("t5"), text()
+
+    def step() -> Tensor:
+        return root.model(**batch).loss
+
+    graph = program_of(root, step, deeper_than(root, depth))
+    stages = stages_on(root, graph, even_cuts(graph, 3), step)
     for rows, length in ((2, 16), (4, 9), (3, 20)):
         batch.update(text(rows, length))
-        stages = [Stage(root, replay, lambda: root.model(**batch).loss) for replay in replays]
         found = Shapes()
         with torch.random.fork_rng():
             run_stages(graph, stages, Shapes(), record=found)
         root.zero_grad()
         with plainly(root):
-            root.model(**batch).loss.backward()
+            step().backward()
         expected = gradients(root)
         root.zero_grad()
         run_stages(graph, stages, found)
         torch.testing.assert_close(gradients(root), expected, rtol=2e-6, atol=2e-6)
-        assert all(found.values[v].shape[0] == rows for plan in plans_of(graph, cuts) for v in plan.sends[:1])
+        assert all(found.values[v].shape[0] == rows for stage in stages for v in stage.replay.plan.sends[:1])
         root.zero_grad()
 
 
 def test_dropout_draws_the_numbers_of_one_process() -> None:
-    torch.manual_seed(0)
-    root = Root(gpt2(0.1))
-    assert_transparent(root, step_of("gpt2"), deeper_than(root, 99), 3, 2e-6)
+    root = nn.ModuleDict({"model": gpt2(0.1)})
+    assert_transparent(root, step_of("gpt2"), deeper_than(root, 99), in_stages(3), 2e-6)
 
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.exhaustive), 4])
@@ -207,7 +195,6 @@ def test_evaluation_without_gradients(every: int) -> None:
 
     expected = step()
     graph = program_of(root, step, deeper_than(root, 3))
-    for cuts in ([c] for c in possible_cuts(graph)[::every]):
-        stages = [Stage(root, program(graph, plan, root), step) for plan in plans_of(graph, cuts)]
-        torch.testing.assert_close(run_stages(graph, stages), expected)
+    for cuts in each_cut(graph)[::every]:
+        torch.testing.assert_close(run_stages(graph, stages_on(root, graph, cuts, step)), expected)
     assert loss_of(expected) > 0
