@@ -75,27 +75,7 @@ def know_our_classes(module: ModuleType) -> None:
         package = "pytorch_lightning"
         if module.__name__.startswith("lightning."):
             package = "lightning"
-        strategies = import_module(f"lightning_smddp.strategies.{package}")
-        _explain_moved_options(module.LightningArgumentParser, strategies)
-
-
-def _explain_moved_options(parser: Any, strategies: ModuleType) -> None:
-    """Let the parser's errors on an option of an earlier version say in which group it is, as our strategies' do.
-
-    It refuses a name that is not in a signature before there is a strategy. Remove with ``refuse_moved``.
-    """
-    if parser.error.__module__ == __name__:  # done
-        return
-    original = parser.error
-
-    def error(self: Any, message: str, ex: Exception | None = None) -> Any:
-        for kind in (strategies.SMDDPStrategy, strategies.PipelineStrategy, strategies.SMDDPFSDPStrategy):
-            if f"{kind.__name__}'" in message:
-                options = import_module("lightning_smddp.strategies.options")
-                message += options.moved_in_file(message, kind._option_groups)
-        return original(self, message, ex)
-
-    parser.error = error
+        import_module(f"lightning_smddp.strategies.{package}")
 
 
 def _home(strategy: Any, connector: str) -> str | None:

@@ -66,7 +66,7 @@ class _Case:
             activation_checkpointing=self.checkpointing,
             meta_init=False,
             partition=PartitionOptions(),
-            gradients=GradientOptions.of("auto", None, None, CommunicationOptions()),
+            gradients=GradientOptions("auto", None, None, CommunicationOptions()),
         )
 
     def strategy(self, meta_init: bool) -> str:

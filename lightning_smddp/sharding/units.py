@@ -16,7 +16,7 @@ from torch import nn
 
 Entry = str | type[nn.Module]  # a name of a module or of its class, or the class
 Choice = Callable[[str, nn.Module], bool]  # whether the module of a name is a unit
-Wrap = Choice | Sequence[Entry] | None
+Wrap = Sequence[str] | Sequence[Entry] | Choice | None  # names first: jsonargparse writes lists of these
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _LARGE = 0.25  # of all parameters: an element that holds more is divided, if it has containers itself

@@ -32,7 +32,7 @@ from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.resume.exact_resume import ExactResume
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
-from lightning_smddp.strategies.options import GradientOptions, ReliabilityOptions
+from lightning_smddp.strategies.options import StrategyOptions
 from lightning_smddp.strategies.process_group import start_process_group
 from lightning_smddp.strategies.run_supervision import RunSupervision
 from lightning_smddp.strategies.sagemaker_job import SageMakerJob
@@ -66,11 +66,11 @@ class TrainerStrategy(_Base):
     _notebook_name = "smddp_notebook"
     _last_report: CommunicationReport | None = None
 
-    def _hold_parts(self, gradients: GradientOptions, reliability: ReliabilityOptions, resume: str | None) -> None:
+    def _hold_parts(self, options: StrategyOptions) -> None:
         """The last thing that a constructor does."""
-        self._reliability = reliability
-        self._resume = resume
-        self._session = GradientCommunication(gradients)
+        self._reliability = options.reliability
+        self._resume = options.resume
+        self._session = GradientCommunication(options.gradients)
         self._last_compression_state: Mapping[str, Mapping[str, Tensor]] = {}
         self._exact_resume = ExactResume()
         self._supervision = RunSupervision(self)

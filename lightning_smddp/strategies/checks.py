@@ -6,8 +6,6 @@ import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from difflib import get_close_matches
-from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +24,7 @@ from lightning_smddp.sharding.optimizer_shards import all_parameters, unwrapped
 from lightning_smddp.sharding.optimizer_trial import Granularity, granularity, why_not_one_by_one
 from lightning_smddp.sharding.sharded_optimizers import refuse_own_sharding, splits_parameters
 from lightning_smddp.strategies.nonfinite import is_changed_hook
-from lightning_smddp.strategies.options import OptionGroups, ReliabilityOptions, refuse_moved
+from lightning_smddp.strategies.options import ReliabilityOptions
 from lightning_smddp.strategies.tables import without_warning
 from lightning_smddp.wording import USE_INSTEAD, counted
 
@@ -44,12 +42,6 @@ _INSTEAD = {
     "backward": "return the loss that you want from training_step",
     "configure_gradient_clipping": "write Trainer(gradient_clip_val=...), a norm",
 }
-
-BEYOND_OPTIMIZER = (
-    " Inside a stage gradients and parameters are not sharded: it runs forward and backward once for each micro-batch, "
-    "and would send all of them as often. More stages (pipeline_parallel_size, stages_per_rank) divide both; "
-    "strategy='smddp_fsdp' shards both, without a pipeline."
-)
 
 
 def require_supported_by_fsdp(module: nn.Module, callbacks: Iterable[Any], is_fit: bool) -> None:
@@ -118,24 +110,6 @@ def unit_precision(plugin: Any) -> MixedPrecisionPolicy:
     # The user's step runs in autocast, which would keep a copy in 16 bits of each weight until the backward pass:
     # weights that come in 16 bits are not copied.
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-
-
-def require_known_to_deepspeed(strategy: Any, given: Mapping[str, Any], groups: OptionGroups) -> None:
-    """Raise ``TypeError`` for arguments that neither the strategy nor Lightning's ``DeepSpeedStrategy`` has."""
-    refuse_moved(strategy, given, groups)
-    known: set[str] = set()
-    for cls in type(strategy).__mro__:
-        init = vars(cls).get("__init__")
-        if init is not None:
-            known |= set(signature(init).parameters)
-        if cls.__name__ == "DeepSpeedStrategy":  # what it hands on to its base class has a name there
-            break
-    for name in sorted(set(given) - known):
-        close = get_close_matches(name, known, 1, cutoff=0.75)
-        hint = "It takes those of Lightning's DeepSpeedStrategy."
-        if close:
-            hint = f"Did you mean {close[0]!r}?"
-        raise TypeError(f"{type(strategy).__name__} has no argument {name!r}. {hint}")
 
 
 def require_checkpoint(checkpoint: Any, resume: str | None, reliability: ReliabilityOptions) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -28,16 +28,14 @@ from lightning_smddp.strategies.base import COMPRESSION_KEY, TrainerStrategy
 from lightning_smddp.strategies.frozen_parameters import FrozenParameters
 from lightning_smddp.strategies.nonfinite import by_asking, by_watch
 from lightning_smddp.strategies.options import (
-    GROUPS,
     CommunicationOptions,
-    GradientOptions,
-    OptionGroups,
     ReliabilityOptions,
+    Resume,
+    Shard,
+    StrategyOptions,
+    arguments_of,
     by_name,
-    group_of,
     require_known,
-    require_resume,
-    require_shard,
 )
 from lightning_smddp.strategies.process_group import mean_by_sum
 from lightning_smddp.strategies.session import finish_wrapping
@@ -77,7 +75,6 @@ class DataParallel(TrainerStrategy):
 
     _sharded: ShardedOptimizers | None = None  # while it trains
     _frozen: FrozenParameters | None = None  # while it trains
-    _option_groups: ClassVar[OptionGroups] = GROUPS
 
     def __init__(
         self,
@@ -86,17 +83,14 @@ class DataParallel(TrainerStrategy):
         compression: Method | Compression | None = None,
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool | None = None,
-        resume: Literal["auto", "never"] | None = None,
-        shard: Literal["optimizer"] | None = None,
+        resume: Resume = None,
+        shard: Shard = None,
         communication: CommunicationOptions = CommunicationOptions(),
         reliability: ReliabilityOptions = ReliabilityOptions(),
         **kwargs: Any,
     ) -> None:
-        require_known(self, kwargs, self._option_groups)
-        require_resume(resume)
-        require_shard(shard)
-        reliability = group_of("reliability", ReliabilityOptions, reliability)
-        gradients = GradientOptions.of(algorithm, compression, bucket_cap_mb, communication)
+        require_known(self, kwargs, arguments_of(*type(self).__mro__, DistributedDataParallel))
+        options = StrategyOptions.of(communication, reliability, algorithm, compression, bucket_cap_mb, resume, shard)
         kwargs = by_name(super().__init__, args, kwargs)
         if kwargs.get("ddp_comm_hook") is not None and (algorithm != "auto" or compression is not None):
             raise ValueError(
@@ -111,7 +105,7 @@ class DataParallel(TrainerStrategy):
         if gradient_as_bucket_view is not None:
             kwargs["gradient_as_bucket_view"] = gradient_as_bucket_view
         super().__init__(**kwargs)
-        self._hold_parts(gradients, reliability, resume)
+        self._hold_parts(options)
         self._user_ddp_kwargs = dict(self._ddp_kwargs)
         self._shard = shard
 

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -37,19 +38,17 @@ from lightning_smddp.strategies.checks import (
     callbacks_of,
     require_checkpoint,
     require_elementwise,
-    require_known_to_deepspeed,
     require_one_answer,
     require_supported_by_deepspeed,
 )
 from lightning_smddp.strategies.options import (
-    GROUPS,
     CommunicationOptions,
-    GradientOptions,
-    OptionGroups,
     ReliabilityOptions,
+    Resume,
+    StrategyOptions,
+    arguments_of,
     by_name,
-    group_of,
-    require_resume,
+    require_known,
 )
 from lightning_smddp.strategies.process_group import mean_by_sum
 from lightning_smddp.strategies.tables import print_table, without_warning
@@ -90,7 +89,6 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
 
     # Lightning's `DeepSpeedStrategy` extends `DDPStrategy`, whose start knows devices other than CUDA's.
     _lightnings: ClassVar[type[Any]]
-    _option_groups: ClassVar[OptionGroups] = GROUPS
     _engine: Any = None  # until the next run: what was trained can be saved behind its end
     _gradients_seen: GradientsSeen | None = None  # until the first step
     _unseen_writes: UnseenWrites | None = None
@@ -101,17 +99,15 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
         self,
         *args: Any,
         checkpoint: Literal["file", "directory"] = "file",
-        resume: Literal["auto", "never"] | None = None,
+        resume: Resume = None,
         communication: CommunicationOptions = CommunicationOptions(),
         reliability: ReliabilityOptions = ReliabilityOptions(),
         **kwargs: Any,
     ) -> None:
         require_deepspeed()
-        require_known_to_deepspeed(self, kwargs, self._option_groups)
-        require_resume(resume)
-        reliability = group_of("reliability", ReliabilityOptions, reliability)
-        require_checkpoint(checkpoint, resume, reliability)
-        gradients = GradientOptions.of("native", None, None, communication)
+        require_known(self, kwargs, arguments_of(self._lightnings))
+        options = StrategyOptions.of(communication, reliability, "native", resume=resume)
+        require_checkpoint(checkpoint, resume, options.reliability)
         kwargs = by_name(super().__init__, args, kwargs)
         require_stage(kwargs.get("stage", 2))
         super().__init__(**kwargs)
@@ -124,7 +120,7 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
         self.config = own_config(self.config)
         self._groups: list[list[torch.nn.Parameter]] = []
         self._saves_directories = checkpoint == "directory"
-        self._hold_parts(gradients, reliability, "never" if self._saves_directories else resume)
+        self._hold_parts(replace(options, resume="never") if self._saves_directories else options)
 
     @override
     def __getstate__(self) -> dict[str, Any]:

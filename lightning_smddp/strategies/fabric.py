@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,17 +21,15 @@ from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_param
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict, whole_state_dict
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.strategies.frozen_parameters import FrozenParameters
-from lightning_smddp.strategies.nonfinite import NonFiniteGuard, after_changes
+from lightning_smddp.strategies.nonfinite import NonFiniteGuard, after_changes, before_step
 from lightning_smddp.strategies.options import (
-    GROUPS,
     CommunicationOptions,
-    GradientOptions,
-    OptionGroups,
     ReliabilityOptions,
+    Shard,
+    StrategyOptions,
+    arguments_of,
     by_name,
-    group_of,
     require_known,
-    require_shard,
 )
 from lightning_smddp.strategies.process_group import mean_by_sum, start_process_group
 from lightning_smddp.strategies.session import GradientCommunication, check_devices, finish_wrapping
@@ -46,11 +44,11 @@ else:
 class FabricStrategy(_Base):
     """The start, and what goes between ranks beside gradients."""
 
-    def _hold_options(self, gradients: GradientOptions, reliability: ReliabilityOptions) -> None:
+    def _hold_options(self, options: StrategyOptions) -> None:
         """At the end of a constructor."""
-        _refuse_of_trainer(reliability)
-        self._reliability = reliability
-        self._session = GradientCommunication(gradients)
+        _refuse_of_trainer(options.reliability)
+        self._reliability = options.reliability
+        self._session = GradientCommunication(options.gradients)
 
     def setup_environment(self) -> None:
         """Start the process group, after a look at what the launcher started."""
@@ -98,26 +96,21 @@ class FabricDataParallel(FabricStrategy):
     model and give it back to ``strategy.load_communication_state(...)``.
     """
 
-    _option_groups: ClassVar[OptionGroups] = GROUPS
-
     def __init__(
         self,
         *args: Any,
         algorithm: AlgorithmName = "auto",
         compression: Method | Compression | None = None,
         bucket_cap_mb: float | None = None,
-        shard: Literal["optimizer"] | None = None,
+        shard: Shard = None,
         communication: CommunicationOptions = CommunicationOptions(),
         reliability: ReliabilityOptions = ReliabilityOptions(),
         **kwargs: Any,
     ) -> None:
-        require_known(self, kwargs, self._option_groups)
-        require_shard(shard)
-        gradients = GradientOptions.of(algorithm, compression, bucket_cap_mb, communication)
-        reliability = group_of("reliability", ReliabilityOptions, reliability)
-        kwargs = by_name(super().__init__, args, kwargs)
-        super().__init__(**kwargs)
-        self._hold_options(gradients, reliability)
+        require_known(self, kwargs, arguments_of(*type(self).__mro__, DistributedDataParallel))
+        options = StrategyOptions.of(communication, reliability, algorithm, compression, bucket_cap_mb, shard=shard)
+        super().__init__(**by_name(super().__init__, args, kwargs))
+        self._hold_options(options)
         self._guard = NonFiniteGuard(self._reliability.on_nonfinite)
         self._user_ddp_kwargs = dict(self._ddp_kwargs)
         self._shard = shard
@@ -145,18 +138,18 @@ class FabricDataParallel(FabricStrategy):
             frozen.require_no_gradients("Unfreeze them before `fabric.setup`.")
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Look at the gradients as the user's code has left them, then step."""
-        self._look_at_gradients(optimizer)
-        sharded = self._sharded_of(optimizer)
-        if sharded is None:
-            return super().optimizer_step(optimizer, *args, **kwargs)
-        # Just before the step, as users' hooks may have been registered since: ours have to be next to the step.
-        shards = sharded.shards[0]
-        shards.stand_next_to_step()
-        try:
-            return super().optimizer_step(optimizer, *args, **kwargs)
-        finally:
-            shards.restore()
+        """Look at the gradients as the user's code, or a closure, has left them, then step."""
+        with before_step(optimizer, partial(self._look_at_gradients, optimizer)):
+            sharded = self._sharded_of(optimizer)
+            if sharded is None:
+                return super().optimizer_step(optimizer, *args, **kwargs)
+            # Just before the step, as users' hooks may have been registered since: ours have to be next to the step.
+            shards = sharded.shards[0]
+            shards.stand_next_to_step()
+            try:
+                return super().optimizer_step(optimizer, *args, **kwargs)
+            finally:
+                shards.restore()
 
     def _look_at_gradients(self, optimizer: Any) -> None:
         """Raise, or let the step change nothing, if gradients are not finite. Collective if they are not."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,14 +45,11 @@ from lightning_smddp.strategies.dividing import (
 from lightning_smddp.strategies.fabric import FabricStrategy
 from lightning_smddp.strategies.nonfinite import NonFiniteGuard, after_changes, before_step
 from lightning_smddp.strategies.options import (
-    GROUPS,
     CommunicationOptions,
-    GradientOptions,
-    OptionGroups,
     ReliabilityOptions,
+    StrategyOptions,
     by_name,
-    group_of,
-    require_known_to_pipeline,
+    require_known,
 )
 
 _OF_DDP = (
@@ -192,7 +189,6 @@ class FabricFullyShardedParallel(FabricStrategy):
     #   the script, forward passes, a closure                 gathered values
     #   dividing, backward passes, clipping, checkpoints      this rank's shares
     #   optimizers' steps                                     shares; gathered values if they look at whole parameters
-    _option_groups: ClassVar[OptionGroups] = GROUPS
 
     def __init__(
         self,
@@ -206,13 +202,12 @@ class FabricFullyShardedParallel(FabricStrategy):
         reliability: ReliabilityOptions = ReliabilityOptions(),
         **kwargs: Any,
     ) -> None:
-        require_known_to_pipeline(self, kwargs, _OF_DDP, self._option_groups)
+        require_known(self, kwargs, _OF_DDP)
         offload = kwargs.pop("cpu_offload", False)
         self._sharding = ShardingOptions(sharding, shard_size, wrap, meta_init, offload, compression)
-        gradients = GradientOptions.of("auto", None, None, communication)
-        reliability = group_of("reliability", ReliabilityOptions, reliability)
+        options = StrategyOptions.of(communication, reliability)
         super().__init__(**by_name(super().__init__, args, kwargs))
-        self._hold_options(gradients, reliability)
+        self._hold_options(options)
         self._backward_sync_control: Any = _SyncControl()
         self._guard = NonFiniteGuard(self._reliability.on_nonfinite)
         self._view, self._changes = WholeView(), ExitStack()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -61,16 +61,13 @@ from lightning_smddp.strategies.dividing import (
     make_whole,
 )
 from lightning_smddp.strategies.options import (
-    GROUPS,
     CommunicationOptions,
     FromDDP,
-    GradientOptions,
-    OptionGroups,
     ReliabilityOptions,
+    Resume,
+    StrategyOptions,
     by_name,
-    group_of,
-    require_known_to_pipeline,
-    require_resume,
+    require_known,
 )
 from lightning_smddp.strategies.process_group import mean_by_sum
 from lightning_smddp.strategies.tables import print_table
@@ -132,7 +129,6 @@ class FullyShardedParallel(TrainerStrategy):
     _local_steps: Sequence[LocalSteps] = ()  # likewise
     _broadcasts_buffers = True
     _steps_whole = False
-    _option_groups: ClassVar[OptionGroups] = GROUPS
 
     def __init__(
         self,
@@ -143,15 +139,14 @@ class FullyShardedParallel(TrainerStrategy):
         meta_init: bool = False,
         compression: ReduceType | None = None,
         communication: CommunicationOptions = CommunicationOptions(),
-        resume: Literal["auto", "never"] | None = None,
+        resume: Resume = None,
         reliability: ReliabilityOptions = ReliabilityOptions(),
         **kwargs: Unpack[FromFSDP],
     ) -> None:
-        require_known_to_pipeline(self, kwargs, FromFSDP.__annotations__, self._option_groups)
-        require_resume(resume)
+        require_known(self, kwargs, FromFSDP.__annotations__)
         offload = kwargs.pop("cpu_offload", False)
         sharding_options = ShardingOptions(sharding, shard_size, wrap, meta_init, offload, compression)
-        reliability = group_of("reliability", ReliabilityOptions, reliability)
+        options = StrategyOptions.of(communication, reliability, resume=resume)
         super().__init__(**by_name(super().__init__, args, kwargs))
         self._sharding = sharding_options
         self._view = WholeView()
@@ -160,7 +155,7 @@ class FullyShardedParallel(TrainerStrategy):
         self._averagers: Sequence[Any] = ()  # callbacks that average the module's weights
         self._averaged: AveragedCopies | None = None  # what they keep
         self._whole_again: dict[int, Tensor] = {}  # of the last run: by the id of what was a part of it
-        self._hold_parts(GradientOptions.of("auto", None, None, communication), reliability, resume)
+        self._hold_parts(options)
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: without what belongs to this process."""

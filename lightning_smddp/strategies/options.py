@@ -1,4 +1,4 @@
-"""Options in groups, as users give them to all strategies: ``communication=`` and ``reliability=``.
+"""Options as users give them to all strategies: arguments, and the groups ``communication=`` and ``reliability=``.
 
 A group is checked where it is made and keeps what the user wrote; what follows from that are its properties. Messages
 of checks hold the value, the valid ones, and what to write.
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
 from difflib import get_close_matches
-from inspect import Parameter, signature
+from inspect import signature
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,12 +22,13 @@ from lightning_smddp.communication.algorithms import NAMES
 from lightning_smddp.communication.autotune import default_cache
 from lightning_smddp.communication.compression import Compression
 
-OptionGroups = Mapping[str, type[Any]]  # the dataclass of each argument that is a group of options
 _Group = TypeVar("_Group")
 
-# ---- values ----
+OnNonfinite: TypeAlias = Literal["error", "skip", "ignore"]
+Resume: TypeAlias = Literal["auto", "never"] | None
+Shard: TypeAlias = Literal["optimizer"] | None
 
-OnNonfinite = Literal["error", "skip", "ignore"]
+# ---- values ----
 
 
 def require_bools(**values: object) -> None:
@@ -51,9 +51,7 @@ def duration(name: str, value: Any, otherwise: str = "") -> timedelta:
     Raises:
         ValueError: it is not positive; ``otherwise`` is what else the argument ``name`` may be.
     """
-    seconds = value
-    if isinstance(value, timedelta):
-        seconds = value.total_seconds()
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
     if not is_positive(seconds):
         raise ValueError(f"{name}={value!r} has to be positive (seconds or a timedelta){otherwise}.")
     return timedelta(seconds=seconds)
@@ -70,16 +68,11 @@ def group_of(name: str, kind: type[_Group], value: Any) -> _Group:
     """
     if isinstance(value, kind):
         return value
-    known = _names(kind)
-    if not isinstance(value, Mapping):
-        raise ValueError(
-            f"{name}={value!r} has to be a group of options: {name}={kind.__name__}(...), of {', '.join(known)}."
-        )
-    for key in value:
-        if key not in known:
-            hint = _hint(key, known, {})
-            raise ValueError(f"{name}={dict(value)!r}: {kind.__name__} has no {key!r}. {hint}")
-    return kind(**value)
+    if isinstance(value, Mapping):
+        return kind(**value)
+    raise ValueError(
+        f"{name}={value!r} has to be a group of options: {name}={kind.__name__}(...), of {', '.join(_names(kind))}."
+    )
 
 
 def with_hints(kind: type[_Group]) -> type[_Group]:
@@ -88,58 +81,53 @@ def with_hints(kind: type[_Group]) -> type[_Group]:
 
     @functools.wraps(plain)
     def init(self: Any, *args: Any, **given: Any) -> None:
-        known = _names(kind)
+        known = {name: repr(name) for name in _names(kind)}
         for name in given:
             if name not in known:
-                raise TypeError(f"{kind.__name__} has no {name!r}. {_hint(name, known, {})}")
+                raise TypeError(f"{kind.__name__} has no {name!r}. {_hint(name, known)}")
         plain(self, *args, **given)
 
     kind.__init__ = init  # type: ignore[method-assign]
     return kind
 
 
-def refuse_moved(strategy: Any, given: Mapping[str, Any], groups: OptionGroups) -> None:
-    """Raise ``TypeError`` for arguments that belong into a group, with the line to write."""
-    moved = []
-    to_write = []
-    for group, kind in groups.items():
-        arguments = []
-        for name in _names(kind):
-            if name in given:
-                moved.append(repr(name))
-                arguments.append(f"{name}={_code(given[name])}")
-        if arguments:
-            to_write.append(f"{group}={kind.__name__}({', '.join(arguments)})")
-    if moved:
-        names = " and ".join(moved)
-        line = ", ".join(to_write)
-        raise TypeError(f"{type(strategy).__name__} takes {names} in a group of options. Write {line}.")
-
-
-def moved_in_file(error: str, groups: OptionGroups) -> str:
-    """What to add to an ``error`` of jsonargparse, on an option that is not accepted, if it is in one of ``groups``."""
-    refused = re.search(r"Option '(\w+)' is not accepted", error)
-    if refused is None:
-        return ""
-    option = refused[1]
-    for group, kind in groups.items():
-        if option in _names(kind):
-            return f"\n{option!r} is in a group of options. Write {group}: {{{option}: ...}} instead."
-    return ""
-
-
 def _names(kind: type[Any]) -> list[str]:
     return [field.name for field in fields(kind)]
 
 
-def _code(value: Any) -> str:
-    """``value`` as one writes it; functions by name."""
-    if hasattr(value, "__qualname__"):
-        return str(value.__qualname__)
-    return repr(value)
+# ---- arguments of strategies ----
 
 
-# ---- arguments of DDPStrategy and of DistributedDataParallel ----
+def require_known(strategy: Any, given: Iterable[str], of_lightning: Iterable[str]) -> None:
+    """Raise ``TypeError`` for arguments that are neither in ``of_lightning`` nor in the signature of ``strategy``."""
+    known = {name: repr(name) for name in {*of_lightning, *arguments_of(type(strategy))}}
+    written = dict(known)
+    for group, parameter in signature(type(strategy).__init__).parameters.items():
+        if is_dataclass(parameter.default):
+            kind = type(parameter.default)
+            for option in _names(kind):
+                written[option] = f"{group}={kind.__name__}({option}=...)"
+    for name in sorted(set(given) - set(known)):
+        hint = _hint(name, written)
+        if name in arguments_of(DistributedDataParallel):
+            hint = "It is DistributedDataParallel's, which is not used here. Leave it out."
+        raise TypeError(f"{type(strategy).__name__} has no argument {name!r}. {hint}")
+
+
+def arguments_of(*classes: type[Any]) -> set[str]:
+    """Names of all arguments in the signatures of ``classes``."""
+    found: set[str] = set()
+    for cls in classes:
+        found |= set(signature(cls.__init__).parameters)
+    return found - {"self", "args", "kwargs", "module"}
+
+
+def _hint(name: str, written: Mapping[str, str]) -> str:
+    """What may have been meant by ``name``: one of the options, in the words in which each is ``written``."""
+    close = get_close_matches(name, written, 1)
+    if close:
+        return f"Did you mean {written[close[0]]}?"
+    return f"Valid: {', '.join(sorted(written))}."
 
 
 def by_name(init: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,55 +161,6 @@ def by_name(init: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str,
     return given
 
 
-def require_known(strategy: Any, given: Mapping[str, Any], groups: OptionGroups) -> None:
-    """Raise ``TypeError`` for arguments that neither the strategy nor ``DistributedDataParallel`` has."""
-    refuse_moved(strategy, given, groups)
-    # Every constructor hands on what it does not know itself, and `DDPStrategy` hands it on to the wrapper.
-    known: set[str] = set()
-    for cls in (*type(strategy).__mro__, DistributedDataParallel):
-        init = vars(cls).get("__init__")
-        if init is not None and cls is not object:
-            known |= set(signature(init).parameters)
-    known -= {"self", "args", "kwargs", "module"}
-    for name in sorted(set(given) - known):
-        raise _unknown(strategy, name, known, groups)
-
-
-def require_known_to_pipeline(
-    strategy: Any, given: Mapping[str, Any], of_ddp: Iterable[str], groups: OptionGroups
-) -> None:
-    """Raise ``TypeError`` for arguments that are neither in the signature of ``strategy`` nor in ``of_ddp``."""
-    refuse_moved(strategy, given, groups)
-    known = set(of_ddp)
-    for parameter in signature(type(strategy).__init__).parameters.values():
-        if parameter.kind is Parameter.KEYWORD_ONLY:
-            known.add(parameter.name)
-    for name in sorted(set(given) - known):
-        if name in signature(DistributedDataParallel.__init__).parameters:
-            raise TypeError(
-                f"{type(strategy).__name__} has no argument {name!r}: it is DistributedDataParallel's, which a "
-                "pipeline does not use. Leave it out."
-            )
-        raise _unknown(strategy, name, known, groups)
-
-
-def _unknown(strategy: Any, name: str, known: Iterable[str], groups: OptionGroups) -> TypeError:
-    return TypeError(f"{type(strategy).__name__} has no argument {name!r}. {_hint(name, known, groups)}")
-
-
-def _hint(name: str, known: Iterable[str], groups: OptionGroups) -> str:
-    """What may have been meant by ``name``: one of the ``known`` arguments, or an option in a group."""
-    written = {option: repr(option) for option in known}
-    for group, kind in groups.items():
-        for option in _names(kind):
-            written[option] = f"{group}={kind.__name__}({option}=...)"
-    close = get_close_matches(name, written, 1)
-    if close:
-        meant = written[close[0]]
-        return f"Did you mean {meant}?"
-    return f"Valid: {', '.join(sorted(known))}."
-
-
 class FromDDP(TypedDict, total=False):
     """Arguments of Lightning's ``DDPStrategy`` that strategies of other classes have as well, by name."""
 
@@ -235,6 +174,7 @@ class FromDDP(TypedDict, total=False):
     start_method: Literal["popen", "spawn", "fork", "forkserver"]
 
 
+@with_hints
 @dataclass(frozen=True)
 class CommunicationOptions:
     """How ranks work together on gradients, beside ``algorithm`` and ``compression``.
@@ -281,6 +221,7 @@ class CommunicationOptions:
         return Path(self.tuning_cache)
 
 
+@with_hints
 @dataclass(frozen=True)
 class ReliabilityOptions:
     """Faults, stops and checkpoints.
@@ -330,10 +271,6 @@ class ReliabilityOptions:
         return duration("stop_grace", self.stop_grace)
 
 
-# What all strategies have, by the name of the argument.
-GROUPS: OptionGroups = {"communication": CommunicationOptions, "reliability": ReliabilityOptions}
-
-
 @dataclass(frozen=True)
 class GradientOptions:
     """How gradients are averaged: arguments of a strategy, and its group ``communication``.
@@ -362,25 +299,51 @@ class GradientOptions:
                 f"bucket_cap_mb={self.bucket_cap_mb!r} has to be positive (MiB), or None to have it tuned."
             )
 
+
+@dataclass(frozen=True)
+class StrategyOptions:
+    """What users give to any strategy, taken apart.
+
+    Attributes:
+        gradients: how they are averaged.
+        reliability: faults, stops and checkpoints.
+        resume: in a ``fit`` that is given no checkpoint.
+        shard: what else than batches ranks have shares of.
+
+    Raises:
+        ValueError: a value is none of the valid ones, which the message lists.
+    """
+
+    gradients: GradientOptions
+    reliability: ReliabilityOptions
+    resume: Resume = None
+    shard: Shard = None
+
+    def __post_init__(self) -> None:
+        if self.resume not in (None, "auto", "never"):
+            raise ValueError(
+                f"resume={self.resume!r} is unknown. Valid: 'auto' (continue from the newest valid checkpoint, if "
+                "there is one), 'never', or None: 'auto' in a SageMaker job, else 'never'. To continue from one file: "
+                "`trainer.fit(model, ckpt_path=...)`."
+            )
+        if self.shard not in (None, "optimizer"):
+            raise ValueError(
+                f"shard={self.shard!r} is unknown. Valid: 'optimizer' (each rank steps a share of the parameters), or "
+                "None. strategy='smddp_fsdp' shards gradients and parameters, too; a pipeline's stages divide both."
+            )
+
     @classmethod
-    def of(cls, algorithm: str, compression: Any, bucket_cap_mb: float | None, communication: Any) -> GradientOptions:
-        """From what users write: ``compression`` as a name, ``communication`` as a dict, too."""
+    def of(
+        cls,
+        communication: Any,
+        reliability: Any,
+        algorithm: str = "auto",
+        compression: Any = None,
+        bucket_cap_mb: float | None = None,
+        resume: Resume = None,
+        shard: Shard = None,
+    ) -> StrategyOptions:
+        """From what users write: groups as dicts, ``compression`` as a name, too."""
         group = group_of("communication", CommunicationOptions, communication)
-        return cls(algorithm, Compression.parse(compression), bucket_cap_mb, group)
-
-
-def require_resume(resume: Any) -> None:
-    """Raise ``ValueError`` unless ``resume`` is one of the valid values."""
-    if resume not in (None, "auto", "never"):
-        raise ValueError(
-            f"resume={resume!r} is unknown. Valid: 'auto' (continue from the newest valid checkpoint, if there is "
-            "one), 'never', or None: 'auto' in a SageMaker job, else 'never'. To continue from one file, call "
-            "`trainer.fit(model, ckpt_path=...)`."
-        )
-
-
-def require_shard(shard: Any, why_not_more: str = "") -> None:
-    """Raise ``ValueError`` unless ``shard`` is one of the valid values; ``why_not_more`` ends the message."""
-    if shard not in (None, "optimizer"):
-        valid = "'optimizer' (each rank steps a share of the parameters), or None."
-        raise ValueError(f"shard={shard!r} is unknown. Valid: {valid}{why_not_more}")
+        gradients = GradientOptions(algorithm, Compression.parse(compression), bucket_cap_mb, group)
+        return cls(gradients, group_of("reliability", ReliabilityOptions, reliability), resume, shard)

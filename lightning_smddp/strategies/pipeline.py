@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,6 @@ from lightning_smddp.pipeline.state.state_dict import broadcast_initial, load_fu
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, unwrapped
 from lightning_smddp.strategies.base import COMPRESSION_KEY
 from lightning_smddp.strategies.checks import (
-    BEYOND_OPTIMIZER,
     arrives_as_expected,
     callbacks_of,
     refuse_training,
@@ -48,16 +47,13 @@ from lightning_smddp.strategies.checks import (
 from lightning_smddp.strategies.hook_view import HookView
 from lightning_smddp.strategies.nonfinite import by_asking, changes_batch, loss_watchers
 from lightning_smddp.strategies.options import (
-    GROUPS,
     CommunicationOptions,
-    GradientOptions,
-    OptionGroups,
     ReliabilityOptions,
+    Resume,
+    StrategyOptions,
     by_name,
     group_of,
-    require_known_to_pipeline,
-    require_resume,
-    require_shard,
+    require_known,
 )
 from lightning_smddp.strategies.partition_table import print_partition
 from lightning_smddp.strategies.pipeline_options import (
@@ -113,8 +109,6 @@ class PipelineParallel(PipelineRanks):
     _accumulates = False
     _restored: Mapping[str, Any] | None = None  # a checkpoint's weights, until setup
 
-    _option_groups: ClassVar[OptionGroups] = {"partition": PartitionOptions, **GROUPS}
-
     def __init__(  # noqa: PLR0913  # what users write: 13 at most, the rest in groups
         self,
         *args: Any,
@@ -129,17 +123,13 @@ class PipelineParallel(PipelineRanks):
         algorithm: AlgorithmName = "auto",
         compression: Method | Compression | None = None,
         communication: CommunicationOptions = CommunicationOptions(),
-        resume: Literal["auto", "never"] | None = None,
+        resume: Resume = None,
         reliability: ReliabilityOptions = ReliabilityOptions(),
         **kwargs: Unpack[AsDataParallel],
     ) -> None:
-        require_known_to_pipeline(self, kwargs, AsDataParallel.__annotations__, self._option_groups)
-        require_resume(resume)
-        reliability = group_of("reliability", ReliabilityOptions, reliability)
-        bucket_cap_mb = kwargs.pop("bucket_cap_mb", None)
-        shard = kwargs.pop("shard", None)
-        require_shard(shard, BEYOND_OPTIMIZER)
-        gradients = GradientOptions.of(algorithm, compression, bucket_cap_mb, communication)
+        require_known(self, kwargs, AsDataParallel.__annotations__)
+        bucket_cap_mb, shard = kwargs.pop("bucket_cap_mb", None), kwargs.pop("shard", None)
+        options = StrategyOptions.of(communication, reliability, algorithm, compression, bucket_cap_mb, resume, shard)
         self.options = PipelineOptions(
             pipeline_parallel_size=pipeline_parallel_size,
             num_microbatches=None if num_microbatches == "auto" else num_microbatches,
@@ -148,13 +138,13 @@ class PipelineParallel(PipelineRanks):
             activation_checkpointing=activation_checkpointing,
             meta_init=meta_init,
             partition=group_of("partition", PartitionOptions, partition),
-            gradients=gradients,
+            gradients=options.gradients,
             shard=shard,
             loss_weight=loss_weight,
         )
         require_few_by_position(self, args)
         super().__init__(**by_name(super().__init__, args, kwargs))
-        self._hold_parts(gradients, reliability, resume)
+        self._hold_parts(options)
         self._changes = ExitStack()  # of Lightning, until teardown
         self._hook_view = HookView(self, self._current)
 

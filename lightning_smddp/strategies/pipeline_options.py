@@ -36,8 +36,6 @@ class PartitionOptions:
             there.
         memory_limit_gb: GiB of a rank for parameters, gradients, optimizer state and activations, when cutting.
         check: compare the pipeline's loss and gradients with those of a plain loop before training.
-        fallback: no option any more; a value is an error that says what happens instead.
-        active_microbatches: no option any more; a value is an error that says what bounds memory.
         batch_size_fn: called with a batch, returns its number of rows, for batches that do not show it.
         split_batch: called with a batch and a number of micro-batches, returns them as a list of batches, or of pairs
             of a batch and its number of rows; None asks the module's method of this name, if it has one.
@@ -50,8 +48,6 @@ class PartitionOptions:
     placement: str = "cluster"
     memory_limit_gb: float | None = None
     check: bool = True
-    fallback: str | None = None
-    active_microbatches: int | None = None
     batch_size_fn: Callable[[Any], int] | None = None
     split_batch: SplitBatch | None = None
 
@@ -62,17 +58,6 @@ class PartitionOptions:
         if self.memory_limit_gb is not None and not is_positive(self.memory_limit_gb):
             raise ValueError(f"memory_limit_gb={self.memory_limit_gb!r} has to be positive (GiB a rank), or None.")
         require_bools(check=self.check)
-        if self.fallback is not None:
-            raise ValueError(
-                f"fallback={self.fallback!r} is no option any more: a training step that cannot be pipelined is "
-                "refused, with the cause. Leave it out; strategy='smddp' runs such a step (strategy='smddp_fsdp' where "
-                "the model does not fit on one device)."
-            )
-        if self.active_microbatches is not None:
-            raise ValueError(
-                f"active_microbatches={self.active_microbatches!r} is no option any more. Leave it out: under "
-                "schedule='1f1b' no rank holds activations of more micro-batches than the pipeline has stages."
-            )
         _check_function("batch_size_fn", self.batch_size_fn, "the number of rows of a batch, which it is called with")
         _check_function("split_batch", self.split_batch, "a list of batches, called with a batch and a number")
 

@@ -513,8 +513,8 @@ def test_the_configuration_and_the_trainer_do_not_contradict(config, options, me
     ("arguments", "message"),
     [
         ({"stages": 2}, "SMDDPDeepSpeedStrategy has no argument 'stages'. Did you mean 'stage'?"),
-        ({"find_unused_parameters": True}, "has no argument 'find_unused_parameters'. It takes those of Lightning's"),
-        ({"on_nonfinite": "skip"}, r"Write reliability=ReliabilityOptions\(on_nonfinite='skip'\)"),
+        ({"find_unused_parameters": True}, "has no argument 'find_unused_parameters'. It is DistributedDataParallel's"),
+        ({"on_nonfinite": "skip"}, r"Did you mean reliability=ReliabilityOptions\(on_nonfinite=...\)"),
     ],
 )
 def test_arguments_that_there_are_not(arguments, message):

@@ -86,7 +86,7 @@ def test_arguments_of_a_pipeline(arguments: dict[str, Any], parts: list[str]) ->
 def test_unknown_arguments_of_a_pipeline_are_named_with_its_public_name() -> None:
     with pytest.raises(TypeError, match="PipelineStrategy has no argument 'scedule'. Did you mean 'schedule'"):
         PipelineStrategy(scedule="gpipe")
-    with pytest.raises(TypeError, match="PipelineStrategy has no argument 'find_unused_parameters': it is Distrib"):
+    with pytest.raises(TypeError, match="PipelineStrategy has no argument 'find_unused_parameters'. It is Distrib"):
         PipelineStrategy(find_unused_parameters=True)
 
 

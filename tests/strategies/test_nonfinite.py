@@ -372,27 +372,34 @@ def test_other_ways_to_train(body: Callable[[], str]) -> None:
     assert "net.2.bias (nan in 1 of 3 elements)" in first
 
 
-def with_fabric() -> str:
+def with_fabric(strategy: str, by_closure: bool) -> str:
     from lightning.fabric import Fabric
 
-    from lightning_smddp import SMDDPFabricStrategy
-
-    fabric = Fabric(
-        accelerator="cpu", devices=2, strategy=SMDDPFabricStrategy(**grouped(verbose=False, algorithm="native"))
-    )
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
     net = torch.nn.Linear(2, 1)
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
     scale = float("inf") if os.environ["RANK"] == "1" else 1.0
-    fabric.backward(model(torch.ones(1, 2)).sum() * scale)
+
+    def closure() -> Tensor:
+        loss: Tensor = model(torch.ones(1, 2)).sum() * scale
+        fabric.backward(loss)
+        return loss
+
+    if not by_closure:
+        closure()
     with pytest.raises(NonFiniteGradientError) as caught:
-        optimizer.step()
+        optimizer.step(closure if by_closure else None)
     assert all(bool(p.isfinite().all()) for p in net.parameters())
     return str(caught.value)
 
 
-def test_fabric() -> None:
-    first, second = run_trainer_ranks(with_fabric, 2)
+@pytest.mark.parametrize("by_closure", [False, True], ids=["backward", "closure"])
+@pytest.mark.parametrize(
+    ("strategy", "found"), [("smddp", "weight (inf in 2 of 2 elements)"), ("smddp_fsdp", "the loss (inf)")]
+)
+def test_fabric(strategy: str, found: str, by_closure: bool) -> None:
+    first, second = run_trainer_ranks(with_fabric, 2, strategy, by_closure)
     assert first == second
     assert "on rank 1 (host" in first
-    assert "weight (inf in 2 of 2 elements)" in first
+    assert found in first

@@ -39,12 +39,6 @@ STRATEGIES: dict[str, tuple[type, set[str]]] = {
         {"communication", "reliability"},
     ),
 }
-MOVED = [
-    (strategy, group, field.name)
-    for strategy, (_, groups) in STRATEGIES.items()
-    for group in sorted(groups)
-    for field in fields(GROUPS[group])
-]
 
 
 def rows_of(batch: Any) -> int:
@@ -69,8 +63,6 @@ def rows_of(batch: Any) -> int:
         (lambda: PartitionOptions(placement="near"), "placement='near' is unknown"),
         (lambda: PartitionOptions(memory_limit_gb=0), "memory_limit_gb=0 has to be positive"),
         (lambda: PartitionOptions(check=None), "check=None has to be True or False"),  # type: ignore[arg-type]
-        (lambda: PartitionOptions(fallback="stop"), "fallback='stop' is no option any more: a training step that"),
-        (lambda: PartitionOptions(active_microbatches=2), "active_microbatches=2 is no option any more"),
         (lambda: PartitionOptions(batch_size_fn=3), "batch_size_fn=3 has to be a function"),  # type: ignore[arg-type]
         (lambda: PartitionOptions(split_batch="rows"), "split_batch='rows' has to be a function"),  # type: ignore[arg-type]
     ],
@@ -111,25 +103,11 @@ def test_groups_are_the_same_in_all_strategies(name: str) -> None:
     assert written._session.options.communication == given["communication"]
 
 
-@pytest.mark.parametrize(("name", "group", "option"), MOVED)
-def test_an_old_name_says_where_it_went(name: str, group: str, option: str) -> None:
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_an_option_outside_of_its_group_says_which_that_is(name: str) -> None:
     kind, _ = STRATEGIES[name]
-    value: Any = {"batch_size_fn": rows_of, "split_batch": rows_of}.get(option, "x y")
-    written = "rows_of" if value is rows_of else "'x y'"
-    with pytest.raises(TypeError) as caught:
-        kind(**{option: value})
-    text = str(caught.value)
-    assert text.startswith(f"{kind.__name__} takes {option!r} in a group of options.")
-    assert text.endswith(f"Write {group}={GROUPS[group].__name__}({option}={written}).")
-
-
-def test_old_names_together_are_one_line_to_write() -> None:
-    with pytest.raises(TypeError) as caught:
-        PipelineStrategy(verbose=False, tuning_cache="plans.json", check=False, num_microbatches=4)  # type: ignore[call-arg]
-    line = "partition=PartitionOptions(check=False), communication=CommunicationOptions(tuning_cache='plans.json', "
-    assert f"Write {line}verbose=False)." in str(caught.value)
-    made: PipelineStrategy = eval(f"PipelineStrategy({line}verbose=False))")  # as the line says
-    assert made.options.partition.check is False
+    with pytest.raises(TypeError, match=rf"{kind.__name__} has no argument 'verbose'. Did you mean communication="):
+        kind(verbose=False)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -138,13 +116,22 @@ def test_old_names_together_are_one_line_to_write() -> None:
     [
         ("native", "communication='native' has to be a group of options: communication=CommunicationOptions(...)"),
         (None, "communication=None has to be a group"),
-        ({"verbos": False}, "CommunicationOptions has no 'verbos'. Did you mean 'verbose'?"),
         ({"verbose": 1}, "verbose=1 has to be True or False"),
     ],
 )
 def test_what_is_no_group_is_refused(name: str, value: Any, text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         STRATEGIES[name][0](communication=value)
+
+
+@pytest.mark.parametrize("kind", [CommunicationOptions, PartitionOptions, ReliabilityOptions])
+def test_an_unknown_option_of_a_group_is_refused_in_an_object_and_in_a_dict(kind: type[Any]) -> None:
+    name = fields(kind)[0].name
+    with pytest.raises(TypeError, match=f"{kind.__name__} has no '{name}s'. Did you mean '{name}'?"):
+        kind(**{f"{name}s": 4})
+    (group,) = [group for group, each in GROUPS.items() if each is kind]
+    with pytest.raises(TypeError, match=f"{kind.__name__} has no '{name}s'. Did you mean '{name}'?"):
+        PipelineStrategy(**{group: {f"{name}s": 4}})
 
 
 @pytest.mark.parametrize("option", [{"stop_grace": 5}, {"async_save": True}, {"sharded": True}])
@@ -244,18 +231,13 @@ def test_cli_reads_groups_and_a_saved_configuration(
             assert made.options.partition == PartitionOptions(check=False)
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_cli_says_where_an_old_name_went(package: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, options = tmp_path / "config.yaml", {"communication": "tuning_cache", "partition": "check"}
-    for group, option in options.items():
-        strategy = {"class_path": "PipelineStrategy", "init_args": {option: False}}
-        path.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
-        text = said(capsys, "--config", str(path), package=package)
-        assert f"'{option}' is in a group of options. Write {group}: {{{option}: ...}} instead." in text
-    path.write_text(yaml.safe_dump({"trainer": {"strategy": {**strategy, "class_path": "SMDDPStrategy"}}}))
-    text = said(capsys, "--config", str(path), package=package)
-    assert "Option 'check' is not accepted" in text
-    assert "group of options" not in text
+def test_cli_writes_and_reads_the_units_of_full_sharding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given, saved = tmp_path / "config.yaml", tmp_path / "saved.yaml"
+    strategy = {"class_path": "SMDDPFSDPStrategy", "init_args": {"wrap": ["net.0", "Linear"]}}
+    given.write_text(yaml.safe_dump({"trainer": {"strategy": strategy, "accelerator": "cpu"}}))
+    saved.write_text(said(capsys, "--config", str(given), "--print_config"))
+    for path in (given, saved):
+        assert parse("--config", str(path))._sharding.wrap == ["net.0", "Linear"]
 
 
 def test_cli_refuses_bad_values_in_a_group(tmp_path: Path) -> None:

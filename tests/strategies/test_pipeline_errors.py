@@ -159,9 +159,7 @@ def test_three_ranks(expected: str, options: dict[str, Any]) -> None:
         ("split=3", {"split": 3}),
         (r"split=\[1\]", {"split": [1]}),
         ("placement", {"placement": "random"}),
-        ("fallback='ddp'", {"fallback": "ddp"}),
         ("pipeline_parallel_size=-1", {"pipeline_parallel_size": -1}),
-        ("active_microbatches=2 is no option any more", {"active_microbatches": 2}),
         ("memory_limit_gb=-1", {"memory_limit_gb": -1}),
     ],
 )
