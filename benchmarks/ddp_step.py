@@ -162,7 +162,7 @@ def _strategy(**kwargs: Any) -> Any:
     return SMDDPFabricStrategy(
         parallel_devices=devices,
         cluster_environment=LightningEnvironment(),
-        communication=CommunicationOptions(tuning_cache=False, verbose=False),
+        communication=CommunicationOptions(verbose=False),
         **kwargs,
     )
 

@@ -90,7 +90,7 @@ def _switch(strategy: Any, supervisor: Any) -> None:
 def rank_main(strategy: str, steps: int) -> dict[str, Any]:
     """Medians of wall and CPU milliseconds with and without, and the share of a CPU that the watching thread took."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    turns, communication = Turns(), CommunicationOptions(tuning_cache=False, verbose=False)
+    turns, communication = Turns(), CommunicationOptions(verbose=False)
     trainer = Trainer(
         strategy=STRATEGIES[strategy](communication=communication), accelerator="cpu", devices=2,
         max_steps=steps, max_epochs=-1, logger=False, enable_progress_bar=False, enable_model_summary=False,

@@ -10,7 +10,7 @@ from lightning_smddp import CommunicationOptions, SMDDPStrategy
 
 def main() -> None:
     L.seed_everything(0)
-    communication = CommunicationOptions(tuning_cache=False, collective_timeout=60)
+    communication = CommunicationOptions(collective_timeout=60)
     strategy = SMDDPStrategy(algorithm="auto", communication=communication)
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=30, log_every_n_steps=10)
     trainer.fit(GPT(width=96, depth=2, heads=3), DataLoader(standard_library(samples=4096), batch_size=8, shuffle=True))

@@ -15,7 +15,7 @@ def main() -> None:
         schedule="interleaved_1f1b",
         num_microbatches=4,
         partition=PartitionOptions(stages_per_rank=2, placement="cluster"),  # a pipeline on neighbouring ranks
-        communication=CommunicationOptions(tuning_cache=False, collective_timeout=60),
+        communication=CommunicationOptions(collective_timeout=60),
     )
     trainer = L.Trainer(accelerator="cpu", devices=4, strategy=strategy, max_epochs=2)
     trainer.fit(Classifier(), DigitsData(batch_size=64))  # of each replica: the global batch is 128

@@ -229,7 +229,6 @@ def _replicas(before: Unpartitioned, held: Parameters) -> ReplicaGradients:
         options.algorithm,
         options.compression,
         options.bucket_cap_mb,
-        options.communication.cache,
     )
     replicas.watching = setup.checks.watches_gradients
     replicas.marking = not setup.checks.changes_gradients

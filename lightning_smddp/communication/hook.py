@@ -1,7 +1,7 @@
 """DDP's communication hook: bucket in, averaged bucket out.
 
 This is the main flow of data parallelism: DDP fills a bucket and calls :meth:`GradientSynchronizer.average`, which
-picks the algorithm for its size. ``strategies/session.py`` makes the synchronizer and registers it with DDP.
+has the algorithm average it. ``strategies/session.py`` makes the synchronizer and registers it with DDP.
 
 Gradients are views of DDP's buckets, unless the user says otherwise: so a bucket's mean is in ``.grad`` without a copy
 as soon as its future is done. In shared memory (``SharedMemoryAllReduce``) that is when the call returns. Between nodes
@@ -36,7 +36,7 @@ class GradientSynchronizer:
     Args:
         communicator: groups and topology.
         module: whose gradients; not yet wrapped.
-        table: for a bucket of up to so many bytes the algorithm's name, ascending; the last entry takes the rest.
+        algorithm: its name.
         compression: of what goes over the network, or None.
         recorder: where times are written.
     """
@@ -45,12 +45,11 @@ class GradientSynchronizer:
         self,
         communicator: Communicator,
         module: nn.Module,
-        table: list[tuple[int, str]],
+        algorithm: str,
         compression: Compression | None,
         recorder: Recorder,
     ) -> None:
         self.communicator = communicator
-        self.table = table
         self.compression = compression
         self.recorder = recorder
         self._names: dict[int, str] = {}  # of trained parameters, by `id`
@@ -60,10 +59,7 @@ class GradientSynchronizer:
                 self._names[id(parameter)] = name
                 self._numels[name] = parameter.numel()
         self.watch = NonFiniteWatch(self._names)
-        self._algorithms: dict[str, Algorithm] = {}
-        for _, name in table:
-            if name not in self._algorithms:
-                self._algorithms[name] = communicator.algorithm(name, compression)
+        self._algorithm = communicator.algorithm(algorithm, compression)
         self._native = Native(communicator.group)
         # By bucket the ids of its parameters, and where they are in it.
         self._layouts: dict[int, tuple[tuple[int, ...], Layout]] = {}
@@ -86,7 +82,7 @@ class GradientSynchronizer:
         algorithm: Algorithm = self._native
         if not tensor.is_sparse:
             size = tensor.numel() * tensor.dtype.itemsize
-            algorithm = self.algorithm_for(size)
+            algorithm = self._algorithm
         if self.watch.on and not self._looks_itself(algorithm):
             self.watch.look(bucket)
         entered = self.recorder.bucket_started(first=bucket.index() == 0)
@@ -104,14 +100,6 @@ class GradientSynchronizer:
             return future
         return future.then(done)
 
-    def algorithm_for(self, size: int) -> Algorithm:
-        """The algorithm for a bucket of ``size`` bytes."""
-        for limit, name in self.table:
-            if size <= limit:
-                return self._algorithms[name]
-        _, last = self.table[-1]
-        return self._algorithms[last]
-
     def report(self) -> CommunicationReport:
         """What communication cost so far. Collective."""
         totals = self.recorder.read(wait=True)
@@ -119,8 +107,7 @@ class GradientSynchronizer:
 
     def close(self) -> None:
         """Free threads and shared memory. The communicator belongs to the caller."""
-        for algorithm in self._algorithms.values():
-            algorithm.close()
+        self._algorithm.close()
         self._layouts.clear()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
@@ -210,7 +197,7 @@ class GradientSynchronizer:
             self._restore(self._total_errors())
 
     def _two_level(self) -> list[TwoLevel]:
-        return [algorithm for algorithm in self._algorithms.values() if isinstance(algorithm, TwoLevel)]
+        return [self._algorithm] if isinstance(self._algorithm, TwoLevel) else []
 
     def _feedbacks(self) -> list[tuple[ErrorFeedback, int]]:
         """Each exchange's memory and the number of its members."""

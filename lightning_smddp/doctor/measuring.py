@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_smddp.communication.autotune import time_algorithm
+from lightning_smddp.communication.choose import time_algorithm
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.groups import close_group, connect_pairs, create_group, new_name
 from lightning_smddp.communication.objects import broadcast, gather
@@ -190,7 +190,7 @@ def measure(group: dist.ProcessGroup, device: torch.device, host: str, at: At = 
         at("the algorithms")
         times = {}
         for name in communicator.available():
-            times[name] = time_algorithm(name, communicator, None, list(SIZES))
+            times[name] = [time_algorithm(name, communicator, None, size) for size in SIZES]
         peers = [ranks[0] for ranks in nodes[1:]]
         if not peers:
             peers = list(nodes[0][1:2])  # none where rank 0 is alone

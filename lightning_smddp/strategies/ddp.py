@@ -54,17 +54,17 @@ class DataParallel(TrainerStrategy):
         algorithm: how gradients are summed: ``"native"`` (the backend's all-reduce), ``"shared_memory"`` (CPU ranks
             of one node, without copies), ``"hierarchical"`` (inside nodes first, then between ranks of equal local
             rank), ``"balanced"`` (balanced fusion buffers between nodes), or ``"auto"``: the fastest on this
-            cluster for each bucket size, measured at the start of fit.
+            cluster, measured at the start of fit.
         compression: of gradients between nodes: None (exact), ``"bf16"``, ``"fp16"``, ``"int8"``, ``"powersgd"``, or a
             :class:`~lightning_smddp.Compression` with details.
-        bucket_cap_mb: size of DDP's buckets in MiB; None has it chosen with the algorithm.
+        bucket_cap_mb: size of DDP's buckets in MiB; None is DDP's default.
         gradient_as_bucket_view: as of DDP; None is True, unless there is a ``ddp_comm_hook``.
         resume: ``"auto"`` continues from the newest valid checkpoint when ``fit`` is not given one, as after a restart
             by torchrun, Slurm or SageMaker; ``"never"`` starts from scratch then. None is ``"auto"`` in a SageMaker
             job, else ``"never"``.
         shard: ``"optimizer"`` has each rank step a share of the parameters and keep that share of the optimizer's state
             (ZeRO's first stage); CPU ranks of a node have one copy of the parameters.
-        communication: timeouts, the cache of measurements, what is printed.
+        communication: timeouts, what is printed.
         reliability: faults, stops and checkpoints.
         **kwargs: arguments of ``DDPStrategy`` and of ``DistributedDataParallel``, by name.
 

@@ -7,19 +7,16 @@ of checks hold the value, the valid ones, and what to write.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
 from difflib import get_close_matches
 from inspect import signature
-from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
 
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_smddp.communication.algorithms import NAMES
-from lightning_smddp.communication.autotune import default_cache
 from lightning_smddp.communication.compression import Compression
 
 _Group = TypeVar("_Group")
@@ -182,8 +179,6 @@ class CommunicationOptions:
     Args:
         collective_timeout: how long a rank waits for the others in a collective, in seconds or as a timedelta; None
             is DDP's ``timeout``, which also bounds the start.
-        tuning_cache: file for what ``algorithm="auto"`` measured; True is ``~/.cache/lightning_smddp/plans.json``,
-            False measures at each start.
         verbose: print a table at the start of fit and a report at its end.
 
     Raises:
@@ -191,16 +186,10 @@ class CommunicationOptions:
     """
 
     collective_timeout: float | timedelta | None = None
-    tuning_cache: bool | str | Path = True
     verbose: bool = True
 
     def __post_init__(self) -> None:
         require_bools(verbose=self.verbose)
-        if not isinstance(self.tuning_cache, (str, os.PathLike, bool)):
-            raise ValueError(
-                f"tuning_cache={self.tuning_cache!r} has to be the path of a file, True for the usual one, or False "
-                "for none."
-            )
         if self.collective_timeout is not None:
             duration("collective_timeout", self.collective_timeout, ", or None for DDP's `timeout`")
 
@@ -210,15 +199,6 @@ class CommunicationOptions:
         if self.collective_timeout is None:
             return None
         return duration("collective_timeout", self.collective_timeout)
-
-    @property
-    def cache(self) -> Path | None:
-        """The file for measured plans; None for none."""
-        if self.tuning_cache is False:
-            return None
-        if self.tuning_cache is True:
-            return default_cache()
-        return Path(self.tuning_cache)
 
 
 @with_hints
@@ -278,7 +258,7 @@ class GradientOptions:
     Attributes:
         algorithm: a name, or ``"auto"``.
         compression: None is exact.
-        bucket_cap_mb: MiB; None has it chosen.
+        bucket_cap_mb: MiB; None is DDP's default.
         communication: the group.
 
     Raises:
@@ -296,7 +276,7 @@ class GradientOptions:
             raise ValueError(f"algorithm={self.algorithm!r} is unknown. Valid: {valid}.")
         if self.bucket_cap_mb is not None and not is_positive(self.bucket_cap_mb):
             raise ValueError(
-                f"bucket_cap_mb={self.bucket_cap_mb!r} has to be positive (MiB), or None to have it tuned."
+                f"bucket_cap_mb={self.bucket_cap_mb!r} has to be positive (MiB), or None for DDP's default."
             )
 
 

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_smddp._compat.torch import is_nccl, set_group_timeout
-from lightning_smddp.communication.autotune import Plan, choose_plan, given_plan
+from lightning_smddp.communication.choose import Choice, choose
 from lightning_smddp.communication.communicator import Communicator
-from lightning_smddp.communication.compression import Compression
 from lightning_smddp.communication.consistency import (
     check_compression,
     check_same_model,
@@ -48,7 +47,7 @@ class GradientCommunication:
         self.options = options
         self.communicator: Communicator | None = None
         self.synchronizers: list[GradientSynchronizer] = []
-        self.plan: Plan | None = None
+        self.choice: Choice | None = None
         self.recorder: Recorder | None = None  # not before setup: strategies travel to spawned ranks by pickle
         self.failed = False  # the last run
 
@@ -74,7 +73,7 @@ class GradientCommunication:
         ddp_kwargs: Mapping[str, Any],
         timeout: timedelta | None,
     ) -> dict[str, Any]:
-        """Check the model, choose the plan, and return DDP's arguments for it. Collective.
+        """Check the model, choose the algorithm, and return DDP's arguments for it. Collective.
 
         Raises:
             ValueError: on every rank, when the model or the options do not fit.
@@ -110,13 +109,16 @@ class GradientCommunication:
         check_trainable(module)
         compression = self.options.compression
         check_compression(module, compression)
-        self.plan = self._choose(self.communicator, module, compression)
-        synchronizer = GradientSynchronizer(self.communicator, module, self.plan.table, compression, self.recorder)
+        self.choice = Choice(options.algorithm)
+        if options.algorithm == "auto":
+            self.choice = choose(self.communicator, module, compression, options.bucket_cap_mb)
+        algorithm = self.choice.algorithm
+        synchronizer = GradientSynchronizer(self.communicator, module, algorithm, compression, self.recorder)
         self.synchronizers.append(synchronizer)
         # Gradients are views of DDP's buckets then: what the hook has averaged in a bucket need not be copied to them.
         arguments = {"gradient_as_bucket_view": True, **ddp_kwargs}
-        if self.plan.bucket_cap_mb is not None and not ddp_kwargs.get("bucket_cap_mb_list"):
-            arguments["bucket_cap_mb"] = self.plan.bucket_cap_mb
+        if options.bucket_cap_mb is not None and not ddp_kwargs.get("bucket_cap_mb_list"):
+            arguments["bucket_cap_mb"] = options.bucket_cap_mb
         return arguments
 
     def attach(self, model: DistributedDataParallel) -> None:
@@ -167,7 +169,7 @@ class GradientCommunication:
     def summary(self, batch: int | None = None, accumulate: int | None = None) -> list[tuple[str, str]]:
         """What runs here, in rows of name and value."""
         assert self.communicator is not None
-        assert self.plan is not None
+        assert self.choice is not None
         topology = self.communicator.topology
         world = topology.world_size
         sizes = [len(ranks) for ranks in topology.nodes]
@@ -189,22 +191,16 @@ class GradientCommunication:
             global_batch = world * batch * (accumulate or 1)
             rows.append(("global batch", f"{global_batch} for each optimizer step"))
         bucket_size = "DDP's default"
-        if self.plan.bucket_cap_mb is not None:
-            bucket_size = f"{self.plan.bucket_cap_mb:g} MiB"
+        if self.options.bucket_cap_mb is not None:
+            bucket_size = f"{self.options.bucket_cap_mb:g} MiB"
         rows += [
             ("backend", str(dist.get_backend(self.communicator.group))),
-            ("algorithm", self.plan.describe()),
+            ("algorithm", str(self.choice)),
             ("bucket size", bucket_size),
             ("wire dtype", self._wire()),
         ]
         rows += [("note", note) for note in self.communicator.notes]
         return rows
-
-    def _choose(self, communicator: Communicator, module: nn.Module, compression: Compression | None) -> Plan:
-        options = self.options
-        if options.algorithm != "auto":
-            return given_plan(options.algorithm, options.bucket_cap_mb)
-        return choose_plan(communicator, module, compression, options.bucket_cap_mb, options.communication.cache)
 
     def _wire(self) -> str:
         compression = self.options.compression

@@ -66,7 +66,7 @@ def measure(strategy: str) -> int:
     torch.set_num_threads(1)
     made, options = STRATEGIES[strategy]
     done = threading.Event()
-    chosen = made(**grouped(verbose=False, tuning_cache=False, **options))
+    chosen = made(**grouped(verbose=False, **options))
     trainer = make_trainer(chosen, max_steps=STEPS, callbacks=[Ends(done)])
     most = [0]
     before = held()

@@ -187,26 +187,26 @@ if HAS_BATCHED_COPY:
     CASES["batched copy to views"] = with_options(batched_grad_copy=True, gradient_as_bucket_view=True)
 
 
-def compare_all(names: list[str], tables: list[Any], exact: bool, shared: bool) -> None:
+def compare_all(names: list[str], algorithms: list[str], exact: bool, shared: bool) -> None:
     if not shared:
         node_mesh.supported = lambda: "refused for a test"
     for name in names:
         try:
-            compare(CASES[name], tables, exact)
+            compare(CASES[name], algorithms, exact)
         except Exception as error:
             raise AssertionError(name) from error
 
 
-def compare(case: Case, tables: list[Any], exact: bool) -> None:
+def compare(case: Case, algorithms: list[str], exact: bool) -> None:
     with hooked(None) as wrapper:
         expected = case(wrapper)
     assert all(tensor.isfinite().all() for tensor in expected)
-    for table in tables:
-        with hooked(table) as wrapper:
+    for algorithm in algorithms:
+        with hooked(algorithm) as wrapper:
             found = case(wrapper)
         for tensor, other in zip(found, expected, strict=True):
             if exact:
-                torch.testing.assert_close(tensor, other, rtol=0, atol=0, msg=lambda text, t=table: f"{t}: {text}")
+                torch.testing.assert_close(tensor, other, rtol=0, atol=0, msg=lambda text, a=algorithm: f"{a}: {text}")
             else:
                 tolerance = 0.03 if tensor.dtype.itemsize == 2 else 1e-4
                 torch.testing.assert_close(tensor, other, rtol=tolerance, atol=tolerance)
@@ -236,27 +236,24 @@ def test_two_nodes_of_one_rank_train_bit_by_bit_as_with_stock_ddp() -> None:
     run_ranks(compare_all, 2, names, ["hierarchical", "balanced"], True, True, node_ids=["a", "b"])
 
 
-MIXED_TABLE = [(700, "native"), (2000, "hierarchical"), (2**62, "balanced")]
-
-
 ON_TWO_NODES = ["small buckets as views", "unused parameters", "accumulated", "join", "two modules"]
 
 
-EACH = ["hierarchical", "balanced", MIXED_TABLE]
+EACH = ["hierarchical", "balanced"]
 
 
 @pytest.mark.parametrize(
-    ("names", "tables", "shared"),
+    ("names", "algorithms", "shared"),
     [
         pytest.param(ON_TWO_NODES[:1], EACH, True, id="everyday"),
-        pytest.param(ON_TWO_NODES[1:], [MIXED_TABLE], True, marks=pytest.mark.slow, id="others"),
+        pytest.param(ON_TWO_NODES[1:], ["hierarchical"], True, marks=pytest.mark.slow, id="others"),
         pytest.param(ON_TWO_NODES[:1], EACH, False, marks=pytest.mark.slow, id="without shared memory"),
-        pytest.param(ON_TWO_NODES[1:], EACH[:2], True, marks=pytest.mark.exhaustive, id="others, each alone"),
+        pytest.param(ON_TWO_NODES[1:], EACH, True, marks=pytest.mark.exhaustive, id="others, each alone"),
         pytest.param(ON_TWO_NODES[1:], EACH, False, marks=pytest.mark.exhaustive, id="others without shared memory"),
     ],
 )
-def test_two_nodes_of_two_ranks_train_as_with_stock_ddp(names: list[str], tables: list[Any], shared: bool) -> None:
-    run_ranks(compare_all, 4, names, tables, False, shared, node_ids=list("abab"))
+def test_two_nodes_of_two_ranks_train_as_with_stock_ddp(names: list[str], algorithms: list[str], shared: bool) -> None:
+    run_ranks(compare_all, 4, names, algorithms, False, shared, node_ids=list("abab"))
 
 
 # ---- a rank fails ----
@@ -313,7 +310,7 @@ class Lost:
 def lose(late: bool) -> str:
     with hooked("native") as wrapper:
         ddp = wrapper.wrap(network())
-        wrapper.synchronizers[0]._algorithms["native"] = Lost(late)
+        wrapper.synchronizers[0]._algorithm = Lost(late)
         try:
             ddp(batch(0)).square().sum().backward()
         except RuntimeError as error:
@@ -327,22 +324,6 @@ def test_an_exchange_that_fails_makes_backward_fail(late: bool) -> None:
     assert "RankFailedError: rank 1 is gone" in message
     if not late:
         assert message == "RankFailedError: rank 1 is gone"
-
-
-# ---- buckets ----
-
-
-def sizes_of_algorithms(table: list[tuple[int, str]], sizes: list[int]) -> list[str]:
-    with hooked(table) as wrapper:
-        wrapper.wrap(network())
-        return [wrapper.synchronizers[0].algorithm_for(size).name for size in sizes]
-
-
-def test_a_buckets_size_picks_its_algorithm() -> None:
-    table = [(100, "native"), (1000, "hierarchical"), (5000, "balanced")]
-    names = run_ranks(sizes_of_algorithms, 2, table, [1, 100, 101, 1000, 1001, 9999], node_ids=["a", "b"])
-    expected = ["native", "native", "hierarchical", "hierarchical", "balanced", "balanced"]
-    assert names == [expected] * 2
 
 
 # ---- compression ----

@@ -24,24 +24,24 @@ class Hooked:
 
     def __init__(
         self,
-        table: list[tuple[int, str]] | str | None,
+        algorithm: str | None,
         compression: Compression | None = None,
         device: torch.device = CPU,
     ) -> None:
-        self.table = [(2**62, table)] if isinstance(table, str) else table
+        self.algorithm = algorithm
         self.compression = compression
         self.recorder = recorder_for(device)
         self.synchronizers: list[GradientSynchronizer] = []
         self.communicator: Communicator | None = None
-        if table is not None:
+        if algorithm is not None:
             group = dist.group.WORLD
             self.communicator = Communicator(group, device, timedelta(seconds=20), self.recorder.on_wait)
 
     def wrap(self, module: nn.Module, **ddp_options: object) -> DistributedDataParallel:
-        """``module`` in DDP, stock if there is no table."""
-        if self.communicator is None:
+        """``module`` in DDP, stock if there is no algorithm."""
+        if self.communicator is None or self.algorithm is None:
             return DistributedDataParallel(module, **ddp_options)
-        synchronizer = GradientSynchronizer(self.communicator, module, self.table, self.compression, self.recorder)
+        synchronizer = GradientSynchronizer(self.communicator, module, self.algorithm, self.compression, self.recorder)
         self.synchronizers.append(synchronizer)
         ddp = DistributedDataParallel(module, **ddp_options)
 
@@ -60,10 +60,10 @@ class Hooked:
 
 @contextmanager
 def hooked(
-    table: list[tuple[int, str]] | str | None, compression: Compression | None = None, device: torch.device = CPU
+    algorithm: str | None, compression: Compression | None = None, device: torch.device = CPU
 ) -> Iterator[Hooked]:
     """Wraps modules, and closes everything unless the block fails."""
-    wrapper = Hooked(table, compression, device)
+    wrapper = Hooked(algorithm, compression, device)
     yield wrapper
     wrapper.close()
 

@@ -149,13 +149,13 @@ def descriptors_after_runs(rounds: int) -> list[int]:
     counts = []
     for _ in range(rounds):
         model = Validating()
-        trainer = make_trainer(silent(tuning_cache=False), limit_train_batches=3, limit_val_batches=1)
+        trainer = make_trainer(silent(), limit_train_batches=3, limit_val_batches=1)
         trainer.fit(model)
         trainer.fit_loop.max_epochs += 1
         trainer.fit(model)
         trainer.validate(model)
         with pytest.raises((ZeroDivisionError, RankFailedError)):  # the other rank's may come first
-            make_trainer(silent(tuning_cache=False)).fit(Failing())
+            make_trainer(silent()).fit(Failing())
         del model, trainer
         gc.collect()  # tracebacks hold the frames of the failed run
         counts.append(len(os.listdir("/proc/self/fd")))

@@ -149,7 +149,7 @@ def make_strategy(case: Case) -> Any:
     if case.strategy == "ddp":
         return DDPStrategy(timeout=timedelta(seconds=case.timeout), start_method=method)  # type: ignore[arg-type]
     kind = RecordedDataParallel if case.strategy == "smddp" else RecordedPipeline
-    quiet = {"verbose": False, "tuning_cache": False, "collective_timeout": case.timeout, "start_method": method}
+    quiet = {"verbose": False, "collective_timeout": case.timeout, "start_method": method}
     return kind(**grouped(**{**quiet, **case.options}))
 
 

@@ -90,7 +90,7 @@ class Item:
         if self.kind == "overflows":
             options["plugins"] = [scaled(init_scale=2.0**12, growth_interval=3)]
         model = (Overflowing if self.kind == "overflows" else Classifier)(ranks, self.kind == "recomputes")
-        strategy = "auto" if alone else silent(tuning_cache=False, **self.strategy)
+        strategy = "auto" if alone else silent(**self.strategy)
         trainer = make_trainer(strategy, use_distributed_sampler=False, **options)
         trainer.fit(model)
         found: dict[str, Any] = {"weights": {name: p.detach().clone() for name, p in model.named_parameters()}}
@@ -257,7 +257,7 @@ def begin_and_end(directory: str) -> dict[str, Any]:
     found: dict[str, Any] = {"devices": [], "memory": [], "weights": []}
     for options in ({}, {"algorithm": "hierarchical"}):
         model = Classifier(2)
-        trainer = make_trainer(silent(tuning_cache=False, **options), use_distributed_sampler=False)
+        trainer = make_trainer(silent(**options), use_distributed_sampler=False)
         trainer.fit(model)
         trainer.save_checkpoint(f"{directory}/{len(found['devices'])}.ckpt")
         found["devices"].append({parameter.device.type for parameter in model.parameters()})

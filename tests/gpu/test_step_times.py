@@ -115,7 +115,7 @@ def against_hand_written() -> dict[str, tuple[float, float]]:
     options = {"schedule": "1f1b", "num_microbatches": MICROBATCHES, "split": ["net.4"]}
     arms: dict[str, list[Timed]] = {"by hand": [], "smddp_pipeline": []}
     for _ in range(TURNS[devices.kind()]):
-        arms["smddp_pipeline"].append(fitted(PipelineStrategy(**grouped(verbose=False, tuning_cache=False, **options))))
+        arms["smddp_pipeline"].append(fitted(PipelineStrategy(**grouped(verbose=False, **options))))
         arms["by hand"].append(by_hand())  # in the process group that Lightning leaves there
     return {name: medians(turns) for name, turns in arms.items()}
 

@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_smddp import CommunicationOptions, PipelineStrategy, SMDDPStrategy
+from lightning_smddp import PipelineStrategy, SMDDPStrategy
 from tests.strategies.learners import Learner, make_trainer
 from tests.strategies.pipeline_learners import Net
 
@@ -51,9 +51,8 @@ def fit(name: str, where: Path, devices: int, nodes: int, make: Any, model: Ligh
     """Train ``model``; returns what this rank knows afterwards."""
     keeping = ModelCheckpoint(where / name, filename="{step}", every_n_train_steps=2, save_top_k=2, monitor="step",
                               mode="max")  # fmt: skip
-    communication = CommunicationOptions(tuning_cache=False)
     trainer = Trainer(
-        strategy=make(resume="auto", communication=communication), devices=devices, num_nodes=nodes, max_epochs=EPOCHS,
+        strategy=make(resume="auto"), devices=devices, num_nodes=nodes, max_epochs=EPOCHS,
         callbacks=[Accident(name, where), keeping], accelerator="cpu", logger=False, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=where,
     )  # fmt: skip

@@ -171,9 +171,7 @@ def train(case: Case, piped: Mapping[str, Any] | None = None) -> dict[str, Any]:
     seed_everything(2, verbose=False)
     strategy: Any
     if piped is None:
-        strategy = PipelineStrategy(
-            **grouped(**{"verbose": False, "tuning_cache": False, "resume": "never", **case.pipeline})
-        )
+        strategy = PipelineStrategy(**grouped(**{"verbose": False, "resume": "never", **case.pipeline}))
     elif case.replicas > 1:
         strategy = "auto"  # which has the batches of all replicas in one
     else:

@@ -22,7 +22,7 @@ from tests.strategies.pipeline_learners import Gpt, Net, assert_same, outcome
 from tests.strategies.test_layouts import BETWEEN, check, check_start
 
 BOTH = (None, "optimizer")
-TWO_BY_TWO = {"pipeline_parallel_size": 2, "verbose": False, "tuning_cache": False}
+TWO_BY_TWO = {"pipeline_parallel_size": 2, "verbose": False}
 
 
 class AdamNet(Net):

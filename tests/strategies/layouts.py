@@ -193,7 +193,7 @@ def train(run: Run) -> tuple[list[float], Any]:
         "enable_checkpointing": True,
         "num_sanity_val_steps": 0,
     }
-    quiet = {"verbose": False, "tuning_cache": False, "sharded": run.sharded}
+    quiet = {"verbose": False, "sharded": run.sharded}
     chosen = "auto" if strategy is None else strategy(**grouped(**quiet, **options))
     trainer = make_trainer(chosen, callbacks=[watch, within, between], **more)
     trainer.fit(Model(run.kind), ckpt_path=run.ckpt_path)

@@ -55,7 +55,7 @@ class Bench:
         if self.accumulation is not None:
             strategy = accumulating(**{**self.accumulation, **(pipeline or {}), **(accumulation or {})})
         elif self.pipeline is not None:
-            quiet = {"verbose": False, "tuning_cache": False}
+            quiet = {"verbose": False}
             strategy = PipelineStrategy(**grouped(**{**quiet, **self.pipeline, **(pipeline or {})}))
         return make_trainer(strategy, **options)
 

@@ -164,7 +164,7 @@ def make_strategy(kind: Any) -> Any:
     if kind in ("ddp", "auto"):
         return kind
     if isinstance(kind, dict):
-        return PipelineStrategy(**grouped(verbose=False, tuning_cache=False, algorithm="native", **kind))
+        return PipelineStrategy(**grouped(verbose=False, algorithm="native", **kind))
     if kind == "sharded":
         return SMDDPStrategy(**grouped(verbose=False, algorithm="native", shard="optimizer"))
     algorithm = "native" if kind == "smddp" else kind

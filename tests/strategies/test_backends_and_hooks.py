@@ -176,7 +176,7 @@ def test_collective_timeout_is_that_of_the_default_group_and_of_shared_memory(al
 
 
 def _leave_in_order() -> tuple[bool, bool]:
-    communication = CommunicationOptions(tuning_cache=False, verbose=False)
+    communication = CommunicationOptions(verbose=False)
     strategy = GradientCommunication(GradientOptions("auto", None, None, communication))
     strategy.process_group_started()
     registered = []

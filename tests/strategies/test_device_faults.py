@@ -91,7 +91,7 @@ def run(strategy: str, kind: str, directory: Path, monkeypatch: pytest.MonkeyPat
 def strategy_and_module(strategy: str, limit_s: float) -> tuple[Any, Any]:
     if strategy == "smddp":
         return silent(collective_timeout=limit_s), Learner()
-    return PipelineStrategy(**grouped(verbose=False, tuning_cache=False, collective_timeout=limit_s)), Net()
+    return PipelineStrategy(**grouped(verbose=False, collective_timeout=limit_s)), Net()
 
 
 REST = pytest.mark.exhaustive

@@ -33,8 +33,8 @@ ONE_QUICK = ["smddp", pytest.param("pipeline", marks=pytest.mark.slow)]
 def trainer_for(name: str, **options: Any) -> Any:
     strategies: dict[str, Callable[[], Any]] = {
         "ddp": lambda: "ddp",
-        "smddp": lambda: silent(tuning_cache=False, algorithm="native"),
-        "pipeline": lambda: PipelineStrategy(**grouped(verbose=False, tuning_cache=False, check=False)),
+        "smddp": lambda: silent(algorithm="native"),
+        "pipeline": lambda: PipelineStrategy(**grouped(verbose=False, check=False)),
     }
     limits = {"limit_train_batches": STEPS, "limit_val_batches": 1}
     return make_trainer(strategies[name](), **{**limits, **options})

@@ -48,7 +48,6 @@ CLASSES_OF_BOTH = [SMDDPStrategy, SMDDPFabricStrategy]
         ({"collective_timeout": float("nan")}, ["collective_timeout=nan", "positive"]),
         ({"collective_timeout": "60"}, ["collective_timeout='60'", "positive"]),
         ({"verbose": "no"}, ["verbose='no'", "True or False"]),
-        ({"tuning_cache": 3}, ["tuning_cache=3", "path", "True", "False"]),
         ({"timeout": "x"}, ["timeout='x'", "timedelta"]),
         ({"accelerator": "native"}, ["accelerator='native'", "write algorithm='native'"]),
     ],
@@ -72,7 +71,6 @@ def test_arguments(strategy: type, arguments: dict[str, Any], parts: list[str]) 
         ({"batch_size_fn": 3}, ["batch_size_fn=3", "function"]),
         ({"memory_limit_gb": "x"}, ["memory_limit_gb='x'", "positive"]),
         ({"timeout": "x"}, ["timeout='x'", "timedelta"]),
-        ({"tuning_cache": 3}, ["tuning_cache=3", "path"]),
     ],
     ids=str,
 )
@@ -283,8 +281,8 @@ def test_the_strategys_own_check_of_devices(monkeypatch: pytest.MonkeyPatch) -> 
             "has no argument 'resume'. Valid: .*reliability",
         ),
         (
-            lambda: SMDDPStrategy(tunning_cache=False),
-            r"Did you mean communication=CommunicationOptions\(tuning_cache=...\)\?",
+            lambda: SMDDPStrategy(colective_timeout=9),
+            r"Did you mean communication=CommunicationOptions\(collective_timeout=...\)\?",
         ),
     ],
 )

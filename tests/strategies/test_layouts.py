@@ -144,7 +144,7 @@ def test_every_layout(kind: str, sharded: bool, tmp_path: Path) -> None:
 
 def strategy_of(kind: str) -> Any:
     strategies: dict[str, Any] = {"pipeline": PipelineStrategy, "smddp": SMDDPStrategy}
-    return strategies[kind](**grouped(verbose=False, tuning_cache=False, sharded=True))
+    return strategies[kind](**grouped(verbose=False, sharded=True))
 
 
 def callbacks_case(kind: str, directory: str) -> Any:
@@ -224,9 +224,7 @@ def of_the_users_own(directory: str) -> list[int]:
     """Steps at the end of runs that go on from a directory of theirs, and from one of ours."""
 
     def fit(steps: int, path: str | None = None) -> Any:
-        strategy = SMDDPStrategy(
-            **grouped(verbose=False, tuning_cache=False, algorithm="native", checkpoint_io=Directories())
-        )
+        strategy = SMDDPStrategy(**grouped(verbose=False, algorithm="native", checkpoint_io=Directories()))
         trainer = make_trainer(strategy, max_steps=steps)
         trainer.fit(Model("net"), ckpt_path=path)
         return trainer

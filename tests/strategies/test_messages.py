@@ -48,7 +48,7 @@ ROWS = [
     "accumulation 3",
     "global batch 24 for each optimizer step",
     "backend gloo",
-    "algorithm hierarchical (all sizes); given",
+    "algorithm hierarchical",
     "bucket size 2 MiB",
     "wire dtype bf16 between nodes, with error feedback",
 ]
@@ -74,12 +74,13 @@ def test_table_and_report(rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(report).splitlines()[0] == "gradient communication over 4 steps"
 
 
-def test_auto_names_an_algorithm_for_each_bucket_size_and_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_says_what_it_measured_and_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     (lines, _), _ = run_trainer_ranks(fit_and_read, 2, {"verbose": True, "compression": "int8"}, False)
     (algorithm,) = [line for line in lines if line.startswith("algorithm ")]
-    assert "(all sizes)" in algorithm or "up to" in algorithm
-    assert algorithm.endswith(("measured", "cached"))
+    assert "(measured at " in algorithm
+    assert "native " in algorithm
+    assert "shared_memory " in algorithm
     (wire,) = [line for line in lines if line.startswith("wire dtype")]
     assert "int8 applies between nodes, and there is one node" in wire
 

@@ -24,7 +24,7 @@ from tests.strategies.pipeline_learners import Cases, run_each
 
 BAD_STEP = 2
 EPOCH = {"max_epochs": 1}
-COMMON = {"verbose": False, "tuning_cache": False, "algorithm": "native"}
+COMMON = {"verbose": False, "algorithm": "native"}
 
 
 class Spoiler(Learner):

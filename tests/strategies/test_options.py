@@ -52,7 +52,6 @@ def rows_of(batch: Any) -> int:
     ("make", "text"),
     [
         (lambda: CommunicationOptions(collective_timeout=-1), "collective_timeout=-1 has to be positive"),
-        (lambda: CommunicationOptions(tuning_cache=3), "tuning_cache=3 has to be the path of a file"),  # type: ignore[arg-type]
         (lambda: CommunicationOptions(verbose="no"), "verbose='no' has to be True or False"),  # type: ignore[arg-type]
         (lambda: ReliabilityOptions(init_timeout=0), "init_timeout=0 has to be positive"),
         (lambda: ReliabilityOptions(stop_grace=timedelta(0)), "stop_grace=datetime.timedelta"),
@@ -187,7 +186,7 @@ def test_cli_shows_groups_and_arguments_of_ddp(package: str, capsys: pytest.Capt
             assert f"--trainer.strategy.{name} " in text
         assert ("--trainer.strategy.find_unused_parameters " in text) == (strategy == "SMDDPStrategy")
         assert absent not in text
-        assert "file for what" in text  # the docstring of a group
+        assert "print a table at the" in text  # the docstring of a group
 
 
 CONFIG = """
@@ -202,7 +201,7 @@ trainer:
       timeout: 0:10:00
       communication:
         collective_timeout: 45.5
-        tuning_cache: plans.json
+        verbose: false
       reliability: {{on_nonfinite: skip, stop_grace: 20}}
       {more}
 """
@@ -221,7 +220,7 @@ def test_cli_reads_groups_and_a_saved_configuration(
     for path in (given, saved):
         made = parse("--config", str(path))
         assert made._session.options.bucket_cap_mb == 3
-        assert made._session.options.communication == CommunicationOptions(45.5, "plans.json")
+        assert made._session.options.communication == CommunicationOptions(45.5, verbose=False)
         assert made._reliability == ReliabilityOptions(on_nonfinite="skip", stop_grace=20)
         assert made._timeout == timedelta(minutes=10)
         if strategy == "SMDDPStrategy":

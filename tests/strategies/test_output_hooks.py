@@ -69,7 +69,7 @@ def fit(kind: str, strategy: Any) -> Any:
 
 
 def pipelined() -> list[Any]:
-    options = grouped(num_microbatches=2, loss_weight="rows", verbose=False, tuning_cache=False)
+    options = grouped(num_microbatches=2, loss_weight="rows", verbose=False)
     return [fit(kind, PipelineStrategy(**options)) for kind in ("llama", "mixtral")]
 
 

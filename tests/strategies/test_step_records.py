@@ -176,7 +176,7 @@ def fit(model: Net, strategy: Any) -> Any:
 
 def pipelined() -> list[Any]:
     options = {"num_microbatches": 4, "loss_weight": "rows", "schedule": "interleaved_1f1b"}
-    return [fit(model(), PipelineStrategy(**grouped(**options, verbose=False, tuning_cache=False))) for model in MODELS]
+    return [fit(model(), PipelineStrategy(**grouped(**options, verbose=False))) for model in MODELS]
 
 
 @pytest.mark.timeout(300)

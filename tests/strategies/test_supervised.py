@@ -32,7 +32,7 @@ TIMEOUT_S = 25.0
 
 
 def strategy(**options: Any) -> SMDDPStrategy:
-    return SMDDPStrategy(**grouped(verbose=False, tuning_cache=False, algorithm="native", **options))
+    return SMDDPStrategy(**grouped(verbose=False, algorithm="native", **options))
 
 
 # ---- at the end ----

@@ -119,7 +119,7 @@ def count_data_parallel() -> list[Any]:
 
 
 def count_pipeline(module: type[Net], layout: dict[str, Any], options: dict[str, Any], microbatches: int) -> Any:
-    quiet = {"verbose": False, "tuning_cache": False, "num_microbatches": microbatches}
+    quiet = {"verbose": False, "num_microbatches": microbatches}
     return count_steps(PipelineStrategy(**grouped(**quiet, **layout)), module(), **options)
 
 

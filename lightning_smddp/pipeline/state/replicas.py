@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Set
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.utils.hooks import RemovableHandle
 
-from lightning_smddp.communication.autotune import DEFAULT_BUCKET_MB, Plan, choose_plan, given_plan
+from lightning_smddp.communication.choose import DEFAULT_BUCKET_MB, Choice, choose
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import Compression, check_compressible
 from lightning_smddp.communication.consistency import check_same_model
@@ -139,7 +138,6 @@ class ReplicaGradients:
         algorithm: as of ``SMDDPStrategy``.
         compression: as of ``SMDDPStrategy``, parsed.
         bucket_cap_mb: as of ``SMDDPStrategy``.
-        cache: file of earlier plans, or None.
 
     Raises:
         ValueError: on every rank, if the replicas' parameters differ or an option does not fit.
@@ -154,7 +152,6 @@ class ReplicaGradients:
         algorithm: str = "auto",
         compression: Compression | None = None,
         bucket_cap_mb: float | None = None,
-        cache: Path | None = None,
     ) -> None:
         self._parameters = dict(parameters)
         self._compression = compression
@@ -166,7 +163,10 @@ class ReplicaGradients:
         if compression is not None:
             for name, parameter in self._trained().items():
                 check_compressible(parameter.dtype, f"The gradient of {name!r}")
-        self.plan = self._choose_plan(algorithm, bucket_cap_mb, cache)
+        self.choice = Choice(algorithm)
+        if algorithm == "auto":
+            self.choice = choose(self.communicator, _Held(self._parameters), compression, bucket_cap_mb)
+        self._bucket_bytes = int((bucket_cap_mb or DEFAULT_BUCKET_MB) * 2**20)
         self.buckets: list[GradientBucket] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_smddp_replicas")
         self._hooks: list[RemovableHandle] = []
@@ -269,22 +269,14 @@ class ReplicaGradients:
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
 
-    def _choose_plan(self, algorithm: str, bucket_cap_mb: float | None, cache: Path | None) -> Plan:
-        if algorithm == "auto" and not self._trained():
-            algorithm = "native"
-        if algorithm != "auto":
-            return given_plan(algorithm, bucket_cap_mb)
-        return choose_plan(self.communicator, _Held(self._parameters), self._compression, bucket_cap_mb, cache)
-
     def _build(self) -> None:
         trained = self._trained()
         self._built_for = list(trained)
         # Its algorithms make groups here, where all ranks come: within a step they do not wait for each other.
         self._synchronizer = GradientSynchronizer(
-            self.communicator, _Held(trained), self.plan.table, self._compression, self.recorder
+            self.communicator, _Held(trained), self.choice.algorithm, self._compression, self.recorder
         )
-        cap_mb = self.plan.bucket_cap_mb or DEFAULT_BUCKET_MB
-        self.buckets = assign_buckets(list(trained.values()), int(cap_mb * 2**20))
+        self.buckets = assign_buckets(list(trained.values()), self._bucket_bytes)
         for parameter in trained.values():
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
 
