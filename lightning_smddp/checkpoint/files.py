@@ -10,10 +10,8 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-import posixpath
 import re
 import shutil
-import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
@@ -32,15 +30,12 @@ AnyPath = str | os.PathLike[str]
 """A local path, or a URL that fsspec knows (``s3://bucket/run/last.ckpt``)."""
 
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci"}
-_CALLS_CODE = {"builtins", "code", "ctypes", "importlib", "multiprocessing", "nt", "os", "pickle", "posix", "pty"} | {
-    "runpy", "shutil", "socket", "subprocess", "sys", "webbrowser",
-}  # fmt: skip
 
 
 def locate(path: AnyPath) -> tuple[Any, str]:
     """The fsspec file system of ``path`` and its name there; None and a path for local files."""
     if isinstance(path, Path):
-        return None, str(path)
+        return None, os.path.abspath(path)
     fs, name = url_to_fs(os.fspath(path))
     return (None if isinstance(fs, LocalFileSystem) else fs), name
 
@@ -64,72 +59,38 @@ def write(dump: Callable[[Any], object], path: AnyPath) -> None:
         OSError: of the kind that the system reported (no space, read-only ...), with ``path`` as its ``filename``.
     """
     fs, name = locate(path)
+    new = temporary_of(name)
+    write_new = _write_local if fs is None else partial(_write_remote, fs)
     try:
-        if fs is None:
-            _write_local(dump, name)
-        else:
-            _write_remote(dump, fs, name)
-    except OSError as error:
-        raise not_saved(error, path) from error
+        write_new(dump, new, name)
+    except BaseException as error:
+        with suppress(OSError):  # what went wrong first is what matters
+            remove(new) if fs is None else fs.rm_file(new)
+        # torch replaces an error of the file by a RuntimeError, that does not say what it was.
+        cause = error.__context__ if type(error) is RuntimeError else error
+        if isinstance(cause, OSError):
+            raise not_saved(cause, path) from cause
+        raise
 
 
-def _write_local(dump: Callable[[Any], object], path: str) -> None:
-    new = temporary_of(path)
+def _write_local(dump: Callable[[Any], object], new: str, path: str) -> None:
     os.makedirs(os.path.dirname(new), exist_ok=True)
     remove(new)
-    try:
-        with open(new, "wb") as file:
-            _Writer(file).take(dump)
-            # First the contents, then the name: a rename that reaches the disk before the data would name a file of
-            # zeros after a power failure.
-            file.flush()
-            os.fsync(file.fileno())
-        put_in_place(new, path)
-    except BaseException:
-        with suppress(OSError):  # what went wrong first is what matters
-            os.unlink(new)
-        raise
+    with open(new, "wb") as file:
+        dump(file)
+        # First the contents, then the name: a rename that reaches the disk before the data would name a file of
+        # zeros after a power failure.
+        file.flush()
+        os.fsync(file.fileno())
+    put_in_place(new, path)
 
 
-def _write_remote(dump: Callable[[Any], object], fs: Any, path: str) -> None:
-    directory, name = posixpath.split(path)
+def _write_remote(fs: Any, dump: Callable[[Any], object], new: str, path: str) -> None:
     if not _OBJECT_STORES & {fs.protocol, *fs.protocol}:  # where this would make a bucket of a wrong name
-        fs.makedirs(directory, exist_ok=True)
-    new = posixpath.join(directory, f".tmp-{name}")
-    try:
-        with fs.open(new, "wb") as file:
-            _Writer(file).take(dump)
-        fs.mv(new, path)  # in object stores a copy, made by the store, which appears when it is complete
-    except BaseException:
-        with suppress(OSError):
-            fs.rm_file(new)
-        raise
-
-
-class _Writer:
-    """What ``torch.save`` writes to, which would replace an error of the file by one that does not say what it was."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._error: Exception | None = None
-
-    def take(self, dump: Callable[[Any], object]) -> None:
-        try:
-            dump(self)
-        except Exception:
-            if self._error is not None:
-                raise self._error from None
-            raise
-
-    def write(self, data: Any) -> int:
-        try:
-            return self._file.write(data)
-        except Exception as error:
-            self._error = error
-            raise
-
-    def flush(self) -> None:
-        """The file is flushed once, when it is complete."""
+        fs.makedirs(os.path.dirname(path), exist_ok=True)
+    with fs.open(new, "wb") as file:
+        dump(file)
+    fs.mv(new, path)  # in object stores a copy, made by the store, which appears when it is complete
 
 
 def not_saved(error: OSError, path: AnyPath) -> OSError:
@@ -142,7 +103,7 @@ def not_saved(error: OSError, path: AnyPath) -> OSError:
 
 def temporary_of(path: str) -> str:
     """Where what will be renamed to ``path`` is written."""
-    parent, name = os.path.split(os.path.abspath(path))
+    parent, name = os.path.split(path)
     return os.path.join(parent, f".tmp-{name}")
 
 
@@ -216,16 +177,10 @@ def _refusal(message: str) -> tuple[str, str]:
     found = re.search(r"GLOBAL (\S+)", message)
     if found is None:
         return "contains something else than tensors and plain data", ANOTHER
-    name = found[1].rstrip(".,")
-    module, _, attribute = name.rpartition(".")
-    reason = f"contains `{name}`, which is not plain data; nothing of it was run"
-    # Only a class that is imported already is advised to be allowed, and none of a module that runs code or commands.
-    known = getattr(sys.modules.get(module), attribute, None)
-    if not isinstance(known, type) or module.partition(".")[0] in _CALLS_CODE:
-        return reason, "Use a checkpoint from a source that you trust."
+    reason = f"contains `{found[1].rstrip('.,')}`, which is not plain data; nothing of it was run"
     return reason, (
-        f"If the file is your own, call `torch.serialization.add_safe_globals([{name}])` before, or save without it, "
-        "as by `save_hyperparameters(ignore=[...])`."
+        "Use a checkpoint from a source that you trust. A class of your own is allowed by "
+        "`torch.serialization.add_safe_globals`, or left out as by `save_hyperparameters(ignore=[...])`."
     )
 
 

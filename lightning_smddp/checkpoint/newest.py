@@ -6,9 +6,9 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch.distributed as dist
+from fsspec.implementations.local import LocalFileSystem
 
 from lightning_smddp.checkpoint import files, sharded
 from lightning_smddp.checkpoint.errors import CheckpointError
@@ -69,38 +69,22 @@ def _damage(path: str, is_first: bool) -> str | None:
 
 
 def _newest_first(locations: Iterable[AnyPath]) -> list[str]:
-    candidates: set[tuple[float, str]] = set()
-    for location in locations:
-        fs, name = files.locate(location)
-        if fs is None:
-            candidates.update(_local(name))
-        else:
-            candidates.update(_remote(fs, name))
+    candidates = {candidate for location in locations for candidate in _found(location)}
     return [path for _, path in sorted(candidates, reverse=True)]
 
 
-def _local(location: str) -> Iterator[tuple[float, str]]:
-    """Time of the last change, in seconds since 1970, and path of each checkpoint."""
-    paths = [location]
-    if os.path.isdir(location) and not location.endswith(_SUFFIXES):
-        paths = [os.path.join(location, name) for name in os.listdir(location)]
-    for path in paths:
-        is_file = not os.path.isdir(path)
-        if _is_name(path) and os.path.exists(path) and (is_file or sharded.is_ours(path)):
-            yield os.path.getmtime(path), path
-
-
-def _remote(fs: Any, location: str) -> Iterator[tuple[float, str]]:
+def _found(location: AnyPath) -> Iterator[tuple[float, str]]:
+    """Time of the last change, in seconds since 1970, and path of each checkpoint at a location."""
+    remote, name = files.locate(location)
+    fs = remote or LocalFileSystem()
     fs.invalidate_cache()
     try:
-        names = [location] if location.endswith(_SUFFIXES) else fs.ls(location, detail=False)
+        paths = [name] if name.endswith(_SUFFIXES) else fs.ls(name, detail=False)
     except FileNotFoundError:
         return
-    for name in names:
-        if _is_name(name) and fs.isfile(name):
-            yield fs.modified(name).timestamp(), fs.unstrip_protocol(name)
-
-
-def _is_name(path: str) -> bool:
-    """Whether it is a checkpoint's, and not of one that a killed run has left half written."""
-    return path.endswith(_SUFFIXES) and not os.path.basename(path).startswith(".tmp-")
+    for path in paths:
+        # Not what a killed run has left half written.
+        if not path.endswith(_SUFFIXES) or os.path.basename(path).startswith(".tmp-"):
+            continue
+        if fs.isfile(path) or (remote is None and sharded.is_ours(path)):
+            yield fs.modified(path).timestamp(), path if remote is None else fs.unstrip_protocol(path)

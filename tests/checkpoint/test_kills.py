@@ -52,10 +52,3 @@ def test_before_and_after_every_call(kind: str, every: int, memory_directory: Pa
     assert found["kills"] > 20
     assert found["old"] > 5
     assert found["new"] > 1  # one of them is the save that nobody killed
-
-
-@pytest.mark.slow
-def test_writing_in_place_loses_checkpoints(memory_directory: Path, tmp_path: Path) -> None:
-    """Else the tests above could not fail."""
-    found = run("in place", 1, memory_directory, tmp_path)
-    assert found["lost"] > found["kills"] / 2

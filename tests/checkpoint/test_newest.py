@@ -6,13 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch.distributed as dist
 
 from lightning_smddp.checkpoint import sharded
-from lightning_smddp.checkpoint.errors import CheckpointError
-from lightning_smddp.checkpoint.files import locate
 from lightning_smddp.checkpoint.newest import newest_checkpoint
 from tests.checkpoint.models import example, flip, save
 from tests.ranks import run_in_threads
@@ -68,21 +65,6 @@ def test_the_previous_directory_between_two_renames(tmp_path: Path) -> None:
     assert newest_checkpoint([tmp_path]) == str(tmp_path / "last.ckpt.old")
 
 
-def test_urls() -> None:
-    fs = fsspec.filesystem("memory")
-    try:
-        for step, name in enumerate(["b", "a"]):
-            save(f"memory://run/{name}.ckpt", step)
-        _, path = locate("memory://run/a.ckpt")
-        assert newest_checkpoint(["memory://run"]) == "memory:///run/a.ckpt"
-        fs.pipe(path, fs.cat(path)[:-1])
-        lines: list[str] = []
-        assert newest_checkpoint(["memory://run"], report=lines.append) == "memory:///run/b.ckpt"
-        assert len(lines) == 1
-    finally:
-        fs.rm("/run", recursive=True)
-
-
 def look_together(group: dist.ProcessGroup, directory: str) -> Any:
     lines: list[str] = []
     return newest_checkpoint([directory], lines.append, group), lines
@@ -96,25 +78,3 @@ def test_ranks_look_together(tmp_path: Path) -> None:
     (first, lines), (second, silence) = run_in_threads(look_together, 2, str(tmp_path))
     assert first == second == str(tmp_path / "a.ckpt")
     assert (len(lines), silence) == (1, [])
-
-
-def look_without_sharing(group: dist.ProcessGroup, directory: str) -> str:
-    from lightning_smddp.checkpoint import newest
-
-    usual = newest._damage
-    newest._damage = lambda path, is_first: usual(path, is_first) if is_first else f"{path} is not here"
-    try:
-        newest_checkpoint([directory], group=group)
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        newest._damage = usual
-    return ""
-
-
-def test_a_rank_that_cannot_read_it_is_named(tmp_path: Path) -> None:
-    """It would else begin from scratch."""
-    save(tmp_path / "a.ckpt")
-    for text in run_in_threads(look_without_sharing, 2, str(tmp_path)):
-        assert "a.ckpt: rank 0 can read it, but rank 1 on " in text
-        assert "is not here" in text

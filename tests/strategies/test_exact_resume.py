@@ -132,19 +132,6 @@ def test_fsdp(tmp_path: Path) -> None:
     assert run_trainer_ranks(of_fsdp, 2, str(tmp_path)) == [[], []]
 
 
-@pytest.mark.exhaustive
-def test_stock_ddp_differs(tmp_path: Path) -> None:
-    """So these tests see something."""
-    for found in run_trainer_ranks(differing, 2, "ddp", str(tmp_path)):
-        assert "samples differ 0 batches after the start" in found[0]
-
-
-def differing(kind: Any, directory: str) -> list[str]:
-    warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
-    unbroken = run(kind, Scenario(), directory)
-    return differences(run(kind, Scenario(), ckpt_path=f"{directory}/step6.ckpt"), unbroken)
-
-
 def of_twin(directory: str) -> list[str]:
     import pytorch_lightning as pl
 
