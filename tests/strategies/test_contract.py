@@ -6,9 +6,11 @@ A test for each rule, in the order of ``docs/pipeline.md``: what is logged, kept
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import random
+import re
 import warnings
 from contextlib import contextmanager
 from typing import Any
@@ -20,13 +22,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import CatMetric, MeanMetric, MeanSquaredError, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score, MulticlassPrecision, MulticlassRecall
 
 from lightning_smddp import PipelineStrategy
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import CLASSES, INPUTS, make_trainer
-from tests.strategies.pipeline_learners import Bench, Cases, Evaluated, Matrix, Net, assert_same, outcome
+from tests.strategies.pipeline_learners import Bench, Cases, Evaluated, Matrix, Net, assert_same, name_of, outcome
 
 THREE = {"num_microbatches": 3}  # batches of 8 rows are parts of 3, 3 and 2
 SHORT: dict[str, Any] = {"max_epochs": 2}
@@ -41,11 +43,11 @@ class Watch(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         kept = getattr(module, "shown", ())
-        self.seen.append((dict(outputs or {}), metrics, {name: getattr(module, name) for name in kept}))
+        self.seen.append((dict(outputs or {}), metrics, {name: copy.deepcopy(getattr(module, name)) for name in kept}))
 
     def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
         kept = getattr(module, "shown", ())
-        self.seen += [outputs, *(getattr(module, name) for name in kept)]
+        self.seen += [outputs, *(copy.deepcopy(getattr(module, name)) for name in kept)]
 
 
 def watched(bench: Bench, model: LightningModule, *args: Any, **options: Any) -> dict[str, Any]:
@@ -125,14 +127,20 @@ def weighted_by_function(bench: Bench) -> Any:
 
 
 class Skipping(Net):
-    """Skips the rows of one micro-batch, and later all rows of a batch."""
+    """Skips the rows of one micro-batch, and all rows of two others: behind its modules, and before them."""
 
     skipped = 0
 
+    def __init__(self, whole: int) -> None:
+        super().__init__()
+        self.whole = whole
+
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        if batch_idx == 3:
+            return None
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss, on_step=True, on_epoch=False)
-        if batch_idx == 2 or (batch_idx == 1 and len(batch[0]) == 2):
+        if batch_idx == self.whole or (batch_idx == 1 and len(batch[0]) == 2):
             self.skipped += 1
             return None
         return loss
@@ -142,8 +150,8 @@ class Skipping(Net):
             super().on_train_batch_end(outputs, batch, batch_idx)
 
 
-def skipping(bench: Bench) -> Any:
-    model = Skipping()
+def skipping(bench: Bench, whole: int) -> Any:
+    model = Skipping(whole)
     with caught():  # Lightning's own, of a batch that is skipped
         result = watched(bench, model, THREE, max_epochs=1)
     return {**result, "skipped": model.skipped}
@@ -172,14 +180,16 @@ def left_to_chance(bench: Bench) -> Any:
 
 
 class Telling(nn.Linear):
-    """Logs where it is called, inside of the model."""
+    """Logs and calls a metric where it is called, inside of the model."""
 
     log: Any = None
+    total: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.log is not None:
             self.log("inside", 1.5)
             self.log("size", float(len(x)), reduce_fx="max")
+            self.total(x.sum())
         return super().forward(x)
 
 
@@ -190,9 +200,11 @@ class Logging(Evaluated):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(2)
             self.net[0].reset_parameters()
+        self.total = SumMetric()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         object.__setattr__(self.net[0], "log", self.log)
+        object.__setattr__(self.net[0], "total", self.total)
         loss = super().training_step(batch, batch_idx)
         self.log_all(loss, batch)
         return loss
@@ -213,6 +225,9 @@ class Logging(Evaluated):
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.log("test_loss", self.loss(batch))
 
+    def on_train_epoch_end(self) -> None:
+        self.log("total", self.total.compute())
+
 
 def logging(bench: Bench) -> Any:
     return watched(bench, Logging(), THREE)
@@ -227,10 +242,14 @@ class Measured(Evaluated):
         self.f1 = MulticlassF1Score(CLASSES, average="macro")
         self.both = MetricCollection([MulticlassPrecision(CLASSES), MulticlassRecall(CLASSES)], prefix="both/")
         self.mean, self.auroc = MeanMetric(), MulticlassAUROC(CLASSES)
+        self.early, self.square = CatMetric(), MeanSquaredError()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        logits = self.net(batch[0])
-        loss = F.cross_entropy(logits, batch[1])
+        early = self.net[:2](batch[0])
+        self.early.update(early[:, 0])
+        logits = self.net[2:](early)
+        loss = F.cross_entropy(logits, batch[1]) + 0.1 * self.square(logits[:, 0], batch[1].float())
+        self.log("half", 0.5 * self.square(early[:, 0].detach(), batch[1].float()))
         self.log("value", self.f1(logits, batch[1]))
         self.log("f1", self.f1, on_step=True, on_epoch=True)
         self.both.update(logits, batch[1])
@@ -244,7 +263,9 @@ class Measured(Evaluated):
 
     def on_train_epoch_end(self) -> None:
         self.log("mean", self.mean.compute())
+        self.log("early", self.early.compute().norm())
         self.mean.reset()
+        self.early.reset()
 
 
 def measured(bench: Bench) -> Any:
@@ -289,12 +310,6 @@ class Ragged(Evaluated):
         return logits @ logits.T
 
 
-class RaggedInTraining(Net):
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
-        logits = self.net(batch[0])
-        return {"loss": F.cross_entropy(logits, batch[1]), "gram": (logits @ logits.T).detach()}
-
-
 def ragged(bench: Bench) -> Any:
     """Whole batches from there on, said once: so compared with whole batches."""
     with caught() as said:
@@ -319,27 +334,34 @@ class Meter:
 
 
 class Counting(Evaluated):
-    shown = ("correct", "rows", "calls", "last")
+    shown = ("correct", "rows", "calls", "last", "total", "report")
 
     def __init__(self) -> None:
         super().__init__()
         self.meter, self.history = Meter(), []
         self.correct, self.rows, self.calls, self.last = torch.tensor(0), 0, 0, torch.zeros(())
+        self.total, self.trained = torch.zeros(()), torch.zeros(())
+        self.report = {"trained": self.trained}  # the same tensor
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.calls += 1
-        logits = self.net(batch[0])
+        early = self.net[:2](batch[0])
+        self.total.mul_(0.9).add_(early.detach().mean())
+        self.trained.add_(len(early))
+        logits = self.net[2:](early)
         loss = F.cross_entropy(logits, batch[1])
         self.correct = self.correct + (logits.argmax(1) == batch[1]).sum()
         self.rows += len(batch[0])
         self.last = logits.detach()
         self.meter.update(loss.item(), len(batch[0]))
         self.history.append(loss.item())
+        self.log("running", self.correct / self.rows)
         return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         x = self.net[0](batch[0])
         self.last = x.detach()
+        self.rows += len(x)
         self.log("val_loss", F.cross_entropy(self.net[1:](x), batch[1]))
 
 
@@ -690,9 +712,11 @@ CASES = [
     weighted_by_function,
     *(partial(found, kind=kind) for kind in WEIGHTS[:3]),
     left_to_chance, logging, measured, returning, ragged, counting, stopping, mended, normalised,
-    drawing, cut_by_hand, not_cut, branching, generating, evaluated, hooked, skipping,
+    drawing, cut_by_hand, not_cut, branching, generating, evaluated, hooked,
+    *(partial(skipping, whole=whole) for whole in (0, 2)),
 ]  # fmt: skip
 TWO = Matrix(CASES, timeout=300.0)
+SEVERAL_STAGES = Matrix([logging, measured, counting], pipeline={"schedule": "interleaved_1f1b"})
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
@@ -704,8 +728,9 @@ def test_1_the_weight_may_be_a_function() -> None:
     TWO.compare(weighted_by_function)
 
 
-def test_1b_a_micro_batch_without_a_loss_does_not_count_and_a_batch_without_one_is_skipped() -> None:
-    TWO.compare(skipping)
+@pytest.mark.parametrize("case", CASES[-2:], ids=["first batch", "third batch"])
+def test_1b_a_micro_batch_without_a_loss_does_not_count_and_a_batch_without_one_is_skipped(case: Any) -> None:
+    TWO.compare(case)
 
 
 @pytest.mark.parametrize("kind", WEIGHTS[:3])
@@ -723,6 +748,11 @@ def test_3_logs_are_reduced_over_micro_batches_also_those_of_inner_modules() -> 
 
 def test_4_metrics_are_called_for_each_micro_batch() -> None:
     TWO.compare(measured)
+
+
+@pytest.mark.parametrize("case", SEVERAL_STAGES.cases, ids=name_of)
+def test_3_4_6_also_where_a_rank_has_several_stages(case: Any) -> None:
+    SEVERAL_STAGES.compare(case)
 
 
 def test_5_outputs_are_put_together() -> None:
@@ -815,6 +845,7 @@ def test_14_what_cannot_be_cut_is_evaluated_in_lockstep() -> None:
 def test_15_the_check_at_the_start_sees_what_nothing_else_sees() -> None:
     for text in REFUSED.results(("refused", "Escaping")):
         assert "does not compute what the step computes" in text
+        assert re.search(r"the gradient of 'net\.\d' \(stage 1\) has norm", text)
 
 
 def test_16_hooks_see_the_whole_module() -> None:

@@ -1,37 +1,23 @@
-"""Steps that change their path: with the epoch, the step's number, or from micro-batch to micro-batch."""
+"""Steps that change their path, read values between modules, or have modules whose sizes depend on values."""
 
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from tests.strategies.learners import CLASSES, samples
 from tests.strategies.pipeline_learners import Bench, Case, Matrix, Net, name_of
 
-
-class Mixed(Net):
-    """Its path depends on the values of each micro-batch's first row, and on the epoch."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        x = self.net[:4](batch[0])
-        if self.current_epoch == 1:
-            x = x + 1
-        if len(batch[0]) == 1:  # a micro-batch: one process does what follows row by row
-            if batch[0].sum() > 0:
-                x = x * 2
-        else:
-            x = x * (1 + (batch[0].sum(1, keepdim=True) > 0).float())
-        return F.cross_entropy(self.net[4:](x), batch[1])
-
-
-def mixed(bench: Bench) -> Any:
-    return bench.fit(Mixed(layers=5, batch_size=4, count=16), max_epochs=2)
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+ONE = {"num_microbatches": 1, "schedule": "gpipe"}
 
 
 class Selected(Net):
@@ -114,7 +100,7 @@ class Tasks(Net):
 
 def tasks(bench: Bench) -> Any:
     """Where a path cannot be left, as gradients are accumulated."""
-    return bench.fit(Tasks(), {}, accumulate_grad_batches=2)
+    return bench.fit(Tasks(), accumulate_grad_batches=2)
 
 
 class Endless(Net):
@@ -147,48 +133,179 @@ def plain(bench: Bench) -> Any:
     return model.reads
 
 
-class Thawed(Net):
-    """A BatchNorm without parameters that trains from the second epoch on; where it is is known from the first."""
+class Encoder(nn.Module):
+    """Returns a distribution, which validates its arguments."""
 
     def __init__(self) -> None:
-        super().__init__(count=16)
-        self.net.insert(2, nn.BatchNorm1d(16, affine=False))
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.mean, self.spread = nn.Linear(16, 16), nn.Linear(16, 16)
 
-    def on_train_epoch_start(self) -> None:
-        self.net[2].train(self.current_epoch > 0)
-
-
-def thawed(bench: Bench) -> Any:
-    return bench.fit(Thawed(), {"split": ["net.2"], "num_microbatches": 1}, max_epochs=2)
+    def forward(self, x: Tensor) -> Normal:
+        return Normal(self.mean(x), self.spread(x).exp())
 
 
-CASES = [mixed, selected, rehearsed, tasks, thawed]
-TWO = Matrix([*CASES, plain], pipeline={"num_microbatches": 4})
+class Variational(Net):
+    """A distribution between encoder and decoder."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=5)
+        self.encoder = Encoder()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        q = self.encoder(self.net[:3](batch[0]))
+        divergence = kl_divergence(q, Normal(torch.zeros(16), torch.ones(16))).mean()
+        out = self.net[3:](q.mean + 0 * q.rsample())
+        return F.cross_entropy(out, batch[1]) + 0.1 * divergence - 0.01 * q.log_prob(q.mean.detach()).mean()
 
 
-@pytest.mark.slow
+def variational(bench: Bench) -> Any:
+    return bench.fit(Variational(), {"num_microbatches": "auto"})
+
+
+class Numbers(Net):
+    """Checks an activation, logs a number of it, and computes with others, before more modules."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.net[:4](batch[0])
+        if torch.isnan(x).any():
+            raise ValueError("not a number")
+        assert x.isfinite().all()
+        self.log("mean", x.mean().item())
+        best = x.argmax(1).tolist()
+        x = x * (1 + max(best) / 100 + x.detach().std(1).mean().item())
+        return F.cross_entropy(self.net[4:](x), batch[1])
+
+
+def numbers(bench: Bench) -> Any:
+    return bench.fit(Numbers(layers=6), ONE)
+
+
+class Decides(nn.Module):
+    """Decides by an activation, behind its own modules but before others of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(torch.tanh(self.first(x)))
+        if x.max() > 0.5:
+            x = x * 2
+        return x
+
+
+class Inside(Net):
+    def __init__(self) -> None:
+        super().__init__(layers=5)
+        self.net.insert(4, Decides())
+
+
+def inside_a_module(bench: Bench) -> Any:
+    return bench.fit(Inside(), ONE)
+
+
+class Expert(nn.Module):
+    """Rows go where a gate sends them: the sizes inside of this module depend on values."""
+
+    def __init__(self, width: int = 16, experts: int = 3) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, experts)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(1)
+        chosen = weights.argmax(1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = (chosen == index).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]) * weights[rows, index, None])
+        return x + out
+
+
+class Mixture(Net):
+    def __init__(self) -> None:
+        super().__init__(layers=5)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            self.net[3], self.net[5] = Expert(), Expert()
+
+
+def experts(bench: Bench) -> Any:
+    return bench.fit(Mixture())
+
+
+class Chosen(Net):
+    """Between modules it goes on with the rows that a module's values choose."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.net[:4](batch[0])
+        x = x[x.sum(1) > 0]
+        return self.net[4:](x).pow(2).sum() / len(batch[0])
+
+
+def chosen(bench: Bench) -> Any:
+    return bench.fit(Chosen())
+
+
+def _smooth(x: Tensor, slope: float) -> Tensor:
+    return torch.where(x > 0, x, slope * x)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch says that it is deprecated
+    smooth: Any = torch.jit.script(_smooth)
+
+
+class Smooth(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return smooth(x, 0.1)
+
+
+class ScriptedInside(Net):
+    """A function that is scripted, inside a module."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=5)
+        self.net[1] = Smooth()
+
+
+def scripted_inside(bench: Bench) -> Any:
+    return bench.fit(ScriptedInside())
+
+
+CASES = [selected, rehearsed, tasks, variational, inside_a_module, experts, chosen, scripted_inside]
+TWO = Matrix([*CASES, plain, annealed, endless], pipeline={"num_microbatches": 4})
+THREE = Matrix([numbers], 3)
+
+
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_equals_one_process(case: Case) -> None:
     TWO.compare(case)
 
 
-@pytest.mark.slow
+def test_numbers_pass_through_stages() -> None:
+    THREE.compare(numbers)
+
+
 def test_an_activation_that_is_first_used_later_behind_the_last_module_is_an_error_on_all_ranks() -> None:
-    first, second = Matrix([annealed], pipeline={"num_microbatches": 4}).results(annealed)
+    first, second = TWO.results(annealed)
     assert first == second
     assert re.match(r"ReplayError: pow at .*test_control_flow.py:\d+ uses a tensor of another stage", first)
     assert "in every step from the first on" in first
     assert "last checkpoint" in first
 
 
-@pytest.mark.slow
 def test_nothing_is_taken_for_a_read_of_the_batch() -> None:
     """Else each micro-batch would be rehearsed for itself, in each step."""
     assert TWO.results(plain) == [(False, False)] * 2
 
 
-@pytest.mark.slow
 def test_more_paths_than_can_be_traced_are_refused_on_all_ranks() -> None:
-    first, second = Matrix([endless]).results(endless)
+    first, second = TWO.results(endless)
     assert first == second
     assert first.count("test_control_flow.py") == 2, first

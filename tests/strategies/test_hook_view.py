@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.ranks import run_trainer_ranks
-from tests.strategies.learners import CLASSES, INPUTS
+from tests.strategies.learners import INPUTS
 from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Matrix, Net, name_of, outcome
 
 pytestmark = pytest.mark.slow
@@ -39,63 +39,6 @@ class ClipsInHook(Evaluated):
         self.log("total", nn.utils.clip_grad_norm_(self.parameters(), 0.05))
         self.log_dict(grad_norm(self, 2))
         self.log("weights", torch.stack([p.detach().norm() for p in self.parameters()]).norm())
-
-
-class ClipsOfOptimizer(Evaluated):
-    """By the optimizer's groups, in a hook of its own."""
-
-    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.log("total", nn.utils.clip_grad_norm_(parameters, 0.05))
-        self.log("count", float(len(parameters)))
-
-
-class LitEma(nn.Module):
-    """Shadow weights in buffers, as in latent diffusion."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.names = {name: name.replace(".", "") for name, _ in model.named_parameters()}
-        for name, p in model.named_parameters():
-            self.register_buffer(self.names[name], p.clone().detach().data)
-        self.register_buffer("updates", torch.tensor(0, dtype=torch.int))
-        self.backup: list[Tensor] = []
-
-    def forward(self, model: nn.Module) -> None:
-        with torch.no_grad():
-            self.updates += 1
-            shadows = dict(self.named_buffers())
-            for name, p in model.named_parameters():
-                shadow = shadows[self.names[name]]
-                shadow.sub_(0.1 * (shadow - p))
-
-    def copy_to(self, model: nn.Module) -> None:
-        shadows = dict(self.named_buffers())
-        for name, p in model.named_parameters():
-            p.data.copy_(shadows[self.names[name]].data)
-
-    def store(self, model: nn.Module) -> None:
-        self.backup = [p.clone() for p in model.parameters()]
-
-    def restore(self, model: nn.Module) -> None:
-        for kept, p in zip(self.backup, model.parameters(), strict=True):
-            p.data.copy_(kept.data)
-
-
-class Diffusion(Evaluated):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ema = LitEma(self.net)
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.ema(self.net)
-
-    def on_validation_epoch_start(self) -> None:
-        self.ema.store(self.net)
-        self.ema.copy_to(self.net)
-
-    def on_validation_epoch_end(self) -> None:
-        self.ema.restore(self.net)
 
 
 class Shadow(Callback):
@@ -177,40 +120,6 @@ class Noise(Evaluated):
             self.net[2].reset_parameters()
 
 
-class OwnStep(Evaluated):
-    """Warms the learning rate up, and averages after the step, in an `optimizer_step` of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.average = copy.deepcopy(self.net).requires_grad_(False)
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = 0.1 * min(1.0, (self.trainer.global_step + 1) / 5)
-        optimizer.step(closure=closure)
-        for a, p in zip(self.average.parameters(), self.net.parameters(), strict=True):
-            a.data.lerp_(p.data, 0.2)
-
-
-class Backbone(Net):
-    """A frozen backbone with BatchNorm that is trained from the second epoch on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
-            self.backbone = nn.Sequential(
-                nn.Linear(INPUTS, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 12), nn.BatchNorm1d(12)
-            )
-            self.net = nn.Sequential(nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, CLASSES))
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        return F.cross_entropy(self.net(self.backbone(batch[0])), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
-
-
 class Codebook(nn.Module):
     """Buffers that training changes, and no parameters."""
 
@@ -275,13 +184,6 @@ def on_rank_zero(bench: Bench) -> Any:
     return outcome(model, trainer, half=torch.load(Path(bench.directory) / "half.pt"))
 
 
-def finetuning(bench: Bench) -> Any:
-    callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.05, train_bn=False)
-    return bench.fit(
-        Backbone(), pipeline={"num_microbatches": 1, "schedule": "gpipe"}, callbacks=[callback], max_epochs=3
-    )
-
-
 def stochastic_weight_averaging(bench: Bench) -> Any:
     return bench.fit(Evaluated(), callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=1)], max_epochs=3)
 
@@ -298,15 +200,10 @@ CASES: list[Case] = [
     shadow,
     on_rank_zero,
     weight_averaging,
+    stochastic_weight_averaging,
     codebook,
 ]
-MORE_CASES: list[Case] = [
-    *(functools.partial(fit, module=name) for name in ("ClipsOfOptimizer", "Diffusion", "OwnStep")),
-    finetuning,
-    stochastic_weight_averaging,
-]
 TWO = Matrix(CASES)
-MORE = Matrix(MORE_CASES)
 
 
 @pytest.fixture(scope="module")
@@ -322,12 +219,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_as_in_one_process(case: Case, directory: str) -> None:
     TWO.compare(case, directory)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("case", MORE_CASES, ids=name_of)
-def test_more_as_in_one_process(case: Case) -> None:
-    MORE.compare(case)
 
 
 class Counts(Callback):

@@ -76,10 +76,6 @@ class Modules(Net):
         self.net[6] = torch.compile(self.net[6], backend=counting)
 
 
-def modules(bench: Bench) -> Any:
-    return bench.fit(Modules(), max_epochs=1, limit_train_batches=2)
-
-
 def modules_checkpointed(bench: Bench) -> Any:
     """Some on each rank."""
     return bench.fit(
@@ -113,18 +109,13 @@ def something_was_compiled(bench: Bench) -> Any:
     return len(_compilations) > 0
 
 
-TWO, KEPT = Matrix([*CASES, something_was_compiled]), Matrix([modules])
+TWO = Matrix([*CASES, something_was_compiled])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_equals_one_process(case: Case) -> None:
     TWO.compare(case)
-
-
-@pytest.mark.exhaustive
-def test_without_checkpoints() -> None:
-    KEPT.compare(modules)
 
 
 @pytest.mark.slow

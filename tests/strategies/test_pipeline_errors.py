@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder, ModelPruning
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanSquaredError
 
 from lightning_smddp import PipelineStrategy
@@ -31,20 +32,9 @@ def refused(make: Any, options: dict[str, Any], trainer_options: dict[str, Any])
     return "nothing"
 
 
-def together(cases: list[tuple[str, Any, dict[str, Any]]]) -> Cases:
-    """Of (what is said, module, options), on two ranks."""
-    return Cases(refused, [(make, options, {}) for _, make, options in cases])
-
-
 pytestmark = pytest.mark.filterwarnings("ignore:.*dataloader_iter:UserWarning")
 
 # ---- at start ----
-
-
-class Manual(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
 
 class FromIterator(Net):
@@ -52,19 +42,9 @@ class FromIterator(Net):
         return self.loss(next(dataloader_iter)[0])
 
 
-class Huge(Net):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
-
-
 class NoScalar(Net):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         return F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
-
-
-class NoScalarInDict(NoScalar):
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        return {"loss": super().training_step(batch, batch_idx)}
 
 
 class DictWithoutLoss(Net):
@@ -98,17 +78,70 @@ class TwoOptimizers(Net):
         return [torch.optim.SGD(self.net[index].parameters(), lr=0.1) for index in (0, 2)]
 
 
+class SampledByHand(Net):
+    """Takes each rank for a replica, as scripts written for data parallelism do."""
+
+    def train_dataloader(self) -> Any:
+        data = samples(self.count)
+        return DataLoader(data, batch_size=8, sampler=DistributedSampler(data))
+
+
+class HooksInStep(Net):
+    """Registers a hook in its first step: with micro-batches there would be several."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        if self.trainer.global_step == 0:
+            self.net[0].weight.register_hook(lambda g: g.clamp(-0.02, 0.02))
+        return super().training_step(batch, batch_idx)
+
+
+class Sharpness(torch.optim.SGD):
+    """Steps uphill by all gradients' norm, asks for gradients there, and steps downhill from where it was."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = torch.enable_grad()(closure)()
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        moves = [p.grad * (0.05 / norm) for p in parameters]
+        for parameter, move in zip(parameters, moves, strict=True):
+            parameter.add_(move)
+        torch.enable_grad()(closure)()
+        for parameter, move in zip(parameters, moves, strict=True):
+            parameter.sub_(move)
+        super().step()
+        return loss
+
+
+class Sharp(Net):
+    def configure_optimizers(self) -> Any:
+        return Sharpness(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def _smooth(x: Tensor, slope: float) -> Tensor:
+    return torch.where(x > 0, x, slope * x)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch says that it is deprecated
+    smooth: Any = torch.jit.script(_smooth)
+
+
+class Scripted(Net):
+    """A function that is scripted, between modules."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return F.cross_entropy(self.net[4:](smooth(self.net[:4](batch[0]), 0.2)), batch[1])
+
+
 def pruning() -> Any:
     return [ModelPruning("l1_unstructured")]
 
 
 PRUNING = (Net, {}, {"callbacks": pruning})
 MODULES = [
-    ("Manual uses manual optimization (automatic_optimization=False)", Manual, {}),
     ("FromIterator.training_step takes `dataloader_iter`", FromIterator, {}),
-    ("LBFGS needs the gradients of all parameters in one place", Huge, {}),
     ("`training_step` returned float32[8]", NoScalar, {}),  # of micro-batches with one row
-    ("`training_step` returned dict(loss=float32[8])", NoScalarInDict, {}),
     ("`training_step` returned dict(output=float32[], grad)", DictWithoutLoss, {}),
     ("does not depend on any parameter", Detached, {}),
     ("it is of a metric that does not say `is_differentiable = True`", LossOfMetric, {}),
@@ -123,13 +156,32 @@ LAYOUTS = [
     ("memory_limit_gb, ", Net, {"memory_limit_gb": 1e-9}),
     ("SplitError: found no partition into 2 stages", Net, {"memory_limit_gb": 1e-6}),
 ]
-AT_START = together([*MODULES, *LAYOUTS])
+SAMPLER = ["has num_replicas=2, but there are 1 replicas", "**trainer.distributed_sampler_kwargs)"]
+CURED: list[tuple[type[Net], list[str]]] = [
+    (SampledByHand, SAMPLER),
+    (HooksInStep, ["registers a hook on a parameter at", "test_pipeline_errors.py", "`on_fit_start`"]),
+    (Sharp, ["Sharpness needs the gradients of all parameters in one place"]),
+    (Scripted, ["test_pipeline_errors.py:"]),
+]
+AT_START = Cases(
+    refused,
+    [*((make, options, {}) for _, make, options in (*MODULES, *LAYOUTS)), *((make, {}, {}) for make, _ in CURED)],
+)
 
 
 @pytest.mark.parametrize(("expected", "make", "options"), [*MODULES, *LAYOUTS])
 def test_modules_and_layouts(expected: str, make: Any, options: dict[str, Any]) -> None:
     for error in AT_START.results((make, options, {})):
         assert expected in error
+
+
+@pytest.mark.parametrize(("make", "parts"), CURED)
+def test_what_cannot_be_cut_has_its_place_and_what_to_use(make: Any, parts: list[str]) -> None:
+    for error in AT_START.results((make, {}, {})):
+        for part in parts:
+            assert part in error
+        if make is not SampledByHand:
+            assert "strategy='smddp'" in error
 
 
 def test_a_callback() -> None:
@@ -294,7 +346,7 @@ class ReadsByRank(Net):
         return self.loss(batch)
 
 
-class Shorter(torch.nn.Linear):
+class Shorter(nn.Linear):
     rows: int | None = None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import redirect_stdout
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
-from lightning_smddp.pipeline.capture.graph import SplitError
 from tests import devices
-from tests.ranks import run_trainer_ranks
 from tests.strategies import pipeline_learners
 from tests.strategies.learners import CLASSES, INPUTS
 from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Gpt, Matrix, assert_same, name_of, outcome
@@ -37,11 +31,6 @@ class Net(pipeline_learners.Net):
 
 def accumulation(bench: Bench) -> Any:
     return bench.fit(Net(count=32), accumulate_grad_batches=3, max_epochs=1)  # the last window has one batch
-
-
-def accumulation_by_epoch(bench: Bench) -> Any:
-    scheduler = GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})
-    return bench.fit(Net(), callbacks=[scheduler], max_epochs=3)
 
 
 def clip_by_norm(bench: Bench) -> Any:
@@ -71,20 +60,7 @@ def own_clipping(bench: Bench) -> Any:
     return bench.fit(OwnClipping())
 
 
-class OwnZeroing(Net):
-    """Keeps a tenth of the gradients from step to step."""
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(0.1)
-
-
-def own_zeroing(bench: Bench) -> Any:
-    return bench.fit(OwnZeroing())
-
-
-class NeverZeroing(OwnZeroing):
+class NeverZeroing(Net):
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         pass
 
@@ -154,21 +130,6 @@ def hooks_on_parameters(bench: Bench) -> Any:
     return {**result, "behind": [p.grad for p in model.parameters()]}
 
 
-class HooksInStep(Net):
-    """Registers a hook in its first step: with micro-batches there would be several."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        if self.trainer.global_step == 0:
-            self.net[0].weight.register_hook(lambda g: g.clamp(-0.02, 0.02))
-        return super().training_step(batch, batch_idx)
-
-
-def hooks_in_step() -> str:
-    with pytest.raises(SplitError) as caught:
-        Bench({}).fit(HooksInStep(), max_epochs=1)
-    return str(caught.value)
-
-
 # ---- precision ----
 
 
@@ -178,10 +139,6 @@ def bf16_mixed(bench: Bench) -> Any:
 
 def bf16_true(bench: Bench) -> Any:
     return bench.fit(Net(), precision="bf16-true", max_epochs=1)
-
-
-def fp64(bench: Bench) -> Any:
-    return bench.fit(Net(), precision="64-true")
 
 
 def scaled(**options: Any) -> MixedPrecision:
@@ -281,21 +238,6 @@ def groups(bench: Bench) -> Any:
     return {**bench.fit(model, max_epochs=1), "frozen": [p.requires_grad for p in model.parameters()]}
 
 
-class FrozenStart(Net):
-    """The first stages need no gradient at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[:4].requires_grad_(False)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01)
-
-
-def frozen_start(bench: Bench) -> Any:
-    return bench.fit(FrozenStart())
-
-
 class UnfreezeLater(BaseFinetuning):
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.net[:4])
@@ -344,35 +286,6 @@ def unused(bench: Bench) -> Any:
     return bench.fit(Chosen(), max_epochs=1)
 
 
-class Reading(Net):
-    """Reads an activation's value behind the last module."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        x = self.net[4:](hidden := self.net[:4](batch[0]))
-        self.losses.append(hidden.mean().item())
-        return F.cross_entropy(x * 2 if hidden.mean() > -10 else x, batch[1])
-
-
-def reading(bench: Bench) -> Any:
-    return bench.fit(Reading(), max_epochs=1)
-
-
-class Returning(Net):
-    """Returns labels as they are, beside predictions; ``view_as`` shows other ones in an output's shape."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        out = self.net(batch[0])
-        loss = F.cross_entropy(out, batch[1].view_as(out[:, 0]))
-        return {"loss": loss, "predicted": out.detach().argmax(1), "wanted": batch[1]}
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses += [(outputs["predicted"] == outputs["wanted"]).float().mean().item(), float(outputs["loss"])]
-
-
-def returning_labels(bench: Bench) -> Any:
-    return bench.fit(Returning(), {}, max_epochs=1)
-
-
 class WithoutModules(Net):
     """Validates without any of its modules."""
 
@@ -386,20 +299,6 @@ class WithoutModules(Net):
 
 def validating_without_modules(bench: Bench) -> Any:
     return bench.fit(WithoutModules(), max_epochs=1)
-
-
-class FirstModulesValidated(Net):
-    """Validation calls modules of the first stage alone, and logs what they make."""
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("val_size", self.net[:2](batch[0]).norm(dim=1).mean())
-
-    def val_dataloader(self) -> Any:
-        return self.train_dataloader()
-
-
-def validating_first_modules(bench: Bench) -> Any:
-    return bench.fit(FirstModulesValidated(), max_epochs=1)
 
 
 class Closure(Net):
@@ -416,29 +315,6 @@ class Closure(Net):
 
 def own_optimizer_step(bench: Bench) -> Any:
     return bench.fit(Closure(), max_epochs=1)
-
-
-class Buffers(Net):
-    """Running statistics of batch normalisation are those of micro-batches, so it is in evaluation mode here."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.insert(2, nn.BatchNorm1d(16))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
-        self.register_buffer("mask", torch.ones(INPUTS))
-
-    def on_train_epoch_start(self) -> None:
-        self.net[2].eval()
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        return super().loss([batch[0] * self.mask, batch[1]])
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.seen += 1
-
-
-def buffers(bench: Bench) -> Any:
-    return bench.fit(Buffers(), max_epochs=1)
 
 
 CASES = [
@@ -458,40 +334,14 @@ CASES = [
     own_optimizer_step,
     validating_without_modules,
 ]
-# In `make test` another test takes the same way: `gpt` clips by norm, replicas keep gradients, others have mixed
-# precision, scalers, frozen stages and checkpoints of activations; values are clipped where a stage has none, too;
-# hooks see gradients of several batches, and `test_pipeline_values` reads values.
-MORE_CASES = [
-    accumulation,
-    reading,
-    accumulation_by_epoch,
-    clip_by_value,
-    fp64,
-    clip_by_norm,
-    own_zeroing,
-    bf16_mixed,
-    fp16_accumulation,
-    frozen_start,
-    gpt_checkpointed,
-    returning_labels,
-    validating_first_modules,
-    buffers,
-]
 TOLERANCE = {bf16_mixed: 0.02, bf16_true: 0.05, fp16_with_overflow: 5e-3, fp16_accumulation: 5e-3}
 TWO = Matrix([*CASES, fp16_scale_too_large])
-MORE = Matrix(MORE_CASES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_equals_one_process(case: Case) -> None:
     TWO.compare(case, tolerance=TOLERANCE.get(case, 1e-5))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("case", MORE_CASES, ids=name_of)
-def test_more_equals_one_process(case: Case) -> None:
-    MORE.compare(case, tolerance=TOLERANCE.get(case, 1e-5))
 
 
 @pytest.mark.slow
@@ -501,34 +351,3 @@ def test_all_stages_skip_overflowing_steps_together() -> None:
     assert_same(first, second, 0.0)
     assert 2**14 <= first["scale"] < 2**24
     assert all(value.isfinite().all() for value in first["weights"].values())
-
-
-@pytest.mark.slow
-def test_hooks_on_parameters_are_registered_outside_of_steps() -> None:
-    for message in run_trainer_ranks(hooks_in_step, 2):
-        assert "registers a hook on a parameter at" in message
-        assert "test_pipeline_features.py" in message
-        assert "`on_fit_start`" in message
-        assert "strategy='smddp'" in message
-
-
-class Normalised(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.insert(2, nn.BatchNorm1d(16))
-
-
-def table_of(directory: str) -> str:
-    path = Path(directory, f"table{os.environ['RANK']}")
-    with path.open("w") as file, redirect_stdout(file):
-        Bench({"verbose": True}).fit(Normalised(), {"num_microbatches": 4}, max_epochs=1)
-    return path.read_text()
-
-
-@pytest.mark.slow
-def test_the_table_says_what_sees_micro_batches(tmp_path: Path) -> None:
-    first, second = run_trainer_ranks(table_of, 2, str(tmp_path))
-    assert "stage 1 on rank 1" in first
-    assert "4 micro-batches of 2 rows" in " ".join(first.split())
-    assert "in training net.2 (BatchNorm)" in " ".join(first.split())
-    assert "stage 1" not in second

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
-from lightning.pytorch.callbacks import Timer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -79,29 +78,9 @@ def hooks(bench: Bench) -> Any:
 # ---- limits ----
 
 
-def overfit(bench: Bench) -> Any:
-    return bench.fit(Evaluated(), overfit_batches=2)
-
-
 def limits(bench: Bench) -> Any:
     limited = {"limit_train_batches": 3, "limit_val_batches": 2, "num_sanity_val_steps": -1}
     return bench.fit(Evaluated(), **limited, val_check_interval=1, check_val_every_n_epoch=2)
-
-
-def without_sanity_check(bench: Bench) -> Any:
-    return bench.fit(Evaluated(), num_sanity_val_steps=0, val_check_interval=0.4)
-
-
-def fast_dev_run(bench: Bench) -> Any:
-    return bench.fit(Evaluated(), fast_dev_run=True, max_epochs=None)
-
-
-def max_steps(bench: Bench) -> Any:
-    return bench.fit(Evaluated(), max_epochs=-1, max_steps=7)
-
-
-def val_steps_across_epochs(bench: Bench) -> Any:
-    return bench.fit(Evaluated(count=32), val_check_interval=3, check_val_every_n_epoch=None)
 
 
 class SeveralLoaders(Evaluated):
@@ -165,25 +144,6 @@ def stops_itself(bench: Bench) -> Any:
     return bench.fit(StopsItself())
 
 
-class Optimist(Evaluated):
-    """Uses what a LightningModule offers: ``all_gather``, ``toggle``, ``current_epoch``, the Trainer."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        loss = self.loss(batch) * (1 + self.current_epoch) + 0.01 * self.global_step
-        self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
-        self.log("is_last", float(self.trainer.is_last_batch))
-        self.losses.append(loss.item())
-        return loss
-
-
-def optimist(bench: Bench) -> Any:
-    return bench.fit(Optimist(count=24))
-
-
-def timer(bench: Bench) -> Any:
-    return bench.fit(Evaluated(), callbacks=[Timer("00:00:05:00")])
-
-
 CASES: list[Case] = [
     hooks,
     limits,
@@ -191,26 +151,10 @@ CASES: list[Case] = [
     data_module,
     stops_itself,
 ]
-MORE_CASES: list[Case] = [  # Lightning's own loops do all of it
-    fast_dev_run,
-    val_steps_across_epochs,
-    optimist,
-    overfit,
-    without_sanity_check,
-    max_steps,
-    timer,
-]
 TWO = Matrix(CASES)
-MORE = Matrix(MORE_CASES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_equals_one_process(case: Case) -> None:
     TWO.compare(case)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("case", MORE_CASES, ids=name_of)
-def test_more_equals_one_process(case: Case) -> None:
-    MORE.compare(case)

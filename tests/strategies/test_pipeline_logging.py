@@ -11,12 +11,12 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
+from torchmetrics.classification import MulticlassAccuracy
 
 from tests.strategies.learners import CLASSES, samples
 from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Matrix, Net, name_of, outcome
@@ -98,113 +98,7 @@ def logs(bench: Bench) -> Any:
 # ---- torchmetrics ----
 
 
-class Metrics(Net):
-    """Metric objects: with sums and with lists as states, alone and in a collection, logged or computed by hand."""
-
-    def __init__(self) -> None:
-        super().__init__(batch_size=7, count=17)
-        self.accuracy = MulticlassAccuracy(CLASSES)
-        self.auroc = MulticlassAUROC(CLASSES)  # without thresholds its state is a list
-        self.train_metrics = torchmetrics.MetricCollection(
-            {"f1": MulticlassF1Score(CLASSES), "accuracy": MulticlassAccuracy(CLASSES)}, prefix="train_"
-        )
-        self.val_metrics = self.train_metrics.clone(prefix="val_")
-        self.mean = torchmetrics.MeanMetric()
-        self.largest = torchmetrics.MaxMetric()
-        self.cat = torchmetrics.CatMetric()
-        self.computed: list[Any] = []
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        out = self.net(batch[0])
-        loss = F.cross_entropy(out, batch[1])
-        self.accuracy(out, batch[1])
-        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
-        self.log_dict(self.train_metrics(out, batch[1]), on_step=True)
-        self.mean.update(loss, weight=len(batch[1]))
-        self.auroc.update(out.softmax(1), batch[1])
-        self.largest(loss)
-        self.cat.update(out[:, 0])
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        self.log("auroc", self.auroc.compute())
-        self.log("mean", self.mean.compute())
-        self.log_dict({f"{name}_all": value for name, value in self.train_metrics.compute().items()})
-        self.computed.append((self.largest.compute(), self.cat.compute()))
-        for metric in (self.auroc, self.mean, self.train_metrics, self.cat):
-            metric.reset()
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        out = self.net(batch[0])
-        self.val_metrics.update(out, batch[1])
-        self.log("val_loss", F.cross_entropy(out, batch[1]))
-
-    def on_validation_epoch_end(self) -> None:
-        self.log_dict(self.val_metrics.compute())
-        self.val_metrics.reset()
-
-    def val_dataloader(self) -> Any:
-        return self.train_dataloader()
-
-
-def metrics(bench: Bench) -> Any:
-    model, recorder = Metrics(), Recorder()
-    trainer = bench.trainer(callbacks=[recorder])
-    trainer.fit(model)
-    return outcome(model, trainer, seen=recorder.seen, computed=model.computed)
-
-
 # ---- outputs ----
-
-
-class Outputs(Evaluated):
-    """Collects what steps return, in the ways that users do."""
-
-    def __init__(self) -> None:
-        super().__init__(batch_size=7, count=18)
-        self.validation_step_outputs: list[Any] = []
-        self.by_name: dict[str, list[Any]] = {"loss": [], "rows": []}
-        self.seen: list[Any] = []
-        self.last: Any = None
-        self.rows = 0
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        out = self.net(batch[0])
-        loss = F.cross_entropy(out, batch[1])
-        self.by_name["loss"].append(loss.detach())
-        self.by_name["rows"].append(out.detach())
-        self.rows += len(out)
-        self.last = out.detach().argmax(1)
-        return {"loss": loss, "out": out.detach(), "rows": len(out), "nested": {"mean": out.mean().item()}}
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append((outputs, self.last, self.rows))
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        out = self.net(batch[0])
-        loss = F.cross_entropy(out, batch[1])
-        self.validation_step_outputs.append({"loss": loss, "out": out})
-        return loss, out.argmax(1)
-
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.seen.append(outputs)
-
-    def on_validation_epoch_end(self) -> None:
-        self.log("val_loss", torch.stack([x["loss"] for x in self.validation_step_outputs]).mean())
-        self.seen.append(torch.cat([x["out"] for x in self.validation_step_outputs]))
-        self.validation_step_outputs.clear()
-
-    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.seen.append(outputs)
-
-
-def outputs(bench: Bench) -> Any:
-    model = Outputs()
-    trainer = bench.trainer({"num_microbatches": 3})
-    trainer.fit(model)
-    result = outcome(model, trainer, lists=dict(model.by_name))
-    tested = trainer.test(model, verbose=False)
-    return result, tested, model.seen, model.validation_step_outputs
 
 
 # ---- loggers and callbacks ----
@@ -220,36 +114,12 @@ def early_stopping(bench: Bench) -> Any:
     return bench.fit(Early(count=8), max_epochs=6, callbacks=[EarlyStopping("val_loss", patience=2)])
 
 
-def early_stopping_on_training_loss(bench: Bench) -> Any:
-    stopping = EarlyStopping("loss_epoch", stopping_threshold=1.0, check_on_train_epoch_end=True)
-    return bench.fit(Evaluated(), max_epochs=8, callbacks=[stopping])
-
-
 def best_checkpoints(bench: Bench) -> Any:
     checkpoint = ModelCheckpoint(bench.directory, "{epoch}-{val_loss:.3f}", monitor="val_loss", save_top_k=2)
     trainer = bench.trainer(max_epochs=3, enable_checkpointing=True, callbacks=[checkpoint])
     trainer.fit(Evaluated(count=16))
     files = {Path(path).name: float(score) for path, score in checkpoint.best_k_models.items()}
     return files, float(checkpoint.best_model_score), Path(checkpoint.best_model_path).name
-
-
-class Bar(TQDMProgressBar):
-    """Keeps what it would show, and prints nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shown: list[Any] = []
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        super().on_train_batch_end(trainer, pl_module, *args)
-        self.shown.append({name: float(value) for name, value in self.get_metrics(trainer, pl_module).items()})
-
-
-def progress_bar(bench: Bench) -> Any:
-    bar = Bar()
-    trainer = bench.trainer(callbacks=[bar], enable_progress_bar=True)
-    trainer.fit(Logs())
-    return bar.shown
 
 
 def loggers(bench: Bench) -> Any:
@@ -308,19 +178,10 @@ CASES = [
     best_checkpoints,
     loggers,
 ]
-# `logs` sees what the bar shows; tests/strategies/test_contract.py has metrics and outputs.
-MORE_CASES = [metrics, outputs, early_stopping_on_training_loss, progress_bar]
 TWO = Matrix(CASES)
-MORE = Matrix(MORE_CASES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_equals_one_process(case: Case, tmp_path_factory: Any) -> None:
     TWO.compare(case, str(tmp_path_factory.getbasetemp() / "logging"))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("case", MORE_CASES, ids=name_of)
-def test_more_equals_one_process(case: Case, tmp_path_factory: Any) -> None:
-    MORE.compare(case, str(tmp_path_factory.getbasetemp() / "more logging"))

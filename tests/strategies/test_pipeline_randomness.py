@@ -1,4 +1,4 @@
-"""Random numbers that the step draws in Python: the same on all ranks, and with one micro-batch one process's."""
+"""Random numbers: those of accumulation, whoever draws them and where; and the same on all ranks behind a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,78 +15,20 @@ from torch.nn import functional as F
 from tests.strategies.learners import CLASSES
 from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Matrix, Net, assert_same, name_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:The loss of:UserWarning")  # rows are mixed with others
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:The loss of:UserWarning"),  # rows are mixed with others
+]
 ONE = {"num_microbatches": 1, "schedule": "gpipe"}
-
-
-def seeded(model: Net) -> Net:
-    torch.manual_seed(3)  # the run's seed, of which steps' numbers follow; hooks draw from the others
-    random.seed(1)
-    np.random.seed(2)
-    return model
-
-
-class Mixup(Net):
-    """Mixes and masks its inputs, weighs its loss by the same number, and draws between modules and at the end."""
-
-    def __init__(self, held: bool = False) -> None:
-        super().__init__(layers=5)
-        self.rng = np.random.default_rng(3) if held else None
-        self.drawn: list[Any] = []
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        x, y = batch
-        lam = float(np.random.beta(0.4, 0.4) if self.rng is None else self.rng.beta(0.4, 0.4))
-        order = list(range(len(x)))
-        random.shuffle(order)
-        mixed = lam * x + (1 - lam) * x[order]
-        mixed[np.random.rand(len(x)) < 0.3, :2] = 0
-        out = self.net[4:](self.net[:4](mixed) * random.uniform(0.9, 1.1))
-        loss = lam * F.cross_entropy(out, y) + (1 - lam) * F.cross_entropy(out, y[order])
-        loss = loss * random.uniform(0.9, 1.1)
-        self.losses.append(loss.item())
-        return loss
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.drawn.append((random.random(), float(np.random.rand())))
-
-
-def mixup(bench: Bench) -> Any:
-    model = seeded(Mixup())
-    return bench.fit(model, ONE, max_epochs=1), model.drawn  # type: ignore[attr-defined]
-
-
-def mixup_with_a_generator(bench: Bench) -> Any:
-    model = seeded(Mixup(held=True))
-    return bench.fit(model, ONE, max_epochs=1), model.drawn  # type: ignore[attr-defined]
-
-
-class RandomPath(Net):
-    """Numbers that are drawn decide on modules and sizes."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        h = self.net[:4](batch[0])
-        if random.random() < 0.5:
-            h = h * 2
-        count = random.randint(1, 3)
-        h = torch.cat([h[:, count:], h[:, :count]], 1)
-        if count == 2:
-            h = self.net[2](h)
-        loss = F.cross_entropy(self.net[4:](h), batch[1])
-        self.losses.append(loss.item())
-        return loss
-
-
-def random_path(bench: Bench) -> Any:
-    return bench.fit(seeded(RandomPath(layers=5, count=48)), ONE, max_epochs=2)
+FOUR = {"num_microbatches": 4}
 
 
 class LayerDrop(Net):
-    """What torch draws decides on modules and sizes; other numbers that it draws are used."""
+    """What torch draws decides on modules and sizes; other numbers that it draws are used, and modules draw."""
 
     def __init__(self) -> None:
         super().__init__(layers=6)
-        self.dropout = nn.Dropout(0.0)
+        self.dropout = nn.Dropout(0.1)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x = self.net[:2](batch[0] + torch.randn_like(batch[0]) / 10)
@@ -109,10 +50,10 @@ class LayerDrop(Net):
 
 def layer_drop(bench: Bench) -> Any:
     torch.manual_seed(3)
-    return bench.fit(LayerDrop(), ONE, max_epochs=1)
+    return bench.fit(LayerDrop(), FOUR, max_epochs=1)
 
 
-class Scheduled(Net):
+class NewDropout(Net):
     """A layer's dropout is another module from the second epoch on."""
 
     def __init__(self) -> None:
@@ -127,7 +68,7 @@ class Scheduled(Net):
 
 def new_dropout(bench: Bench) -> Any:
     torch.manual_seed(3)
-    return bench.fit(Scheduled(), {"num_microbatches": 4, "split": ["net.3"]}, max_epochs=2)
+    return bench.fit(NewDropout(), {**FOUR, "split": ["net.3"]}, max_epochs=2)
 
 
 class LeftOut(Net):
@@ -147,14 +88,13 @@ class LeftOut(Net):
         for layer in called:
             x = x + layer(x)
         self.called.append(len(called))
-        loss = F.cross_entropy(self.net["head"](x), batch[1])
-        self.losses.append(loss.item())
-        return loss
+        return F.cross_entropy(self.net["head"](x), batch[1])
 
 
 def left_out(bench: Bench) -> Any:
-    model = seeded(LeftOut())
-    return bench.fit(model, {**ONE, "split": ["net.early"]}, max_epochs=2), model.called  # type: ignore[attr-defined]
+    torch.manual_seed(3)
+    model = LeftOut()
+    return bench.fit(model, {**ONE, "split": ["net.early"]}, max_epochs=2), model.called
 
 
 class Seeded(Net):
@@ -173,9 +113,7 @@ class Seeded(Net):
         return torch.randn(shape, generator=generator.manual_seed(batch_idx))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(self.net(batch[0]) + self.noise((len(batch[1]), CLASSES), batch_idx), batch[1])
-        self.losses.append(loss.item())
-        return loss
+        return F.cross_entropy(self.net(batch[0]) + self.noise((len(batch[1]), CLASSES), batch_idx), batch[1])
 
 
 def seeded_in_the_step(bench: Bench, kind: str) -> Any:
@@ -190,49 +128,12 @@ class Shuffled(Net):
         if self.current_epoch == 1:
             order = torch.randperm(len(x))
             x, y = x[order], y[order]
-        loss = F.cross_entropy(self.net(x) + torch.arange(len(x))[:, None] / 10, y)
-        self.losses.append(loss.item())
-        return loss
+        return F.cross_entropy(self.net(x) + torch.arange(len(x))[:, None] / 10, y)
 
 
 def shuffled(bench: Bench) -> Any:
     torch.manual_seed(3 + int(os.environ.get("RANK", "0")))
     return bench.fit(Shuffled(count=24), ONE, max_epochs=2)
-
-
-class Masked(Net):
-    """The batch says how many rows go on, and Python reads nothing of it."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        keep = batch[1] > 0
-        loss = F.cross_entropy(self.net[4:](self.net[:4](batch[0])[keep]), batch[1][keep])
-        self.losses.append(loss.item())
-        return loss
-
-
-def masked(bench: Bench) -> Any:
-    return bench.fit(Masked(layers=5), {**ONE}, max_epochs=1)
-
-
-def layer_drop_with_dropout(bench: Bench) -> Any:
-    """Modules draw, too."""
-    torch.manual_seed(3 + int(os.environ.get("RANK", "0")))
-    model = LayerDrop()
-    model.dropout.p = 0.1
-    return bench.fit(model, {"num_microbatches": 4}, max_epochs=1)
-
-
-class Dropped(nn.Module):
-    """Drops itself, in Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
-            self.linear = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x) * float(random.random() < 0.5) * float(np.random.uniform(0.5, 1))
 
 
 class Mask(torch.autograd.Function):
@@ -267,44 +168,7 @@ class WithinFunctions(Net):
 
 def within_functions(bench: Bench) -> Any:
     torch.manual_seed(3)
-    return bench.fit(WithinFunctions(), {"num_microbatches": 4}, max_epochs=1)
-
-
-class Layers(Mixup):
-    def __init__(self) -> None:
-        super().__init__(held=True)
-        self.net[2], self.net[4] = Dropped(), Dropped()
-
-
-def many(bench: Bench) -> Any:
-    """More micro-batches, and modules that draw: the check at the start compares losses and gradients."""
-    model = seeded(Layers())
-    return bench.fit(model, {"num_microbatches": 4}, max_epochs=1), model.drawn  # type: ignore[attr-defined]
-
-
-class Diffusion(Net):
-    """Noise comes from a generator of torch that the module holds, between modules and behind the last one."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=5)
-        self.generator = torch.Generator().manual_seed(3)
-        self.drawn: list[Any] = []
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        x, y = batch
-        inner = self.net[:4](x + torch.randn(x.shape, generator=self.generator))
-        out = self.net[4:](inner * (1 + torch.rand(len(x), 1, generator=self.generator)))
-        loss = F.cross_entropy(out, y) * (1 + torch.rand((), generator=self.generator))
-        self.losses.append(loss.item())
-        return loss
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.drawn.append(float(torch.rand((), generator=self.generator)))
-
-
-def with_a_generator_of_torch(bench: Bench) -> Any:
-    model = Diffusion()
-    return bench.fit(model, {**ONE}, max_epochs=1), model.drawn
+    return bench.fit(WithinFunctions(), FOUR, max_epochs=1)
 
 
 class Leaf(nn.Module):
@@ -332,8 +196,10 @@ class Drawing(Net):
 
 
 def whole_modules_draw(bench: Bench) -> Any:
-    model = seeded(Drawing())
-    return bench.fit(model, {**ONE}, max_epochs=1), model.drawn  # type: ignore[attr-defined]
+    random.seed(1)
+    model = Drawing()
+    bench.fit(model, ONE, max_epochs=1)
+    return model.drawn
 
 
 class Masking(nn.Module):
@@ -355,22 +221,12 @@ class DroppedTwice(Net):
         self.net[1], self.net[3] = Masking(), Masking()
         self.same: list[float] = []
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("val", self.loss(batch))
-
-    def val_dataloader(self) -> Any:
-        return self.train_dataloader()
-
     def on_train_batch_end(self, *args: Any) -> None:
         first, second = self.net[1].masks, self.net[3].masks
         if first and second:  # on different stages what modules keep is on different ranks
             self.same.append(float((first[0] == second[0]).float().mean()))
         for masks in (first, second):
             masks.clear()
-
-    def on_validation_batch_end(self, *args: Any) -> None:
-        for index in (1, 3):
-            self.net[index].masks.clear()
 
 
 def dropout_on_two_stages(bench: Bench) -> Any:
@@ -392,7 +248,7 @@ class DrawingInHooks(Evaluated):
         self.losses.append(torch.randn(3).sum().item())
 
 
-def drawn_behind_runs(bench: Bench, dropout: float) -> list[Any]:
+def behind_runs(bench: Bench, dropout: float) -> list[Any]:
     torch.manual_seed(3)
     random.seed(4)
     model, trainer = DrawingInHooks(dropout), bench.trainer({"num_microbatches": 2}, max_epochs=1)
@@ -404,79 +260,39 @@ def drawn_behind_runs(bench: Bench, dropout: float) -> list[Any]:
     return [drawn, model.losses]
 
 
-def behind_runs(bench: Bench) -> list[Any]:
-    return drawn_behind_runs(bench, 0.0)
-
-
-def behind_runs_with_dropout(bench: Bench) -> list[Any]:
-    return drawn_behind_runs(bench, 0.5)
-
-
-CASES = [mixup, mixup_with_a_generator, random_path, layer_drop, left_out, shuffled, masked, with_a_generator_of_torch]
-WITH_DROPOUT = [many, within_functions, layer_drop_with_dropout, new_dropout, whole_modules_draw, dropout_on_two_stages]
 SEEDED = [functools.partial(seeded_in_the_step, kind=kind) for kind in ("new", "held", "default")]
-TWO = Matrix([*CASES, *WITH_DROPOUT])
-AUTO = Matrix(SEEDED)
-BEHIND = Matrix([behind_runs, behind_runs_with_dropout])
+PLAIN, WITH_DROPOUT = (functools.partial(behind_runs, dropout=dropout) for dropout in (0.0, 0.5))
+CASES: list[Case] = [
+    layer_drop,
+    left_out,
+    shuffled,
+    within_functions,
+    new_dropout,
+    dropout_on_two_stages,
+    *SEEDED,
+    PLAIN,
+]
+TWO = Matrix([*CASES, whole_modules_draw, WITH_DROPOUT])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_one_microbatch_draws_what_accumulation_draws(case: Case) -> None:
+def test_draws_what_accumulation_draws(case: Case) -> None:
     TWO.compare(case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SEEDED, ids=name_of)
-def test_a_step_that_seeds_a_generator_gives_one_processs_numbers(case: Case) -> None:
-    """Each micro-batch drew the same noise, which trials took for chance."""
-    AUTO.compare(case)
-
-
-@pytest.mark.slow
-def test_modules_within_functions_draw_what_accumulation_draws() -> None:
-    TWO.compare(within_functions)
-
-
-@pytest.mark.slow
-def test_a_module_that_is_replaced_in_mid_training_draws_what_accumulation_draws() -> None:
-    TWO.compare(new_dropout)
-
-
-@pytest.mark.slow
-def test_ranks_draw_the_same() -> None:
-    (first, drawn), (second, others) = TWO.results(many)
-    assert_same(first, second, 0.0)
-    assert drawn == others
-    assert len(set(first["losses"])) == len(first["losses"])
-    first, second = TWO.results(layer_drop_with_dropout)
-    for result in (first, second):
-        del result["losses"][4::5]  # drawn in the hook behind four micro-batches: each rank has a seed of its own
-    assert_same(first, second, 0.0)
-
-
-@pytest.mark.slow
 def test_modules_that_are_placed_whole_draw_other_numbers_for_each_batch() -> None:
-    drawn = [numbers for _, of_rank in TWO.results(whole_modules_draw) for numbers in of_rank if numbers]
+    drawn = [numbers for of_rank in TWO.results(whole_modules_draw) for numbers in of_rank if numbers]
     assert len({number for numbers in drawn for number in numbers}) == len(drawn) > 1
 
 
-@pytest.mark.slow
-def test_stages_draw_other_numbers_than_each_other() -> None:
-    """As accumulation does, in which two modules have masks of their own."""
-    TWO.compare(dropout_on_two_stages)
+def test_modules_draw_other_numbers_than_each_other() -> None:
+    """So do stages, which draw what accumulation draws."""
     model = DroppedTwice()
-    Bench(None).fit(model, {**ONE}, max_epochs=1)
+    Bench(None).fit(model, ONE, max_epochs=1)
     assert model.same
     assert all(0.3 < share < 0.7 for share in model.same), model.same
 
 
-@pytest.mark.slow
-def test_what_is_drawn_behind_a_run_is_one_processs() -> None:
-    BEHIND.compare(behind_runs)
-
-
-@pytest.mark.slow
 def test_ranks_draw_the_same_behind_a_run_with_dropout() -> None:
-    first, second = BEHIND.results(behind_runs_with_dropout)
+    first, second = TWO.results(WITH_DROPOUT)
     assert_same(first, second, 0.0)

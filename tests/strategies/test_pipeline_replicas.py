@@ -109,14 +109,6 @@ CASES = [
     kept_gradients,
     unfrozen_later,
 ]
-MORE_CASES = [
-    replicas(),
-    replicas({"algorithm": "shared_memory"}, accumulate_grad_batches=2),
-    replicas({"schedule": "interleaved_1f1b", "placement": "spread", "num_microbatches": 3}),
-    replicas(accumulate_grad_batches=3),
-    replicas({"schedule": "dualpipev"}),
-    replicas({"schedule": "zbv_zero_bubble"}, accumulate_grad_batches=2),
-]
 COMPRESSED = replicas({"compression": Compression("bf16", scope="all")})
 
 
@@ -124,12 +116,6 @@ COMPRESSED = replicas({"compression": Compression("bf16", scope="all")})
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_two_pipelines(case: Case) -> None:
     FOUR.compare(case)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("case", MORE_CASES, ids=name_of)
-def test_more_pipelines(case: Case) -> None:
-    MORE.compare(case)
 
 
 @pytest.mark.slow
@@ -232,4 +218,3 @@ def test_every_sample_is_seen_once_an_epoch() -> None:
 
 
 FOUR = Matrix([*CASES, COMPRESSED, sample_numbers], 4)
-MORE = Matrix(MORE_CASES, 4)
