@@ -177,11 +177,11 @@ class TrainerStrategy(_Base):
         return super().batch_to_device(batch, *args, **kwargs)
 
     @override
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The backward pass: gradients are averaged in it. Those of a pipeline come here from its ``training_step``."""
         self._supervision.phase("backward")
-        with self._averaging():
-            return super().backward(*args, **kwargs)
+        with self._averaging(closure_loss):
+            return super().backward(closure_loss, *args, **kwargs)
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -191,7 +191,7 @@ class TrainerStrategy(_Base):
         take_step = super().optimizer_step
 
         def step(closure: Callable[[], Any]) -> Any:
-            with self._stepping():
+            with self._stepping(optimizer):
                 return take_step(optimizer, closure, model, **kwargs)
 
         def trained() -> Any:
@@ -209,8 +209,8 @@ class TrainerStrategy(_Base):
         return context
 
     @contextmanager
-    def _stepping(self) -> Iterator[None]:
-        """Around an optimizer's step, its closure included."""
+    def _stepping(self, optimizer: Any) -> Iterator[None]:
+        """Around a step of ``optimizer``, its closure included."""
         # Just before the step, as users' hooks may have been registered since: ours have to be next to the step.
         for shards in self._shards:
             shards.stand_next_to_step()
@@ -401,8 +401,8 @@ class TrainerStrategy(_Base):
     def _moves_batch(self, batch: Any) -> None:
         """Before ``batch`` is moved to the device."""
 
-    def _averaging(self) -> AbstractContextManager[None]:
-        """Around Lightning's backward pass, in which gradients are averaged; a strategy says how."""
+    def _averaging(self, loss: Tensor) -> AbstractContextManager[None]:
+        """Around Lightning's backward pass of ``loss``, in which gradients are averaged; a strategy says how."""
         return nullcontext()
 
     def _shard_optimizers(self) -> None:

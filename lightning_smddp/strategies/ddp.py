@@ -171,7 +171,7 @@ class DataParallel(TrainerStrategy):
 
     @override
     @contextmanager
-    def _averaging(self) -> Iterator[None]:
+    def _averaging(self, loss: Tensor) -> Iterator[None]:
         yield
         if self._frozen is not None:
             self._frozen.require_no_gradients(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,15 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_smddp.communication.nonfinite import bad_gradients
-from lightning_smddp.communication.sharded_collectives import ShardedCollectives
 from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
-from lightning_smddp.pipeline.state.state_dict import broadcast_initial
 from lightning_smddp.pytree import tensors
-from lightning_smddp.sharding.clipping import clip_by_norm
-from lightning_smddp.sharding.fully_sharded import FullySharded
-from lightning_smddp.sharding.local_steps import LocalSteps
 from lightning_smddp.sharding.optimizer_shards import all_parameters
-from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
 from lightning_smddp.sharding.units import Wrap
 from lightning_smddp.sharding.whole_states import (
     Keepers,
@@ -33,16 +26,16 @@ from lightning_smddp.sharding.whole_states import (
 )
 from lightning_smddp.sharding.whole_view import WholeView
 from lightning_smddp.strategies.checks import require_supported_by_fsdp
-from lightning_smddp.strategies.dividing import (
-    AverageWatch,
+from lightning_smddp.strategies.fabric import FabricStrategy
+from lightning_smddp.strategies.fsdp import FromFSDP
+from lightning_smddp.strategies.fsdp_scheme import (
+    FSDPScheme,
     Place,
     ReduceType,
     Sharding,
     ShardingOptions,
-    divide,
-    make_whole,
+    SteppedOptimizer,
 )
-from lightning_smddp.strategies.fabric import FabricStrategy
 from lightning_smddp.strategies.nonfinite import NonFiniteGuard, after_changes, before_step
 from lightning_smddp.strategies.options import (
     CommunicationOptions,
@@ -52,17 +45,7 @@ from lightning_smddp.strategies.options import (
     require_known,
 )
 
-_OF_DDP = (
-    "accelerator",
-    "parallel_devices",
-    "cluster_environment",
-    "checkpoint_io",
-    "precision",
-    "process_group_backend",
-    "timeout",
-    "start_method",
-    "cpu_offload",
-)
+_OF_FABRIC = {*FromFSDP.__annotations__, "precision"} - {"precision_plugin"}
 
 
 class DividedForward(nn.Module):
@@ -70,37 +53,22 @@ class DividedForward(nn.Module):
 
     Attributes:
         module: the user's.
-        sharded: the same, divided.
-        watch: what is known of its gradients.
+        scheme: how it is divided.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        division: tuple[FullySharded, ShardedCollectives],
-        view: WholeView,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, module: nn.Module, scheme: FSDPScheme) -> None:
         super().__init__()
         self.module = module
-        self.sharded, self.collectives = division
-        self.watch = AverageWatch()
-        self._view = view
-        self._device = device
-        self._broadcasts_buffers = True
+        self.scheme = scheme
         self._was_called = self._takes_part = self._is_hidden = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own ``forward``, on whole parameters; then the backward passes of what it returns are noticed.
 
-        Collective: units are gathered as it comes to them. The first rank's buffers go to all before the first call,
-        and before each one behind a forward with gradients that are averaged.
+        Collective: units are gathered as it comes to them.
         """
         trains = torch.is_grad_enabled()
-        if self._broadcasts_buffers:
-            self.sharded.broadcast_buffers(self._device)
-        self._broadcasts_buffers = trains and self.sharded.synchronizes
-        with self.sharded.step(trains), self._view.inside():
+        with self.scheme.forward(trains):
             output = self.module(*args, **kwargs)
         if trains:
             self._await_backward(output)
@@ -125,13 +93,12 @@ class DividedForward(nn.Module):
         """A backward pass of ``loss`` comes, which has to do with this module, if it is the only one there is."""
         self._takes_part = self._was_called and (is_alone or self._is_hidden)
         if self._was_called:
-            self.watch.begin(loss)
-            self.sharded.before_backward(loss, watches=self._takes_part)
+            self.scheme.before_backward(loss, watches=self._takes_part)
 
-    def after_backward(self, looks: bool, device: torch.device) -> None:
+    def after_backward(self, looks: bool) -> None:
         """See that gradients were averaged, where the pass had to do with this module. Collective then."""
         if self._takes_part:
-            self.watch.end(self.sharded, looks, device)
+            self.scheme.after_backward(looks)
 
 
 class _SyncControl:
@@ -143,36 +110,7 @@ class _SyncControl:
             raise TypeError(f"{type(module).__name__} was not set up: call `model = fabric.setup(model)` before.")
         if not enabled:
             return nullcontext()
-        return module.sharded.accumulating()
-
-
-@dataclass(frozen=True)
-class _Stepped:
-    """An optimizer that was set up.
-
-    Attributes:
-        optimizer: without Fabric's wrapper.
-        modules: that have its parameters.
-        shares: what steps shares; None where each rank steps whole values.
-    """
-
-    optimizer: Optimizer
-    modules: list[DividedForward]
-    shares: LocalSteps | None
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        # A unit may still be whole, behind a forward pass alone say. Freed now, it is gathered from the new shares the
-        # next time, and not taken as it was before the step.
-        for divided in self.modules:
-            divided.sharded.reshard()
-        if self.shares is not None:
-            self.shares.stand_next_to_step()
-        try:
-            yield
-        finally:
-            if self.shares is not None:
-                self.shares.restore()
+        return module.scheme.sharded.accumulating()
 
 
 class FabricFullyShardedParallel(FabricStrategy):
@@ -202,7 +140,7 @@ class FabricFullyShardedParallel(FabricStrategy):
         reliability: ReliabilityOptions = ReliabilityOptions(),
         **kwargs: Any,
     ) -> None:
-        require_known(self, kwargs, _OF_DDP)
+        require_known(self, kwargs, _OF_FABRIC)
         offload = kwargs.pop("cpu_offload", False)
         self._sharding = ShardingOptions(sharding, shard_size, wrap, meta_init, offload, compression)
         options = StrategyOptions.of(communication, reliability)
@@ -212,7 +150,7 @@ class FabricFullyShardedParallel(FabricStrategy):
         self._guard = NonFiniteGuard(self._reliability.on_nonfinite)
         self._view, self._changes = WholeView(), ExitStack()
         self._modules: list[DividedForward] = []  # that were set up
-        self._stepped: list[_Stepped] = []  # likewise
+        self._stepped: list[SteppedOptimizer] = []  # likewise
 
     def setup_environment(self) -> None:
         """Start the process group, after a look at the layout."""
@@ -235,25 +173,15 @@ class FabricFullyShardedParallel(FabricStrategy):
 
     def setup_module(self, module: nn.Module) -> DividedForward:  # type: ignore[override]
         """Divide ``module``. Collective; ``ValueError`` on every rank if models differ."""
-        world, device = dist.group.WORLD, self.root_device
-        assert world is not None
         require_supported_by_fsdp(module, (), is_fit=True)
-        broadcast_initial(module, world, device=device)
-        limit = self._session.limit(self._timeout)
-        place = Place(device, self.num_processes, limit)
-        # Behind the first module the script sees gathered values wherever it is. What divides has to see shares.
-        with self._view.inside(False):
-            seed = self.broadcast(torch.initial_seed())
-            division = divide(module, self._sharding, place, self.precision, seed)
-        if not self._modules:
+        place = Place(self.root_device, self.num_processes, self._session.limit(self._timeout))
+        scheme = FSDPScheme(module, self._sharding, place, self.precision, self._view)
+        if not self._modules:  # from here on the script sees gathered values wherever it is
             self._changes.enter_context(self._view.installed())
             self._changes.enter_context(self._view.inside())
-        divided = DividedForward(module, division, self._view, device)
+        divided = DividedForward(module, scheme)
         self._modules.append(divided)
-        sharded, collectives = division
-        rows = [*sharded.describe(), ("communication", collectives.describe())]
-        rows += [("note", note) for note in collectives.notes]
-        self._print("smddp_fsdp: fully sharded data parallelism", rows)
+        self._print("smddp_fsdp: fully sharded data parallelism", scheme.describe())
         return divided
 
     def setup_module_and_optimizers(
@@ -294,12 +222,8 @@ class FabricFullyShardedParallel(FabricStrategy):
                 "With strategy='smddp_fsdp' the module comes first: call `fabric.setup(module, optimizer)`, or make "
                 "the optimizer of `model.parameters()` after `model = fabric.setup_module(module)`."
             )
-        with self._view.inside(False):
-            found, _ = granularity(optimizer)
-        shares = None  # one that looks at more than single elements steps with whole values, each rank all of them
-        if found is Granularity.ELEMENT:
-            shares = LocalSteps(optimizer)
-        self._stepped.append(_Stepped(optimizer, modules, shares))
+        schemes = [divided.scheme for divided in modules]
+        self._stepped.append(SteppedOptimizer(optimizer, schemes, self._view))
         load: Any = partial(self._load_optimizer, optimizer, optimizer.load_state_dict)
         optimizer.load_state_dict = load  # type: ignore[method-assign]  # the script may call it, too
         return optimizer
@@ -310,7 +234,7 @@ class FabricFullyShardedParallel(FabricStrategy):
         with self._view.inside(False):
             load(divided_optimizer_state(all_parameters(optimizer), state))
 
-    def _of(self, optimizer: Optimizer) -> _Stepped:
+    def _of(self, optimizer: Optimizer) -> SteppedOptimizer:
         for stepped in self._stepped:
             if stepped.optimizer is optimizer:
                 return stepped
@@ -330,7 +254,7 @@ class FabricFullyShardedParallel(FabricStrategy):
                 divided.before_backward(tensor, is_alone=len(self._modules) == 1)
             super().backward(tensor, module, *args, **kwargs)
             for divided in self._modules:
-                divided.after_backward(self._looks, self.root_device)
+                divided.after_backward(self._looks)
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Look at the gradients as the user's code has left them, then step."""
@@ -338,18 +262,14 @@ class FabricFullyShardedParallel(FabricStrategy):
         closure = kwargs.get("closure")
         if closure is not None:
             kwargs["closure"] = partial(self._call_closure, closure)
-        with (
-            before_step(optimizer, partial(self._look, stepped)),
-            stepped.stepping(),
-            self._view.inside(stepped.shares is None),
-        ):
+        with before_step(optimizer, partial(self._look, stepped)), stepped.stepping():
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     def _call_closure(self, closure: Callable[[], Any]) -> Any:
         with self._view.inside():
             return closure()
 
-    def _look(self, stepped: _Stepped) -> None:
+    def _look(self, stepped: SteppedOptimizer) -> None:
         if not self._looks:
             return
         device, world = self.root_device, dist.group.WORLD
@@ -358,8 +278,8 @@ class FabricFullyShardedParallel(FabricStrategy):
         # behind the backward pass, so all of them go on here or none.
         is_bad = False
         brought: dict[str, str] = {}
-        for divided in stepped.modules:
-            found = divided.watch.findings(device)
+        for scheme in stepped.schemes:
+            found = scheme.nonfinite()
             if found is not None:
                 is_bad = True
                 brought |= found
@@ -367,8 +287,8 @@ class FabricFullyShardedParallel(FabricStrategy):
             return
         own = {id(parameter) for parameter in all_parameters(stepped.optimizer)}
         named = []
-        for divided in stepped.modules:
-            for name, parameter in divided.module.named_parameters():
+        for scheme in stepped.schemes:
+            for name, parameter in scheme.module.named_parameters():
                 if id(parameter) in own:
                     named.append((name, parameter))
         # The script may have cleaned them since: what is left decides.
@@ -389,20 +309,13 @@ class FabricFullyShardedParallel(FabricStrategy):
         stepped = self._of(optimizer)
         with self._view.inside(False):
             self.precision.unscale_gradients(optimizer)
-            return clip_by_norm(
-                all_parameters(stepped.optimizer),
-                max_norm,
-                stepped.modules[0].sharded.shard_group,
-                self.root_device,
-                norm_type,
-                error_if_nonfinite,
-            )
+            return stepped.clip_by_norm(max_norm, norm_type, error_if_nonfinite)
 
     # ---- checkpoints: those of one process ----
 
     def _all_divided(self) -> AbstractContextManager[None]:
         for divided in self._modules:
-            divided.sharded.reshard()
+            divided.scheme.sharded.reshard()
         return self._view.inside(False)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -442,11 +355,10 @@ class FabricFullyShardedParallel(FabricStrategy):
         self._changes.close()
         for stepped in self._stepped:
             vars(stepped.optimizer).pop("load_state_dict", None)
-            if stepped.shares is not None:
-                stepped.shares.close()
+            stepped.close()
         for divided in self._modules:
-            make_whole(divided.sharded, self.root_device)
-            divided.collectives.close()
+            divided.scheme.make_whole()
+            divided.scheme.close()
         self._stepped, self._modules = [], []
         self._session.close()
         super().teardown()

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
@@ -25,16 +23,10 @@ from lightning_smddp._compat.trainer import (
 )
 from lightning_smddp.communication.consistency import check_trainable
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.communication.sharded_collectives import ShardedCollectives
 from lightning_smddp.pipeline.state.gradients import give_back_clipping, take_over_clipping
 from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
-from lightning_smddp.pipeline.state.state_dict import broadcast_initial
 from lightning_smddp.sharding.averaged_copies import AveragedCopies
-from lightning_smddp.sharding.clipping import clip_by_norm
-from lightning_smddp.sharding.fully_sharded import FullySharded
-from lightning_smddp.sharding.local_steps import LocalSteps
 from lightning_smddp.sharding.optimizer_shards import unwrapped
-from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
 from lightning_smddp.sharding.units import Wrap
 from lightning_smddp.sharding.whole_states import (
     Keepers,
@@ -51,14 +43,13 @@ from lightning_smddp.strategies.checks import (
     require_optimizers_of_module,
     require_supported_by_fsdp,
 )
-from lightning_smddp.strategies.dividing import (
-    AverageWatch,
+from lightning_smddp.strategies.fsdp_scheme import (
+    FSDPScheme,
     Place,
     ReduceType,
     Sharding,
     ShardingOptions,
-    divide,
-    make_whole,
+    SteppedOptimizer,
 )
 from lightning_smddp.strategies.options import (
     CommunicationOptions,
@@ -124,11 +115,8 @@ class FullyShardedParallel(TrainerStrategy):
     #   backward passes, checkpoints, `configure_optimizers`   this rank's shares
     #   optimizers' steps                                      shares; gathered values if they look at whole parameters
     _notebook_name = "smddp_fsdp_notebook"
-    _sharded: FullySharded | None = None  # from setup to teardown
-    _collectives: ShardedCollectives | None = None  # likewise
-    _local_steps: Sequence[LocalSteps] = ()  # likewise
-    _broadcasts_buffers = True
-    _steps_whole = False
+    _scheme: FSDPScheme | None = None  # from setup to teardown
+    _stepped: Sequence[SteppedOptimizer] = ()  # likewise
 
     def __init__(
         self,
@@ -151,7 +139,6 @@ class FullyShardedParallel(TrainerStrategy):
         self._sharding = sharding_options
         self._view = WholeView()
         self._changes = ExitStack()  # of Lightning and of tensors, until teardown
-        self._watch = AverageWatch()
         self._averagers: Sequence[Any] = ()  # callbacks that average the module's weights
         self._averaged: AveragedCopies | None = None  # what they keep
         self._whole_again: dict[int, Tensor] = {}  # of the last run: by the id of what was a part of it
@@ -161,10 +148,8 @@ class FullyShardedParallel(TrainerStrategy):
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: without what belongs to this process."""
         return {
             **super().__getstate__(),
-            "_sharded": None,
-            "_collectives": None,
-            "_local_steps": (),
-            "_watch": AverageWatch(),
+            "_scheme": None,
+            "_stepped": (),
             "_averagers": (),
             "_averaged": None,
             "_whole_again": {},
@@ -192,11 +177,10 @@ class FullyShardedParallel(TrainerStrategy):
     @override
     def _set_up_model(self, trainer: Trainer) -> None:
         """Divide the module, then make the optimizers, of its divided parameters."""
-        module, world = self.lightning_module, dist.group.WORLD
+        module = self.lightning_module
         assert self.accelerator is not None
         assert module is not None
         assert self.model is not None
-        assert world is not None
         is_fit = trainer.state.fn == "fit"
         self.accelerator.setup(trainer)
         require_supported_by_fsdp(module, callbacks_of(trainer), is_fit)
@@ -206,10 +190,11 @@ class FullyShardedParallel(TrainerStrategy):
             if self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
         self.precision_plugin.convert_module(module)
-        broadcast_initial(module, world, device=self.root_device)
         # Divided before the optimizers are made: `configure_optimizers` takes what parameters have become. Copies that
         # callbacks have made of the whole module, to average weights in, are divided as it is.
-        self._divide()
+        place = Place(self.root_device, self.num_processes, self._session.limit(self._timeout))
+        self._scheme = FSDPScheme(module, self._sharding, place, self.precision_plugin, self._view)
+        self._whole_again = {}
         if not self._sharding.meta_init:  # else no callback may average
             self._averagers = [callback for callback in callbacks_of(trainer) if averages_weights(callback)]
             copies = []
@@ -224,60 +209,43 @@ class FullyShardedParallel(TrainerStrategy):
         take_over_clipping(self.precision_plugin, self._clip_by_norm)
         # A step that does its backward passes itself goes on behind them, when FSDP2 has divided the root again.
         if is_fit and not module.automatic_optimization:
-            self._require_sharded().watch_calls()
-
-    def _divide(self) -> None:
-        module = self.lightning_module
-        assert module is not None
-        limit = self._session.limit(self._timeout)
-        place = Place(self.root_device, self.num_processes, limit)
-        seed = self.broadcast(torch.initial_seed())
-        self._sharded, self._collectives = divide(module, self._sharding, place, self.precision_plugin, seed)
-        self._whole_again = {}
-        self._broadcasts_buffers = True
+            self._scheme.sharded.watch_calls()
 
     @override
     def _shard_optimizers(self) -> None:
         assert self.lightning_module is not None
         optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
         require_optimizers_of_module(self.lightning_module, optimizers)
-        # One that looks at more than single elements steps with whole values, each rank all of them.
-        self._steps_whole = False
-        for optimizer in optimizers:
-            found, _ = granularity(optimizer)
-            if found is not Granularity.ELEMENT:
-                self._steps_whole = True
-                break
-        self._close_local_steps()
-        if not self._steps_whole:
-            self._local_steps = [LocalSteps(optimizer) for optimizer in optimizers]
+        self._close_stepped()
+        self._stepped = [SteppedOptimizer(optimizer, [self._require_scheme()], self._view) for optimizer in optimizers]
 
-    def _close_local_steps(self) -> None:
-        for steps in self._local_steps:
-            steps.close()
-        self._local_steps = []
+    def _close_stepped(self) -> None:
+        for stepped in self._stepped:
+            stepped.close()
+        self._stepped = ()
+
+    def _of(self, optimizer: Any) -> SteppedOptimizer:
+        (found,) = [stepped for stepped in self._stepped if stepped.optimizer is unwrapped(optimizer)]
+        return found
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        parameters = self._optimized(optimizer)
-        clip_by_norm(parameters, clip_val, self._require_sharded().shard_group, self.root_device)
+        self._of(optimizer).clip_by_norm(clip_val)
 
     @override
     def _release_model(self) -> None:
         """Give back a whole module, if there is room for it and no rank has gone."""
         self._changes.close()
-        self._close_local_steps()
+        self._close_stepped()
         give_back_clipping(self.precision_plugin)
-        sharded = self._sharded
-        self._sharded = None
-        if sharded is not None and not self._interrupted:
-            self._whole_again = make_whole(sharded, self.root_device)
-            if self._whole_again and self._averaged is not None:
-                self._averaged.close(self.root_device)
+        scheme, self._scheme = self._scheme, None
+        if scheme is not None:
+            if not self._interrupted:
+                self._whole_again = scheme.make_whole()
+                if self._whole_again and self._averaged is not None:
+                    self._averaged.close(self.root_device)
+            scheme.close()
         self._averagers = ()
         self._averaged = None
-        if self._collectives is not None:
-            self._collectives.close()
-            self._collectives = None
 
     @override
     def _watch_hooks(self, trainer: Trainer) -> None:
@@ -310,83 +278,66 @@ class FullyShardedParallel(TrainerStrategy):
             state[key] = gathered_model(averages, self._keepers, self.root_device)
         return state
 
-    @override
-    @contextmanager
-    def _averaging(self) -> Iterator[None]:
-        with self._view.inside(False):
-            yield
-
-    @override
-    @contextmanager
-    def _stepping(self) -> Iterator[None]:
-        # Optimizers that treat each element by itself step shares, as plain tensors; the others see whole values.
-        for steps in self._local_steps:
-            steps.stand_next_to_step()
-        try:
-            with self._view.inside(self._steps_whole):
-                yield
-        finally:
-            for steps in self._local_steps:
-                steps.restore()
-
     # ---- steps ----
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own step, with the root's parameters whole."""
-        return self._run("training_step", True, args, kwargs)
+        with self._forward(trains=True):
+            return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own step, with the root's parameters whole."""
-        return self._run("validation_step", False, args, kwargs)
+        with self._forward(trains=False):
+            return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own step, with the root's parameters whole."""
-        return self._run("test_step", False, args, kwargs)
+        with self._forward(trains=False):
+            return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own step, with the root's parameters whole."""
-        return self._run("predict_step", False, args, kwargs)
+        with self._forward(trains=False):
+            return super().predict_step(*args, **kwargs)
 
-    def _run(self, hook: str, trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module, sharded = self.lightning_module, self._require_sharded()
+    @contextmanager
+    def _forward(self, trains: bool) -> Iterator[None]:
+        module, scheme = self.lightning_module, self._require_scheme()
         assert module is not None
-        # As DDP does: the first rank's buffers go to all before a step, but not in the middle of an accumulation.
-        if self._broadcasts_buffers and module.trainer.state.fn == "fit":
-            sharded.broadcast_buffers(self.root_device)
-        self._broadcasts_buffers = trains and sharded.synchronizes
-        with self._precision_of(hook), sharded.step(trains), self._view.inside():
-            output = getattr(module, hook)(*args, **kwargs)
+        with scheme.forward(trains, broadcasts_buffers=module.trainer.state.fn == "fit"):
+            yield
         if not module.automatic_optimization:  # its backward passes are behind it
-            sharded.reshard()
-        return output
+            scheme.sharded.reshard()
 
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Lightning enters it around batches that only accumulate."""
-        with self._require_sharded().accumulating():
+        with self._require_scheme().sharded.accumulating():
             yield
 
     @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        """The backward pass of this loss averages all gradients."""
-        super().pre_backward(closure_loss)
-        self._watch.begin(closure_loss)
-        self._require_sharded().before_backward(closure_loss)
+    @contextmanager
+    def _averaging(self, loss: Tensor) -> Iterator[None]:
+        scheme = self._require_scheme()
+        with self._view.inside(False):
+            scheme.before_backward(loss)
+            yield
+            scheme.after_backward(self._checks.watches_gradients)
 
     @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        """See that all gradients were averaged, and are numbers."""
-        super().post_backward(closure_loss)
-        self._watch.end(self._require_sharded(), self._checks.watches_gradients, self.root_device)
+    @contextmanager
+    def _stepping(self, optimizer: Any) -> Iterator[None]:
+        with self._of(optimizer).stepping():
+            yield
 
     @override
     def _find_nonfinite(self) -> Mapping[str, str] | None:
-        return self._watch.findings(self.root_device)
+        return self._require_scheme().nonfinite()
 
     @override
     def _bad_before_averaging(self) -> Mapping[str, str]:
@@ -442,7 +393,7 @@ class FullyShardedParallel(TrainerStrategy):
     def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         # Lightning restores before setup, into the whole module, but with `meta_init` behind it: then each rank takes
         # its shares of what the file has.
-        if self._sharded is None:
+        if self._scheme is None:
             super()._load_model(checkpoint, strict)
             return
         assert self.lightning_module is not None
@@ -470,19 +421,16 @@ class FullyShardedParallel(TrainerStrategy):
 
     @override
     def _training_starts(self) -> None:
-        module, sharded = self.lightning_module, self._require_sharded()
-        assert module is not None
         if self._session.options.communication.verbose and self.is_global_zero:
-            assert self._collectives is not None
-            rows = [*sharded.describe(), ("communication", self._collectives.describe())]
-            rows += [("note", note) for note in self._collectives.notes]
-            print_table("smddp_fsdp: fully sharded data parallelism", rows, module.trainer)
+            assert self.lightning_module is not None
+            rows = self._require_scheme().describe()
+            print_table("smddp_fsdp: fully sharded data parallelism", rows, self.lightning_module.trainer)
 
     @override
     def _advise(self, exception: BaseException) -> None:
         if isinstance(exception, RuntimeError) and _FREED in str(exception):
             exception.args = (f"{exception}. {_DIFFERENTIATED_TWICE}",)
 
-    def _require_sharded(self) -> FullySharded:
-        assert self._sharded is not None, "setup() comes first"
-        return self._sharded
+    def _require_scheme(self) -> FSDPScheme:
+        assert self._scheme is not None, "setup() comes first"
+        return self._scheme

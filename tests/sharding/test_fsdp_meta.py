@@ -10,7 +10,7 @@ from lightning.pytorch import seed_everything
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_smddp.strategies import dividing
+from lightning_smddp.strategies import fsdp_scheme
 from tests.ranks import run_trainer_ranks
 from tests.sharding.test_fsdp import Block, fully_sharded
 from tests.strategies.learners import Learner, Outcome, assert_equal, make_trainer, outcome
@@ -46,19 +46,19 @@ def held(module: nn.Module) -> int:
 def fit_late(meta_init: bool, path: str | None = None, save: str | None = None) -> tuple[Outcome, int, int]:
     """What training left, the most elements that were held in setup, and how many the module has."""
     seed_everything(5, verbose=False)
-    fill, most = dividing.initialize_deferred, [0]
+    fill, most = fsdp_scheme.initialize_deferred, [0]
 
     def watched(module: nn.Module, *args: Any) -> None:
         fill(module, *args)
         most.append(held(module))
 
-    dividing.initialize_deferred = watched
+    fsdp_scheme.initialize_deferred = watched
     model = Late()
     trainer = make_trainer(fully_sharded(meta_init=meta_init), max_epochs=2 if path else 1)
     try:
         trainer.fit(model, ckpt_path=path)
     finally:
-        dividing.initialize_deferred = fill
+        fsdp_scheme.initialize_deferred = fill
     if save is not None:
         trainer.save_checkpoint(save)
     return outcome(model, trainer), max(most), sum(p.numel() for p in model.parameters())

@@ -1,0 +1,318 @@
+"""How ``smddp_fsdp`` divides a module, trains it and makes it whole again: the same for the Trainer and for Fabric."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.optim import Optimizer
+
+from lightning_smddp._compat.fsdp import move_undivided
+from lightning_smddp.communication.compression import check_compressible
+from lightning_smddp.communication.nonfinite import agreed, bad_gradients
+from lightning_smddp.communication.objects import broadcast
+from lightning_smddp.communication.sharded_collectives import ShardedCollectives
+from lightning_smddp.pipeline.partition.costs import fits_on_hosts
+from lightning_smddp.pipeline.state.meta_parameters import initialize_deferred
+from lightning_smddp.pipeline.state.state_dict import broadcast_initial
+from lightning_smddp.sharding.clipping import clip_by_norm
+from lightning_smddp.sharding.fully_sharded import FullySharded, ShardingPlan
+from lightning_smddp.sharding.local_steps import LocalSteps
+from lightning_smddp.sharding.optimizer_shards import all_parameters
+from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
+from lightning_smddp.sharding.units import Wrap, find_units
+from lightning_smddp.sharding.whole_states import whole
+from lightning_smddp.sharding.whole_view import WholeView
+from lightning_smddp.strategies.checks import unit_precision
+from lightning_smddp.strategies.options import require_bools
+
+Sharding = Literal["full", "grad_op", "hybrid"]
+_SHARDINGS = ("full", "grad_op", "hybrid")
+ReduceType = Literal["bf16", "fp16"]
+_REDUCE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ShardingOptions:
+    """What is divided how: arguments of a strategy, see there.
+
+    Raises:
+        ValueError: a value is none of the valid ones, which the message lists.
+    """
+
+    sharding: Sharding
+    shard_size: int | None
+    wrap: Wrap
+    meta_init: bool
+    cpu_offload: bool = False
+    compression: ReduceType | None = None
+
+    def __post_init__(self) -> None:
+        sharding, size = self.sharding, self.shard_size
+        if sharding not in _SHARDINGS:
+            valid = ", ".join(map(repr, _SHARDINGS))
+            raise ValueError(f"sharding={sharding!r} is unknown. Valid: {valid}.")
+        if size is not None and sharding != "hybrid":
+            raise ValueError(f"shard_size={size!r} belongs to sharding='hybrid', and sharding is {sharding!r}.")
+        require_bools(meta_init=self.meta_init, cpu_offload=self.cpu_offload)
+        if self.compression not in (None, *_REDUCE_DTYPES):
+            raise ValueError(
+                f"compression={self.compression!r} cannot be used with sharded parameters, whose gradients torch sums "
+                "in one type. Valid: None, 'bf16', 'fp16'; or use strategy='smddp', which does not shard parameters."
+            )
+
+    def require_layout(self, nodes: int, ranks_per_node: int) -> None:
+        """Raise ``ValueError`` if the ranks cannot be divided into copies."""
+        if self.sharding != "hybrid":
+            return
+        ranks = nodes * ranks_per_node
+        size = self._ranks_of_copy(ranks, ranks_per_node)
+        if not isinstance(size, int) or size < 2 or ranks % size != 0:
+            raise ValueError(
+                f"shard_size={size!r} has to be a number above 1 that divides the number of ranks, which is {ranks}."
+            )
+
+    def make_mesh(self, device_type: str, ranks_per_node: int) -> DeviceMesh:
+        """Of all ranks, those of one copy in its last dimension. Collective."""
+        # Of 8 ranks with copies among 4: [[0, 1, 2, 3], [4, 5, 6, 7]]. A row gathers units and has one copy among its
+        # ranks; those of a column have the same shares, and average what the rows have summed.
+        ranks = dist.get_world_size()
+        size = self._ranks_of_copy(ranks, ranks_per_node)
+        if size == ranks:
+            return init_device_mesh(device_type, (size,), mesh_dim_names=("shard",))
+        return init_device_mesh(device_type, (ranks // size, size), mesh_dim_names=("replicate", "shard"))
+
+    def _ranks_of_copy(self, ranks: int, ranks_per_node: int) -> int:
+        if self.sharding != "hybrid":
+            return ranks
+        if self.shard_size is None:
+            return ranks_per_node
+        return self.shard_size
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where modules are divided.
+
+    Attributes:
+        device: of this rank.
+        ranks_per_node: as the strategy was told.
+        limit: how long a collective waits for a rank.
+    """
+
+    device: torch.device
+    ranks_per_node: int
+    limit: timedelta
+
+
+class FSDPScheme:
+    """A module that is divided among ranks, from here to :meth:`close`. Creation is collective.
+
+    Args:
+        module: equal on all ranks, with values or parameters on the meta device.
+        options: how to divide it.
+        place: where.
+        precision: Lightning's plugin.
+        view: in which code of the user's sees whole values.
+
+    Attributes:
+        sharded: the module, divided.
+    """
+
+    def __init__(self, module: nn.Module, options: ShardingOptions, place: Place, precision: Any, view: WholeView):
+        self.module = module
+        self.device = place.device
+        self.view = view
+        self._broadcasts_buffers = True
+        self._loss: Tensor | None = None  # of the latest backward pass
+        self._bad: Mapping[str, str] | None = None  # averages that are not finite, on this rank
+        self._is_bad = False  # on any rank
+        world = dist.group.WORLD
+        assert world is not None
+        with view.inside(False):
+            broadcast_initial(module, world, device=place.device)
+            self._divide(options, place, precision, broadcast(torch.initial_seed(), group_src=0))
+
+    def _divide(self, options: ShardingOptions, place: Place, precision: Any, seed: int) -> None:
+        module = self.module
+        units = find_units(module, options.wrap)
+        offload = OffloadPolicy()
+        if options.cpu_offload and place.device.type == "cpu":
+            units.notes.append("cpu_offload=True changes nothing: ranks are on CPUs, and so is all that they have")
+        elif options.cpu_offload:
+            _require_no_scaler(precision)
+            offload = CPUOffloadPolicy()
+        unit_policy = unit_precision(precision)
+        if options.compression is not None:
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad:
+                    check_compressible(parameter.dtype, f"The gradient of {name!r}")
+            unit_policy = replace(unit_policy, reduce_dtype=_REDUCE_DTYPES[options.compression])
+
+        # Called before each unit is divided: its layers get memory and values, unit by unit, so that no rank ever holds
+        # all of them. The seed of first values is the same on all ranks.
+        def fill(names: Sequence[str]) -> None:
+            if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+                initialize_deferred(module, names, place.device, seed)
+
+        mesh = options.make_mesh(place.device.type, place.ranks_per_node)
+        self._collectives = ShardedCollectives(mesh, place.limit)
+        plan = ShardingPlan(
+            mesh=mesh,
+            reshard=options.sharding != "grad_op",
+            unit_precision=unit_policy,
+            offload=offload,
+            fill=fill,
+        )
+        # Shares are on the device when they are made, and with `cpu_offload` on the host: `module.to` would undo that,
+        # so only the rest is moved, such as buffers.
+        self.sharded = FullySharded(module, units, plan)
+        self._collectives.attach(module)
+        move_undivided(module, place.device)
+
+    def describe(self) -> list[tuple[str, str]]:
+        """What runs here, in rows of name and value."""
+        notes = [("note", note) for note in self._collectives.notes]
+        return [*self.sharded.describe(), ("communication", self._collectives.describe()), *notes]
+
+    # ---- steps ----
+
+    @contextmanager
+    def forward(self, trains: bool, broadcasts_buffers: bool = True) -> Iterator[None]:
+        """Around code of the user's that calls the module: the root's parameters are whole. Collective.
+
+        As under DDP the first rank's buffers go to all before it, but not in the middle of an accumulation.
+        """
+        if self._broadcasts_buffers and broadcasts_buffers:
+            self.sharded.broadcast_buffers(self.device)
+        self._broadcasts_buffers = trains and self.sharded.synchronizes
+        with self.sharded.step(trains), self.view.inside():
+            yield
+
+    def before_backward(self, loss: Tensor, watches: bool = True) -> None:
+        """A backward pass of ``loss`` comes; see :meth:`FullySharded.before_backward`."""
+        self._loss = loss.detach()
+        self.sharded.before_backward(loss, watches)
+
+    def after_backward(self, looks: bool) -> None:
+        """See that all gradients were averaged, and with ``looks`` that they are numbers.
+
+        Collective, unless it accumulates only.
+        """
+        self._bad = None
+        if looks and self.sharded.synchronizes:
+            self._bad = bad_gradients(self.module.named_parameters())
+        self._is_bad = self.sharded.after_backward(self._bad is not None, self.device)
+
+    def nonfinite(self) -> Mapping[str, str] | None:
+        """What is wrong on this rank; None if no rank has found anything. Collective where one has.
+
+        What each rank brought is in the average already, but its loss may tell.
+        """
+        if not self._is_bad:
+            return None
+        group = dist.group.WORLD
+        assert group is not None
+        assert self._loss is not None
+        # A rank whose loss is not finite is the cause. Where there is one, the others say nothing.
+        own: dict[str, str] = {}
+        if not bool(self._loss.isfinite().all()):
+            own["the loss"] = str(float(self._loss.sum()))
+        if agreed(bool(own), group, self.device):
+            return own
+        for name, text in (self._bad or {}).items():
+            own[f"the average of {name}"] = text
+        return own
+
+    # ---- the end ----
+
+    def make_whole(self) -> dict[int, Tensor]:
+        """Give back a whole module on each rank, if there is room for it. Collective.
+
+        Returns:
+            See :meth:`FullySharded.close`; empty where there is no room.
+        """
+        module, world = self.module, dist.group.WORLD
+        assert world is not None
+        self.sharded.reshard()
+        self.sharded.hold_memory(False)
+        # Asked of all hosts: where one has no room, no rank gathers, as none can do so alone.
+        if not fits_on_hosts(module, world):
+            if dist.get_rank() == 0:
+                warnings.warn(
+                    f"{type(module).__name__} stays divided: a host has too little memory for the whole of it on each "
+                    "of its ranks. Load its last checkpoint where there is room.",
+                    stacklevel=2,
+                )
+            return {}
+        gathered = {name: whole(parameter, self.device) for name, parameter in module.named_parameters()}
+        return self.sharded.close(gathered)
+
+    def close(self) -> None:
+        """Free memory that ranks share. Not collective."""
+        self._collectives.close()
+
+
+class SteppedOptimizer:
+    """An optimizer that steps divided parameters, until :meth:`close`.
+
+    One that treats each element by itself steps this rank's shares, as plain tensors; any other steps whole values, and
+    each rank all of them.
+
+    Attributes:
+        optimizer: the user's.
+        schemes: of the modules that have its parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer, schemes: Sequence[FSDPScheme], view: WholeView) -> None:
+        self.optimizer = optimizer
+        self.schemes = schemes
+        self._view = view
+        with view.inside(False):
+            found, _ = granularity(optimizer)
+        self._shares = LocalSteps(optimizer) if found is Granularity.ELEMENT else None
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around a step, its closure included."""
+        # A unit may still be whole, behind a forward pass alone say. Freed now, it is gathered from the new shares the
+        # next time, and not taken as it was before the step.
+        for scheme in self.schemes:
+            scheme.sharded.reshard()
+        if self._shares is not None:
+            self._shares.stand_next_to_step()
+        try:
+            with self._view.inside(self._shares is None):
+                yield
+        finally:
+            if self._shares is not None:
+                self._shares.restore()
+
+    def clip_by_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip by the norm of the gradients of all ranks' shares. Collective."""
+        scheme = self.schemes[0]
+        group, parameters = scheme.sharded.shard_group, all_parameters(self.optimizer)
+        return clip_by_norm(parameters, max_norm, group, scheme.device, norm_type, error_if_nonfinite)
+
+    def close(self) -> None:
+        """Its steps are torch's own again."""
+        if self._shares is not None:
+            self._shares.close()
+
+
+def _require_no_scaler(precision: Any) -> None:
+    if getattr(precision, "scaler", None) is not None:
+        raise ValueError(
+            f"precision={precision.precision!r} cannot be used with cpu_offload=True: torch's gradient scaler looks "
+            "for overflows where gradients are, on the CPU, and tells other ranks by messages between GPUs. Use "
+            "precision='bf16-mixed', or cpu_offload=False."
+        )
