@@ -95,9 +95,10 @@ def in_one_process(model: nn.ModuleList, batches: Batches, training: bool) -> tu
 class Engine:
     """An engine with a body for each stage, which keeps the losses."""
 
-    def __init__(self, name: str, bodies: Sequence[StageBody]) -> None:
+    def __init__(self, name: str, bodies: Sequence[StageBody], recorder: SpanRecorder | None = None) -> None:
         self.engine = PipelineEngine(dist.group.WORLD, CPU, parse(name), len(bodies))
-        self.bodies = bodies
+        self.engine.recorder = recorder
+        self.bodies = bodies  # of all stages; this rank's are used
         self.stages = [stage.stage_index for stage in self.engine.stages]
         self.losses: dict[int, Tensor] = {}
 
@@ -107,22 +108,13 @@ class Engine:
             self.losses[microbatch] = outputs[0].detach()
         return outputs
 
-    def train(self, count: int, boundaries: Sequence[Any]) -> list[Tensor]:
+    def train(self, boundaries: Sequence[Any]) -> list[Tensor]:
         self.losses.clear()
         self.engine.run(self.compute, boundaries, train=True)
-        assert len(boundaries) == count
         return [loss for _, loss in sorted(self.losses.items())]
 
-    def evaluate(self, count: int, boundaries: Sequence[Any]) -> None:
-        assert len(boundaries) == count
+    def evaluate(self, boundaries: Sequence[Any]) -> None:
         self.engine.run(self.compute, boundaries, train=False)
-
-
-def engine_for(name: str, bodies: Sequence[StageBody], recorder: SpanRecorder | None = None) -> Engine:
-    """``bodies`` of all stages; this rank's are used."""
-    engine = Engine(name, bodies)
-    engine.engine.recorder = recorder
-    return engine
 
 
 def differences(engine: Engine, model: nn.ModuleList, reference: nn.ModuleList) -> list[str]:
@@ -154,7 +146,7 @@ def compare(
     model = copy.deepcopy(reference)
     batches: Batches = []
     bodies = [Body(piece, batches) for piece in model]
-    engine, last = engine_for(name, bodies), bodies[-1]
+    engine, last = Engine(name, bodies), bodies[-1]
     found = []
     for step, (mode, sizes, length) in enumerate(steps):
         batches[:] = batches_of(step, sizes, length)
@@ -164,10 +156,10 @@ def compare(
             losses, boundaries = in_one_process(reference, batches, mode == "train")
         returned: list[Tensor] = []
         if mode == "train":
-            returned = engine.train(len(sizes), boundaries)
+            returned = engine.train(boundaries)
         else:
             with torch.inference_mode():
-                engine.evaluate(len(sizes), boundaries)
+                engine.evaluate(boundaries)
         if num_stages - 1 in engine.stages:
             results, last.results = last.results, []
             if not torch.allclose(torch.stack(results), torch.stack(losses)):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_smddp.pipeline.runtime.remote import TensorSpec
 from lightning_smddp.pipeline.runtime.schedules import SCHEDULES, parse
 from tests.pipeline import pipeline_chains
-from tests.pipeline.pipeline_chains import HIDDEN, two_stages
+from tests.pipeline.pipeline_chains import HIDDEN, Engine, two_stages
 from tests.ranks import RanksFailedError, run_ranks
 
 # Sizes differ within a step, lengths between steps; some numbers of micro-batches need a substitute schedule.
@@ -35,54 +35,39 @@ def several(cases: list[tuple[Any, ...]]) -> list[str]:
     return [f"{case}: {text}" for case in cases for text in pipeline_chains.compare(*case)]
 
 
-def test_two_ranks_equal_one_process() -> None:
-    cases = [(name, SCHEDULES[name].default_stages_per_rank, STEPS) for name in SCHEDULES]
-    for found in run_ranks(several, 2, cases):
-        assert found == []
-
-
-# Ranks between others receive and send; the other schedules run on two ranks above.
+DEFAULTS = {name: SCHEDULES[name].default_stages_per_rank for name in SCHEDULES}
+FROZEN = [("gpipe", 1, FEW_STEPS, [0]), ("1f1b", 1, FEW_STEPS, [0])]
+FROZEN += [(name, 2, FEW_STEPS, frozen) for name in ("looped_bfs", *SPLITTING) for frozen in ([0, 1], [2])]
+# Ranks between others receive and send; the other schedules run on two ranks.
 ON_FOUR = ["1f1b", "interleaved_zero_bubble", "dualpipev"]
+CASES: dict[str, tuple[int, list[tuple[Any, ...]]]] = {
+    "two ranks": (2, [(name, count, STEPS) for name, count in DEFAULTS.items()]),
+    "one rank": (1, [(name, count, STEPS) for name, count in DEFAULTS.items()]),
+    "other stages": (1, [("interleaved_1f1b", 3, FEW_STEPS), ("interleaved_zero_bubble", 1, FEW_STEPS)]),
+    "three stages": (2, [("looped_bfs", 3, FEW_STEPS), ("interleaved_zero_bubble", 3, FEW_STEPS)]),
+    "frozen stages": (2, FROZEN),
+    "four ranks": (4, [(name, DEFAULTS[name], FEW_STEPS) for name in ON_FOUR]),
+    "more on four": (4, [(name, DEFAULTS[name], FEW_STEPS) for name in SCHEDULES if name not in ON_FOUR]),
+}
+MARKS = {
+    "three stages": [pytest.mark.slow],
+    "frozen stages": [pytest.mark.slow],
+    "four ranks": [pytest.mark.slow],
+    "more on four": [pytest.mark.exhaustive],
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "names",
-    [ON_FOUR, pytest.param([name for name in SCHEDULES if name not in ON_FOUR], marks=pytest.mark.exhaustive)],
-    ids=["few", "others"],
-)
-def test_four_ranks_equal_one_process(names: list[str]) -> None:
-    cases = [(name, SCHEDULES[name].default_stages_per_rank, FEW_STEPS) for name in names]
-    for found in run_ranks(several, 4, cases, timeout=100):
-        assert found == []
-
-
-def test_one_rank_with_any_number_of_stages_equals_one_process() -> None:
-    cases: list[tuple[Any, ...]] = [(name, SCHEDULES[name].default_stages_per_rank, STEPS) for name in SCHEDULES]
-    cases += [("interleaved_1f1b", 3, FEW_STEPS), ("interleaved_zero_bubble", 1, FEW_STEPS)]
-    assert run_ranks(several, 1, cases) == [[]]
-
-
-@pytest.mark.slow
-def test_three_stages_on_each_rank() -> None:
-    cases = [("looped_bfs", 3, FEW_STEPS), ("interleaved_zero_bubble", 3, FEW_STEPS)]
-    for found in run_ranks(several, 2, cases):
-        assert found == []
-
-
-@pytest.mark.slow
-def test_frozen_stages_send_and_receive_no_gradients() -> None:
-    cases: list[tuple[Any, ...]] = [("gpipe", 1, FEW_STEPS, [0]), ("1f1b", 1, FEW_STEPS, [0])]
-    for name in ("looped_bfs", *SPLITTING):
-        cases += [(name, 2, FEW_STEPS, frozen) for frozen in ([0, 1], [2])]
-    for found in run_ranks(several, 2, cases):
+@pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, [])) for case in CASES])
+def test_ranks_equal_one_process(case: str) -> None:
+    ranks, runs = CASES[case]
+    for found in run_ranks(several, ranks, runs, timeout=100):
         assert found == []
 
 
 def gradient_that_does_not_matter(name: str) -> float:
     """The last stage uses what it received without its gradient."""
     bodies = two_stages(last=lambda microbatch, hidden: (bodies[1].module(hidden.detach()).sum(),))
-    pipeline_chains.engine_for(name, bodies).train(2, [[[HIDDEN]]] * 2)
+    Engine(name, bodies).train([[[HIDDEN]]] * 2)
     gradient = bodies[dist.get_rank()].module.weight.grad
     return float(gradient.abs().sum())
 
@@ -95,9 +80,9 @@ def empty_and_absent_tensors(name: str) -> list[Any]:
         first=lambda microbatch: () if microbatch == 0 else (weight.expand(0, 3),),
         last=lambda microbatch, *received: (bodies[1].module(torch.cat([*received, torch.ones(1, 3)])).sum(),),
     )
-    engine = pipeline_chains.engine_for(name, bodies)
-    losses = engine.train(2, [[[]], [[empty]]])
-    engine.evaluate(2, [[[]], [[empty]]])
+    engine = Engine(name, bodies)
+    losses = engine.train([[[]], [[empty]]])
+    engine.evaluate([[[]], [[empty]]])
     return [loss.item() for loss in losses]
 
 
@@ -106,7 +91,7 @@ def without_loss(name: str) -> list[float]:
     bodies = two_stages()
     full = bodies[1].function
     bodies[1].function = lambda microbatch, hidden: () if microbatch == 1 else full(microbatch, hidden)
-    pipeline_chains.engine_for(name, bodies).train(3, [[[HIDDEN]]] * 3)
+    Engine(name, bodies).train([[[HIDDEN]]] * 3)
     layers = [body.module for body in bodies]
     loss = sum(full(microbatch, *bodies[0](microbatch, ()))[0] for microbatch in (0, 2))
     wanted = torch.autograd.grad(loss, list(layers[dist.get_rank()].parameters()))
@@ -114,45 +99,19 @@ def without_loss(name: str) -> list[float]:
     return [float((mine - other).abs().max()) for mine, other in zip(ours, wanted, strict=True)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_zero_bubble"])
-def test_a_microbatch_without_loss_adds_nothing(name: str) -> None:
-    for errors in run_ranks(without_loss, 2, name):
-        assert max(errors) < 1e-6
+def little(names: list[str]) -> dict[str, tuple[float, list[Any], list[float]]]:
+    checks = (gradient_that_does_not_matter, empty_and_absent_tensors, without_loss)
+    return {name: tuple(check(name) for check in checks) for name in names}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_zero_bubble"])
-def test_boundaries_that_carry_little(name: str) -> None:
-    unused = run_ranks(gradient_that_does_not_matter, 2, name)
-    assert unused[0] == 0
-    assert unused[1] > 0
-    first, last = run_ranks(empty_and_absent_tensors, 2, name)
-    assert first == []
-    assert len(last) == 2
-
-
-def in_batch(name: str) -> list[float]:
-    """Weighted losses of uneven micro-batches are the mean over the whole batch."""
-    bodies = two_stages()
-    layers = [body.module for body in bodies]
-    rows, sizes = torch.randn(8, 3), (3, 3, 2)
-    parts = rows.split(sizes)
-    bodies[0].function = lambda microbatch: (layers[0](parts[microbatch]),)
-    bodies[1].function = lambda microbatch, hidden: (
-        layers[1](hidden.tanh()).square().mean() * (sizes[microbatch] / 8),
-    )
-    specs = [[[TensorSpec((size, 3), torch.float32, True)]] for size in sizes]
-    pipeline_chains.engine_for(name, bodies).train(3, specs)
-    ours = [parameter.grad for parameter in layers[dist.get_rank()].parameters()]
-    whole = layers[1](layers[0](rows).tanh()).square().mean()
-    wanted = torch.autograd.grad(whole, list(layers[dist.get_rank()].parameters()))
-    return [float((mine - other).abs().max()) for mine, other in zip(ours, wanted, strict=True)]
-
-
-def test_uneven_microbatches_equal_the_whole_batch() -> None:
-    for errors in run_ranks(in_batch, 2, "1f1b"):
-        assert max(errors) < 1e-6
+def test_boundaries_that_carry_little_and_microbatches_without_loss() -> None:
+    first, last = run_ranks(little, 2, ["gpipe", "1f1b", "interleaved_zero_bubble"])
+    for name in first:
+        (unused, losses, errors), (last_unused, last_losses, last_errors) = first[name], last[name]
+        assert unused == 0 < last_unused, name
+        assert (len(losses), len(last_losses)) == (0, 2), name
+        assert max(errors + last_errors) < 1e-6, name
 
 
 class Token:
@@ -193,15 +152,15 @@ def failing(name: str, rank: int, in_backward: bool) -> str:
     bodies = two_stages()
     healthy = bodies[rank].function
     bodies[rank].function = broken
-    engine = pipeline_chains.engine_for(name, bodies)
+    engine = Engine(name, bodies)
     try:
-        engine.train(2, [[[HIDDEN]]] * 2)
+        engine.train([[[HIDDEN]]] * 2)
     except UserError as error:
         message = str(error)
     assert len(graphs) == 0
     if dist.get_world_size() == 1:  # an engine of one rank can go on
         bodies[rank].function = healthy
-        assert len(engine.train(2, [[[HIDDEN]]] * 2)) == 2
+        assert len(engine.train([[[HIDDEN]]] * 2)) == 2
     return message
 
 
@@ -227,10 +186,10 @@ def modes() -> list[bool]:
         return whole(microbatch, hidden)
 
     bodies[1].function = note
-    engine = pipeline_chains.engine_for("looped_bfs", bodies)
-    engine.evaluate(1, [[[HIDDEN]]])
+    engine = Engine("looped_bfs", bodies)
+    engine.evaluate([[[HIDDEN]]])
     with torch.no_grad():
-        engine.train(1, [[[HIDDEN]]])
+        engine.train([[[HIDDEN]]])
     return [*seen, all(parameter.grad is not None for body in bodies for parameter in body.module.parameters())]
 
 
@@ -246,7 +205,7 @@ def hook_calls(name: str) -> int:
     fired = []
     parameter = model[-1 if name != "1f1b" else dist.get_rank()].linear.weight
     parameter.register_post_accumulate_grad_hook(lambda _: fired.append(1))
-    pipeline_chains.engine_for(name, [pipeline_chains.Body(piece, batches) for piece in model]).train(4, boundaries)
+    Engine(name, [pipeline_chains.Body(piece, batches) for piece in model]).train(boundaries)
     return len(fired)
 
 
@@ -277,9 +236,9 @@ def kept(name: str, microbatches: int) -> tuple[int, int, int]:
     bodies = two_stages()
     for body in bodies:
         body.function = watched(body.function)
-    engine = pipeline_chains.engine_for(name, bodies)
+    engine = Engine(name, bodies)
     for _ in range(3):
-        engine.train(microbatches, [[[HIDDEN]]] * microbatches)
+        engine.train([[[HIDDEN]]] * microbatches)
     return most, len(graphs), len(tensors)
 
 

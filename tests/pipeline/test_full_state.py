@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_smddp._compat.torch import without_torch_function
-from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.state.meta_parameters import release
 from lightning_smddp.pipeline.state.state_dict import (
     broadcast_initial,
@@ -18,7 +17,7 @@ from lightning_smddp.pipeline.state.state_dict import (
     unshard,
 )
 from tests.communication.errors import message_of
-from tests.pipeline.models import OWNERSHIP, Tied, assert_same, seeded, tied
+from tests.pipeline.models import OWNERSHIP, Tied, assert_same, tied
 from tests.ranks import run_in_threads
 
 CPU = torch.device("cpu")
@@ -63,28 +62,20 @@ def compare_state(group: dist.ProcessGroup, to_all: bool) -> None:
     assert bool((model.norm.running_mean == 0).all()) is (group.rank() == 0)  # its own is as it was
 
 
-class Renaming(nn.Module):
-    """State hooks that compute with parameters: they have to see all values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
-        self.register_state_dict_post_hook(self.fuse)
-
-    @staticmethod
-    def fuse(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        state["fused"] = state.pop("first.weight") @ state.pop("second.weight")
+def fuse(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    state["fused"] = state["body.weight"] @ state["head.weight"].T
 
 
 def test_state_hooks_see_all_values() -> None:
+    """Those that compute with parameters."""
     run_in_threads(fused_state, 2)
 
 
 def fused_state(group: dist.ProcessGroup) -> None:
-    model = seeded(Renaming)
-    ownership = Ownership({"first.weight": (0,), "second.weight": (1,)}, {}, 2)
-    release(model, ownership, group.rank())
-    assert_same(full_state_dict(model, ownership, group, to_all=True), seeded(Renaming).state_dict())
+    model, whole = divided(group), trained()
+    for each in (model, whole):
+        each.register_state_dict_post_hook(fuse)
+    assert_same(full_state_dict(model, OWNERSHIP, group, to_all=True), whole.state_dict())
 
 
 def test_a_state_loads_into_the_parts() -> None:

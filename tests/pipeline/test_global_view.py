@@ -26,6 +26,10 @@ from tests.ranks import run_ranks
 CPU = torch.device("cpu")
 
 
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+
 class Net(nn.Module):
     """A student and a teacher; the first layers are on rank 0, the last ones on rank 1, ``tied`` is on both."""
 
@@ -33,12 +37,7 @@ class Net(nn.Module):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
-            self.student = nn.Sequential(
-                nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
-            )
-            self.teacher = nn.Sequential(
-                nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
-            )
+            self.student, self.teacher = layers(), layers()
             self.tied = nn.Parameter(torch.randn(5))
             # As replicas have them: all gradients are parts of one tensor.
             sizes = [parameter.numel() for parameter in self.student.parameters()]
@@ -63,40 +62,52 @@ def placed(module: nn.Module) -> Ownership:
     return Ownership(parameters, {name: rank(name)[0] for name, _ in module.named_buffers()}, 2)
 
 
+def divided(module: nn.Module, ownership: Ownership | None = None) -> GlobalView:
+    """The view of a module, of which this rank keeps its own part with its gradients."""
+    group = dist.group.WORLD
+    assert group is not None
+    ownership = ownership or placed(module)
+    gradients = {name: p.grad for name, p in module.named_parameters()}
+    release(module, ownership, group.rank())
+    for name, parameter in module.named_parameters():
+        if ownership.is_mine(name, group.rank()):
+            parameter.grad = gradients[name]
+    return GlobalView(module, ownership, group, CPU)
+
+
+def features() -> Tensor:
+    return torch.linspace(-1, 1, 18).view(3, 6)
+
+
 Hook = Callable[[Net], Any]
 
 
-def norms(net: Net) -> Any:
+def reads(net: Net) -> Any:
     total = sum(p.norm() ** 2 for p in net.parameters())
-    return total.sqrt().item(), [p.abs().max().item() for p in net.parameters()]
-
-
-def lightnings_grad_norm(net: Net) -> Any:
-    return {name: float(value) for name, value in grad_norm(net, 2).items()}
+    weight, bias = net.student[2].weight, net.student[2].bias
+    pairs = list(zip(net.teacher.parameters(), net.student.parameters(), strict=True))
+    return {
+        "norms": (total.sqrt().item(), [p.abs().max().item() for p in net.parameters()]),
+        "of gradients": {name: float(value) for name, value in grad_norm(net, 2).items()},
+        "counts": [sum(p.numel() for p in net.parameters()), [str(p.device) for p in net.parameters()]],
+        "equal": [torch.equal(t, s) for t, s in pairs],
+        "close": [torch.allclose(t, s, atol=10.0) for t, s in pairs],
+        "decision": bool((weight > 0).any()),
+        "shapes by values": [weight[weight > 0].sum().item(), weight.nonzero().shape[0], torch.unique(bias).tolist()],
+        "text": [repr(bias.data), f"{bias.sum():.3f}", net.tied.tolist(), str(net.tied.numpy(force=True))],
+        "is_meta": net.tied.is_meta,
+    }
 
 
 def clip(net: Net) -> Any:
-    total = nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-    return float(total)
-
-
-def clip_value(net: Net) -> Any:
+    totals = [float(nn.utils.clip_grad_norm_(net.parameters(), 0.5, foreach=each)) for each in (None, True)]
     nn.utils.clip_grad_value_(net.parameters(), 0.1)
-
-
-def clip_by_foreach(net: Net) -> Any:
-    return float(nn.utils.clip_grad_norm_(net.parameters(), 0.1, foreach=True))
+    return totals
 
 
 def ema_by_data(net: Net) -> Any:
     for t, s in zip(net.teacher.parameters(), net.student.parameters(), strict=True):
         t.data.mul_(0.9).add_(s.data, alpha=0.1)
-
-
-def ema_by_no_grad(net: Net) -> Any:
-    with torch.no_grad():
-        for t, s in zip(net.teacher.parameters(), net.student.parameters(), strict=True):
-            t.copy_(t * 0.9 + s * 0.1)
 
 
 def ema_by_assignment(net: Net) -> Any:
@@ -179,17 +190,6 @@ def freeze(net: Net) -> Any:
     return [p.requires_grad for p in net.parameters()]
 
 
-def count(net: Net) -> Any:
-    return [sum(p.numel() for p in net.parameters()), [str(p.device) for p in net.parameters()], net.tied.is_meta]
-
-
-def compare(net: Net) -> Any:
-    pairs = list(zip(net.teacher.parameters(), net.student.parameters(), strict=True))
-    same = [torch.equal(t, s) for t, s in pairs]
-    close = [torch.allclose(t, s, atol=10.0) for t, s in pairs]
-    return same, close, bool((net.student[2].weight > 0).any())
-
-
 def save(net: Net) -> Any:
     file = io.BytesIO()
     torch.save(net.state_dict(), file)
@@ -207,50 +207,40 @@ def swap(net: Net) -> Any:
     backup = [p.data for p in net.student.parameters()]
     for s, t in zip(net.student.parameters(), net.teacher.parameters(), strict=True):
         s.data = t.data
-    x = torch.linspace(-1, 1, 18).view(3, 6)
-    seen = net.eval()(x).sum().item()
+    seen = net.eval()(features()).sum().item()
     for s, data in zip(net.student.parameters(), backup, strict=True):
         s.data = data
-    return seen, net(x).sum().item()
+    return seen, net(features()).sum().item()
 
 
 def forward(net: Net) -> Any:
-    x = torch.linspace(-1, 1, 18).view(3, 6)
     with torch.no_grad():
-        return net.eval()(x), net.teacher(x).argmax(1).tolist()
-
-
-def forward_with_statistics(net: Net) -> Any:
-    x = torch.linspace(-1, 1, 18).view(3, 6)
-    with torch.no_grad():
-        return net.train()(x).tolist()
+        evaluated = net.eval()(features())
+        return evaluated, net.teacher(features()).argmax(1).tolist(), net.train()(features()).tolist()
 
 
 def backward(net: Net) -> Any:
-    x = torch.linspace(-1, 1, 18).view(3, 6)
     net.zero_grad()
-    F.cross_entropy(net(x), torch.tensor([1, 2, 3])).backward()
+    F.cross_entropy(net(features()), torch.tensor([1, 2, 3])).backward()
     return [None if p.grad is None else p.grad.tolist() for p in net.parameters()]
 
 
 def backward_on_top(net: Net) -> Any:
     """Adds to the gradients that are there, at which nobody has looked."""
-    (net(torch.linspace(-1, 1, 18).view(3, 6)).square().sum() + net.tied.square().sum()).backward()
+    (net(features()).square().sum() + net.tied.square().sum()).backward()
 
 
 def backward_of_checkpoints(net: Net) -> Any:
-    x = torch.linspace(-1, 1, 18).view(3, 6)
     net.zero_grad()
-    made = checkpoint(net.student[:3], x, use_reentrant=False)
+    made = checkpoint(net.student[:3], features(), use_reentrant=False)
     F.cross_entropy(checkpoint(net.student[3:], made, use_reentrant=False), torch.tensor([1, 2, 3])).backward()
     return [None if p.grad is None else p.grad.tolist() for p in net.student.parameters()]
 
 
 def spectra(net: Net) -> Any:
     """Complex numbers between layers."""
-    x = torch.linspace(-1, 1, 18).view(3, 6)
     net.zero_grad()
-    made = torch.fft.fft(net.student[:3](x)).real
+    made = torch.fft.fft(net.student[:3](features())).real
     made = torch.fft.rfft(made)
     made = torch.fft.irfft(made * made.abs() + (made * made.conj()).imag, n=8)
     F.cross_entropy(net.student[3:](made), torch.tensor([1, 2, 3])).backward()
@@ -260,7 +250,7 @@ def spectra(net: Net) -> Any:
 def dropout(net: Net) -> Any:
     torch.manual_seed(5)
     with torch.no_grad():
-        return F.dropout(net(torch.linspace(-1, 1, 18).view(3, 6)), 0.5).tolist(), torch.rand(2).tolist()
+        return F.dropout(net(features()), 0.5).tolist(), torch.rand(2).tolist()
 
 
 def copies(net: Net) -> Any:
@@ -285,21 +275,6 @@ def gradients_by_hand(net: Net) -> Any:
     return [p.grad is None for p in net.parameters()]
 
 
-def print_it(net: Net) -> Any:
-    return (
-        repr(net.student[2].bias.data),
-        f"{net.student[2].bias.sum():.3f}",
-        net.tied.tolist(),
-        str(net.tied.numpy(force=True)),
-    )
-
-
-def masked(net: Net) -> Any:
-    """Shapes that depend on values."""
-    weight = net.student[2].weight
-    return weight[weight > 0].sum().item(), weight.nonzero().shape[0], torch.unique(net.teacher[0].bias).tolist()
-
-
 def prune(net: Net) -> Any:
     with torch.no_grad():
         everything = torch.cat([p.flatten() for p in net.student.parameters()])
@@ -310,37 +285,24 @@ def prune(net: Net) -> Any:
 
 
 CASES = [
-    norms, lightnings_grad_norm, clip, clip_value, clip_by_foreach, ema_by_data, ema_by_no_grad, ema_by_assignment,
-    ema_by_foreach,
-    ema_of_other_places, ema_across_ranks, averaged, ema_buffers, noise, initialise, assign, freeze, count, compare,
-    draws_by_value,
-    save, load,
-    swap, forward, forward_with_statistics, backward, backward_on_top,
-    backward_of_checkpoints,
-    spectra, dropout, copies, vector, gradients_by_hand, print_it, masked,
-    prune,
+    reads, clip, ema_by_data, ema_by_assignment, ema_by_foreach, ema_of_other_places, ema_across_ranks, averaged,
+    ema_buffers, noise, initialise, assign, freeze, draws_by_value, save, load, swap, forward, backward,
+    backward_on_top, backward_of_checkpoints, spectra, dropout, copies, vector, gradients_by_hand, prune,
 ]  # fmt: skip
 
 
 def on_rank(hook: Hook, times: int = 2) -> Any:
     """What this rank has in the end."""
-    group = dist.group.WORLD
-    assert group is not None
-    torch.manual_seed(group.rank())
+    torch.manual_seed(dist.get_rank())
     net = Net()
-    ownership, rank = placed(net), group.rank()
-    gradients = {name: p.grad for name, p in net.named_parameters()}
-    release(net, ownership, rank)
-    for name, parameter in net.named_parameters():
-        if ownership.is_mine(name, rank):
-            parameter.grad = gradients[name]
-    view = GlobalView(net, ownership, group, CPU)
+    view = divided(net)
     results = []
     for _ in range(times):
         with view.entered():
             results.append(view.plain(hook(net)))
-    gradients = {n: p.grad for n, p in net.named_parameters() if ownership.is_mine(n, rank)}
-    unshard(net, ownership, group)
+    ownership = placed(net)
+    gradients = {n: p.grad for n, p in net.named_parameters() if ownership.is_mine(n, dist.get_rank())}
+    unshard(net, ownership, dist.group.WORLD)
     return results, dict(net.state_dict()), gradients, [p.requires_grad for p in net.parameters()]
 
 
@@ -474,18 +436,10 @@ def differing(hooks: list[Any]) -> list[Any]:
     found = []
     for hook in hooks:
         net = Net()
-        group = dist.group.WORLD
-        assert group is not None
-        ownership, rank = placed(net), group.rank()
-        gradients = {name: p.grad for name, p in net.named_parameters()}
-        release(net, ownership, rank)
-        for name, parameter in net.named_parameters():
-            if ownership.is_mine(name, rank):
-                parameter.grad = gradients[name]
-        view = GlobalView(net, ownership, group, CPU)
+        view = divided(net)
         try:
             with view.entered():
-                result = hook(net, rank)
+                result = hook(net, dist.get_rank())
             found.append(result)
         except GlobalViewError as error:
             found.append(str(error))
@@ -493,21 +447,15 @@ def differing(hooks: list[Any]) -> list[Any]:
     return found
 
 
-def test_values_for_one_rank_alone() -> None:
-    first, second = run_ranks(differing, 2, [on_first_rank])
-    assert_equal(first, [on_first_rank(Net(), 0)])
-    assert second == [None]
-
-
-def test_values_for_one_rank_and_then_for_all() -> None:
-    for rank, found in enumerate(run_ranks(differing, 2, [first_rank_and_all])):
-        assert_equal(found, [first_rank_and_all(Net(), rank)])
+def test_values_for_one_rank_alone_and_then_for_all() -> None:
+    for rank, found in enumerate(run_ranks(differing, 2, [on_first_rank, first_rank_and_all])):
+        assert_equal(found, [on_first_rank(Net(), rank), first_rank_and_all(Net(), rank)])
 
 
 def test_what_ranks_do_differently_is_an_error_on_all() -> None:
     hooks = [
         writes_on_first_rank, other_amounts, other_gradients, gradients_that_others_changed, computed_on_first_rank,
-        new_parameter, other_shape, shape_in_place,
+        new_parameter, other_shape, shape_in_place, read_by_last_rank,
     ]  # fmt: skip
     texts = [
         "do different things in a hook or callback: rank 0 has changed 'student.4.weight' last, at ",
@@ -518,6 +466,7 @@ def test_what_ranks_do_differently_is_an_error_on_all() -> None:
         "Parameter 'weight' of a Linear is replaced by another one at ",
         "`.data` of a tensor of shape (8, 8), torch.float32 is set at ",
         "changes the shape of 'student.4.weight', a tensor of shape (4, 8) in place",
+        "rank 0 is at the end of a hook; rank 1 needs the values of 'student.0.weight'",
     ]
     for found in run_ranks(differing, 2, hooks):
         for text, error in zip(texts, found, strict=True):
@@ -541,14 +490,9 @@ def change_with_holes(module: WithHoles) -> Any:
     return module.weight.flatten().tolist(), module.average.tolist()
 
 
-def with_holes(_: Any = None) -> Any:
-    group = dist.group.WORLD
-    assert group is not None
+def with_holes() -> Any:
     module = WithHoles()
-    ownership = Ownership({"weight": (1,)}, {"average": 1}, 2)
-    release(module, ownership, group.rank())
-    view = GlobalView(module, ownership, group, CPU)
-    with view.entered():
+    with divided(module, Ownership({"weight": (1,)}, {"average": 1}, 2)).entered():
         return change_with_holes(module)
 
 
@@ -556,14 +500,10 @@ def test_tensors_with_holes_are_changed_by_their_views() -> None:
     assert run_ranks(with_holes, 2) == [change_with_holes(WithHoles())] * 2
 
 
-def kept(_: Any = None) -> Any:
+def kept() -> Any:
     """A hook keeps what it made: an error outside of hooks, a plain tensor at the end."""
-    group = dist.group.WORLD
-    assert group is not None
     net = Net()
-    ownership = placed(net)
-    release(net, ownership, group.rank())
-    view = GlobalView(net, ownership, group, CPU)
+    view = divided(net)
     with view.entered():
         average = {name: p.detach().clone() for name, p in net.named_parameters()}
         clone = copy.deepcopy(net.student)
@@ -576,7 +516,7 @@ def kept(_: Any = None) -> Any:
     except GlobalViewError as error:
         message = str(error)
     view.close()
-    unshard(net, ownership, group)
+    unshard(net, placed(net), dist.group.WORLD)
     kinds = {type(value) for value in average.values()} | {type(p) for p in clone.parameters()}
     return message, kinds, average, dict(clone.state_dict())
 
@@ -593,12 +533,8 @@ def test_what_hooks_keep() -> None:
 
 def collectives_of_hooks() -> list[dict[str, int]]:
     """Messages of hooks that use nothing of the module, of one that changes it, and of ranks that go on."""
-    group = dist.group.WORLD
-    assert group is not None
     net = Net()
-    ownership = placed(net)
-    release(net, ownership, group.rank())
-    view = GlobalView(net, ownership, group, CPU)
+    view = divided(net)
     counts: list[dict[str, int]] = []
 
     def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -627,7 +563,7 @@ def collectives_of_hooks() -> list[dict[str, int]]:
         going_on()
         hook(lambda: ema_by_data(net))
         going_on()
-        hook(lambda: net.student[4].weight.tolist() if group.rank() == 0 else None)
+        hook(lambda: net.student[4].weight.tolist() if dist.get_rank() == 0 else None)
         hook(lambda: [p.detach().square() for p in net.parameters()])
         going_on()
     return counts
@@ -642,23 +578,3 @@ def test_messages_of_hooks() -> None:
     assert going_on == {"all_gather": 1}
     assert second[6:8] == [{}, {}]
     assert second[8] == {name: reading.get(name, 0) + going_on.get(name, 0) for name in {*reading, *going_on}}
-
-
-def read_elsewhere() -> str:
-    net = Net()
-    group = dist.group.WORLD
-    assert group is not None
-    ownership, rank = placed(net), group.rank()
-    release(net, ownership, rank)
-    view = GlobalView(net, ownership, group, CPU)
-    try:
-        with view.entered():
-            read_by_last_rank(net, rank)
-    except GlobalViewError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_other_than_the_first_cannot_read_alone() -> None:
-    for message in run_ranks(read_elsewhere, 2):
-        assert "rank 0 is at the end of a hook; rank 1 needs the values of 'student.0.weight'" in message

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp.pipeline.runtime.spans import Span, SpanRecorder
-from tests.pipeline import pipeline_chains
-from tests.pipeline.pipeline_chains import HIDDEN, two_stages
+from tests.pipeline.pipeline_chains import CPU, HIDDEN, Engine, two_stages
 from tests.ranks import run_ranks
 
 
@@ -25,11 +24,11 @@ def recorded(name: str) -> list[Span]:
         return healthy(*arguments)
 
     bodies[slow].function = sleep_first
-    recorder = SpanRecorder(dist.get_rank(), pipeline_chains.CPU)
-    engine = pipeline_chains.engine_for(name, bodies, recorder=recorder)
+    recorder = SpanRecorder(dist.get_rank(), CPU)
+    engine = Engine(name, bodies, recorder=recorder)
     start = time.perf_counter()
-    engine.train(2, [[[HIDDEN]]] * 2)
-    engine.evaluate(1, [[[HIDDEN]]])
+    engine.train([[[HIDDEN]]] * 2)
+    engine.evaluate([[[HIDDEN]]])
     spans = recorder.take()
     assert recorder.take() == []
     assert spans[0].start_s >= start
@@ -55,8 +54,8 @@ def test_spans_tell_what_each_rank_did_and_for_whom_it_waited() -> None:
 
 
 def split_kinds() -> set[str]:
-    recorder = SpanRecorder(0, pipeline_chains.CPU)
-    pipeline_chains.engine_for("interleaved_zero_bubble", two_stages(), recorder=recorder).train(2, [[[HIDDEN]]] * 2)
+    recorder = SpanRecorder(0, CPU)
+    Engine("interleaved_zero_bubble", two_stages(), recorder=recorder).train([[[HIDDEN]]] * 2)
     return {span.kind for span in recorder.take()}
 
 
