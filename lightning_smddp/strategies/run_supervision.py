@@ -25,6 +25,7 @@ from lightning_smddp._compat.trainer import (
 )
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.groups import abort_groups, mark_groups_aborted
+from lightning_smddp.communication.objects import gather
 from lightning_smddp.resume.auto_resume import stop_checkpoint
 from lightning_smddp.strategies.launchers import end_processes, launcher_pid, may_be_ended
 from lightning_smddp.strategies.nonfinite import is_changed_hook
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 _PHASE_OF = {"validate": "validation", "test": "test"}
 _AFTER_THE_FIRST_S = 2.0  # launchers show the error of the rank that ends first, which should be the one that failed
-_VALIDATED = 2**32 - 1  # behind the last batch of any validation, see `_position`
 _END = 2**62  # a place to stop at, behind all others
 _GOODBYES_S = 5.0  # for the other ranks' ends
 _SAVING_S = 60.0  # for a checkpoint that is written because of an exception
@@ -58,9 +58,9 @@ class RunSupervision:
         self.started_ranks: Any = ()  # processes that this one has started
         self.joined: Callable[[], None] = _nothing  # all ranks are here; the launcher puts its own in this place
         self._lightnings = ExitStack()  # gives Lightning back what stops have changed
-        self._stopped = ""  # by a signal: "agreed", or "alone"
+        self._stopped = False  # by a signal
         self._runs = False  # inside of explained_errors
-        self._seen = 0  # batches of this validation, test or prediction
+        self._place = 0  # how many places to stop at this rank has come to: equally many on all ranks
         self._stops_in_validation = False  # if ranks come to the end of it together
 
     def __getstate__(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class RunSupervision:
         if self.supervisor is not None or not dist.is_initialized():
             return
         strategy = self.strategy
-        self._seen = 0
+        self._place = 0
         timeout_s = strategy._session.limit(strategy._timeout).total_seconds()
         self.supervisor = Supervisor(
             default_store(),
@@ -96,7 +96,7 @@ class RunSupervision:
             self.supervisor.stillness.ask_after_s = min(60.0, timeout_s / 2)
         # NCCL raises nothing when a peer has gone: its communicators are aborted. Ranks that this process has started
         # end with it, also where it is ended by force.
-        self.supervisor.shutdown.releases.append(abort_groups)
+        self.supervisor.shutdown.release = abort_groups
         self.supervisor.shutdown.clean_ups.append(lambda: end_processes(self.started_ranks, patience_s=0.0))
         self.joined()
 
@@ -129,14 +129,14 @@ class RunSupervision:
     @contextmanager
     def explained_errors(self) -> Iterator[None]:
         """Around a run: an error that another rank caused names that rank and the cause; a stop ends the process so."""
-        self._stopped = ""
+        self._stopped = False
         self._runs = True
         self.strategy._session.failed = False
         try:
             yield
             self._end_run()
         except BaseException as error:
-            self.strategy._session.failed = self._stopped != "agreed" or not is_stop(error)
+            self.strategy._session.failed = not self._stopped or not is_stop(error)
             explained = self._explain(error)
             if explained is error:
                 raise
@@ -151,12 +151,11 @@ class RunSupervision:
             return
         # The last place to hear of what came behind the last step: who ended without a look here would call a run a
         # success that others have seen fail, or stop.
-        stop = supervisor.gate(_END)
+        stops = supervisor.gate(_END)
         failure = supervisor.close(_GOODBYES_S)
         if failure is not None:
             raise failure.error()
-        if stop is not None:
-            self._stopped = "late"
+        if stops:
             raise stop_exception(self._trainer)
         self.supervisor = None
 
@@ -166,8 +165,8 @@ class RunSupervision:
         if supervisor is None or is_control_flow(error):
             return error
         supervisor.shutdown.postpone(self.hooks_after_exception_s)
-        if self._stopped and is_stop(error):
-            self._end_by_stop(error, supervisor)
+        if supervisor.stop_signal is not None and is_stop(error):
+            self._end_by_stop(error, supervisor.stop_signal)
             return error
         # What follows from another rank's failure, such as gloo's "Connection closed by peer", becomes an error that
         # names the first cause; a rank's own exception stays as it is, and is told to the others.
@@ -201,14 +200,12 @@ class RunSupervision:
             if failure.kind == "failed":
                 time.sleep(_AFTER_THE_FIRST_S)
 
-    def _end_by_stop(self, error: BaseException, supervisor: Supervisor) -> None:
+    def _end_by_stop(self, error: BaseException, signum: int) -> None:
         """Save what is needed to go on, give the exception the exit code of a stop, and say what is left."""
         trainer = self._trainer
         text = "nothing is saved: no training ran"
-        if self._stopped == "late":
+        if not self._stopped:
             text = "the run was over already"
-        elif self._stopped == "alone":  # no collective would end
-            text = "nothing is saved: a rank did not answer"
         elif trainer.state.fn == "fit":
             path = stop_checkpoint(trainer)
             trainer.save_checkpoint(path)
@@ -217,7 +214,6 @@ class RunSupervision:
             if self.strategy._resume != "auto":
                 how = "Give it to `fit` as `ckpt_path`, or use resume='auto',"
             text = f"saved to {path}. {how} to go on"
-        signum = supervisor.stop_signal or signal.SIGTERM
         if isinstance(error, SystemExit):
             error.code = 128 + signum
         if self.strategy.is_global_zero:
@@ -227,9 +223,14 @@ class RunSupervision:
     # ---- steps ----
 
     def phase(self, name: str) -> None:
-        """What this rank does from here on, for those who look for the one that is behind."""
+        """What this rank does from here on, for those who look for the one that is behind. Raises a job's failure.
+
+        So a step is not taken whose gradients came from collectives that were aborted.
+        """
         if self.supervisor is not None:
             self.supervisor.phase = name
+            if name != "teardown":
+                self.supervisor.raise_failure()
 
     def training_batch_starts(self, batch_idx: int) -> None:
         """Note where this rank is, and whether all are to stop behind this batch."""
@@ -242,62 +243,59 @@ class RunSupervision:
         supervisor.phase = "forward"
         # Not in the middle of an accumulation, whose gradients no checkpoint has.
         if will_step(trainer):
-            self._look_for_stop(_position(trainer, 0))
+            self._look_for_stop()
 
     def validation_starts(self) -> None:
         """Ranks that came to the end of an epoch wait for each other before validation."""
         trainer = self._trainer
         trains = trainer.state.fn == "fit" and not trainer.sanity_checking
         if trains and no_batch_follows(trainer):
-            self._end_epoch(validates=True)
+            self._end_epoch()
+        elif trains and self.supervisor is not None:
+            self.supervisor.batches += 1  # it goes on, which no rank at the end of its epoch can wait for
         self.phase("validation")
         # A place to stop at has to be one that all ranks come to: within a validation only if all have as many batches.
-        self._seen = 0
         self._stops_in_validation = False
         if self.supervisor is not None and trains and will_step(trainer):
             batches = sum(trainer.num_val_batches)
-            # The largest of it and of -it: they add up to 0 where the largest is the smallest, too.
-            bounds = torch.tensor([batches, -batches], dtype=torch.float32, device=self.strategy.root_device)
-            dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
-            self._stops_in_validation = bool(bounds.isfinite().all()) and float(bounds.sum()) == 0.0
+            self._stops_in_validation = gather(batches) == [batches] * trainer.world_size and batches != float("inf")
 
     def validation_ends(self) -> None:
         """Validation inside of fit is a place to stop at, too."""
         trainer = self._trainer
         if not trainer.sanity_checking and trainer.state.fn == "fit" and will_step(trainer):
-            self._look_for_stop(_position(trainer, _VALIDATED))
+            self._look_for_stop()
 
-    def _look_for_stop(self, place: int) -> None:
+    def _look_for_stop(self) -> None:
         """Lightning ends a run at the end of the batch (and its validation) if a stop was received."""
         # `gate` looks at a flag, unless a signal has come: then it holds this rank until the supervisors' threads have
         # agreed on the first place that all ranks can still reach, which they do also while a rank is blocked in a
         # collective. The answer is the same on all ranks, as places are.
         assert self.supervisor is not None
-        stop = self.supervisor.gate(place)
-        if stop is not None and not self._stopped:
-            self._stopped = stop
+        self._place += 1
+        if self.supervisor.gate(self._place) and not self._stopped:
+            self._stopped = True
             received_stop(self._trainer)
-            if stop == "alone" or self._trainer.state.fn != "fit":
+            if self._trainer.state.fn != "fit":
                 raise stop_exception(self._trainer)
 
-    def _end_epoch(self, validates: bool = False) -> None:
+    def _end_epoch(self) -> None:
         """Ranks with other numbers of batches would average gradients of different epochs from here on."""
         if self.supervisor is not None and not self._stopped:
-            self.supervisor.end_of_epoch(self._trainer.current_epoch, validates)
+            self.supervisor.end_of_epoch(self._trainer.current_epoch)
 
     def batch_begins(self) -> None:
         """Outside of training this is where to stop."""
         if self.supervisor is None:
             return
         self.supervisor.moves += 1
+        self.supervisor.raise_failure()
         trainer = self._trainer
         if trainer.state.fn != "fit":
-            self._seen += 1
             self.phase(_PHASE_OF.get(str(trainer.state.fn), "predict"))
-            self._look_for_stop(self._seen)
+            self._look_for_stop()
         elif trainer.validating and self._stops_in_validation:
-            self._seen += 1
-            self._look_for_stop(_position(trainer, self._seen))  # Lightning ends the run behind this batch
+            self._look_for_stop()  # Lightning ends the run behind this batch
 
     @contextmanager
     def saves(self) -> Iterator[None]:
@@ -307,12 +305,6 @@ class RunSupervision:
             self.supervisor.shutdown.postpone(_SAVING_S)
         yield
         self.phase("data")
-
-
-def _position(trainer: Any, batch: int) -> int:
-    """Numbers that rise: 0 of a training batch, then 1, 2, ... of the validation behind it, then ``_VALIDATED``."""
-    # batch 0: 0 | the validation behind it: 1, 2, ... | its end: _VALIDATED | batch 1: _VALIDATED + 1 | ...
-    return int(trainer.fit_loop.total_batch_idx) * (_VALIDATED + 1) + batch
 
 
 def _nothing() -> None:

@@ -8,16 +8,39 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
-from lightning_smddp.communication.errors import RankTimeoutError
-from lightning_smddp.supervision.hangs import Beat
 from lightning_smddp.supervision.processes import Process
 
 START_S = 60.0  # for the others' supervisors: all ranks have met just before
-_SET_ONCE = ("failure", "stop", "decision", "hang")
+
+
+class Beat(NamedTuple):
+    """How far a rank is, as it says twice a second. Travels as JSON: a list of the attributes.
+
+    Attributes:
+        number: of this beat.
+        step, phase, batches: see ``Supervisor``.
+        ended, ended_batches: how many epochs it has ended, and after how many batches the last one.
+        still_s, waits: see ``Stillness``.
+        answer: see ``StopGate``.
+        knows: of the failure.
+        over: 1: its run is over; 2: it uses the store no more.
+    """
+
+    number: int
+    step: int
+    phase: str
+    batches: int
+    ended: int
+    ended_batches: int
+    still_s: float
+    waits: str
+    answer: int | None
+    knows: bool
+    over: int
 
 
 class Board:
@@ -34,7 +57,7 @@ class Board:
         local: other ranks of this host, those behind this one first.
 
     Raises:
-        RankTimeoutError: not all ranks came in time; the message says who is missing.
+        torch.distributed.DistStoreError: not all ranks came in time; the message says who is missing.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, beat: Beat) -> None:
@@ -43,22 +66,14 @@ class Board:
         connection = cast(Any, store).clone()  # which torch's type hints do not know
         self._store = dist.PrefixStore(f"smddp/supervision/{number}", connection)
         self._store.set_timeout(timedelta(seconds=START_S))
-        for key in _SET_ONCE:
+        for key in ("failure", "stop", "decision", "hang"):
             self.set_once(key, "")  # there from now on: a look waits for no key
-        self.tell(beat)
         own = Process.own()
-        names = [f"who/{other}" for other in range(world_size)]
-        self._store.set(names[rank], json.dumps(own))
-        try:
-            self.who = [Process(*json.loads(text)) for text in self._store.multi_get(names)]
-        except dist.DistStoreError:
-            missing = [other for other, name in enumerate(names) if not self._store.check([name])]
-            text = f"Of {world_size} ranks, these did not start within {START_S:g} s: {missing}"
-            raise RankTimeoutError(missing[0], text) from None
-        spaces = [process.namespace for process in self.who]
-        local = [other for other, space in enumerate(spaces) if space == own.namespace != "" and other != rank]
-        # A ring: behind the last rank of the host comes the first one.
-        self.local = sorted(local, key=lambda other: (other < rank, other))
+        self.tell(beat)
+        self._store.set(f"who/{rank}", json.dumps(own))
+        self.who = [Process(*json.loads(self._store.get(f"who/{other}"))) for other in range(world_size)]
+        ring = [*range(rank + 1, world_size), *range(rank)]
+        self.local = [other for other in ring if self.who[other].namespace == own.namespace != ""]
         self._beats = [f"beat/{other}" for other in range(world_size)]
         self._seen = self._store.multi_get(self._beats)
 
@@ -68,7 +83,7 @@ class Board:
 
     def look(self) -> tuple[str, str, str]:
         """Read all beats, for those who ask; returns ``failure``, ``stop`` and ``decision``."""
-        failure, stop, decision, *self._seen = self._store.multi_get([*_SET_ONCE[:3], *self._beats])
+        failure, stop, decision, *self._seen = self._store.multi_get(["failure", "stop", "decision", *self._beats])
         return failure.decode(), stop.decode(), decision.decode()
 
     def beat(self, rank: int) -> Beat:

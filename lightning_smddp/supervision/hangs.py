@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+
+from lightning_smddp.supervision.board import Beat
 
 # Modules whose functions wait for other ranks: torch's collectives, DDP's backward pass, and this package.
 _COMMUNICATE = ("torch.distributed", "torch.nn.parallel", "torch.autograd.graph", "lightning_smddp")
 # The phases in the order in which a step comes to them. Other ones count as later than all of these.
-_ORDER = ("", "setup", "forward", "backward", "optimizer", "data", "validation", "checkpoint")
+_ORDER = ["", "setup", "forward", "backward", "optimizer", "data", "validation", "checkpoint"]
+_ANSWER_S = 0.05  # for a device
 NO_RANK_IS_BEHIND = (
     "no rank is behind on its host. With NCCL its flight recorder says which collective does not end: set "
     "TORCH_FR_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1"
@@ -27,62 +29,12 @@ WHY_LATE = {
 }
 
 
-class Beat(NamedTuple):
-    """How far a rank is, as it says twice a second. Travels as JSON: a list of the attributes.
-
-    Attributes:
-        number: of this beat.
-        step, phase, batches: see ``Supervisor``.
-        ended, ended_batches: how many epochs it has ended, and after how many batches the last one.
-        still_s: seconds since it has moved, by its own clock.
-        waits: ``"communication"``: its training thread waits for other ranks; ``"device"``: it does not, and its device
-            has had work left for long; else empty.
-        answer: see ``StopGate.first``.
-        knows: of the failure.
-        over: 1: its run is over; 2: it uses the store no more, or takes it away.
-    """
-
-    number: int
-    step: int
-    phase: str
-    batches: int
-    ended: int
-    ended_batches: int
-    still_s: float
-    waits: str
-    answer: int | None
-    knows: bool
-    over: int
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """For the order in which ranks come along."""
-        order = len(_ORDER)
-        if self.phase in _ORDER:
-            order = _ORDER.index(self.phase)
-        return self.step, order
-
-    def begun_beyond(self, end: int, batches: int, validates: bool) -> int:
-        """How many batches it has begun of an epoch that has ended elsewhere after ``batches``; 0: it may end as well.
-
-        That is the rank's ``end``-th epoch. ``validates``: those who have ended are about to, so nobody can yet.
-        """
-        if self.ended == end and self.ended_batches > batches:
-            return self.ended_batches
-        goes_on = self.batches > batches
-        if validates and self.phase == "validation":
-            goes_on = self.batches >= batches
-        if self.ended == end - 1 and goes_on:
-            return self.batches
-        return 0
-
-
 def behind(beats: Sequence[Beat]) -> int | None:
     """The rank that the others wait for: who does not wait itself, else who is least far; None if all are as far."""
-    ranks = range(len(beats))
-    chosen = [rank for rank in ranks if not beats[rank].waits] or ranks
-    late = min(chosen, key=lambda rank: beats[rank].place)
-    if len(chosen) == len(beats) and beats[late].place == max(beat.place for beat in beats):
+    places = [(beat.step, [*_ORDER, beat.phase].index(beat.phase)) for beat in beats]
+    chosen = [rank for rank, beat in enumerate(beats) if not beat.waits] or range(len(beats))
+    late = min(chosen, key=places.__getitem__)
+    if len(chosen) == len(beats) and places[late] == max(places):
         return None
     return late
 
@@ -106,42 +58,44 @@ class Stillness:
         has_work: asks the rank's device whether it has; None: there is none. It may block where the device hangs, so a
             thread asks that nobody waits for.
         ask_after_s: without a move, before the device is asked: a stream must not be while a graph is captured from it.
-        still_s: seconds since the last move.
-        waited_s: seconds that it has waited.
+        waits: ``"communication"``: its training thread waits for other ranks; ``"device"``: it does not, and its device
+            has had work left for long; else empty.
+        still_s: seconds since it has moved, or begun to wait.
     """
 
     def __init__(self, thread: int) -> None:
         self._thread = thread
         self.has_work: Callable[[], bool] | None = None
         self.ask_after_s = 60.0
-        self.still_s = self.waited_s = 0.0
+        self.still_s = 0.0
         self.waits = ""
         self._place: tuple[object, ...] = ()
-        self._answers: list[bool] = []
+        self._is_busy = False  # the device, as it was answered last
         self._asking = threading.Thread()
 
     def tick(self, place: tuple[object, ...], seconds: float, waits: bool) -> None:
         """So much time has gone by, and the rank is at ``place``; ``waits``: for others, as the supervisor knows."""
-        self.still_s += seconds
-        self.waited_s += seconds
-        if place != self._place:
-            self._place = place
-            self.still_s = 0.0
         frame = sys._current_frames().get(self._thread)  # None if the thread has ended
-        self.waits = ""
+        found = ""
         if waits or (frame is not None and frame.f_globals.get("__name__", "").startswith(_COMMUNICATE)):
-            self.waits = "communication"
-        elif self.still_s > self.ask_after_s and self._device_is_busy():
-            self.waits = "device"
-        if not self.waits or self.still_s == 0.0:
-            self.waited_s = 0.0
+            found = "communication"
+        elif place == self._place and (self.waits == "device" or self.still_s >= self.ask_after_s):
+            found = "device" if self._asks_device() else ""
+        self.still_s += seconds
+        if (place, found) != (self._place, self.waits):
+            self.still_s = 0.0
+        self._place, self.waits = place, found
 
-    def _device_is_busy(self) -> bool:
-        """As it was answered last; as long as there is no answer, it is."""
-        has_work = self.has_work
-        if has_work is None or self._asking.is_alive():
-            return has_work is not None
-        busy = self._answers[-1:] == [True]
-        self._asking = threading.Thread(target=lambda: self._answers.append(has_work()), daemon=True)
-        self._asking.start()
-        return busy
+    def _asks_device(self) -> bool:
+        """Whether it has work; as long as there is no answer, it has."""
+        if self.has_work is None:
+            return False
+        if not self._asking.is_alive():
+            self._asking = threading.Thread(target=self._ask, daemon=True)
+            self._asking.start()
+        self._asking.join(_ANSWER_S)
+        return self._asking.is_alive() or self._is_busy
+
+    def _ask(self) -> None:
+        assert self.has_work is not None
+        self._is_busy = self.has_work()

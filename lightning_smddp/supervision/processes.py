@@ -6,14 +6,9 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_smddp.supervision.failure import Kind
-
-NEIGHBOURS = 8  # processes of this host that a rank looks at
-STOPPED_S = 3.0  # one that is stopped for so long has failed
 # Fields of /proc/PID/stat after the command's name, by proc(5)'s number less 3.
 _STATE, _START, _EXIT_CODE = 0, 19, 49
 
@@ -28,6 +23,11 @@ def _stat(pid: int) -> list[str]:
         return []
     # The command's name before is in parentheses, and may have spaces and parentheses of its own.
     return text.rpartition(")")[2].split()
+
+
+def name_of(signum: int) -> str:
+    """Such as ``SIGTERM``; real-time signals have none."""
+    return signal.Signals(signum).name if signum in set(signal.Signals) else f"signal {signum}"
 
 
 class Process(NamedTuple):
@@ -62,13 +62,12 @@ class Process(NamedTuple):
             return False, "its process ended"
         if fields[_STATE] not in "ZX":
             return fields[_STATE] == "T", ""
-        # As waitpid(2) has it: the low seven bits are the signal's number, the second byte is the exit code.
-        code = int(fields[_EXIT_CODE])
-        if code & 0x7F == signal.SIGKILL:
+        code = os.waitstatus_to_exitcode(int(fields[_EXIT_CODE]))
+        if code == -signal.SIGKILL:
             return False, "its process was killed by SIGKILL, which the kernel sends, too, for lack of memory (OOM)"
-        if code & 0x7F in set(signal.Signals):
-            return False, f"its process was killed by {signal.Signals(code & 0x7F).name}"
-        return False, f"its process exited with code {code >> 8}"
+        if code < 0:
+            return False, f"its process was killed by {name_of(-code)}"
+        return False, f"its process exited with code {code}"
 
     def kill(self) -> None:
         """SIGKILL, which also ends a stopped one."""
@@ -76,29 +75,3 @@ class Process(NamedTuple):
         if not ended:
             with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to another user
                 os.kill(self.pid, signal.SIGKILL)
-
-
-class Neighbours:
-    """Other ranks' processes on this host, as one looks at them again and again.
-
-    Args:
-        who: the process of each rank.
-        local: the ranks of this host, nearest first. Rank 0, which may have the store, is looked at in any case.
-    """
-
-    def __init__(self, who: Sequence[Process], local: Sequence[int]) -> None:
-        chosen = {*local[:NEIGHBOURS], 0} & {*local}
-        self._processes = {rank: who[rank] for rank in chosen}
-        self._stopped_s = dict.fromkeys(chosen, 0.0)
-
-    def look(self, passed: float) -> dict[int, tuple[Kind, str]]:
-        """Who has failed, and how; ``passed``: seconds since the last look."""
-        found: dict[int, tuple[Kind, str]] = {}
-        for rank, process in self._processes.items():
-            is_stopped, ended = process.look()
-            self._stopped_s[rank] = is_stopped * (self._stopped_s[rank] + passed)
-            if ended:
-                found[rank] = ("died", ended)
-            elif self._stopped_s[rank] > STOPPED_S:
-                found[rank] = ("fell silent", "its process is stopped (by SIGSTOP, or Ctrl+Z)")
-        return found

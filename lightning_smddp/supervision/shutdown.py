@@ -1,9 +1,11 @@
-"""How a rank's process ends when its job has: by its training thread if that can, else by force, tidied up."""
+"""How a rank's process ends when its job has: by its training thread if that can, else by force, tidied up.
+
+That thread gets an error from a collective that breaks, or at the next place where it looks for a failure.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -12,25 +14,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
 
-from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.supervision.failure import Failure
-
-INTERRUPT_AFTER_S = 0.5  # errors of communication come by themselves within less
+RELEASE_AFTER_S = 0.5  # errors of communication come by themselves within less
 GRACE_S = 3.0  # from a failure on, within which the training thread has to raise
 UNWIND_S = 8.0  # within which it has to come to the end of its run
 CLEAN_UP_WITHIN_S = 1.5
-
-
-class InterruptionError(RankFailedError):
-    """The error that is raised in the training thread; made without arguments there, by a class for each failure."""
-
-    failure: Failure
-
-    def __init__(self) -> None:
-        error = self.failure.error()
-        super().__init__(error.rank, str(error))
 
 
 class Shutdown:
@@ -39,8 +27,7 @@ class Shutdown:
     Attributes:
         hooks_s: how long users' hooks for exceptions may take, on the rank that failed.
         clean_ups: called before a forced end, in threads of their own.
-        releases: called once after a failure, in threads: they set free a training thread that waits for a device.
-        is_waiting: the training thread waits in the supervisor, which raises there.
+        release: called once after a failure, in a thread: it sets free a training thread that waits for a device.
         is_handled: it has an error in hand.
     """
 
@@ -48,60 +35,35 @@ class Shutdown:
         self.hooks_s = 0.0
         self.thread = threading.get_ident()
         self.clean_ups: list[Callable[[], object]] = [_flush, _kill_workers]
-        self.releases: list[Callable[[], object]] = []
-        self.is_waiting = self.is_handled = self._is_interrupted = False
+        self.release: Callable[[], object] = _flush
+        self.is_handled = self._is_released = False
         self._error: BaseException | None = None
-        self._not_before = self._began = self._waits_since = 0.0
+        self._not_before = self._began = 0.0
 
     def take_over(self, error: BaseException | None = None) -> None:
-        """The training thread has an exception, and needs no other; it is printed if its end has to be forced.
-
-        One that waits for it already is raised and dropped: if it were withdrawn, by setting none in its place, the
-        interpreter would look for it again and again, and Python 3.11 would do nothing else under a profiler.
-        """
+        """The training thread has an exception, and needs no other; it is printed if its end has to be forced."""
         self.is_handled = True
         self._error = error or self._error
-        with contextlib.suppress(InterruptionError):
-            _let_it_come()
 
     def postpone(self, seconds: float) -> None:
         """No forced end because of a failure within ``seconds`` from now: something is being saved."""
-        self._not_before = time.monotonic() + seconds
+        self._not_before = max(self._not_before, time.monotonic() + seconds)
 
-    def due(self, failure: Failure, first_runs_hooks: bool) -> bool:
+    def due(self, first_runs_hooks: bool) -> bool:
         """Whether the process has to be ended. Called again and again from the failure on.
 
-        The training thread is interrupted if it runs Python code, and set free if it waits for a device. The rank that
-        failed may be in a hook of the user's, and gloo holds this thread until that has ended: the time to raise counts
-        from there.
+        The training thread is set free if it waits for a device. The rank that failed may be in a hook of the user's,
+        and gloo holds this thread until that has ended: the time to raise counts from there.
         """
-        now = time.monotonic()
-        if self._began == 0.0:
-            self._began = self._waits_since = now
-        passed = now - self._began
-        # The interruption comes before the release: a thread that is set free finds its error waiting. Ranks that have
-        # failed alike end by themselves.
-        if passed > INTERRUPT_AFTER_S and not self.is_handled and not self._is_interrupted:
-            self._is_interrupted = True
-            self._interrupt(failure)
-        if passed > GRACE_S or self._is_interrupted:
-            _run(self.releases)
-            self.releases = []
-        if self.is_handled:
-            return now > max(self._began + UNWIND_S, self._not_before)
+        self._began = self._began or time.monotonic()
+        passed = time.monotonic() - self._began
+        if passed > RELEASE_AFTER_S and not self._is_released:
+            self._is_released = True
+            _run([self.release])
         if first_runs_hooks and passed < self.hooks_s:
-            self._waits_since = now
-        return now > self._waits_since + GRACE_S
-
-    def _interrupt(self, failure: Failure) -> None:
-        """Raise in the training thread, if it runs Python code and handles no error yet."""
-        current: Any = sys._current_exceptions().get(self.thread)
-        if isinstance(current, tuple):  # Python before 3.12: (type, value, traceback)
-            current = current[1]
-        if current is None and not self.is_waiting:
-            attributes = {"failure": failure, "__module__": RankFailedError.__module__}
-            error = type("RankFailedError", (InterruptionError,), attributes)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread), ctypes.py_object(error))
+            self.postpone(GRACE_S)
+        limit = UNWIND_S if self.is_handled else GRACE_S
+        return passed > limit and time.monotonic() > self._not_before
 
     def force(self, code: int, where: str, reason: str) -> None:
         """Say where the training thread is and why it ends, tidy up, and end the process, whatever threads do."""
@@ -117,10 +79,6 @@ class Shutdown:
         # At once: `sys.exit` would only end this thread, and an orderly exit waits for threads that may wait for a
         # peer.
         os._exit(code)
-
-
-def _let_it_come() -> None:
-    """Where a function begins, the interpreter raises what another thread has set."""
 
 
 def _run(functions: list[Callable[[], object]]) -> list[threading.Thread]:

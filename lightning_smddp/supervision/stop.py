@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import threading
 import time
-from collections.abc import Callable
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
-ALONE = -1  # a decision: some rank does not answer, and each stops where it is
 AGAIN_AFTER_S = 1.0  # a launcher may pass on what the terminal has sent to everyone
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -28,17 +25,19 @@ class StopGate:
 
     The training thread first writes ``step``, then looks at ``attention``; the watching one first writes ``attention``,
     then reads ``step``. So either the former sees the question, or the latter sees the new step.
+
+    Attributes:
+        step: that the training thread is at.
+        attention: there is a failure or a request to stop, which the training thread has to wait for.
+        first: this rank's answer: the first step at which it can stop.
+        decision: the step at which all do.
     """
 
     def __init__(self) -> None:
         self.step = -1
-        self.attention = False  # there is a failure or a request to stop
-        self.first: int | None = None  # this rank's answer: the first step at which it can stop
+        self.attention = False
+        self.first: int | None = None
         self.decision: int | None = None
-
-    def attend(self) -> None:
-        """From here on the training thread waits at each step until it is known whether to stop there."""
-        self.attention = True
 
     def answer(self) -> None:
         """For the watching thread."""
@@ -51,14 +50,6 @@ class StopGate:
         """Whether the training thread need not wait at ``step``."""
         return self.decision is not None or (self.first is not None and step < self.first)
 
-    def verdict(self, step: int) -> Literal["agreed", "alone"] | None:
-        """Whether to stop at ``step``, and whether all ranks do; if not, a collective would hang."""
-        if self.decision == ALONE or not self.may_pass(step):
-            return "alone"
-        if self.decision is None or step < self.decision:
-            return None
-        return "agreed"
-
 
 class Signals:
     """Hears SIGTERM and SIGINT while the training thread sits in C++ code, where no Python handler runs.
@@ -66,11 +57,12 @@ class Signals:
     Python's C-level handler writes the signal's number into a pipe at once (``signal.set_wakeup_fd``).
 
     Args:
-        heard: called on the main thread as soon as it runs Python code again.
+        gate: its ``attention`` is set as soon as the main thread runs Python code again: a run that ends before the
+            number was read must not end as if none had come.
     """
 
-    def __init__(self, heard: Callable[[], None]) -> None:
-        self._heard = heard
+    def __init__(self, gate: StopGate) -> None:
+        self._gate = gate
         self._previous: dict[int, Any] = {}
         self._previous_wakeup = -1
         self._pipe = (-1, -1)
@@ -87,16 +79,6 @@ class Signals:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 self._previous[signum] = signal.signal(signum, self._handle)
         self._previous_wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-
-    def wait(self, seconds: float, closed: threading.Event) -> bool:
-        """Wait for a signal, or until ``closed``, for ``seconds`` at most; whether ``closed`` is set."""
-        end = self._pipe[0]
-        if end < 0:
-            return closed.wait(seconds)
-        heard = select.poll()
-        heard.register(end, select.POLLIN)
-        heard.poll(1000 * seconds)
-        return closed.is_set()
 
     def read(self) -> list[tuple[int, bool]]:
         """Those that came since the last time, each with whether it came again: a second or more after the first."""
@@ -124,10 +106,8 @@ class Signals:
             signal.set_wakeup_fd(-1)
             signal.set_wakeup_fd(self._previous_wakeup)
         ends, self._pipe = self._pipe, (-1, -1)
-        with contextlib.suppress(OSError):  # full: it is read then
-            os.write(ends[1], b"\0")  # whoever waits for it goes on
         for end in ends:
             os.close(end)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        self._heard()
+        self._gate.attention = True

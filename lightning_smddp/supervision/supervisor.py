@@ -12,23 +12,24 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
-from typing import Literal
 
 import torch.distributed as dist
 
-from lightning_smddp.supervision.board import Board
+from lightning_smddp.supervision.board import Beat, Board
 from lightning_smddp.supervision.failure import RUNS_HOOKS, Failure, Kind, is_of_communication, place, text_of
-from lightning_smddp.supervision.hangs import CURE, NO_RANK_IS_BEHIND, WHY_LATE, Beat, Stillness, behind, waited_for
-from lightning_smddp.supervision.processes import Neighbours
-from lightning_smddp.supervision.shutdown import InterruptionError, Shutdown, say
-from lightning_smddp.supervision.stop import ALONE, Signals, StopGate
+from lightning_smddp.supervision.hangs import CURE, NO_RANK_IS_BEHIND, WHY_LATE, Stillness, behind, waited_for
+from lightning_smddp.supervision.processes import name_of
+from lightning_smddp.supervision.shutdown import Shutdown, say
+from lightning_smddp.supervision.stop import Signals, StopGate
 from lightning_smddp.wording import counted
 
 LOOK_S = 0.5  # between two looks at the store, and at processes
 RANKS_PER_LOOK = 128  # with more of them each asks the store less often
+NEIGHBOURS = 8  # processes of this host that a rank looks at, and rank 0's
+STOPPED_S = 3.0  # one that is stopped for so long has failed
 NOTE_HANG_S = 60.0  # all wait for one rank: it is said
+SAYS_NOTHING_S = 2.0  # that rank does not say where it is
 STORE_S = (3.0, 30.0)  # the least and the most that the store may take to answer: `collective_timeout` in between
-LENIENCY_S = 30.0  # a rank waits for its device, and another one still moves
 AGREE_WITHIN_S = 20.0  # on a stop, or a quarter of the time: a call into C may keep a rank's interpreter for long
 _POLL_S = 0.05  # while the training thread waits for other ranks
 _SEEN_S = 0.8  # for the end of a process to be seen
@@ -59,9 +60,6 @@ class Supervisor:
         failure: the first failure of the job, as all ranks agree on it; None if there is none.
         stop_signal: by which the job was asked to stop; None if it was not.
         shutdown, signals, stillness: see there for what can be set and called.
-
-    Raises:
-        RankTimeoutError: not all ranks came in time; the message says who is missing.
     """
 
     def __init__(
@@ -77,7 +75,6 @@ class Supervisor:
         self.rank = rank
         self.collective_timeout = collective_timeout
         self.stop_grace = stop_grace
-        self._agree_within_s = min(AGREE_WITHIN_S, stop_grace / 4)
         self._parent_pid = parent_pid
         self.step, self.phase = -1, "setup"
         self.batches = self.moves = 0
@@ -85,21 +82,23 @@ class Supervisor:
         self.stop_signal: int | None = None
         self.shutdown = Shutdown()
         self._gate = StopGate()
-        # A run that ends before the watching thread hears of a signal must not end as if none had come.
-        self.signals = Signals(self._gate.attend)
+        self.signals = Signals(self._gate)
         self.stillness = Stillness(self.shutdown.thread)
         self._pid = os.getpid()
-        self._number = self._over = self._hang_looks = 0
+        self._number = self._over = 0
         self._ended = (0, 0)  # how many epochs this rank has ended, and after how many batches the last one
         self._suspects: dict[int, tuple[Kind, str]] = {}  # who has failed, and how, before all ranks know
+        self._stopped_s: dict[int, float] = {}  # for how long processes of this host are stopped
         self._unanswered_s = self._stop_at = self._ticked_at = 0.0
+        self._is_waiting = self._has_noted_hang = False  # the training thread waits, in here
         self._lost = False  # the store is not used any more
         self._changed = threading.Condition()
         self._wake, self._closed = threading.Event(), threading.Event()
         self._period = LOOK_S * max(1.0, world_size / RANKS_PER_LOOK)
         self._server = None if agent_serves else 0  # the rank that takes the store with it
         self._board = Board(store, rank, world_size, self._own_beat())
-        self._neighbours = Neighbours(self._board.who, self._board.local)
+        local = self._board.local
+        self._neighbours = {*local[:NEIGHBOURS], 0} & {*local}
         _live.add(self)
         targets = {"smddp-supervisor": self._watch, "smddp-guard": self._guard}
         self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in targets.items()]
@@ -110,16 +109,15 @@ class Supervisor:
 
     def _watch(self) -> None:
         try:
-            while not self._lost and not self._closed.is_set() and (self.rank == 0 or self._board.beat(0).over < 2):
+            while not self._lost and not self._closed.is_set():
                 self._tick()
-                self._wake.wait(_POLL_S if self.shutdown.is_waiting else self._period)
+                self._wake.wait(_POLL_S if self._is_waiting else self._period)
                 self._wake.clear()
             if not self._lost:
                 self._over = 2
                 self._board.tell(self._own_beat())
         except dist.DistError:
             self._store_ended("died", "its process or its connection ended")
-        self._lost = True
 
     def _tick(self) -> None:
         """Say how far this rank is, and look at what the others have said."""
@@ -127,21 +125,20 @@ class Supervisor:
         failure, stop, decision = self._board.look()
         self._unanswered_s = 0.0
         for rank, (kind, message) in list(self._suspects.items()):
-            may_go = kind == "died" and rank != self.rank and self._board.beat(rank).over  # it has said goodbye
-            if self.failure is None and not failure and not may_go:
-                found = self._failure_of(rank, kind, message)
-                failure = self._board.set_once("failure", json.dumps(found))
+            has_left = kind == "died" and rank != self.rank and self._board.beat(rank).over
+            if not failure and not has_left:
+                failure = self._board.set_once("failure", json.dumps(self._failure_of(rank, kind, message)))
         if failure:
             self._record(Failure(*json.loads(failure)))
         elif stop or self.stop_signal is not None:
             self._agree(int(stop or self._board.set_once("stop", str(self.stop_signal))), decision)
-        before = self.stillness.still_s
-        now = time.monotonic()
-        passed = min(now - self._ticked_at, 2 * self._period)  # the whole machine may have been stopped meanwhile
-        self._ticked_at = now
-        self.stillness.tick((self.step, self.phase, self.batches, self.moves), passed, self.shutdown.is_waiting)
-        if self.failure is None and int(before) < int(self.stillness.still_s):  # once a second
-            self._look_for_hang(self._board.beats())
+        passed = time.monotonic() - self._ticked_at
+        if passed >= LOOK_S:
+            self._ticked_at += passed
+            passed = min(passed, 2 * self._period)  # the whole machine may have been stopped meanwhile
+            self.stillness.tick((self.step, self.phase, self.batches, self.moves), passed, self._is_waiting)
+            if self.failure is None:
+                self._look_for_hang(self._board.beats())
         with self._changed:
             self._changed.notify_all()
 
@@ -172,18 +169,17 @@ class Supervisor:
         # How a process of this host has ended, or that it is stopped, is seen meanwhile, by the other ranks, too.
         if self._closed.wait(2 * LOOK_S):
             return
-        rank = 0
-        if self._server is None:
-            rank, kind = self.rank, "lost the job's store"  # torchrun's agent has ended
-        self._record(self._failure_of(rank, *self._suspects.get(rank, (kind, how))))
+        if self._server is None:  # torchrun's agent has ended
+            self._record(self._failure_of(self.rank, "lost the job's store", how))
+        elif not self._board.beat(0).over:
+            self._record(self._failure_of(0, *self._suspects.get(0, (kind, how))))
 
     # ---- the other thread: what is seen without the store, and the end of this process ----
 
     def _guard(self) -> None:
         looked = time.monotonic()
-        while not self.signals.wait(LOOK_S if self.failure is None else _POLL_S, self._closed):
-            # Not by the number of looks: signals end a wait, also those of a profiler's timer. And at most two periods:
-            # this process may have been stopped itself, as the whole machine may.
+        while not self._closed.wait(LOOK_S if self.failure is None else _POLL_S):
+            # At most two periods, as this process may have been stopped itself, as the whole machine may.
             now = time.monotonic()
             if self.failure is None:  # before a look at signals, lest a launcher's be taken for a request to stop
                 self._look_around(min(now - looked, 2 * LOOK_S))
@@ -192,22 +188,27 @@ class Supervisor:
                 self._signalled(signum, again)
             failure = self.failure
             if failure is not None:
-                if self.shutdown.due(failure, self._waits_for_first()):
+                if self.shutdown.due(self._waits_for_first()):
                     self._force(failure.describe())
-            elif self.stop_signal is not None and time.monotonic() - self._stop_at > self.stop_grace:
-                self._force(f"it did not stop within {self.stop_grace:g} s of {_name(self.stop_signal)}")
+            elif self.stop_signal is not None and now - self._stop_at > self.stop_grace:
+                self._force(f"it did not stop within {self.stop_grace:g} s of {name_of(self.stop_signal)}")
 
     def _look_around(self, passed: float) -> None:
-        for rank, (kind, text) in self._neighbours.look(passed).items():
-            self._declare(rank, kind, text)
+        limit = min(max(self.collective_timeout, STORE_S[0]), STORE_S[1])
+        self._unanswered_s += passed
+        is_lost = self._unanswered_s > limit
+        for rank in self._neighbours:
+            is_stopped, ended = self._board.who[rank].look()
+            self._stopped_s[rank] = is_stopped * (self._stopped_s.get(rank, 0.0) + passed)
+            if ended:
+                self._declare(rank, "died", ended)
+            elif self._stopped_s[rank] > STOPPED_S:
+                self._declare(rank, "fell silent", "its process is stopped (by SIGSTOP, or Ctrl+Z)")
+            is_lost |= rank == self._server and rank in self._suspects
         parent = self._parent_pid
         if parent not in (None, os.getppid(), *(self._board.who[rank].pid for rank in self._board.local)):
             self._declare(self.rank, "died", f"its launcher (process {parent}) ended")
-        if self._lost:
-            return
-        self._unanswered_s += passed
-        limit = min(max(self.collective_timeout, STORE_S[0]), STORE_S[1])
-        if self._unanswered_s > limit or (self._server in self._suspects and not self._board.beat(0).over):
+        if is_lost and not self._lost:
             how = f"no answer of the job's store within {limit:g} s: it is stopped, its host is down, or the network "
             self._store_ended("fell silent", f"{how}between the hosts is cut")
 
@@ -225,15 +226,8 @@ class Supervisor:
         return not ended and not self._board.beat(failure.rank).over
 
     def _force(self, reason: str) -> None:
-        self._kill_unanswering()
         code = 1 if self.stop_signal is None else 128 + self.stop_signal
         self.shutdown.force(code, self._where(self.rank), reason)
-
-    def _kill_unanswering(self) -> None:
-        """SIGKILL to the processes of this host that did not even say where they can stop."""
-        for rank in self._board.local:
-            if self._gate.decision == ALONE and self._board.beat(rank).answer is None:
-                self._board.who[rank].kill()
 
     def _where(self, rank: int) -> str:
         beat = self._board.beat(rank)
@@ -251,31 +245,24 @@ class Supervisor:
             ``error``, or a ``RankFailedError`` that names the first cause; raise that ``from error``.
         """
         self.shutdown.take_over(error)
-        explained = self._cause(error)
-        # The end of the store must not be taken for the cause: others have to know what that is.
-        if self.rank == self._server:
-            self._wait(self._may_take_store, _KNOWN_S, despite_failure=True)
-        return explained
-
-    def _cause(self, error: BaseException) -> BaseException:
-        is_exit = self._gate.decision is not None and not isinstance(error, Exception)  # after a stop
-        if isinstance(error, InterruptionError) or is_exit:
-            return error
         follows = is_of_communication(error)
         if follows:
             self._judge(text_of(error))
-        else:
+        elif self._gate.decision is None or isinstance(error, Exception):
             self._declare(self.rank, "left" if isinstance(error, SystemExit) else "failed", text_of(error))
-        self._wait(lambda: False, _KNOWN_S)
+            self._wait(lambda: False, _KNOWN_S)
+        # The end of the store must not be taken for the cause: others have to know what that is.
+        if self.rank == self._server:
+            self._wait(self._may_take_store, _KNOWN_S, despite_failure=True)
         failure = self.failure
-        is_own = failure is None or not follows or (failure.rank == self.rank and failure.kind == "failed")
-        if failure is None or is_own:
+        if failure is None or not follows or (failure.rank == self.rank and failure.kind == "failed"):
             return error
         return error if str(error) == str(failure.error()) else failure.error()
 
     def _judge(self, text: str) -> None:
         """A collective has failed. If no process of this host has ended: who is silent, has left, or is behind?"""
-        self._wait(lambda: False, _SEEN_S)
+        if self._wait(lambda: False, _SEEN_S):
+            return
         numbers = {rank: beat.number for rank, beat in enumerate(self._board.beats()) if rank != self.rank}
 
         def silent() -> list[int]:
@@ -296,6 +283,7 @@ class Supervisor:
             self._declare(self.rank, "failed", f"{text}; {NO_RANK_IS_BEHIND}")
         else:
             self._declare(late, "did not come", text)
+        self._wait(lambda: False, _KNOWN_S)
 
     def await_first(self, seconds: float) -> bool:
         """Wait until the run of the rank that failed first is over; whether it was not yet."""
@@ -309,74 +297,67 @@ class Supervisor:
         def over() -> bool:
             return (self.failure is not None and not despite_failure) or ready()
 
-        self.shutdown.is_waiting = True
+        self._is_waiting = True
         self._wake.set()
         try:
             with self._changed:
                 return self._changed.wait_for(over, seconds)
         finally:
-            self.shutdown.is_waiting = False
+            self._is_waiting = False
 
-    def _raise_failure(self) -> None:
-        if self.failure is not None:
+    def raise_failure(self) -> None:
+        """For the training thread, where it can end: raise if the job has failed, unless it handles that already."""
+        if self.failure is not None and not self.shutdown.is_handled:
             raise self.failure.error()
 
     def _look_for_hang(self, beats: list[Beat]) -> None:
         """A device that hangs ends the job, as NCCL raises nothing; any other hang is said, once."""
         own = self.stillness
-        limit = self.collective_timeout
-        # A rank that moves, as in a validation of its own, gets more time.
-        if min(beat.still_s for beat in beats) < limit:
-            limit += LENIENCY_S
-        if own.has_work is not None and own.waited_s > limit and len(beats) > 1:
-            cause, why = behind(beats), NO_RANK_IS_BEHIND
-            if cause is None:
-                cause = self.rank
-            else:
-                why = WHY_LATE[beats[cause].waits]
-            text = f"{self._where(self.rank)} has waited for {own.waited_s:.0f} s; {why}"
-            self._declare(cause, "did not come", text)
+        if own.has_work is not None and own.waits and own.still_s > self.collective_timeout and len(beats) > 1:
+            cause = behind(beats)
+            why = NO_RANK_IS_BEHIND if cause is None else WHY_LATE[beats[cause].waits]
+            text = f"{self._where(self.rank)} has waited for {own.still_s:.0f} s; {why}"
+            self._declare(self.rank if cause is None else cause, "did not come", text)
         late = waited_for(beats, NOTE_HANG_S)
-        if late is None or self._hang_looks > 2:
+        if late is None or self._has_noted_hang:
             return
-        self._hang_looks += 1
         text = f"lightning-smddp: all others have waited for {self._where(late)} for {NOTE_HANG_S:g} s. "
         if late == self.rank:
             stack = "".join(traceback.format_stack(sys._current_frames()[self.shutdown.thread]))
-            self._board.set_once("hang", f"{text}It is here:\n{stack}")
-            self._hang_looks = 3
-        if self._hang_looks > 2 and self.rank in (0, late):  # by then that one has said where it is, if it can
-            say(self._board.set_once("hang", "") or f"{text}It says nothing: code in C holds its interpreter.\n")
+            text += f"It is here:\n{stack}"
+        elif self.rank == 0 and waited_for(beats, NOTE_HANG_S + SAYS_NOTHING_S) == late:
+            text += "It says nothing: code in C holds its interpreter.\n"
+        else:
+            return
+        self._has_noted_hang = True
+        say(self._board.set_once("hang", text))
 
     # ---- stops ----
 
-    def gate(self, step: int) -> Literal["agreed", "alone"] | None:
+    def gate(self, step: int) -> bool:
         """Whether to stop here. Call it where that is possible, with the same rising numbers on every rank.
 
         Usually this stores a number and looks at a flag. Once a stop is asked for it waits until the ranks have
         agreed on the step, a few seconds at most.
 
-        Returns:
-            ``"alone"``: some rank does not answer, and a collective would hang.
-
         Raises:
-            RankFailedError: there is a failure.
+            RankFailedError: there is a failure, such as a rank that did not answer.
         """
         self._gate.step = step
         if not self._gate.attention:
-            return None
-        self._wait(lambda: self._gate.may_pass(step), self._agree_within_s + _LEAVE_S)
-        self._raise_failure()
-        return self._gate.verdict(step)
+            return False
+        self._wait(lambda: self._gate.may_pass(step), self.stop_grace)
+        self.raise_failure()
+        return self._gate.decision is not None and step >= self._gate.decision
 
     def _signalled(self, signum: int, again: bool) -> None:
         """The first signal asks for a stop; a second one, or Ctrl+C after a failure, ends this process."""
         if not again and self.failure is None and not self._suspects:
             self._stop_asked(signum)
         elif again or (self.failure is not None and signum != signal.SIGTERM):  # the first one may be a launcher's
-            reason = f"{_name(signum)} came again"
+            reason = f"{name_of(signum)} came again"
             if self.failure is not None:
-                reason = f"{_name(signum)} came after this failure: {self.failure.describe()}"
+                reason = f"{name_of(signum)} came after this failure: {self.failure.describe()}"
             self.stop_signal = self.stop_signal or signum
             self._force(reason)
 
@@ -388,26 +369,28 @@ class Supervisor:
             self._wake.set()
             if self.rank == 0:  # once for the job: Ctrl+C reaches all ranks of a terminal
                 text = f"all ranks stop at one of the next steps, within {self.stop_grace:g} s"
-                say(f"lightning-smddp: {_name(signum)}: {text}. A second signal ends a rank at once.\n")
+                say(f"lightning-smddp: {name_of(signum)}: {text}. A second signal ends a rank at once.\n")
 
     def _agree(self, signum: int, decision: str) -> None:
-        """Answer, and decide if all have, or if some have not in time. The first decision counts."""
+        """Answer, and decide if all have. A rank that does not answer in time has failed."""
         self._stop_asked(signum)
         self._gate.answer()
         answers = [beat.answer for beat in self._board.beats()]
+        limit = min(AGREE_WITHIN_S, self.stop_grace / 4)
         if not decision and None not in answers:
-            decision = str(max(answer for answer in answers if answer is not None))
-        elif not decision and time.monotonic() - self._stop_at > self._agree_within_s:
-            decision = str(ALONE)
+            decision = self._board.set_once("decision", str(max(answer for answer in answers if answer is not None)))
         if decision:
-            self._gate.decision = int(self._board.set_once("decision", decision))
+            self._gate.decision = int(decision)
+        elif time.monotonic() - self._stop_at > limit:
+            text = f"it did not say within {limit:g} s of {name_of(signum)} where it can stop, and runs no Python"
+            self._declare(answers.index(None), "fell silent", text)
 
     # ---- epochs ----
 
-    def end_of_epoch(self, epoch: int, validates: bool = False) -> None:
+    def end_of_epoch(self, epoch: int) -> None:
         """Wait until every rank is at the end of its epoch, with as many ``batches``. Collective.
 
-        Again before the next batch it does nothing. ``validates`` says that this rank comes before a validation.
+        Again before the next batch it does nothing.
 
         Raises:
             RankFailedError: a rank failed, had another number of batches, or ended its run.
@@ -423,8 +406,8 @@ class Supervisor:
         def all_have() -> bool:
             beats = self._board.beats()
             for rank, beat in enumerate(beats):
-                begun = beat.begun_beyond(end, batches, validates)
-                if begun > 0:  # one that has fewer finds out itself
+                begun = {end: beat.ended_batches, end - 1: beat.batches}.get(beat.ended, 0)
+                if begun > batches:  # one that has fewer finds out itself
                     self._declare(self.rank, "left", f"{own}, and rank {rank} has begun {begun} ({beat.phase}). {CURE}")
                 elif beat.over and beat.ended < end:
                     self._declare(rank, "left", f"it ended its run, but {own}")
@@ -432,8 +415,7 @@ class Supervisor:
 
         if not self._wait(all_have, self.collective_timeout):
             self._judge(f"it waited {self.collective_timeout:g} s at the end of epoch {epoch}")
-            self._wait(lambda: False, _KNOWN_S)
-        self._raise_failure()
+        self.raise_failure()
 
     # ---- end ----
 
@@ -451,16 +433,11 @@ class Supervisor:
         self.shutdown.take_over()
         self.signals.restore()
         self._over = 1
-        if self.rank != self._server:
-            patience = min(patience, _LEAVE_S)
-        if self._gate.decision == ALONE:  # some rank does not answer any more
-            patience = 0.0
-        self._wait(lambda: self._lost or all(beat.over for beat in self._board.beats()), patience)
-        if self.rank == self._server and self.failure is None:
-            self._over = 2
-            self._wait(self._may_take_store, _LEAVE_S)
+        if self.rank == self._server:
+            self._wait(self._may_take_store, patience)
+        else:
+            self._wait(lambda: self._lost or all(beat.over for beat in self._board.beats()), min(patience, _LEAVE_S))
         self._closed.set()
-        self._kill_unanswering()
         self._wake.set()
         for thread in self._threads:
             thread.join(_LEAVE_S)  # one that comes out of C++ at the interpreter's end would abort it
@@ -469,17 +446,9 @@ class Supervisor:
 
     def _may_take_store(self) -> bool:
         """Whether the others use it no more, or know of the failure."""
-        for rank, beat in enumerate(self._board.beats()):
-            may = beat.over == 2
-            if self.failure is not None:
-                may = beat.knows or rank == self.failure.rank
-            if rank != self.rank and not may and not self._lost:
-                return False
-        return True
-
-
-def _name(signum: int) -> str:
-    return signal.Signals(signum).name
+        failed = None if self.failure is None else self.failure.rank
+        beats = [beat for rank, beat in enumerate(self._board.beats()) if rank not in (self.rank, failed)]
+        return self._lost or all(beat.knows or beat.over == 2 for beat in beats)
 
 
 def _forget_all() -> None:

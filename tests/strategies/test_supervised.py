@@ -232,7 +232,7 @@ def unequal(again: bool, directory: str) -> tuple[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("again", "text"), [(True, "rank 1 has begun 6"), (False, "rank 1 has begun 5 (validation)")],
+    ("again", "text"), [(True, "rank 1 has begun 6"), (False, "rank 1 has begun 6 (validation)")],
     ids=["in another fit", "with a validation in between"],
 )  # fmt: skip
 def test_unequal_numbers_of_batches_are_told_at_once(again: bool, text: str, tmp_path: Path) -> None:

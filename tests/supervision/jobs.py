@@ -36,8 +36,7 @@ class Rank:
 
     def start(self) -> Supervisor:
         timeout, grace = self["collective_timeout"] or 60.0, self["stop_grace"] or 60.0
-        parent = os.getppid() if self["launched"] else None
-        return Supervisor(self.store, self.rank, self.world_size, timeout, grace, parent)
+        return Supervisor(self.store, self.rank, self.world_size, timeout, grace)
 
 
 def say(name: str, value: Any = None) -> None:
@@ -47,10 +46,6 @@ def say(name: str, value: Any = None) -> None:
 
 def _main(body: Callable[[Rank], None], number: int, world_size: int, directory: Path, options: dict[str, Any]) -> None:
     os.setsid()
-    if "launched" in options:
-        child = os.fork()
-        if child > 0:
-            os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(directory / f"{name}-{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -97,7 +92,8 @@ class Process:
 
     @property
     def err(self) -> str:
-        return (self.directory / f"err-{self.number}").read_text()
+        path = self.directory / f"err-{self.number}"
+        return path.read_text() if path.exists() else ""
 
     def values(self, name: str) -> list[Any]:
         """What the rank said under ``name``."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_smddp.supervision import Failure, Supervisor, board, supervisor
+from lightning_smddp.supervision import Failure, Supervisor, supervisor
 from tests.supervision.jobs import Rank, say
 
 
@@ -77,9 +77,8 @@ def steps(rank: Rank, watching: Supervisor) -> None:
     say("ready", os.getpid())
     for step in range(rank["steps"] or 40):
         watching.step, watching.phase = step, "forward"
-        stop = watching.gate(step)
-        if stop is not None:
-            say("stop", [stop, step])
+        if watching.gate(step):
+            say("stop", step)
             sys.exit(128 + int(watching.stop_signal or 0))
         time.sleep(rank["pause"] or 0.0)
         if rank["fails"] == rank.rank and step == 8:
@@ -89,18 +88,7 @@ def steps(rank: Rank, watching: Supervisor) -> None:
                 time.sleep(0.6)  # a beat has said where it is
                 fault(rank["kind"])
         watching.phase = "backward"
-        if rank["outside"] and step == 8:
-            say("outside")
-            outside(rank["outside"])
-        else:
-            dist.all_reduce(torch.ones(1))
-
-
-def outside(how: str) -> None:
-    """Of collectives, for long."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        time.sleep(0.01 if how == "python" else 60)
+        dist.all_reduce(torch.ones(1))
 
 
 def stop_without_gates(rank: Rank) -> None:
@@ -124,12 +112,12 @@ def rounds_of_stops(rank: Rank) -> None:
         if rank.rank in asking:
             timer.start()
         step = first = common.choice([0, 1, 1000])
-        while (stop := watching.gate(step)) is None:
+        while not watching.gate(step):
             if in_step:
                 dist.all_reduce(torch.ones(1))
             time.sleep(chance.random() * 0.004)
             step += 1
-        say("stop", [number, stop, step - first])
+        say("stop", [number, step - first])
         if rank.rank in asking:
             timer.join()
         watching.close()
@@ -196,17 +184,6 @@ def forked_worker(rank: Rank) -> None:
     watching.close()
 
 
-def alone(rank: Rank) -> None:
-    """The others do not start."""
-    board.START_S = 1.0
-    if rank.rank != 0:
-        return
-    try:
-        rank.start()
-    except RuntimeError as error:
-        say("error", [type(error).__name__, str(error)])
-
-
 def upload(rank: Rank) -> None:
     """Rank ``fails`` is in a hook for ``seconds``; the others wait for its process in C, as in gloo, or follow it."""
     watching = rank.start()
@@ -264,18 +241,4 @@ def failure_behind_the_loss(rank: Rank) -> None:
     first = Failure(1, "b", 2, 7, "data", "died", "it was killed")
     threading.Timer(0.4, watching._record, [first]).start()
     say("error", str(watching.explain(RuntimeError("Connection closed by peer"))))
-    watching.close()
-
-
-def timer(rank: Rank) -> None:
-    """Its signals are handled in Python."""
-    watching = rank.start()
-    signal.signal(signal.SIGALRM, lambda *_: None)
-    watching.signals.take()
-    signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
-    end = time.monotonic() + 2.0
-    while time.monotonic() < end and watching.failure is None:
-        time.sleep(0.1)
-    signal.setitimer(signal.ITIMER_REAL, 0.0)
-    say("failure", watching.failure and watching.failure.describe())
     watching.close()

@@ -35,12 +35,9 @@ def check_survivors(started: Job, failed: int, verb: str, cause: str) -> None:
     ("kind", "failed"),
     [
         ("SIGKILL", 1),
-        pytest.param("SIGKILL", 0, marks=pytest.mark.slow),
         pytest.param("exit", 0, marks=pytest.mark.slow),
         pytest.param("sys.exit", 1, marks=pytest.mark.slow),
         ("raise", 0),  # T12: it serves the store, and its end is not the others' cause
-        pytest.param("raise", 1, marks=pytest.mark.exhaustive),
-        pytest.param("exit", 1, marks=pytest.mark.exhaustive),
     ],
 )
 def test_all_ranks_name_the_failed_one_and_its_cause(tmp_path: Path, kind: str, failed: int) -> None:
@@ -57,17 +54,6 @@ def test_children_of_a_killed_rank_0_that_hold_its_store_hide_nothing(tmp_path: 
         started.until("ready")
         assert started.wait() < BOUND_S
         assert re.search(rf"ank 0 .* died at step \d+ \(\w+\): {ENDED}", started.ranks[1].err), started.text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["python", pytest.param("c", marks=pytest.mark.exhaustive)])
-def test_a_rank_outside_of_collectives_is_interrupted_or_ended_by_force(tmp_path: Path, how: str) -> None:
-    with job(tmp_path, scenarios.train, 2, outside=how) as started:
-        started.until("outside")
-        kill(started.ranks[0].pid)
-        assert started.wait() < (3.0 if how == "python" else BOUND_S)
-        assert "is ended, exit code 1. Cause: rank 0" in started.ranks[1].err or how == "python"
-        check_survivors(started, 0, "died", ENDED)
 
 
 # ---- stopped, hanging, busy ----
@@ -88,7 +74,6 @@ def test_a_stopped_rank_is_named_within_seconds_and_killed(tmp_path: Path, stopp
     ("kind", "verb"),
     [
         ("loop", "did not come"),
-        pytest.param("sleep", "did not come", marks=pytest.mark.exhaustive),
         ("hold the interpreter", "fell silent"),
     ],
 )
@@ -103,8 +88,10 @@ def test_a_rank_that_hangs_is_named_when_the_collective_times_out(tmp_path: Path
 @pytest.mark.slow
 def test_a_rank_that_all_others_wait_for_says_where_it_is_once(tmp_path: Path) -> None:
     with job(tmp_path, scenarios.train, 3, fails=1, kind="sleep", note_hang_s=1.5) as started:
-        started.until("ready")
-        time.sleep(6.0)
+        deadline = time.monotonic() + 20.0
+        while "all others have waited" not in started.ranks[0].err and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(1.5)  # in which it would be said again
         assert started.codes == [None, None, None]  # nothing is ended
         for number, times in ((0, 1), (1, 1), (2, 0)):
             text = started.ranks[number].err
@@ -132,22 +119,6 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
             time.sleep(4.5 * (signum == signal.SIGSTOP))
         started.wait(40.0)
         assert started.codes == [0, 0], started.text()
-
-
-# ---- launchers ----
-
-
-@pytest.mark.slow
-def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
-    with job(tmp_path, scenarios.train, 2, outside="python", launched=True) as started:
-        started.until("outside")
-        kill(started.ranks[1].pid)  # the launcher
-        deadline = time.monotonic() + BOUND_S
-        while started.left_over() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert started.left_over() == []
-        for rank in started.ranks:
-            assert re.search(r"ank 1 .* died .*: its launcher \(process \d+\) ended", rank.err), started.text()
 
 
 @pytest.mark.slow
@@ -178,10 +149,3 @@ def test_an_error_waits_for_the_failure_that_comes_behind_the_loss_of_the_store(
     with job(tmp_path, scenarios.failure_behind_the_loss, 1) as started:
         started.wait()
         assert started.ranks[0].values("error") == ["Rank 1 (host b, process 2) died at step 7 (data): it was killed"]
-
-
-def test_signals_of_a_timer_do_not_count_as_time_without_an_answer(tmp_path: Path) -> None:
-    """A profiler's, that wake the thread which counts hundreds of times a second."""
-    with job(tmp_path, scenarios.timer, 1, collective_timeout=3.0) as started:
-        started.wait()
-        assert started.ranks[0].values("failure") == [None], started.text()

@@ -61,14 +61,6 @@ def test_a_workers_sigterm_is_not_the_jobs(tmp_path: Path) -> None:
         assert started.ranks[0].values("seen") == [[-15, None]], started.text()
 
 
-@pytest.mark.slow
-def test_a_rank_that_does_not_start_is_named(tmp_path: Path) -> None:
-    with job(tmp_path, scenarios.alone, 3) as started:
-        started.wait()
-        text = "Of 3 ranks, these did not start within 1 s: [1, 2]"
-        assert started.ranks[0].values("error") == [["RankTimeoutError", text]], started.text()
-
-
 def test_equal_epochs_end_together(tmp_path: Path) -> None:
     with job(tmp_path, scenarios.epochs, 3, batches=[[4, 5]] * 3, collectives=True) as started:
         started.wait()
