@@ -137,7 +137,7 @@ class Supervisor:
             self._ticked_at += passed
             passed = min(passed, 2 * self._period)  # the whole machine may have been stopped meanwhile
             self.stillness.tick((self.step, self.phase, self.batches, self.moves), passed, self._is_waiting)
-            if self.failure is None:
+            if self.failure is None and self.stillness.still_s > 1.0:
                 self._look_for_hang(self._board.beats())
         with self._changed:
             self._changed.notify_all()

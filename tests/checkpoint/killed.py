@@ -1,19 +1,16 @@
 """A program that saves checkpoints and is killed: ``python -m tests.checkpoint.killed KIND EVERY DIRECTORY``.
 
-KIND is ``file``, ``directory`` or ``random`` (files, at random times). EVERY is 1 for a kill at each place, 8 for one
-at every eighth. Each save happens in a forked child; the parent then looks what can be
-loaded, and prints its findings as JSON. Not done in pytest's own process, which has threads.
+KIND is ``file`` or ``directory``. EVERY is 1 for a kill at each place, 8 for one at every eighth. Each save happens in
+a forked child; the parent then looks what can be loaded, and prints its findings as JSON. Not done in pytest's own
+process, which has threads.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -52,7 +49,7 @@ class Written:
     load = staticmethod(files.load)
 
 
-KINDS: dict[str, Any] = {"file": Written, "random": files, "directory": sharded}
+KINDS: dict[str, Any] = {"file": Written, "directory": sharded}
 
 
 def loaded_step(kind: str, path: str | Path | None) -> int | None:
@@ -82,17 +79,6 @@ class KillAt:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def in_child(body: Callable[[], None]) -> int:
-    """Start ``body`` in a fork; returns its process id."""
-    child = os.fork()
-    if child == 0:
-        try:
-            body()
-        finally:
-            os._exit(0)
-    return child
-
-
 def kills_at_each_place(kind: str, directory: Path, every: int) -> dict[str, int]:
     """Overwrite a checkpoint of step 1 by one of step 2, and be killed in every place, of which the last is `kills`."""
     path, save = directory / "last.ckpt", KINDS[kind].save
@@ -101,12 +87,14 @@ def kills_at_each_place(kind: str, directory: Path, every: int) -> dict[str, int
         number = found["kills"] + every
         save(checkpoint(1), path)
         assert os.listdir(directory) == ["last.ckpt"], "the next save removes what the killed one left"
-
-        def overwrite(number: int = number) -> None:
-            sys.setprofile(KillAt(number))
-            save(checkpoint(2), path)
-
-        _, status = os.waitpid(in_child(overwrite), 0)
+        child = os.fork()
+        if child == 0:
+            try:
+                sys.setprofile(KillAt(number))
+                save(checkpoint(2), path)
+            finally:
+                os._exit(0)
+        _, status = os.waitpid(child, 0)
         step = loaded_step(kind, path)
         newest = newest_checkpoint([directory], report=lambda line: None)
         found["lost"] += step is None or loaded_step(kind, newest) is None
@@ -117,38 +105,9 @@ def kills_at_each_place(kind: str, directory: Path, every: int) -> dict[str, int
         found["kills"] = number
 
 
-def random_kills(directory: Path, kills: int) -> dict[str, int]:
-    """Overwrite one checkpoint again and again; after each kill it has to be there."""
-    path, pick = directory / "last.ckpt", random.Random(kills)
-    files.save(checkpoint(0), path)
-    lost, stray, last = 0, 0, 0
-    for _ in range(kills):
-
-        def overwrite(step: int = last) -> None:
-            while True:
-                step += 1
-                files.save(checkpoint(step), path)
-
-        child = in_child(overwrite)
-        time.sleep(pick.uniform(0.0, 0.06))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        step = loaded_step("file", path)
-        stray += len(os.listdir(directory)) - 1
-        lost += step is None or step < last
-        last = step or 0
-        files.save(checkpoint(last), path)
-        assert os.listdir(directory) == ["last.ckpt"], "the next save removes what the killed one left"
-    return {"lost": lost, "stray": stray}
-
-
 def main(kind: str, every: str, directory: str) -> None:
     torch.set_num_threads(1)
-    if kind == "random":
-        found = random_kills(Path(directory), int(every))
-    else:
-        found = kills_at_each_place(kind, Path(directory), int(every))
-    print(json.dumps(found))
+    print(json.dumps(kills_at_each_place(kind, Path(directory), int(every))))
 
 
 if __name__ == "__main__":

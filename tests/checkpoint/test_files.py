@@ -10,7 +10,6 @@ import random
 import resource
 import stat
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,6 @@ import torch
 from lightning_smddp.checkpoint import files
 from lightning_smddp.checkpoint.errors import CheckpointError
 from tests.checkpoint.models import assert_equal, example, flip, save
-
-ROOT = Path(__file__).parent.parent.parent
-
 
 # ---- what the file is ----
 
@@ -123,44 +119,6 @@ def test_other_errors_leave_the_previous_one(value: Any, error: str, tmp_path: P
         files.write(dump, tmp_path / "a.ckpt")
     assert os.listdir(tmp_path) == ["a.ckpt"]
     assert_equal(files.load(tmp_path / "a.ckpt"), example())
-
-
-IN_A_SMALL_FILE_SYSTEM = """
-set -e
-mount -t tmpfs -o size=1m tmpfs "$1"
-"$2" - "$1" <<'PROGRAM'
-import errno, subprocess, sys
-from pathlib import Path
-from tests.checkpoint.models import save
-from tests.checkpoint.test_files import big, failing
-path = Path(sys.argv[1], "a.ckpt")
-save(path)
-assert failing(big, path).errno == errno.ENOSPC
-subprocess.run(["mount", "-o", "remount,ro", sys.argv[1]], check=True)
-assert failing(big, path).errno == errno.EROFS
-print("all as expected")
-PROGRAM
-"""
-
-
-@pytest.mark.slow
-def test_disk_full_and_read_only(tmp_path: Path) -> None:
-    command = ["unshare", "--user", "--map-root-user", "--mount"]
-    allowed = subprocess.run(
-        [*command, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], capture_output=True, check=False
-    )
-    if allowed.returncode != 0:
-        pytest.skip(f"no file systems can be mounted here: {allowed.stderr.decode().strip()}")
-    result = subprocess.run(
-        [*command, "bash", "-c", IN_A_SMALL_FILE_SYSTEM, "bash", str(tmp_path), sys.executable],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert result.stdout == "all as expected\n", result.stderr
 
 
 # ---- damage ----

@@ -33,15 +33,6 @@ def run(kind: str, every: int, directory: Path, where: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_at_random_times(tmp_path: Path) -> None:
-    directory = tmp_path / "on disk"
-    directory.mkdir()
-    found = run("random", 6, directory, tmp_path)
-    assert found["lost"] == 0
-    assert found["stray"] > 0, "no kill met a save"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "every"),
     [("file", 4), ("directory", 12), pytest.param("directory", 1, marks=pytest.mark.exhaustive)],

@@ -84,26 +84,6 @@ def test_saves_overwrites_loads_and_removes(bucket: str) -> None:
         io.load_checkpoint(url)
 
 
-@pytest.mark.slow
-def test_in_several_parts(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """S3 takes more than 50 MiB in parts; here more than the 5 MiB that a part has to have."""
-    import torch
-
-    usual, calls = s3fs.S3File._call_s3, []
-
-    def noted(file: Any, method: str, *args: Any, **options: Any) -> Any:
-        calls.append(method)
-        return usual(file, method, *args, **options)
-
-    monkeypatch.setattr(s3fs.S3File, "_call_s3", noted)
-    monkeypatch.setattr(s3fs.S3FileSystem, "default_block_size", 5 * 2**20)
-    s3fs.S3FileSystem.clear_instance_cache()  # which knows the usual size
-    io, checkpoint = SafeCheckpointIO(), {"big": torch.arange(3_000_000.0)}
-    io.save_checkpoint(checkpoint, f"{bucket}/a.ckpt")
-    assert "create_multipart_upload" in calls
-    assert_equal(io.load_checkpoint(f"{bucket}/a.ckpt"), checkpoint)
-
-
 def test_damage_and_the_newest(bucket: str) -> None:
     for step, name in enumerate("abc"):  # S3 has times in seconds: of equal ones the last name counts
         save(f"{bucket}/run/{name}.ckpt", step)
