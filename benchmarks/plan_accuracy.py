@@ -1,8 +1,8 @@
-"""What ``lightning-smddp plan`` predicts of a rank's memory and a step's time, against what is so, for five models.
+"""What ``lightning-smddp plan`` predicts of a rank's memory, against what is so, for five models.
 
 Each strategy trains each model for some steps in processes of its own. A rank's memory is what its process has that is
 no file's, above what it had before the Trainer, libraries being imported; of memory that ranks share, its part. It is
-looked at every 3 ms. Freed memory goes back to the system at once. The steps that are timed are not looked at.
+looked at every 3 ms. Freed memory goes back to the system at once.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import json
 import logging
 import multiprocessing
 import os
-import statistics
 import tempfile
 import threading
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -32,23 +30,19 @@ import lightning_smddp
 from lightning_smddp import plan
 
 MIB = 2**20
-WATCHED = 3  # steps; buckets are made anew, and pipelines checked, in the second
+STEPS = 3  # buckets are made anew, and pipelines checked, in the second
 WITHIN = 0.15
 TIMEOUT_S = 900.0
 STRATEGIES = [
     "smddp",
     "smddp, shard='optimizer'",
-    "smddp_fsdp, full",
     "smddp_fsdp, grad_op",
-    "smddp_deepspeed_stage_1",
-    "smddp_deepspeed_stage_2",
-    "smddp_deepspeed_stage_3",
-    "smddp_pipeline, 1f1b",
-    "smddp_pipeline, 1f1b, checkpointing",
+    "smddp_fsdp, full",
+    "smddp_pipeline",
+    "smddp_pipeline, checkpointing",
 ]
 PRELOAD = [
     "torch._dynamo",
-    "torch._inductor.compile_fx",  # by DeepSpeed, at its start
     "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",
     "lightning_smddp.strategies.lightning",
@@ -62,11 +56,10 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--ranks", type=int, default=2)
     options.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    options.add_argument("--timed", type=int, default=6, help="steps to time behind those that are looked at")
     options.add_argument("--strategies", nargs="+", default=STRATEGIES, help="as `plan` names them")
     args = options.parse_args()
     if args.quick:
-        args.models, args.timed = ["MLP"], 2
+        args.models = ["MLP"]
     record = Record(
         "plan_accuracy",
         f"Predicted and measured memory, {args.ranks} ranks",
@@ -83,11 +76,9 @@ def _model(record: Record, args: argparse.Namespace, model: str) -> None:
     (predicted,) = run("predict", 1, model, args.ranks)
     cases = {name: case for name, case in predicted.items() if name in args.strategies}
     for name, case in cases.items():
-        ranks = run("measure", args.ranks, model, case["strategy"], args.timed)
+        ranks = run("measure", args.ranks, model, case["strategy"])
         case["measured"] = max(rank["bytes"] for rank in ranks)
         case["at_end"] = max(rank["end_bytes"] for rank in ranks)
-        case["wall_s"] = max(rank["wall_s"] for rank in ranks)
-        case["cpu_s"] = statistics.mean(rank["cpu_s"] for rank in ranks)
         print(model, name, {key: value for key, value in case.items() if key != "parts"}, flush=True)
     record.data["models"][model] = cases
     within = [name for name, case in cases.items() if abs(case["predicted"] / case["measured"] - 1) <= WITHIN]
@@ -96,8 +87,6 @@ def _model(record: Record, args: argparse.Namespace, model: str) -> None:
         MODELS[model].__doc__ or "",
         _memory(cases),
         f"MiB of the rank with most. {len(within)} of {len(cases)} within {WITHIN:.0%}.",
-        _times(cases),
-        "Milliseconds of a step: predicted, best wall time, median processor time of a rank.",
     )
 
 
@@ -111,16 +100,8 @@ def _memory(cases: dict[str, Any]) -> str:
     return table(["strategy", "predicted", "measured", "ratio", "at the end", *parts], rows)
 
 
-def _times(cases: dict[str, Any]) -> str:
-    rows = []
-    for name, case in cases.items():
-        predicted, wall, cpu = (1e3 * case[key] for key in ("predicted_s", "wall_s", "cpu_s"))
-        rows.append([name, predicted, wall, predicted / wall, cpu])
-    return table(["strategy", "predicted", "wall", "ratio", "CPU"], rows)
-
-
 def predict(model: str, ranks: int) -> dict[str, Any]:
-    """For each strategy its expression, seconds of a step, bytes, and bytes of the parts."""
+    """For each strategy its expression, bytes, and bytes of the parts."""
     _quiet()
     torch.manual_seed(0)
     found = plan(MODELS[model](), ranks, 64.0)
@@ -129,15 +110,14 @@ def predict(model: str, ranks: int) -> dict[str, Any]:
             "strategy": estimate.strategy,
             "predicted": estimate.memory.total,
             "parts": vars(estimate.memory),
-            "predicted_s": estimate.step_s,
         }
         for estimate in found.estimates
         if estimate.memory is not None
     }
 
 
-def measure(model: str, strategy: str, timed: int) -> dict[str, float]:
-    """Bytes that training adds on this rank at most; of a step the best wall time and the median processor time."""
+def measure(model: str, strategy: str) -> dict[str, int]:
+    """Bytes that training adds on this rank at most."""
     assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**18)  # what is freed is given back
     _quiet()
     torch.manual_seed(0)
@@ -148,7 +128,7 @@ def measure(model: str, strategy: str, timed: int) -> dict[str, float]:
         strategy=chosen,
         devices=dist.get_world_size(),
         accelerator="cpu",
-        max_steps=WATCHED + timed,
+        max_steps=STEPS,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -161,12 +141,10 @@ def measure(model: str, strategy: str, timed: int) -> dict[str, float]:
         trainer.fit(MODELS[model]())
     finally:
         watch.end()
-    wall, cpu = watch.spans()
-    held = {"bytes": watch.most - before, "end_bytes": watch.most_at_end - before}
-    return {**held, "wall_s": min(wall), "cpu_s": statistics.median(cpu)}
+    return {"bytes": watch.most - before, "end_bytes": watch.most_at_end - before}
 
 
-CLASSES = ("SMDDPStrategy", "PipelineStrategy", "SMDDPFSDPStrategy", "SMDDPDeepSpeedStrategy")
+CLASSES = ("SMDDPStrategy", "PipelineStrategy", "SMDDPFSDPStrategy")
 
 
 def _quiet() -> None:
@@ -176,7 +154,7 @@ def _quiet() -> None:
 
 
 class Watch(Callback):
-    """Looks at this process's memory all the time, but for the last steps, which it times.
+    """Looks at this process's memory all the time.
 
     Attributes:
         most: bytes, from the start to the last step.
@@ -186,40 +164,24 @@ class Watch(Callback):
     def __init__(self) -> None:
         self.most = self.most_at_end = 0
         self._has_trained = False
-        self._times: list[tuple[float, float]] = []
-        self._done, self._looking = threading.Event(), threading.Event()
+        self._done = threading.Event()
         self._thread = threading.Thread(target=self._look)
 
     def start(self) -> None:
         """Begin to look."""
-        self._looking.set()
         self._thread.start()
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """A step is over."""
-        if trainer.global_step >= WATCHED:
-            self._looking.clear()
-            self._times.append((time.perf_counter(), time.process_time()))
-
     def on_train_end(self, *_: Any) -> None:
-        """Look at what comes behind the steps, too."""
+        """Look at what comes behind the steps."""
         self._has_trained = True
-        self._looking.set()
 
     def end(self) -> None:
         """Stop."""
         self._done.set()
-        self._looking.set()
         self._thread.join()
-
-    def spans(self) -> tuple[list[float], list[float]]:
-        """Seconds of each timed step: wall, processor time of this rank."""
-        pairs = list(zip(self._times, self._times[1:], strict=False))
-        return [end[0] - start[0] for start, end in pairs], [end[1] - start[1] for start, end in pairs]
 
     def _look(self) -> None:
         while not self._done.wait(0.003):
-            self._looking.wait()
             if self._has_trained:
                 self.most_at_end = max(self.most_at_end, _held())
             else:

@@ -85,10 +85,10 @@ def _add_doctor(commands: Any) -> None:
 def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
-        help="say which strategy trains a LightningModule: memory and time of each",
+        help="say which strategies can train a LightningModule in the memory that there is",
         description="Run one training batch of a LightningModule here, on the CPU, and print for each strategy "
-        "whether the module fits, what a rank holds, how long a step takes, and the `Trainer(...)` line to write. The "
-        "exit code is 1 if no strategy fits.",
+        "whether the module fits, what a rank holds, and the `Trainer(...)` line to write. The exit code is 1 if no "
+        "strategy fits.",
     )
     plan.add_argument(
         "module",
@@ -98,7 +98,7 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--devices", type=int, required=True, help="ranks, on one node")
     plan.add_argument("--memory", type=float, required=True, help="GiB of a rank, beside what a process has anyway")
     plan.add_argument("--kwargs", type=json.loads, default={}, help="arguments of the class, as a JSON object")
-    plan.add_argument("--config", help="configuration file of a LightningCLI that is made for the class")
+    plan.add_argument("--config", help="file of a LightningCLI that is made for these classes")
     plan.add_argument("--datamodule", help="module:Class of a LightningDataModule")
     plan.add_argument("--precision", help="of the Trainer, such as bf16-mixed")
     plan.set_defaults(run=_plan)
@@ -114,17 +114,17 @@ def _plan(options: argparse.Namespace) -> int:
     from lightning_smddp.choice.first_batch import UnplannableError
     from lightning_smddp.choice.training_plan import plan
 
-    data, precision = None, options.precision
+    data_class = None if options.datamodule is None else _load(options.datamodule)
     try:
         if options.module.endswith(cli_config.SUFFIXES):
-            module, data, configured = cli_config.from_config(options.module)
+            module, data, precision = cli_config.from_config(options.module, None, data_class)
         elif options.config is not None:
-            module, data, configured = cli_config.from_config(options.config, _load(options.module))
+            module, data, precision = cli_config.from_config(options.config, _load(options.module), data_class)
         else:
-            module, configured = _load(options.module)(**options.kwargs), None
-        if options.datamodule is not None:
-            data = _load(options.datamodule)()
-        found = plan(module, options.devices, options.memory, datamodule=data, precision=precision or configured)
+            module, precision = _load(options.module)(**options.kwargs), None
+            data = None if data_class is None else data_class()
+        precision = options.precision or precision
+        found = plan(module, options.devices, options.memory, datamodule=data, precision=precision)
     except UnplannableError as error:
         print(f"lightning-smddp plan: {error}", file=sys.stderr)
         return 1

@@ -7,10 +7,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
+_MARK = "lightning_smddp: "
 _LARGE = 2**20  # bytes: smaller blocks are not looked at page by page
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -20,11 +22,11 @@ class MemoryRecord:
     """Marks and allocations in the order of time.
 
     A block whose pages nobody has written takes no memory: of oneDNN's workspace for an LSTM the forward pass writes a
-    third. So blocks that are there at a mark count by what is written of them then.
+    third. See :meth:`settle`.
 
     Attributes:
-        entries: names of marks, and bytes: of what was allocated, negative where it was freed. Memory from before the
-            record counts for nothing, also where it is freed.
+        entries: marks, and bytes: of what was allocated, negative where it was freed. Memory from before the record
+            counts for nothing, also where it is freed.
     """
 
     entries: list[str | int] = field(default_factory=list)
@@ -32,14 +34,18 @@ class MemoryRecord:
     _profiler: Any = None
 
     def mark(self, name: str) -> None:
-        """What follows belongs to ``name``. Of large blocks that are there only pages that were written count."""
+        """What follows belongs to ``name``. Also within an operation, where :meth:`settle` may not be called."""
+        with record_function(_MARK + name):
+            pass
+
+    def settle(self) -> None:
+        """From here on, of large blocks that are there only pages that were written count."""
         self._stop()
         for address, index in self._blocks.items():
             size = self.entries[index]
             assert isinstance(size, int)
             if size >= _LARGE:
                 self.entries[index] = size - _unwritten(address, size)
-        self.entries.append(name)
         self._start()
 
     def _start(self) -> None:
@@ -56,7 +62,9 @@ class MemoryRecord:
             self._profiler.stop()
         results = self._profiler.profiler.kineto_results
         for address, size in _allocations(results.experimental_event_tree()):
-            if size > 0:
+            if isinstance(size, str):
+                self.entries.append(size)
+            elif size > 0:
                 self._blocks[address] = len(self.entries)
                 self.entries.append(size)
             elif address in self._blocks:
@@ -78,17 +86,19 @@ def recorded_memory() -> Iterator[MemoryRecord]:
         record._stop()
 
 
-def _allocations(tree: list[Any]) -> list[tuple[int, int]]:
-    """Address and bytes of what was allocated on the CPU, negative where it was freed, in the order of time."""
+def _allocations(tree: list[Any]) -> list[tuple[int, int | str]]:
+    """Address and bytes of what was allocated on the CPU, negative where it was freed; marks; in the order of time."""
     found = []
     waiting = list(tree)
     while waiting:
         event = waiting.pop()
         waiting += event.children
-        if event.name == "[memory]" and event.extra_fields.device.type == "cpu":
-            found.append(event)
-    found.sort(key=lambda event: event.start_time_ns)
-    return [(event.extra_fields.ptr, event.extra_fields.alloc_size) for event in found]
+        if event.name.startswith(_MARK):
+            found.append((event.start_time_ns, 0, event.name.removeprefix(_MARK)))
+        elif event.name == "[memory]" and event.extra_fields.device.type == "cpu":
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    found.sort(key=itemgetter(0))
+    return [(address, size) for _, address, size in found]
 
 
 def _unwritten(address: int, size: int) -> int:

@@ -18,7 +18,7 @@ _OPTIONS: dict[str, Any] = {"run": False, "save_config_callback": None, "seed_ev
 _TRAINER = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
 
 
-def from_config(path: str, model_class: Any = None) -> tuple[Any, Any, Any]:
+def from_config(path: str, model_class: Any = None, datamodule_class: Any = None) -> tuple[Any, Any, Any]:
     """What LightningCLI makes of a file: the module, the datamodule or None, and the Trainer's precision or None.
 
     The rest of the section ``trainer`` counts for nothing: the batch is looked at on one CPU.
@@ -26,6 +26,7 @@ def from_config(path: str, model_class: Any = None) -> tuple[Any, Any, Any]:
     Args:
         path: of the file, as ``--config`` has it.
         model_class: of a CLI that is made for one class; None for files that have ``class_path``.
+        datamodule_class: the same of the data.
 
     Raises:
         UnplannableError: there is no such file, or it describes no module.
@@ -38,20 +39,19 @@ def from_config(path: str, model_class: Any = None) -> tuple[Any, Any, Any]:
     if not has_model:
         raise UnplannableError(
             f"{path} has no section `model`. Give a file that your LightningCLI takes as --config; if that is made for "
-            "one class, name it, too: `lightning-smddp plan package.module:Class --config FILE`."
+            "one class, name it, too: `lightning-smddp plan package.module:Class --config FILE`, with --datamodule if "
+            "it is made for one LightningDataModule."
         )
     # The CLI makes the objects as it would for a run, with a Trainer of ours in place of the file's.
     settings = {key: value for key, value in settings.items() if key not in _OF_RUNS}
     trainer = settings.pop("trainer", None) or {}
     precision = trainer.get("precision")
-    package = "pytorch_lightning"
-    if find_spec("lightning") is not None:
-        package = "lightning.pytorch"
+    package = "lightning.pytorch" if find_spec("lightning") is not None else "pytorch_lightning"
     cli = import_module(f"{package}.cli").LightningCLI
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # of the command line, which is ours
-            made = cli(model_class, args={**settings, "trainer": _TRAINER}, **_OPTIONS)
+            made = cli(model_class, datamodule_class, args={**settings, "trainer": _TRAINER}, **_OPTIONS)
     except SystemExit:
         raise UnplannableError(f"LightningCLI refuses {path}: see above.") from None
     return made.model, made.datamodule, precision

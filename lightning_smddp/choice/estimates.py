@@ -7,11 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from lightning_smddp.choice.step_profile import StepProfile
-from lightning_smddp.deepspeed.start import BUCKET_ON_CPU
-
-_DEEPSPEED_BUCKET = 4 * BUCKET_ON_CPU  # bytes
-# Its modules and what its engine keeps, as seen with DeepSpeed 0.19 on CPUs: the same with five models.
-_DEEPSPEED_ITSELF = 21 * 2**20
 
 
 @dataclass(frozen=True)
@@ -83,8 +78,6 @@ class Estimate:
         name: what is shown.
         strategy: the Python expression for ``Trainer(strategy=...)``.
         memory: of the rank with most; None where the strategy cannot run the module.
-        step_s: predicted seconds of a step; None where nothing was measured.
-        rows: that a step of all ranks trains on.
         fits: whether ``memory`` is no more than there is.
         notes: what to know; why it cannot run the module.
     """
@@ -92,17 +85,8 @@ class Estimate:
     name: str
     strategy: str
     memory: Memory | None = None
-    step_s: float | None = None
-    rows: int = 0
     fits: bool = False
     notes: tuple[str, ...] = ()
-
-    @property
-    def rows_per_s(self) -> float | None:
-        """Rows that all ranks train on in a second."""
-        if not self.step_s:
-            return None
-        return self.rows / self.step_s
 
 
 def fullest(moments: Sequence[Memory]) -> Memory:
@@ -166,38 +150,6 @@ def fully_sharded(sizes: Sizes, profile: StepProfile, ranks: int, units: UnitSiz
         kept = units.units  # memory in which they are whole, for the next step
     stepping = replace(held, communication=kept, temporary=sizes.optimizer_temporary // ranks)
     return fullest([in_step, stepping])
-
-
-def deepspeed(sizes: Sizes, profile: StepProfile, ranks: int, stage: int) -> Memory:
-    """``smddp_deepspeed`` on the CPUs of one node with its default buckets, all parameters in 32 bits.
-
-    DeepSpeed trains a copy of each rank's share. Gradients go into two buckets in turn, each of which is copied before
-    it is exchanged; from there the rank's share is kept. With stage 3 parameters are gathered into a buffer and copied
-    out of it. In the step there are the share of the gradients, the same as one flat parameter's, and as much for the
-    optimizer. DeepSpeed's own modules and objects are counted as what is exchanged.
-    """
-    share = _share(sizes.parameters, ranks)
-    share_of_gradients = _share(sizes.gradients, ranks)
-    bucket = min(sizes.gradients, _DEEPSPEED_BUCKET)
-    gathered = min(sizes.parameters, _DEEPSPEED_BUCKET)
-    held = Memory(optimizer_state=_share(sizes.state, ranks), activations=sizes.batch)
-    if stage == 3:
-        held = replace(
-            held,
-            parameters=sizes.buffers + 2 * share,
-            gradients=share_of_gradients + bucket,
-            communication=_DEEPSPEED_ITSELF,
-        )
-        computing = max(profile.kept + 2 * gathered, profile.peak + gathered)
-    else:
-        parameters = sizes.buffers + sizes.parameters + share
-        held = replace(held, parameters=parameters, communication=_DEEPSPEED_ITSELF)
-        # Most activations are still there when gradients begin to go from one bucket through another.
-        computing = profile.peak + 2 * bucket
-    in_step = replace(held, activations=sizes.batch + profile.kept, temporary=computing - profile.kept)
-    exchanging = replace(held, temporary=3 * bucket + share_of_gradients)
-    stepping = replace(held, temporary=3 * share_of_gradients)
-    return fullest([in_step, exchanging, stepping])
 
 
 def _share(size: int, ranks: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,26 +10,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_smddp._compat.torch_memory import recorded_memory
-from lightning_smddp.choice.step_profile import profile_of, shortest
+from lightning_smddp.choice.step_profile import profile_of
 from lightning_smddp.pytree import tensors
 from lightning_smddp.sharding.optimizer_trial import copy_with
 
 _FALLBACK_COPIES = 2  # of a parameter, as Adam has
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """Of a step of one parameter.
-
-    Attributes:
-        state: bytes that are kept.
-        temporary: bytes that the step needs for a moment.
-        seconds: of a later step, as the first one makes the state.
-    """
-
-    state: int
-    temporary: int
-    seconds: float
+_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
 
 
 @dataclass(frozen=True)
@@ -40,15 +25,11 @@ class OptimizerProfile:
     Attributes:
         state: bytes that they keep, by parameter's id.
         temporary: bytes that a step needs for a moment.
-        seconds: of a step of all parameters, beside the next.
-        fixed_seconds: of a step however few parameters there are; no sharding makes it shorter.
         notes: what could not be tried.
     """
 
     state: dict[int, int]
     temporary: int
-    seconds: float
-    fixed_seconds: float = 0.0
     notes: tuple[str, ...] = ()
 
 
@@ -56,58 +37,53 @@ def profile_optimizers(optimizers: Sequence[Optimizer]) -> OptimizerProfile:
     """Step a copy of each optimizer on one parameter of each shape, with gradients of zero. Nothing of them changes."""
     state: dict[int, int] = {}
     temporary = 0
-    seconds = 0.0
-    fixed_seconds = 0.0
     notes = []
     for optimizer in optimizers:
-        tried: dict[tuple[int, torch.Size, torch.dtype], _Trial] = {}  # by group, shape and type
-        # A step with `foreach` has the results of all parameters at once, another one those of one parameter.
-        together = 0
-        alone = 0
         try:
-            fixed = _fixed_seconds(optimizer)
-            fixed_seconds += fixed
-            for number, group in enumerate(optimizer.param_groups):
-                for parameter in filter(_is_trained, group["params"]):
-                    kind = (number, parameter.shape, parameter.dtype)
-                    if kind not in tried:
-                        tried[kind] = _try(optimizer, number, parameter, parameter.shape)
-                    trial = tried[kind]
-                    state[id(parameter)] = trial.state
-                    seconds += max(0.0, trial.seconds - fixed)
-                    if group.get("foreach"):
-                        together += trial.temporary
-                    else:
-                        alone = max(alone, trial.temporary)
-        except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-            for group in optimizer.param_groups:
-                for parameter in filter(_is_trained, group["params"]):
-                    state[id(parameter)] = _FALLBACK_COPIES * parameter.nbytes
+            of_steps = _profile(optimizer, state)
+        except _FAILURES as error:
+            for _, parameter in _trained(optimizer):
+                state[id(parameter)] = _FALLBACK_COPIES * parameter.nbytes
             name = type(error).__name__
             notes.append(
                 f"{type(optimizer).__name__} cannot be tried on one parameter ({name}: {error}): counted with two "
                 "numbers for each of a parameter"
             )
-        temporary = max(temporary, alone, together)
-    return OptimizerProfile(state, temporary, seconds, fixed_seconds, tuple(notes))
+        else:
+            temporary = max(temporary, of_steps)
+    return OptimizerProfile(state, temporary, tuple(notes))
 
 
-def _is_trained(parameter: Tensor) -> bool:
-    return parameter.requires_grad
+def _profile(optimizer: Optimizer, state: dict[int, int]) -> int:
+    """Fill ``state``; returns the bytes that a step needs for a moment."""
+    tried: dict[tuple[int, torch.Size, torch.dtype], tuple[int, int]] = {}  # by group, shape and type
+    # A step with `foreach` has the results of all parameters at once, another one those of one parameter.
+    together = 0
+    alone = 0
+    for number, parameter in _trained(optimizer):
+        kind = (number, parameter.shape, parameter.dtype)
+        if kind not in tried:
+            tried[kind] = _try(optimizer, number, parameter)
+        kept, temporary = tried[kind]
+        state[id(parameter)] = kept
+        if optimizer.param_groups[number].get("foreach"):
+            together += temporary
+        else:
+            alone = max(alone, temporary)
+    return max(alone, together)
 
 
-def _fixed_seconds(optimizer: Optimizer) -> float:
-    """Of a step of one parameter with a single number."""
+def _trained(optimizer: Optimizer) -> list[tuple[int, Tensor]]:
+    """Parameters with gradients, each with the number of its group."""
+    found = []
     for number, group in enumerate(optimizer.param_groups):
-        for parameter in filter(_is_trained, group["params"]):
-            shape = torch.Size([1] * parameter.ndim)
-            return _try(optimizer, number, parameter, shape).seconds
-    return 0.0
+        found += [(number, parameter) for parameter in group["params"] if parameter.requires_grad]
+    return found
 
 
-def _try(optimizer: Optimizer, number: int, like: Tensor, shape: torch.Size) -> _Trial:
-    """Step a copy of ``optimizer`` on one parameter like one in its group ``number``, but of this shape."""
-    parameter = nn.Parameter(torch.zeros(shape, dtype=like.dtype))
+def _try(optimizer: Optimizer, number: int, like: Tensor) -> tuple[int, int]:
+    """Bytes that a copy of ``optimizer`` keeps, and needs in a step, for a parameter like one in its group."""
+    parameter = nn.Parameter(torch.zeros_like(like))
     parameter.grad = torch.zeros_like(parameter)
     nothing = nn.Parameter(torch.empty(0))
     stand_ins: dict[int, nn.Parameter] = {}
@@ -119,13 +95,12 @@ def _try(optimizer: Optimizer, number: int, like: Tensor, shape: torch.Size) -> 
     for group in trial.param_groups:
         group["params"] = []
     trial.param_groups[number]["params"] = [parameter]
-    step = functools.partial(type(trial).step, trial)  # an instance's own may be a scheduler's
+    step = type(trial).step  # an instance's own may be a scheduler's
     # The first step makes the state: what later ones need for a moment is seen in the second.
-    step()
+    step(trial)
     with recorded_memory() as record:
-        step()
-    seconds = shortest(step)
+        step(trial)
     sizes: dict[int, int] = {}  # by address: what several entries share counts once
     for tensor in tensors(trial.state[parameter]):
         sizes[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
-    return _Trial(sum(sizes.values()), profile_of(record).peak, seconds)
+    return sum(sizes.values()), profile_of(record).peak

@@ -1,91 +1,58 @@
-"""What a rank of ``smddp_pipeline`` holds, and how long a step takes: stages are cut and run here, one by one."""
+"""What a rank of ``smddp_pipeline`` holds: the step is cut here as there, and run once on a micro-batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from lightning_smddp._compat.torch_memory import MemoryRecord, recorded_memory
 from lightning_smddp.bridge.batches import count_for, splitter_for
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.bridge.step_record import StepRecorder
 from lightning_smddp.choice.estimates import Estimate, Memory, Sizes, fullest
 from lightning_smddp.choice.first_batch import FirstBatch
-from lightning_smddp.choice.stage_profile import profile_stages
-from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.choice.step_profile import BACKWARD, StepProfile, dropped_gradients, profile_of
+from lightning_smddp.patches import patched
+from lightning_smddp.pipeline.capture.boundaries import boundary_bytes
+from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
-from lightning_smddp.pipeline.capture.records import Trace
-from lightning_smddp.pipeline.capture.tracer import trace
+from lightning_smddp.pipeline.capture.tracer import StepCall, trace
 from lightning_smddp.pipeline.partition.assignment import cut_into_stages, parameter_stages_of
-from lightning_smddp.pipeline.partition.costs import LOOPBACK, best_share, cluster_of, in_flight, time_nodes
+from lightning_smddp.pipeline.partition.costs import LOOPBACK, cluster_of, in_flight, time_nodes
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, rows_of
 from lightning_smddp.pipeline.partition.plan import refuse_external_writes
 from lightning_smddp.pipeline.partition.split import choose_units, is_within, partition
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.schedules import parse
+from lightning_smddp.pytree import tensors
 from lightning_smddp.seeding import Generators
 from lightning_smddp.strategies.checks import refusal_of_training
-from lightning_smddp.strategies.options import CommunicationOptions, GradientOptions
-from lightning_smddp.strategies.pipeline_options import PartitionOptions, PipelineOptions
+from lightning_smddp.strategies.pipeline_options import PartitionOptions
 
 _CPU = torch.device("cpu")
-_CASES = (  # schedule, with checkpointing
-    ("1f1b", False),
-    ("1f1b", True),
-    ("interleaved_1f1b", False),
-    ("zbv_zero_bubble", False),
-)
-
-
-@dataclass(frozen=True)
-class _Case:
-    """A schedule, with or without activation checkpointing."""
-
-    schedule: str
-    checkpointing: bool
-
-    @property
-    def name(self) -> str:
-        """As it is shown."""
-        words = f"smddp_pipeline, {self.schedule}"
-        if self.checkpointing:
-            words += ", checkpointing"
-        return words
-
-    def options(self) -> PipelineOptions:
-        """As ``PipelineStrategy`` would have them."""
-        return PipelineOptions(
-            pipeline_parallel_size=None,
-            num_microbatches=None,
-            schedule=parse(self.schedule),
-            split=None,
-            activation_checkpointing=self.checkpointing,
-            meta_init=False,
-            partition=PartitionOptions(),
-            gradients=GradientOptions("auto", None, None, CommunicationOptions()),
-        )
-
-    def strategy(self, meta_init: bool) -> str:
-        """The expression to write."""
-        arguments = []
-        if self.schedule != "1f1b":
-            arguments.append(f'schedule="{self.schedule}"')
-        if self.checkpointing:
-            arguments.append("activation_checkpointing=True")
-        if meta_init:
-            arguments.append("meta_init=True")
-        listed = ", ".join(arguments)
-        return f"PipelineStrategy({listed})"
+_SCHEDULE = parse("1f1b")
+_CASES = {  # with checkpointing or without: name, expression
+    False: ("smddp_pipeline", '"smddp_pipeline"'),
+    True: ("smddp_pipeline, checkpointing", "PipelineStrategy(activation_checkpointing=True)"),
+}
+_META_INIT = {
+    False: "PipelineStrategy(meta_init=True)",
+    True: "PipelineStrategy(activation_checkpointing=True, meta_init=True)",
+}
 
 
 def estimate_pipelines(
     first: FirstBatch, sizes: Sizes, state: Mapping[int, int], ranks: int, limit: float
 ) -> list[Estimate]:
-    """Pipelines of ``ranks`` stages or more, one estimate for each schedule.
+    """Pipelines of ``ranks`` stages under 1f1b, without activation checkpointing and with it.
 
     Args:
         first: the module at its first batch.
@@ -96,186 +63,166 @@ def estimate_pipelines(
     """
     estimates = []
     reason = refusal_of_training(first.module, (), first.optimizers)
-    for schedule, checkpointing in _CASES:
-        case = _Case(schedule, checkpointing)
+    for checkpointing, (name, strategy) in _CASES.items():
         try:
             if reason is not None:
                 raise SplitError(reason)
-            pipeline = _Pipeline(first, case, ranks)
+            pipeline = _divided(first, ranks, checkpointing)
         except (SplitError, ReplayError) as error:
-            estimates.append(Estimate(case.name, case.strategy(meta_init=False), notes=(str(error),)))
-        else:
-            estimates.append(pipeline.estimate(sizes, state, limit))
+            estimates.append(Estimate(name, strategy, notes=(str(error),)))
+            continue
+        training = fullest([_rank(pipeline, first.module, sizes, state, stage) for stage in range(ranks)])
+        # Before training the first rank runs a micro-batch through the whole module, for the times of its nodes.
+        start = Memory(
+            parameters=sizes.parameters + sizes.buffers,
+            activations=sizes.batch + pipeline.whole.kept,
+            temporary=pipeline.whole.temporary,
+        )
+        memory = fullest([training, start])
+        notes = []
+        if pipeline.num_microbatches == 1:
+            notes.append("each batch is one micro-batch: stages do not overlap")
+        if training.total <= limit < start.total:
+            memory = training
+            strategy = _META_INIT[checkpointing]
+            notes.append("layers have to be made in `configure_model`: at the start each rank would have all of them")
+        estimates.append(Estimate(name, strategy, memory, memory.total <= limit, tuple(notes)))
     return estimates
 
 
+@dataclass(frozen=True)
 class _Pipeline:
-    """One case: cut into stages as the strategy would.
+    """A step that is cut, one stage on each rank.
 
-    Args:
-        first: the module at its first batch.
-        case: which.
-        ranks: of the pipeline.
+    Attributes:
+        graph, cuts: of the step; first nodes of all stages but the first.
+        num_microbatches: of a batch.
+        stages: the memory of each on one micro-batch.
+        whole: that of the whole step, without checkpointing.
     """
 
-    def __init__(self, first: FirstBatch, case: _Case, ranks: int) -> None:
-        self.first = first
-        self.case = case
-        self.ranks = ranks
-        self.module = first.module
-        self.options = case.options()
-        self.num_stages = ranks * self.options.stages_per_rank
-        self.rank_of_stage = self.options.schedule.rank_of_stage(self.num_stages, ranks)
-        self.splitter = splitter_for(self.module, self.options.partition)
-        self.microbatches = self._cut()
-        recorder = StepRecorder(first.module)
-        self.step = LightningStep(first.module, "training_step", first.arguments, first.precision, recorder)
-        self._divide()
+    graph: StepGraph
+    cuts: tuple[int, ...]
+    num_microbatches: int
+    stages: tuple[StepProfile, ...]
+    whole: StepProfile
 
-    def _cut(self) -> list[MicroBatch]:
-        rows = rows_of(self.first.batch)
-        count = count_for(self.options.schedule, self.ranks, self.num_stages, rows, self.module)
-        try:
-            return self.splitter.split(self.first.batch, count, rows)
-        except UnclearBatchError:
-            return [self.splitter.whole(self.first.batch)]
 
-    def _rows(self) -> int:
-        return sum(microbatch.size for microbatch in self.microbatches)
-
-    def _divide(self) -> None:
-        """Cut by the times of a run on the first micro-batch, as the strategy's first rank does."""
-        checkpointing = self.case.checkpointing
-        cluster = cluster_of(
-            self.module,
-            self.first.optimizers,
-            self.rank_of_stage,
-            in_flight(self.options.schedule, self.rank_of_stage, len(self.microbatches)),
-            links=(LOOPBACK,) * (self.num_stages - 1),
-        )
-        # As in a run: the step is traced, units are chosen, and its nodes are timed in a run of the whole.
-        self.step.seed = 0
-        with self.step.alone(self.microbatches[0], Generators(self.module, _CPU)) as run:
-            traced = self._traced(run)
-            modules = Modules(traced, self.module)
-            units = choose_units(traced, modules, cluster, None, checkpointing).units
-            self.graph = build_graph(traced, modules, is_within(units))
-            with preserve_state(self.module, _CPU):
-                times = time_nodes(self.graph, run, self._loss, self.module, _CPU)
-            found = partition(self.graph, cluster, times, None, checkpointing)
-            self.stages = cut_into_stages(self.graph, found.cuts)
-            # What training keeps differs from what the runs for times kept, where units are checkpointed.
-            self.timing_profiles = profile_stages(self.graph, self.stages, run, self._loss, self.module, False)
-            self.profiles = self.timing_profiles
-            if checkpointing:
-                self.profiles = profile_stages(self.graph, self.stages, run, self._loss, self.module, checkpointing)
-
-    def _traced(self, run: Callable[[], Any]) -> Trace:
-        with preserve_state(self.module, _CPU):
-            traced = trace(run, self.module, _CPU)
+def _divided(first: FirstBatch, ranks: int, checkpointing: bool) -> _Pipeline:
+    """Cut by the times of a run on the first micro-batch, as the strategy's first rank does."""
+    module = first.module
+    microbatches = _microbatches(first, ranks)
+    flights = in_flight(_SCHEDULE, range(ranks), len(microbatches))
+    cluster = cluster_of(module, first.optimizers, range(ranks), flights, (LOOPBACK,) * (ranks - 1))
+    step = LightningStep(module, "training_step", first.arguments, first.precision, StepRecorder(module), seed=0)
+    with step.alone(microbatches[0], Generators(module, _CPU)) as run:
+        with preserve_state(module, _CPU):
+            traced = trace(run, module, _CPU)
         refuse_external_writes(traced.external_writes)
-        return traced
+        modules = Modules(traced, module)
+        units = choose_units(traced, modules, cluster, None, checkpointing).units
+        graph = build_graph(traced, modules, is_within(units))
+        with preserve_state(module, _CPU):
+            times = time_nodes(graph, run, loss_of, module, _CPU)
+        cuts = partition(graph, cluster, times, None, checkpointing).cuts
+        whole, *stages = _profile(graph, cuts, run, module)
+        if checkpointing:
+            # Units keep their inputs alone, and run again in the backward, as in training.
+            replaced = []
+            for name in graph.units:
+                unit = module.get_submodule(name)
+                replaced.append((vars(unit), "forward", partial(checkpoint, unit.forward, use_reentrant=False)))
+            with patched(replaced):
+                _, *stages = _profile(graph, cuts, run, module)
+    return _Pipeline(graph, cuts, len(microbatches), tuple(stages), whole)
 
-    def _loss(self, result: Any) -> Tensor:
-        return loss_of(result, "training_step")
 
-    def estimate(self, sizes: Sizes, state: Mapping[int, int], limit: float) -> Estimate:
-        """Of the rank with most."""
-        notes = []
-        if len(self.microbatches) == 1:
-            notes.append("each batch is one micro-batch: stages do not overlap")
-        training = fullest([self._rank(rank, sizes, state) for rank in range(self.ranks)])
-        start = self._start(sizes)
-        memory = fullest([training, start])
-        meta_init = False
-        if training.total <= limit < start.total:
-            memory = training
-            meta_init = True
-            notes.append("layers have to be made in `configure_model`: at the start each rank would have all of them")
-        return Estimate(
-            name=self.case.name,
-            strategy=self.case.strategy(meta_init),
-            memory=memory,
-            step_s=self._seconds(),
-            rows=self._rows(),
-            fits=memory.total <= limit,
-            notes=tuple(notes),
-        )
+def _microbatches(first: FirstBatch, ranks: int) -> list[MicroBatch]:
+    splitter = splitter_for(first.module, PartitionOptions())
+    rows = rows_of(first.batch)
+    count = count_for(_SCHEDULE, ranks, ranks, rows, first.module)
+    try:
+        return splitter.split(first.batch, count, rows)
+    except UnclearBatchError:
+        return [splitter.whole(first.batch)]
 
-    def _rank(self, rank: int, sizes: Sizes, state: Mapping[int, int]) -> Memory:
-        """Its fullest moment in training."""
-        here = [stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank]
-        own = self._parameters_of(here)
-        gradients = sum(parameter.nbytes for parameter in own if parameter.requires_grad)
-        held = Memory(
-            parameters=sum(parameter.nbytes for parameter in own) + sizes.buffers,
-            gradients=gradients,
-            optimizer_state=sum(state.get(id(parameter), 0) for parameter in own),
-            activations=sizes.batch,
-        )
-        profiles = [self.profiles[stage] for stage in here]
-        # Each stage keeps the activations of as many micro-batches as its schedule has begun and not finished there.
-        flights = in_flight(self.options.schedule, self.rank_of_stage, len(self.microbatches))
-        kept = sum(flights[stage] * self.profiles[stage].kept for stage in here)
-        for_a_moment = max(profile.temporary for profile in profiles)
-        running = replace(
-            held,
-            activations=sizes.batch + kept,
-            communication=self._messages(here),
-            temporary=for_a_moment,
-        )
-        stepping = replace(held, temporary=sizes.optimizer_temporary)
-        return fullest([running, stepping])
 
-    def _parameters_of(self, stages: Sequence[int]) -> list[nn.Parameter]:
-        """Those that a rank with these stages has; of a tied one there is a copy on each rank that uses it."""
-        named = dict(self.module.named_parameters())
-        found = []
-        for name, users in parameter_stages_of(self.graph, self.stages, list(named)).items():
-            if set(users) & set(stages):
-                found.append(named[name])
-        return found
+def _profile(graph: StepGraph, cuts: tuple[int, ...], step: StepCall, module: nn.Module) -> list[StepProfile]:
+    """Of the whole step, and of each stage: one run, in which each stage begins with its first unit."""
+    entered = {0}
 
-    def _messages(self, here: Sequence[int]) -> int:
-        """Bytes of messages that torch's schedule holds when they have gone, while a rank's backwards run.
+    def enter(stage: int, unit: nn.Module, args: Any, kwargs: Any) -> None:
+        if stage in entered:  # another call of the same unit
+            return
+        entered.add(stage)
+        record.mark(f"forward {stage}")
+        # When the backward comes to what a stage begins with, the stage before goes on.
+        for tensor in tensors((args, kwargs)):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(lambda gradient: record.mark(f"backward {stage - 1}"))
 
-        With one stage a rank it holds the last output until it has the next one; with several, all outputs and
-        gradients that went to other ranks, for whose sends it waits at the end of the step.
-        """
-        rank = self.rank_of_stage[here[0]]
-        outputs = 0
-        gradients = 0
-        for stage in here:
-            if self._other_rank(stage + 1, rank):
-                outputs += self.profiles[stage].sent
-            if self._other_rank(stage - 1, rank):
-                gradients += self.profiles[stage].received
-        if self.options.schedule.several_stages:
-            return len(self.microbatches) * (outputs + gradients)
-        return outputs
+    with ExitStack() as stack:
+        stack.enter_context(preserve_state(module, _CPU))
+        stack.enter_context(dropped_gradients(module))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for stage, cut in enumerate(cuts, start=1):
+            name = next(node.module for node in graph.nodes[cut:] if node.module is not None)
+            hook = partial(enter, stage)
+            stack.callback(module.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True).remove)
+        record = stack.enter_context(recorded_memory())
+        loss = loss_of(step())
+        record.settle()
+        record.mark(BACKWARD)
+        loss.backward()
+        del loss
+    received = [0, *[boundary_bytes(graph, cut) for cut in cuts]]
+    return [profile_of(record), *_of_stages(record, received)]
 
-    def _other_rank(self, stage: int, rank: int) -> bool:
-        """Whether there is such a stage, and another rank has it."""
-        return 0 <= stage < self.num_stages and self.rank_of_stage[stage] != rank
 
-    def _start(self, sizes: Sizes) -> Memory:
-        """The first rank's before training: the whole module, for the times of one micro-batch."""
-        held = Memory(parameters=sizes.parameters + sizes.buffers, activations=sizes.batch)
-        # One stage behind the other, and back: at a stage's fullest moment there is what those before it have kept.
-        kept = 0
-        peak = 0
-        for profile in self.timing_profiles:
-            peak = max(peak, kept + profile.peak)
-            kept += profile.kept
-        return replace(held, activations=sizes.batch + kept, temporary=peak - kept)
+def _of_stages(record: MemoryRecord, received: list[int]) -> list[StepProfile]:
+    """What each stage keeps, with what it has received, and its peak without what others keep."""
+    held = [0]  # bytes that all stages before each one keep
+    peaks = [0] * len(received)
+    now = 0
+    stage = 0
+    for entry in record.entries:
+        if isinstance(entry, int):
+            now += entry
+            peaks[stage] = max(peaks[stage], now)
+            continue
+        kind, _, number = entry.partition(" ")
+        if kind == "forward" or entry == BACKWARD:
+            held.append(now)
+        if number:
+            stage = int(number)
+    profiles = []
+    for stage, peak in enumerate(peaks):
+        kept = held[stage + 1] - held[stage] + received[stage]
+        profiles.append(StepProfile(kept, max(kept, peak - held[stage] + received[stage])))
+    return profiles
 
-    def _seconds(self) -> float:
-        """All micro-batches through the slowest rank, their messages there and back, and its waiting for others."""
-        count = len(self.microbatches)
-        of_rank = [0.0] * self.ranks
-        for profile, rank in zip(self.profiles, self.rank_of_stage, strict=True):
-            of_rank[rank] += profile.seconds
-            if profile.received:
-                of_rank[rank] += 2 * LOOPBACK.seconds(profile.received)
-        # The rest of a step's time ranks wait for each other.
-        return count * max(of_rank) / best_share(self.options.schedule, self.rank_of_stage, count)
+
+def _rank(pipeline: _Pipeline, module: nn.Module, sizes: Sizes, state: Mapping[int, int], stage: int) -> Memory:
+    """The fullest moment in training of the rank that has ``stage``."""
+    named = dict(module.named_parameters())
+    stages = cut_into_stages(pipeline.graph, pipeline.cuts)
+    users = parameter_stages_of(pipeline.graph, stages, list(named))
+    own = [named[name] for name in named if stage in users[name]]  # a tied one is on each rank that uses it
+    held = Memory(
+        parameters=sum(parameter.nbytes for parameter in own) + sizes.buffers,
+        gradients=sum(parameter.nbytes for parameter in own if parameter.requires_grad),
+        optimizer_state=sum(state.get(id(parameter), 0) for parameter in own),
+        activations=sizes.batch,
+    )
+    ranks = len(pipeline.stages)
+    flights = in_flight(_SCHEDULE, range(ranks), pipeline.num_microbatches)
+    profile = pipeline.stages[stage]
+    sent = boundary_bytes(pipeline.graph, pipeline.cuts[stage]) if stage < ranks - 1 else 0
+    running = replace(
+        held,
+        activations=sizes.batch + flights[stage] * profile.kept,
+        communication=sent,  # torch's schedule holds the last output until it has the next one
+        temporary=profile.temporary,
+    )
+    stepping = replace(held, temporary=sizes.optimizer_temporary)
+    return fullest([running, stepping])

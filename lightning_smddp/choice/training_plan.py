@@ -1,12 +1,10 @@
-"""``lightning_smddp.plan``: for each strategy whether a module fits, what a rank holds, how long a step takes."""
+"""``lightning_smddp.plan``: for each strategy whether a module fits, and what a rank holds."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from importlib.util import find_spec
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +19,26 @@ from lightning_smddp.choice.estimates import (
     Sizes,
     UnitSizes,
     data_parallel,
-    deepspeed,
     fully_sharded,
     sharded_optimizer,
 )
-from lightning_smddp.choice.exchange import ExchangeTimes, pass_seconds
 from lightning_smddp.choice.first_batch import FirstBatch, UnplannableError, look_at_first_batch
 from lightning_smddp.choice.optimizer_profile import OptimizerProfile, profile_optimizers
 from lightning_smddp.choice.pipelines import estimate_pipelines
-from lightning_smddp.choice.report import as_text
 from lightning_smddp.choice.step_profile import StepProfile, profile_step
-from lightning_smddp.deepspeed.start import STAGES
 from lightning_smddp.pipeline.capture.graph import SplitError
-from lightning_smddp.pipeline.partition.microbatches import rows_of
 from lightning_smddp.pytree import tensors
 from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
 from lightning_smddp.sharding.units import find_units
 from lightning_smddp.wording import counted
 
 _GIB = 2**30
-_NEARLY = 0.9  # of the fastest one's rows in a second: times are not known better, and simple strategies come first
+_MIB = 2**20
+_COLUMNS = ("fits", "MiB", "parameters", "gradients", "optimizer", "activ.", "communic.", "temporary")
+_LEGEND = (
+    "MiB a rank at its fullest moment, in parts; memory that ranks share is counted once. Beside it each process has "
+    "what it has before training (Python, torch and Lightning: {process:.0f} MiB here)."
+)
 
 
 @dataclass(frozen=True)
@@ -65,18 +63,8 @@ class TrainingPlan:
 
     @property
     def best(self) -> Estimate | None:
-        """The one to take: of those that fit and train on nearly most rows in a second the first; None if none fits."""
-        fitting = []
-        fastest = 0.0
-        for estimate in self.estimates:
-            if estimate.fits:
-                rows_per_s = estimate.rows_per_s or 0.0
-                fitting.append((rows_per_s, estimate))
-                fastest = max(fastest, rows_per_s)
-        for rows_per_s, estimate in fitting:
-            if rows_per_s >= _NEARLY * fastest:
-                return estimate
-        return None
+        """The one to take: the first that fits, which is the simplest; None if none does."""
+        return next((estimate for estimate in self.estimates if estimate.fits), None)
 
     @property
     def trainer(self) -> str | None:
@@ -87,23 +75,36 @@ class TrainingPlan:
 
     def __str__(self) -> str:
         ranks = counted(self.devices, "rank")
-        title = f"{self.module} on {ranks} of {self.memory_gb:g} GiB, predicted from a CPU trace"
-        table = as_text(title, self.estimates, self.notes, self.process_bytes)
-        return f"{table}\n\n{self._advice()}"
+        lines = [f"{self.module} on {ranks} of {self.memory_gb:g} GiB, predicted from a CPU trace"]
+        lines.append(_line("", _COLUMNS))
+        remarks = []
+        for estimate in self.estimates:
+            if estimate.memory is None:
+                remarks += [f"{estimate.name} cannot train it: {note}" for note in estimate.notes]
+                continue
+            sizes = (estimate.memory.total, *astuple(estimate.memory))
+            fits = "yes" if estimate.fits else "no"
+            lines.append(_line(estimate.name, (fits, *[f"{size / _MIB:.0f}" for size in sizes])))
+            remarks += [f"{estimate.name}: {note}" for note in estimate.notes]
+        legend = _LEGEND.format(process=self.process_bytes / _MIB)
+        return "\n".join([*lines, "", legend, *remarks, *self.notes, "", self._advice()])
 
     def _advice(self) -> str:
         if self.trainer is not None:
             return self.trainer
-        needed = [estimate.memory.total for estimate in self.estimates if estimate.memory is not None]
-        least = min(needed) / _GIB
+        least = min(estimate.memory.total for estimate in self.estimates if estimate.memory is not None) / _GIB
         return (
             f"No strategy fits {self.memory_gb:g} GiB a rank; the least is {least:.2f} GiB. Use more devices, or a "
             "smaller batch."
         )
 
 
+def _line(name: str, cells: Iterable[str]) -> str:
+    return f"  {name:<32}" + "".join(f"{cell:>11}" for cell in cells)
+
+
 def plan(module: Any, devices: int, memory_gb: float, datamodule: Any = None, precision: Any = None) -> TrainingPlan:
-    """Say which strategy trains ``module``: what a rank of each holds, and how long a step takes.
+    """Say which strategies can train ``module`` in the memory that there is, and what a rank of each holds.
 
     The module's first training batch is run here, in this process and on its CPU, forward and backward; nothing of that
     stays, and no optimizer steps. This process needs the parameters and one batch's activations, no gradients and no
@@ -132,152 +133,61 @@ def plan(module: Any, devices: int, memory_gb: float, datamodule: Any = None, pr
     def look(first: FirstBatch) -> None:
         found.append(_planned(first, devices, memory_gb))
 
-    # All ranks share this machine's cores, so times are taken on as many as one of them will have.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, _cores() // devices))
-    try:
-        look_at_first_batch(module, datamodule, precision, look)
-    finally:
-        torch.set_num_threads(threads)
+    look_at_first_batch(module, datamodule, precision, look)
     return replace(found[0], process_bytes=process_bytes)
 
 
 def _anonymous_bytes() -> int:
     """Of this process's memory what no file has."""
-    try:
-        text = Path("/proc/self/status").read_text()
-    except OSError:
-        return 0
-    for line in text.splitlines():
+    for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
-            kibibytes = line.split()[1]
-            return 1024 * int(kibibytes)
+            return 1024 * int(line.split()[1])
     return 0
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def _planned(first: FirstBatch, devices: int, memory_gb: float) -> TrainingPlan:
     limit = memory_gb * _GIB
-    step = _profile(first)
     optimizers = profile_optimizers(first.optimizers)
     sizes = _sizes(first, optimizers)
-    rows = devices * rows_of(first.batch)
-    crowded = max(1.0, devices / _cores())  # times longer, where ranks have to take turns on the cores
-    reasons = _refusals(first)
     estimates = []
-    for case in _cases(first, sizes, step, optimizers, devices):
-        refusals = [why for prefix, why in reasons.items() if case.name.startswith(prefix)]
-        if refusals:
-            estimates.append(Estimate(case.name, case.strategy, notes=(refusals[0],)))
-            continue
-        estimate = Estimate(
-            case.name,
-            case.strategy,
-            case.memory,
-            step_s=crowded * case.seconds,
-            rows=rows,
-            fits=case.memory.total <= limit,
-        )
-        estimates.append(estimate)
+    for name, strategy, memory in _cases(first, sizes, devices):
+        estimates.append(Estimate(name, strategy, memory, memory.total <= limit))
+    refusal = _refusal_of_shares(first)
+    if refusal is not None:
+        estimates[1] = Estimate(estimates[1].name, estimates[1].strategy, notes=(refusal,))
     if devices > 1:
-        for estimate in estimate_pipelines(first, sizes, optimizers.state, devices, limit):
-            if estimate.step_s is not None:
-                stepping = optimizers.fixed_seconds + optimizers.seconds / devices
-                seconds = crowded * (estimate.step_s + stepping)
-                estimate = replace(estimate, step_s=seconds)
-            estimates.append(estimate)
+        estimates += estimate_pipelines(first, sizes, optimizers.state, devices, limit)
     name = type(first.module).__name__
     return TrainingPlan(name, devices, memory_gb, tuple(estimates), optimizers.notes)
 
 
-@dataclass(frozen=True)
-class _Case:
-    """A strategy of one stage, as predicted with a core for each rank.
-
-    Attributes:
-        name, strategy: see :class:`~lightning_smddp.choice.estimates.Estimate`.
-        memory: of a rank.
-        seconds: of a step.
-    """
-
-    name: str
-    strategy: str
-    memory: Memory
-    seconds: float
-
-
-def _cases(
-    first: FirstBatch, sizes: Sizes, step: StepProfile, optimizers: OptimizerProfile, devices: int
-) -> list[_Case]:
-    """The strategies that do not cut the step, with what a rank holds and a step takes; the simplest first."""
-    exchange = ExchangeTimes(sizes, devices, pass_seconds())
+def _cases(first: FirstBatch, sizes: Sizes, devices: int) -> list[tuple[str, str, Memory]]:
+    """Names, expressions and memory of the strategies that do not cut the step; the simplest first."""
+    step = _profile(first)
     units = _units(first.module)
-    # What a rank computes: everything but the exchange, with the optimizer's step of all parameters or of a share.
-    least = step.seconds + optimizers.fixed_seconds
-    whole = least + optimizers.seconds
-    share = least + optimizers.seconds / devices
-    cases = [
-        _Case(
-            "smddp",
-            '"smddp"',
-            data_parallel(sizes, step, devices),
-            whole + exchange.data_parallel(),
-        ),
-        _Case(
+    return [
+        ("smddp", '"smddp"', data_parallel(sizes, step, devices)),
+        (
             "smddp, shard='optimizer'",
             'SMDDPStrategy(shard="optimizer")',
             sharded_optimizer(sizes, step, devices),
-            share + exchange.sharded_optimizer(),
         ),
-        _Case(
-            "smddp_fsdp, full",
-            '"smddp_fsdp"',
-            fully_sharded(sizes, step, devices, units, reshard=True),
-            share + exchange.fully_sharded(reshard=True),
-        ),
-        _Case(
+        (
             "smddp_fsdp, grad_op",
             'SMDDPFSDPStrategy(sharding="grad_op")',
             fully_sharded(sizes, step, devices, units, reshard=False),
-            share + exchange.fully_sharded(reshard=False),
         ),
+        ("smddp_fsdp, full", '"smddp_fsdp"', fully_sharded(sizes, step, devices, units, reshard=True)),
     ]
-    if _is_32_bit(first):
-        for stage in STAGES:
-            name = f"smddp_deepspeed_stage_{stage}"
-            memory = deepspeed(sizes, step, devices, stage)
-            cases.append(_Case(name, f'"{name}"', memory, share + exchange.deepspeed(stage)))
-    return cases
 
 
-def _is_32_bit(first: FirstBatch) -> bool:
-    """DeepSpeed casts parameters by itself, so where they are not trained in 32 bits nothing is predicted of it."""
-    with first.precision():
-        casts = torch.is_autocast_enabled("cpu")
-    if casts:
-        return False
-    return all(parameter.dtype == torch.float32 for parameter in first.module.parameters())
-
-
-def _refusals(first: FirstBatch) -> dict[str, str]:
-    """By the begin of a strategy's name why the module's optimizers cannot be used with it."""
-    reasons = {}
-    # One strategy may have several reasons: the last one that is found is shown.
+def _refusal_of_shares(first: FirstBatch) -> str | None:
+    """Why the module's optimizers cannot step shares; None if they can."""
     for optimizer in first.optimizers:
         found, why = granularity(optimizer)
-        name = type(optimizer).__name__
         if found is Granularity.NONE or isinstance(optimizer, LBFGS):
-            reasons["smddp, shard"] = f"{name} cannot be shared: {why or 'it needs all gradients at once'}"
-        if found is not Granularity.ELEMENT:
-            reasons["smddp_deepspeed"] = f"DeepSpeed cuts parameters anywhere, and of {name} it is not known: {why}"
-    if len(first.optimizers) > 1:
-        reasons["smddp_deepspeed"] = f"DeepSpeed takes one optimizer, and there are {len(first.optimizers)}"
-    if find_spec("deepspeed") is None:
-        reasons["smddp_deepspeed"] = "it is not installed: pip install 'lightning-smddp[deepspeed]'"
-    return reasons
+            return f"{type(optimizer).__name__} cannot be shared: {why or 'it needs all gradients at once'}"
+    return None
 
 
 def _profile(first: FirstBatch) -> StepProfile:

@@ -58,8 +58,12 @@ class Data(LightningDataModule):
 
 
 class WideData(LightningDataModule):
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.width = width
+
     def train_dataloader(self) -> Any:
-        return Small(24).train_dataloader()
+        return Small(self.width).train_dataloader()
 
 
 class ByHand(Small):

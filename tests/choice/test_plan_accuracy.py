@@ -22,7 +22,7 @@ from tests.strategies.learners import make_trainer
 STRATEGIES = {
     "smddp": (SMDDPStrategy, {}),
     "smddp, shard='optimizer'": (SMDDPStrategy, {"shard": "optimizer"}),
-    "smddp_pipeline, 1f1b": (PipelineStrategy, {}),
+    "smddp_pipeline": (PipelineStrategy, {}),
 }
 RANKS, STEPS = 2, 2
 _M_MMAP_THRESHOLD = -3  # of malloc.h
