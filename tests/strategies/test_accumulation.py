@@ -17,6 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_smddp import AccumulationStrategy
 from tests.strategies.learners import CLASSES, INPUTS, QUIET, samples
+from tests.strategies.test_contract import WEIGHTS, Tokens
 
 ROWS, COUNT = 8, 20  # the last batch has 4 rows
 
@@ -117,58 +118,16 @@ def test_gradients_are_those_of_lightnings_accumulation() -> None:
     torch.testing.assert_close(found["parts"], found["batches"])
 
 
-def masked_loss(model: Model, batch: dict[str, Tensor]) -> Tensor:
-    return F.cross_entropy(model.net(batch["x"]).flatten(0, 1), batch["labels"].flatten())
-
-
-def shifted_loss(model: Model, batch: dict[str, Tensor]) -> Tensor:
-    return F.cross_entropy(model.net(batch["x"])[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
-
-
-def summed_loss(model: Model, batch: dict[str, Tensor]) -> Tensor:
-    return F.cross_entropy(model.net(batch["x"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-
-
-def by_mask(model: Model, batch: dict[str, Tensor]) -> Tensor:
-    return (model.net(batch["x"]).square().mean(2) * batch["mask"]).sum() / batch["mask"].sum()
-
-
-def language_batches() -> list[dict[str, Tensor]]:
-    """Rows of unequal lengths; a part of the second batch has no labels that count."""
-    generator = torch.Generator().manual_seed(0)
-    batches = []
-    for _ in range(2):
-        x = torch.randn(6, 5, INPUTS, generator=generator)
-        labels = torch.randint(CLASSES, (6, 5), generator=generator)
-        lengths = torch.randint(2, 6, (6, 1), generator=generator)
-        mask = torch.arange(5) < lengths
-        batches.append({"x": x, "labels": labels.where(mask, -100), "mask": mask.float()})
-    batches[1]["labels"][:2] = -100
-    return batches
-
-
-@pytest.mark.parametrize(
-    ("loss", "weight"),
-    [
-        (masked_loss, "labels"),
-        (shifted_loss, "shifted_labels"),
-        (summed_loss, "sum"),
-        (by_mask, "mask"),
-        (masked_loss, lambda part: part["labels"].ne(-100).sum()),
-    ],
-    ids=["labels", "shifted_labels", "sum", "entry", "function"],
-)
-def test_weights_make_the_whole_batchs_loss_and_logged_means(loss: Step, weight: Any) -> None:
-    def step(model: Model, batch: Any) -> dict[str, Any]:
-        value = loss(model, batch)
-        model.log("loss", value)
-        return {"loss": value}
-
-    model, trainer = train(step, 3, language_batches(), {"loss_weight": weight})
-    whole, expected = train(step, 0, language_batches())
-    assert_same_weights(model, whole)
-    torch.testing.assert_close(model.seen, whole.seen)
-    torch.testing.assert_close(trainer.callback_metrics, expected.callback_metrics)
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_weights_make_the_whole_batchs_loss_and_logged_mean(kind: str) -> None:
+    found = []
+    for strategy in (AccumulationStrategy(3, loss_weight=kind), "auto"):
+        model, trainer = Tokens(kind), Trainer(strategy=strategy, max_epochs=2, **QUIET)
+        trainer.fit(model)
+        found.append(
+            (model.state_dict(), trainer.callback_metrics["loss_step"], trainer.callback_metrics["loss_epoch"])
+        )
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
 
 
 def test_logs_and_metrics_are_those_of_a_loop() -> None:

@@ -490,10 +490,18 @@ class Remembering(Net):
 # ---- 10. random numbers ----
 
 
+class Rescaled(nn.Module):
+    """Draws with Python, numpy and torch within a module that is placed whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.2) * (0.5 + random.random()) * float(np.random.uniform(0.5, 1))
+
+
 class Drawing(Net):
     def __init__(self) -> None:
         super().__init__(layers=6)
-        self.net[3] = nn.Sequential(nn.Tanh(), nn.Dropout(0.3))
+        self.net[1], self.net[3] = Rescaled(), nn.Sequential(nn.Tanh(), nn.Dropout(0.3))
+        self.net[7] = Rescaled()
         self.generator = torch.Generator().manual_seed(5)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

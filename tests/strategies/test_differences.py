@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
-from tests.strategies.learners import CLASSES, Learner, make_trainer, outcome, samples, silent
+from tests.strategies.learners import CLASSES, Learner, make_trainer, samples, silent
 
 
 def strategy_of(name: str) -> Any:
@@ -95,33 +95,6 @@ def test_named_on_every_rank(name: str, model: type[Learner], parts: list[str]) 
     assert first == second
     for part in parts:
         assert part in first
-
-
-def other_shapes() -> dict[str, Tensor]:
-    model = Learner()
-    model.train_dataloader = lambda: loader_of(model.global_rank)  # type: ignore[method-assign]
-    trainer = make_trainer(silent(algorithm="native"), use_distributed_sampler=False, max_steps=1)
-    trainer.fit(model)
-    return outcome(model, trainer).weights
-
-
-def loader_of(rank: int) -> Any:
-    inputs, targets = samples(48)[:8]
-    rows = slice(0, 4) if rank == 0 else slice(4, 6)
-    return DataLoader([(inputs[rows], targets[rows])], batch_size=None)
-
-
-def test_each_rank_counts_the_same_whatever_its_batch() -> None:
-    """As DDP does: a rank's mean over two rows weighs as much as another's over four."""
-    first, second = run_trainer_ranks(other_shapes, 2)
-    model = Learner()
-    losses = [model.loss(next(iter(loader_of(rank)))) for rank in (0, 1)]
-    optimizer = model.configure_optimizers()
-    (sum(losses) / 2).backward()  # type: ignore[union-attr]
-    optimizer.step()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(first[name], parameter.detach())
-        assert torch.equal(first[name], second[name])
 
 
 class UsedOnRankOne(Sampled):

@@ -167,9 +167,7 @@ def profiled(name: str, directory: str, many: int) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("name", "many"), [("smddp", 3), ("pipeline", 1), pytest.param("pipeline", 3, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize(("name", "many"), [("smddp", 3), ("pipeline", 1)])
 def test_profilers_work_with_an_exception_too(name: str, many: int, tmp_path: Path) -> None:
     expected = [("nothing", STEPS), ('KeyError: "the user\'s own"', 2)] * many
     for result in run_trainer_ranks(profiled, 2, name, str(tmp_path), many):
@@ -186,9 +184,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 class Uploads(Callback):
     def on_exception(self, trainer, module, error):
-        if trainer.global_rank == {rank}:
-            time.sleep({seconds})
-        Path(f"uploaded-{{trainer.global_rank}}").touch()
+        if trainer.global_rank == 1:
+            time.sleep(5)
+        Path(f"uploaded-{trainer.global_rank}").touch()
 
 class Model(BoringModel):
     def __init__(self):
@@ -196,11 +194,11 @@ class Model(BoringModel):
         self.layer = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.Linear(8, 2))  # one for each stage
 
     def on_train_batch_end(self, *args):
-        if self.trainer.global_step == 2 and self.global_rank == {rank}:
+        if self.trainer.global_step == 2 and self.global_rank == 1:
             raise KeyError("the user's own")
 
 if __name__ == "__main__":
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="{strategy}", max_epochs=1, logger=False,
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="smddp", max_epochs=1, logger=False,
                         enable_checkpointing=False, enable_progress_bar=False, callbacks=[Uploads()])
     trainer.fit(Model())
 """
@@ -210,24 +208,14 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "rank", "launcher", "seconds"),  # longer than other ranks, and a script's launcher, wait without it
-    [
-        ("smddp", 1, TORCHRUN, 5),
-        pytest.param("smddp_pipeline", 1, [], 12, marks=pytest.mark.exhaustive),
-        pytest.param("smddp", 0, [], 12, marks=pytest.mark.exhaustive),
-        pytest.param("smddp_pipeline", 0, TORCHRUN, 5, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_long_hook_for_exceptions_comes_to_its_end(
-    strategy: str, rank: int, launcher: list[str], seconds: int, tmp_path: Path
-) -> None:
-    (tmp_path / "train.py").write_text(UPLOADING.format(strategy=strategy, rank=rank, seconds=seconds))
+def test_a_long_hook_for_exceptions_comes_to_its_end(tmp_path: Path) -> None:
+    """It takes longer than other ranks wait without it."""
+    (tmp_path / "train.py").write_text(UPLOADING)
     begun = time.monotonic()
-    result = run_program([*launcher, "train.py"], tmp_path, {"XDG_CACHE_HOME": str(tmp_path)})
+    result = run_program([*TORCHRUN, "train.py"], tmp_path, {"XDG_CACHE_HOME": str(tmp_path)})
     assert result.returncode != 0
     assert "the user's own" in result.stderr
-    assert (tmp_path / f"uploaded-{rank}").exists(), result.stderr
+    assert (tmp_path / "uploaded-1").exists(), result.stderr
     assert time.monotonic() - begun < 60
 
 

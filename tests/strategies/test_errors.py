@@ -31,21 +31,16 @@ CLASSES_OF_BOTH = [SMDDPStrategy, SMDDPFabricStrategy]
         ({"algorithm": None}, ["algorithm=None", "'auto'"]),
         ({"algorithm": ["native"]}, ["algorithm=['native']", "'auto'"]),
         ({"compression": "zip"}, ["compression='zip'", "None, 'bf16', 'fp16', 'int8', 'powersgd'"]),
-        ({"compression": 8}, ["compression=8", "None, 'bf16', 'fp16', 'int8', 'powersgd'"]),
         ({"compression": {"method": "zip"}}, ["'zip'", "'int8'"]),
         ({"compression": {"rank": 2}}, ["{'rank': 2}", "method"]),
         ({"compression": {"method": "int8", "block": 2}}, ["'block': 2", "block_size"]),
         ({"compression": {"method": "powersgd", "rank": 0}}, ["rank=0", "at least 1"]),
         ({"compression": {"method": "int8", "scope": "node"}}, ["'node'", "'inter_node', 'all'"]),
         ({"bucket_cap_mb": 0}, ["bucket_cap_mb=0", "positive", "None"]),
-        ({"bucket_cap_mb": -2.5}, ["bucket_cap_mb=-2.5", "positive"]),
         ({"bucket_cap_mb": float("nan")}, ["bucket_cap_mb=nan", "positive"]),
-        ({"bucket_cap_mb": float("inf")}, ["bucket_cap_mb=inf", "positive"]),
         ({"bucket_cap_mb": "25"}, ["bucket_cap_mb='25'", "positive"]),
         ({"collective_timeout": 0}, ["collective_timeout=0", "positive", "timedelta"]),
-        ({"collective_timeout": -1.5}, ["collective_timeout=-1.5", "positive"]),
         ({"collective_timeout": float("inf")}, ["collective_timeout=inf", "positive"]),
-        ({"collective_timeout": float("nan")}, ["collective_timeout=nan", "positive"]),
         ({"collective_timeout": "60"}, ["collective_timeout='60'", "positive"]),
         ({"verbose": "no"}, ["verbose='no'", "True or False"]),
         ({"timeout": "x"}, ["timeout='x'", "timedelta"]),
@@ -120,24 +115,6 @@ def test_arguments_by_position_are_those_of_ddp(ours: type, stock: type) -> None
         assert getattr(strategy, f"_{name}", getattr(strategy, name, None)) is given[name], name
     with pytest.raises(TypeError, match="too many positional arguments"):
         ours(*given.values(), "native")
-
-
-@pytest.mark.parametrize(
-    ("ours", "stock"),
-    [
-        (SMDDPStrategy, lightning.pytorch.strategies.DDPStrategy),
-        (SMDDPFabricStrategy, lightning.fabric.strategies.DDPStrategy),
-    ],
-)
-def test_all_arguments_of_ddp_are_accepted(ours: type, stock: type) -> None:
-    parameters = inspect.signature(stock.__init__).parameters.values()  # type: ignore[misc]
-    known = {p.name: p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"}
-    assert {"timeout", "cluster_environment", "start_method", "process_group_backend"} <= set(known)
-    of_module = {"broadcast_buffers": False, "find_unused_parameters": True, "static_graph": True}
-    strategy = ours(**known, **of_module)
-    assert strategy._ddp_kwargs == of_module
-    for name in known:
-        assert getattr(strategy, f"_{name}", known[name]) == known[name]
 
 
 # ---- found out at fit ----

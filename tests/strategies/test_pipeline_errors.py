@@ -284,29 +284,6 @@ def test_an_exception_that_only_the_last_stage_meets() -> None:
     )
 
 
-class Opaque:
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-
-class OpaqueBatches(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.net(batch["o"].x).sum() / len(batch["y"])
-
-    def train_dataloader(self) -> Any:
-        def collate(rows: list[Any]) -> Any:
-            return {"o": Opaque(torch.stack([x for x, _ in rows])), "y": torch.stack([y for _, y in rows])}
-
-        return DataLoader(samples(16), batch_size=8, collate_fn=collate)
-
-
-@pytest.mark.slow
-def test_batches_that_cannot_be_cut() -> None:
-    """The warning, which is an error in tests."""
-    for error in run_trainer_ranks(refused, 2, OpaqueBatches, {}, {}, timeout=40):
-        assert "one micro-batch, without overlap: batch['o'] is a " in error
-
-
 class Branching(Net):
     """Its path depends on an activation's value."""
 

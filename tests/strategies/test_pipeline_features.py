@@ -60,15 +60,6 @@ def own_clipping(bench: Bench) -> Any:
     return bench.fit(OwnClipping())
 
 
-class NeverZeroing(Net):
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        pass
-
-
-def never_zeroing(bench: Bench) -> Any:
-    return bench.fit(NeverZeroing(), accumulate_grad_batches=2, max_epochs=1)
-
-
 class OwnBackward(Net):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         (2 * loss).backward(*args, **kwargs)
@@ -76,30 +67,6 @@ class OwnBackward(Net):
 
 def own_backward(bench: Bench) -> Any:
     return bench.fit(OwnBackward(), max_epochs=1)
-
-
-class GradientsSeen(Net):
-    """Looks at gradients where Lightning offers it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms: list[float] = []
-
-    def on_after_backward(self) -> None:
-        self.norms.append(len([p for p in self.parameters() if p.grad is not None]) > 0)
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.norms.append(len([p for p in self.parameters() if p.grad is not None]) > 0)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(0.5)
-
-
-def gradients_seen(bench: Bench) -> Any:
-    model = GradientsSeen()
-    return {**bench.fit(model, accumulate_grad_batches=2, max_epochs=1), "seen": model.norms}
 
 
 class Hooked(Net):
@@ -321,9 +288,7 @@ CASES = [
     hooks_on_parameters,
     clip_by_value_without_gradients,
     own_clipping,
-    never_zeroing,
     own_backward,
-    gradients_seen,
     bf16_true,
     fp16_with_overflow,
     scheduled,

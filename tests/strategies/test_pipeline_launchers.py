@@ -74,17 +74,8 @@ def test_spawn_and_fork(strategy: str, tmp_path: Path) -> None:
     assert_learned(tmp_path, ["rank0.pt"])
 
 
-@pytest.mark.exhaustive  # tests/multinode does so, with two nodes, too
-def test_torchrun(tmp_path: Path) -> None:
-    run_script(tmp_path, "smddp_pipeline", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert_learned(tmp_path, ["rank0.pt", "rank1.pt"])
-
-
 # ---- LightningCLI ----
 
-BY_NAME = """
-strategy: smddp_pipeline
-"""
 BY_CLASS = """
 strategy:
   class_path: lightning_smddp.PipelineStrategy
@@ -120,21 +111,17 @@ def fit_with_cli(config: str, path: str) -> tuple[dict[str, Any], Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "config", [pytest.param(BY_NAME, marks=pytest.mark.exhaustive), BY_CLASS], ids=["name", "class"]
-)
-def test_cli(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # it warns of Lightning's use of it
     expected = Bench().fit(Evaluated(), **SHORT)
-    for result, options in run_trainer_ranks(fit_with_cli, 2, config, str(tmp_path / "config.yaml")):
+    for result, options in run_trainer_ranks(fit_with_cli, 2, BY_CLASS, str(tmp_path / "config.yaml")):
         assert_same(result, expected)
-        if config is BY_CLASS:
-            assert (options.num_microbatches, options.schedule.name) == (4, "interleaved_1f1b")
-            assert options.split == ["net.2", "net.4", "net.6"]
-            assert options.partition.placement == "spread"
-            assert options.gradients.bucket_cap_mb == 3
-            assert options.shard == "optimizer"
-            assert options.gradients.communication.limit == timedelta(seconds=45.5)
+        assert (options.num_microbatches, options.schedule.name) == (4, "interleaved_1f1b")
+        assert options.split == ["net.2", "net.4", "net.6"]
+        assert options.partition.placement == "spread"
+        assert options.gradients.bucket_cap_mb == 3
+        assert options.shard == "optimizer"
+        assert options.gradients.communication.limit == timedelta(seconds=45.5)
 
 
 # ---- the other package ----

@@ -171,69 +171,6 @@ def within_functions(bench: Bench) -> Any:
     return bench.fit(WithinFunctions(), FOUR, max_epochs=1)
 
 
-class Leaf(nn.Module):
-    """Draws in a module that is placed whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(16))
-        self.drawn: list[float] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.drawn.append(random.random())
-        return x * self.weight * (1 + self.drawn[-1])
-
-
-class Drawing(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[3] = Leaf()
-        self.drawn: list[list[float]] = []
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.drawn.append([*self.net[3].drawn])
-        self.net[3].drawn.clear()
-
-
-def whole_modules_draw(bench: Bench) -> Any:
-    random.seed(1)
-    model = Drawing()
-    bench.fit(model, ONE, max_epochs=1)
-    return model.drawn
-
-
-class Masking(nn.Module):
-    """Keeps its masks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.masks = nn.Linear(16, 16), []
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = F.dropout(torch.ones(8, 16), 0.5)
-        self.masks.append(mask.detach())
-        return self.linear(x) * mask[: len(x)]
-
-
-class DroppedTwice(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[1], self.net[3] = Masking(), Masking()
-        self.same: list[float] = []
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        first, second = self.net[1].masks, self.net[3].masks
-        if first and second:  # on different stages what modules keep is on different ranks
-            self.same.append(float((first[0] == second[0]).float().mean()))
-        for masks in (first, second):
-            masks.clear()
-
-
-def dropout_on_two_stages(bench: Bench) -> Any:
-    torch.manual_seed(3)
-    return bench.fit(DroppedTwice(), {**ONE, "split": ["net.3"]}, max_epochs=1)
-
-
 class DrawingInHooks(Evaluated):
     """Torch draws on all ranks in hooks; ``dropout`` also on the rank that has it."""
 
@@ -268,29 +205,15 @@ CASES: list[Case] = [
     shuffled,
     within_functions,
     new_dropout,
-    dropout_on_two_stages,
     *SEEDED,
     PLAIN,
 ]
-TWO = Matrix([*CASES, whole_modules_draw, WITH_DROPOUT])
+TWO = Matrix([*CASES, WITH_DROPOUT])
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_draws_what_accumulation_draws(case: Case) -> None:
     TWO.compare(case)
-
-
-def test_modules_that_are_placed_whole_draw_other_numbers_for_each_batch() -> None:
-    drawn = [numbers for of_rank in TWO.results(whole_modules_draw) for numbers in of_rank if numbers]
-    assert len({number for numbers in drawn for number in numbers}) == len(drawn) > 1
-
-
-def test_modules_draw_other_numbers_than_each_other() -> None:
-    """So do stages, which draw what accumulation draws."""
-    model = DroppedTwice()
-    Bench(None).fit(model, ONE, max_epochs=1)
-    assert model.same
-    assert all(0.3 < share < 0.7 for share in model.same), model.same
 
 
 def test_ranks_draw_the_same_behind_a_run_with_dropout() -> None:

@@ -12,10 +12,9 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, R2Score, SumMetric
+from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, R2Score
 
-from lightning_smddp.bridge.absent import AbsentValueError, absent_tensor
+from lightning_smddp.bridge.absent import AbsentValueError
 from lightning_smddp.bridge.step_record import StepRecorder, reduce_logged, reduction_name
 from lightning_smddp.patches import patched
 
@@ -57,63 +56,6 @@ def run(
 # ---- logged values ----
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, 3.5),
-        ({"reduce_fx": "AVG"}, 3.5),
-        ({"reduce_fx": torch.max}, 6.5),
-        ({"reduce_fx": min}, 1.0),
-        ({"reduce_fx": "sum"}, 11.5),
-    ],
-)
-def test_values_are_combined_by_reduce_fx(options: dict[str, Any], expected: float) -> None:
-    def step(self: Module, rows: Tensor) -> None:
-        self.log("x", rows.mean(), prog_bar=True, **options)
-
-    module = Module(step)
-    run(module, [3, 3, 2])  # means are 1, 4, 6.5
-    assert module.values == [("x", expected)]
-    assert module.logged[0][2]["prog_bar"] is True
-
-
-def test_one_weight_for_the_loss_and_all_means() -> None:
-    def step(self: Module, rows: Tensor) -> Any:
-        self.log("x", rows.mean())
-        return {"loss": rows.mean(), "sum": int(rows[-1]), "last": str(int(rows[-1])), "rows": rows}
-
-    module = Module(step)
-    output = run(module, [2, 2], [0.25, 0.75])  # means are 0.5 and 2.5
-    assert module.values == [("x", 2.0)]
-    assert output["loss"] == 2.0
-    assert output["sum"] == 4
-    assert output["last"] == "3"
-    assert output["rows"].tolist() == [0, 1, 2, 3]
-
-
-def test_losses_that_are_added() -> None:
-    def step(self: Module, rows: Tensor) -> Any:
-        loss = rows.sum()
-        self.log("loss", loss.detach())
-        self.log("mean", rows.mean())
-        return loss
-
-    module = Module(step)
-    assert run(module, [3, 1], [1.0, 1.0]) == 6.0
-    assert module.values == [("loss", 6.0), ("mean", 1.5)]
-
-
-def test_micro_batches_that_return_none_do_not_count() -> None:
-    def step(self: Module, rows: Tensor) -> Any:
-        self.log("x", rows[0])
-        return rows.mean() if rows[0] > 0 else None
-
-    module = Module(step)
-    assert run(module, [2, 2, 2]) == 3.5
-    assert module.values == [("x", 3.0)]
-    assert run(Module(lambda self, rows: None), [2, 2]) is None
-
-
 def test_means() -> None:
     third = torch.tensor([1 / 3] * 3)
     assert reduce_logged("mean", list(third), [3, 3, 1]).equal(third[0])
@@ -125,19 +67,6 @@ def test_means() -> None:
     assert reduction_name("product") is None
 
 
-def test_calls_keep_their_number_and_order() -> None:
-    def step(self: Module, rows: Tensor) -> None:
-        self.log("twice", 1.0)
-        if rows[0] > 2:
-            self.log("sometimes", rows[0])
-        self.log(value=2.0, name="twice")
-        self.log_dict({"a": 0.0, "b": True})
-
-    module = Module(step)
-    run(module, [3, 1, 3])
-    assert module.values == [("twice", 1.0), ("twice", 2.0), ("a", 0.0), ("b", True), ("sometimes", 3.75)]
-
-
 def test_a_value_is_what_it_was_when_it_was_logged() -> None:
     def step(self: Module, rows: Tensor) -> None:
         total = rows.sum()
@@ -147,12 +76,6 @@ def test_a_value_is_what_it_was_when_it_was_logged() -> None:
     module = Module(step)
     run(module, [2, 2])
     assert module.values == [("before", 6.0)]
-
-
-def test_batch_sizes_weigh_means() -> None:
-    module = Module(lambda self, rows: self.log("x", rows[0], batch_size=30 if rows[0] else 10))
-    run(module, [2, 2])
-    assert module.logged == [("x", 1.5, {"batch_size": 40, "reduce_fx": "mean"})]
 
 
 class Refused(Exception):  # noqa: N818
@@ -182,32 +105,6 @@ def test_groups_of_the_users_own_are_refused() -> None:
 
 
 # ---- metrics ----
-
-
-def test_metrics_are_called_once_for_each_micro_batch() -> None:
-    def step(self: Module, rows: Tensor) -> Any:
-        self.log("value", self.error(rows, rows**2))
-        self.log("object", self.error)
-        self.pair.update(rows, rows + 1)
-        return self.total(rows)
-
-    def make() -> Module:
-        return Module(
-            step, error=MeanSquaredError(), pair=MetricCollection([MeanSquaredError(), R2Score()]), total=SumMetric()
-        )
-
-    actual, expected = make(), make()
-    output = run(actual, [3, 2])
-    parts = torch.arange(5.0).split([3, 2])
-    totals = [step(expected, part) for part in parts]
-    assert output == (totals[0] * 3 + totals[1] * 2) / 5
-    values = [value for _, value in expected.values]
-    assert actual.values == [
-        (name, pytest.approx((values[i] * 3 + values[i + 2] * 2) / 5)) for i, name in enumerate(["value", "object"])
-    ]
-    for mine, theirs in ((actual.error, expected.error), (actual.pair, expected.pair), (actual.total, expected.total)):
-        torch.testing.assert_close(mine.compute(), theirs.compute())
-    assert actual.error.update_count == 2
 
 
 def test_what_metrics_return_where_the_step_does_not_end_cannot_be_read() -> None:
@@ -245,14 +142,6 @@ def test_metrics_with_gradients_are_a_part_of_the_step() -> None:
         assert module.weight.grad == -2
         module.weight.grad = None
         recorder.drop()
-
-
-def test_absent_tensors_raise() -> None:
-    absent = absent_tensor("not here")
-    assert absent.shape == (0,)
-    for use in (lambda: absent + 1, lambda: torch.cat([absent]), lambda: absent.sum(), lambda: bool(absent)):
-        with pytest.raises(AbsentValueError, match="not here"):
-            use()
 
 
 # ---- nothing is left behind ----
@@ -315,34 +204,3 @@ def test_a_hooks_log_is_put_back_where_a_dry_run_failed_before() -> None:
         recorder.apply(recorder.results([None]))
         assert vars(module)["log"] is print
     assert "log" not in vars(module)
-
-
-class Watching(TorchFunctionMode):
-    """Notes the names of operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.__name__ != "__get__":
-            self.names.append(function.__name__)
-        return function(*args, **(kwargs or {}))
-
-
-def test_modes_see_the_users_operations_and_what_is_needed_at_the_end() -> None:
-    def step(self: Module, rows: Tensor) -> Tensor:
-        loss = rows.mean()
-        self.log("x", loss)
-        self.log("y", self.mean(rows))
-        return loss.neg()
-
-    module, names = Module(step, mean=MeanMetric()), []
-    recorder = StepRecorder(module)
-    rows = torch.ones(2)
-    for keep in (True, False):
-        with Watching() as mode, recorder.microbatch(0, 0, 2, None, keep=keep):
-            recorder.finish(module.step(module, rows))
-        names.append(mode.names)
-    # What is logged, what the metric was given, and what is returned.
-    assert names == [["mean", "touch", "neg", *["touch"] * 4], ["mean", "touch", "neg"]]

@@ -120,21 +120,13 @@ CASES = {
     "plain": Case(),
     "accumulation": Case(options={"accumulate_grad_batches": 3}, count=56),  # the last window has one batch
     "clip-norm": Case(options={"gradient_clip_val": 0.1, "gradient_clip_algorithm": "norm"}),
-    "clip-value": Case(options={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "bf16-mixed": Case(options={"precision": "bf16-mixed"}, single=0.02),
-    "bf16-true": Case(options={"precision": "bf16-true"}, single=0.05),
     "64-true": Case(options={"precision": "64-true"}),
-    "schedule": Case(model=WithSchedule, single=1e-5),
     "manual": Case(model=Manual, single=1e-5),
     "unused": Case(model=ChangingUse, ddp="ddp_find_unused_parameters_true", smddp="smddp_find_unused_parameters_true"),
     "uneven-last-batch": Case(batch_size=5, count=46),
-    "uneven-ranks": Case(count=47, single=None),  # the sampler repeats a sample
     "lightnings-sampler": Case(model=LightningsSampler, single=None),
-    "logging": Case(model=Logging, single=None),  # what comes out is tested below
 }
-_EVERYDAY = (
-    "plain", "accumulation", "clip-norm", "bf16-mixed", "manual", "unused", "uneven-last-batch", "lightnings-sampler",
-)  # fmt: skip
 
 
 def fit_case(name: str) -> list[Outcome]:
@@ -142,18 +134,13 @@ def fit_case(name: str) -> list[Outcome]:
     return fit_with_each([case.ddp, case.smddp], case.make, case.options)
 
 
-EVERYDAY = Cases(fit_case, [(name,) for name in _EVERYDAY])
-OTHERS = Cases(fit_case, [(name,) for name in CASES if name not in _EVERYDAY])
+EVERYDAY = Cases(fit_case, [(name,) for name in CASES])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in _EVERYDAY)) for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_equals_ddp_and_one_process(name: str) -> None:
-    case, started = CASES[name], OTHERS
-    if name in _EVERYDAY:
-        started = EVERYDAY
-    results = started.results((name,))
+    case = CASES[name]
+    results = EVERYDAY.results((name,))
     for stock, ours in results:
         assert_equal(ours, stock)
     assert_equal(results[0][1], Outcome(results[0][1].losses, results[1][1].weights, results[1][1].metrics), 0.0)
@@ -309,26 +296,13 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"bucket_cap_mb": 3, "static_graph": True}, {"cap": 3 * 2**20, "static": True}),
     ({"bucket_cap_mb": 0.001, "find_unused_parameters": True}, {"cap": 1048, "views": True, "static": False}),
 ]
-MORE_OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({}, {"views": True, "static": False}),
-    ({"find_unused_parameters": True, "algorithm": "shared_memory"}, {"views": True}),
-    ({"algorithm": "native"}, {"views": True}),
-    ({"algorithm": "hierarchical"}, {"views": True}),
-    ({"algorithm": "balanced"}, {"views": True}),
-]
-WITH_OPTIONS, WITH_MORE_OPTIONS = (
-    Cases(fit_with_options, [(options,) for options, _ in some]) for some in (OPTIONS, MORE_OPTIONS)
-)
+WITH_OPTIONS = Cases(fit_with_options, [(options,) for options, _ in OPTIONS])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("started", "options", "expected"),
-    [(WITH_OPTIONS, *case) for case in OPTIONS]
-    + [pytest.param(WITH_MORE_OPTIONS, *case, marks=pytest.mark.exhaustive) for case in MORE_OPTIONS],
-)
-def test_ddp_options(started: Cases, options: dict[str, Any], expected: dict[str, Any]) -> None:
-    (ours, seen), _ = started.results((options,))
+@pytest.mark.parametrize(("options", "expected"), OPTIONS)
+def test_ddp_options(options: dict[str, Any], expected: dict[str, Any]) -> None:
+    (ours, seen), _ = WITH_OPTIONS.results((options,))
     (stock, _), _ = EVERYDAY.results(("plain",))
     assert_equal(ours, stock)
     assert {name: seen[name] for name in expected} == expected
