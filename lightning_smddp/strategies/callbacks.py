@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ import torch.distributed as dist
 
 from lightning_smddp.communication.objects import gather
 from lightning_smddp.pipeline.runtime.spans import SpanRecorder
-from lightning_smddp.planner.timeline import Span, to_perfetto, to_svg
+from lightning_smddp.planner.timeline import Span, draw, to_perfetto
 from lightning_smddp.wording import counted
 
-_SUFFIXES = (".svg", ".json")
+_SUFFIXES = (".svg", ".png", ".json")
 
 
 class MonitorCommunication:
@@ -59,12 +60,13 @@ class RecordTimeline:
     microseconds, between machines to the time that the barrier takes.
 
     Args:
-        paths: one or several files: ``.svg`` is a picture, ``.json`` a trace for https://ui.perfetto.dev or
-            ``chrome://tracing``. The first rank writes them.
+        paths: one or several files: ``.svg`` and ``.png`` are pictures (by matplotlib, the extra ``plot``), ``.json`` a
+            trace for https://ui.perfetto.dev or ``chrome://tracing``. The first rank writes them.
         batch_idx: of the first epoch that is trained: which batch to record. Not 0, which is traced and checked too.
 
     Raises:
         ValueError: a path has another suffix.
+        ModuleNotFoundError: there is no matplotlib for a picture.
     """
 
     def __init__(self, paths: str | Path | Sequence[str | Path], batch_idx: int = 3) -> None:
@@ -77,6 +79,11 @@ class RecordTimeline:
                 wrong.append(str(path))
         if wrong or not self.paths:
             raise ValueError(f"paths={wrong}: use files that end in {', '.join(_SUFFIXES)}.")
+        if find_spec("matplotlib") is None and any(path.suffix != ".json" for path in self.paths):
+            raise ModuleNotFoundError(
+                "Pictures need matplotlib, which is not installed: pip install 'lightning-smddp[plot]', or write a .json "
+                "for https://ui.perfetto.dev."
+            )
         if batch_idx < 1:
             raise ValueError(f"batch_idx={batch_idx} has to be at least 1: the first batch is traced and checked too.")
         self.batch_idx = batch_idx
@@ -114,11 +121,10 @@ class RecordTimeline:
         """Write what was recorded to all paths."""
         for path in self.paths:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.suffix == ".svg":
-                text = to_svg(self.spans, title)
+            if path.suffix == ".json":
+                path.write_text(json.dumps(to_perfetto(self.spans, title)))
             else:
-                text = json.dumps(to_perfetto(self.spans, title))
-            path.write_text(text)
+                draw(self.spans, title, path)
 
 
 def _engine(trainer: Any) -> Any:

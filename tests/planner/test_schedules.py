@@ -1,4 +1,4 @@
-"""Actions as torch spells them, how busy schedules keep the ranks, and figures of spans."""
+"""Actions as torch spells them, and how busy schedules keep the ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from lightning_smddp.planner.schedules import Action, bubble_bound, parse_action, simulated_bound
-from lightning_smddp.planner.timeline import Span, busy_share, stage_position, step_seconds
 
 Orders = dict[int, list[Action]]
 
@@ -80,14 +79,3 @@ def test_bound_by_hand() -> None:
     assert bubble_bound(1, 5) == 1
     assert bubble_bound(4, 9) == 9 / 12
     assert bubble_bound(4, 8, 2) == 16 / 19
-
-
-def test_figures_of_measured_spans() -> None:
-    spans = [Span(0, 0, "forward", 0, 10, 11), Span(0, 2, "send", 0, 11, 14), Span(3, 1, "backward", 0, 12, 14)]
-    assert step_seconds(spans) == 4
-    assert busy_share(spans) == {0: 0.25, 3: 0.5}
-    assert stage_position(spans) == {0: 0, 2: 1, 1: 0}
-
-
-def test_no_spans() -> None:
-    assert (step_seconds([]), busy_share([])) == (0.0, {})

@@ -99,7 +99,7 @@ def timeline(directory: str) -> int:
 def test_the_timeline_of_a_step(tmp_path: Path) -> None:
     counts = run_trainer_ranks(timeline, 2, str(tmp_path))
     assert counts[0] == counts[1] > 0
-    assert (tmp_path / "t.svg").read_text().startswith("<svg")
+    assert (tmp_path / "t.svg").read_text().startswith("<?xml")
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     names = [event["name"] for event in events if event["ph"] == "X"]
     for microbatch in range(4):
@@ -107,8 +107,12 @@ def test_the_timeline_of_a_step(tmp_path: Path) -> None:
         assert sum(name == f"backward {microbatch}" for name in names) == 2
 
 
-def test_the_timeline_refuses_other_files() -> None:
-    with pytest.raises(ValueError, match=r"use files that end in \.svg, \.json"):
-        PipelineTimeline("timeline.png")
+def test_the_timeline_refuses_other_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"use files that end in \.svg, \.png, \.json"):
+        PipelineTimeline("timeline.pdf")
     with pytest.raises(ValueError, match="at least 1"):
         PipelineTimeline("timeline.svg", batch_idx=0)
+    monkeypatch.setattr("lightning_smddp.strategies.callbacks.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-smddp\[plot\]'"):
+        PipelineTimeline("timeline.svg")
+    PipelineTimeline("timeline.json")
