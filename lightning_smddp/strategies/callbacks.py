@@ -81,8 +81,8 @@ class RecordTimeline:
             raise ValueError(f"paths={wrong}: use files that end in {', '.join(_SUFFIXES)}.")
         if find_spec("matplotlib") is None and any(path.suffix != ".json" for path in self.paths):
             raise ModuleNotFoundError(
-                "Pictures need matplotlib, which is not installed: pip install 'lightning-smddp[plot]', or write a .json "
-                "for https://ui.perfetto.dev."
+                "Pictures need matplotlib, which is not installed: pip install 'lightning-smddp[plot]', or write a "
+                ".json for https://ui.perfetto.dev."
             )
         if batch_idx < 1:
             raise ValueError(f"batch_idx={batch_idx} has to be at least 1: the first batch is traced and checked too.")
