@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_smddp import AccumulationStrategy
 from tests.strategies.learners import CLASSES, INPUTS, QUIET, samples
-from tests.strategies.test_contract import WEIGHTS, Tokens
+from tests.strategies.test_contract import WEIGHTS, CutByHand, Tokens
 
 ROWS, COUNT = 8, 20  # the last batch has 4 rows
 
@@ -244,21 +244,12 @@ def test_state_is_carried_from_one_micro_batch_to_the_next() -> None:
 
 def test_a_batch_is_cut_by_the_users_function() -> None:
     """Time comes first here."""
-
-    def split(batch: Any, number: int) -> list[tuple[Any, int]]:
-        return [(part, part[1].shape[0]) for part in cut_columns(batch, number)]
-
-    def cut_columns(batch: Any, number: int) -> list[Any]:
-        return list(zip(batch[0].tensor_split(number, 1), batch[1].tensor_split(number), strict=True))
-
-    def step(model: Model, batch: Any) -> Tensor:
-        return F.cross_entropy(model.net(batch[0].mean(0)), batch[1])
-
-    inputs = torch.randn(5, 7, INPUTS, generator=torch.Generator().manual_seed(0))
-    batches = [(inputs, torch.arange(7) % CLASSES)]
-    model, _ = train(step, 3, batches, {"split_batch": split})
-    whole, _ = train(step, 0, batches)
-    assert_same_weights(model, whole)
+    found = []
+    for strategy in (AccumulationStrategy(3), "auto"):
+        model = CutByHand()
+        Trainer(strategy=strategy, max_epochs=2, **QUIET).fit(model)
+        found.append(model)
+    assert_same_weights(*found)
 
 
 def test_losses_are_scaled_with_mixed_precision_and_lightnings_accumulation() -> None:

@@ -83,18 +83,6 @@ def modules_checkpointed(bench: Bench) -> Any:
     )
 
 
-class Outer(Net):
-    """A compiled module that has to be opened."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=5)
-        self.net.compile(backend=counting)
-
-
-def outer(bench: Bench) -> Any:
-    return bench.fit(Outer(), max_epochs=1, limit_train_batches=2)
-
-
 def whole(bench: Bench) -> Any:
     model: Any = torch.compile(Net(), backend=counting)
     trainer = bench.trainer(max_epochs=1, limit_train_batches=2)
@@ -102,7 +90,7 @@ def whole(bench: Bench) -> Any:
     return outcome(model._orig_mod, trainer)
 
 
-CASES = [function, modules_checkpointed, outer, whole]
+CASES = [function, modules_checkpointed, whole]
 
 
 def something_was_compiled(bench: Bench) -> Any:

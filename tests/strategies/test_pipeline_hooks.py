@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -108,48 +108,10 @@ def several_loaders(bench: Bench) -> Any:
     return before, trainer.validate(model, verbose=False), trainer.predict(model), outcome(model, trainer)
 
 
-class Data(LightningDataModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[str] = []
-
-    def setup(self, stage: str) -> None:
-        self.steps.append(stage)
-
-    def train_dataloader(self) -> Any:
-        self.steps.append("train")
-        return DataLoader(samples(18), batch_size=7)
-
-    def val_dataloader(self) -> Any:
-        self.steps.append("val")
-        return DataLoader(samples(18), batch_size=7)
-
-
-def data_module(bench: Bench) -> Any:
-    model, data = Evaluated(), Data()
-    trainer = bench.trainer(reload_dataloaders_every_n_epochs=1)
-    trainer.fit(model, datamodule=data)
-    return outcome(model, trainer), data.steps, trainer.validate(model, datamodule=data, verbose=False)
-
-
-class StopsItself(Evaluated):
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.trainer.should_stop = self.trainer.global_step >= 3
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-        return -1 if batch_idx == 4 else None  # skip the rest of the epoch
-
-
-def stops_itself(bench: Bench) -> Any:
-    return bench.fit(StopsItself())
-
-
 CASES: list[Case] = [
     hooks,
     limits,
     several_loaders,
-    data_module,
-    stops_itself,
 ]
 TWO = Matrix(CASES)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 from torch.nn import functional as F
@@ -114,14 +114,6 @@ def early_stopping(bench: Bench) -> Any:
     return bench.fit(Early(count=8), max_epochs=6, callbacks=[EarlyStopping("val_loss", patience=2)])
 
 
-def best_checkpoints(bench: Bench) -> Any:
-    checkpoint = ModelCheckpoint(bench.directory, "{epoch}-{val_loss:.3f}", monitor="val_loss", save_top_k=2)
-    trainer = bench.trainer(max_epochs=3, enable_checkpointing=True, callbacks=[checkpoint])
-    trainer.fit(Evaluated(count=16))
-    files = {Path(path).name: float(score) for path, score in checkpoint.best_k_models.items()}
-    return files, float(checkpoint.best_model_score), Path(checkpoint.best_model_path).name
-
-
 def loggers(bench: Bench) -> Any:
     found = [CSVLogger(bench.directory, "csv", version=0), TensorBoardLogger(bench.directory, "tensorboard", version=0)]
     callbacks = [LearningRateMonitor("step")]
@@ -175,7 +167,6 @@ CASES = [
     idle_in_validation,
     logs,
     early_stopping,
-    best_checkpoints,
     loggers,
 ]
 TWO = Matrix(CASES)

@@ -161,29 +161,12 @@ class Generators(Task):
         return self.net(self.stacked(batch)[0])
 
 
-class NestedRows(Generators):
-    """Rows of any length in a nested tensor, which is not cut."""
-
-    def parts_of(self, batch: Any, num_microbatches: int) -> list[Any]:
-        return [(batch, len(batch[1]))]
-
-    def collate(self, rows: list[Any]) -> Any:
-        nested = torch.nested.nested_tensor(
-            [x.expand(1 + index % 3, -1) for index, (x, _) in enumerate(rows)], layout=torch.jagged
-        )
-        return nested, torch.stack([y for _, y in rows])
-
-    def stacked(self, batch: Any) -> Any:
-        return torch.stack([x.mean(0) for x in batch[0].unbind()]), batch[1]
-
-
 # With how what is said of whole batches begins, each time that it is said, and what it names.
 KINDS: dict[type[Task], tuple[list[str], str]] = {
     PackedInside: (["`predict_step` runs each batch as one"], "cannot be put together"),
     MemoryBank: ([], ""),
     Unfreezing: ([], ""),
     Generators: ([], ""),
-    NestedRows: (["smddp_pipeline runs batches as one micro-batch"] * 3, "NestedTensor"),  # in fit, test and predict
 }
 
 

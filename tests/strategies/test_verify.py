@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import os
-from collections.abc import Callable
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +13,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_smddp import PipelineStrategy
 from lightning_smddp.cli import main
-from lightning_smddp.strategies import verify as verification
 from tests.programs import run_program
-from tests.ranks import run_trainer_ranks
-from tests.strategies.grouped import grouped
 from tests.strategies.learners import CLASSES, samples
 from tests.strategies.pipeline_learners import Evaluated, Net
-from tests.strategies.test_contract import Escaping, Tokens
-from tests.strategies.test_pipeline_check import Normalised
-
-ALSO_NAMED = (Escaping, Normalised)  # on the command line, in this file
-
-Verify = Callable[..., tuple[int, list[str]]]
 
 
 class Verified(Evaluated):
@@ -57,11 +43,6 @@ class Verified(Evaluated):
         return DataLoader(samples(24), batch_size=5, shuffle=True)
 
 
-class Padded(Tokens):
-    def __init__(self) -> None:
-        super().__init__("labels")
-
-
 class Decay(Callback):
     """Changes all weights behind each batch."""
 
@@ -81,37 +62,6 @@ class CountsInHook(Net):
         return super().training_step(batch, batch_idx) * self.factor
 
 
-FIT = verification._fit
-
-
-def fit_on_rank(directory: str, *arguments: Any, **options: Any) -> None:
-    """What the first rank prints goes to a file."""
-    strategy = PipelineStrategy(**grouped(num_microbatches=3))
-    path = Path(directory, f"printed{os.environ['RANK']}")
-    with path.open("w") as file, redirect_stdout(file):
-        FIT(*arguments, **options, strategy=strategy)
-
-
-@pytest.fixture
-def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verify:
-    """Runs the command by its name for a module, here and on ranks of the tests: returns its code and lines."""
-
-    def fit(*arguments: Any, devices: int, strategy: Any) -> None:
-        if devices == 1:
-            FIT(*arguments, devices=devices, strategy=strategy)
-        else:
-            run_trainer_ranks(functools.partial(fit_on_rank, devices=devices), devices, str(tmp_path), *arguments)
-
-    def run(name: str, *options: str) -> tuple[int, list[str]]:
-        for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-            monkeypatch.setenv(variable, "0")  # is put back behind the test
-        code = main(["verify", f"tests.strategies.test_verify:{name}", *options])
-        return code, [*(tmp_path / "printed0").read_text().splitlines(), *capsys.readouterr().out.splitlines()]
-
-    monkeypatch.setattr(verification, "_fit", fit)
-    return run
-
-
 @pytest.mark.slow
 def test_the_command_says_what_is_the_same(tmp_path: Path) -> None:
     """The command, which starts ranks of its own."""
@@ -128,28 +78,18 @@ def test_the_command_says_what_is_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Normalised", "Padded"])
-def test_what_looks_across_rows_and_what_counts_by_labels_is_the_same(name: str, verify: Verify) -> None:
-    code, lines = verify(name)
-    assert code == 0, lines
-    assert "steps are the same" in lines[-1]
-
-
-@pytest.mark.slow
-def test_what_differs_is_named_first(verify: Verify) -> None:
-    code, lines = verify("CountsInHook")
-    assert code == 1
-    assert "The pipeline differs from one process, first in step 1, output 'loss'" in lines[-1]
-    assert any("DIFFERS" in line for line in lines)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*changed inside of modules that are placed whole:UserWarning")
-def test_an_escape_fails_with_each_unit(verify: Verify) -> None:
-    code, lines = verify("Escaping")
-    assert code == 1
-    assert any("net.0" in line for line in lines)
-    assert "does not compute what the step computes" in "\n".join(lines)
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("test_verify:CountsInHook", ["DIFFERS", "differs from one process, first in step 1, output 'loss'"]),
+        ("test_contract:Escaping", ["net.0", "does not compute what the step computes"]),
+    ],
+)
+def test_what_differs_is_named(name: str, parts: list[str], tmp_path: Path) -> None:
+    result = run_program(["-m", "lightning_smddp", "verify", f"tests.strategies.{name}"], tmp_path, spawned=False)
+    assert result.returncode == 1, result.stdout + result.stderr
+    for part in parts:
+        assert part in result.stdout + result.stderr
 
 
 def test_what_is_wrong_with_a_name_is_said() -> None:
