@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -33,8 +32,8 @@ _HOW_TO_MEET = (
 )
 _HOW_TO_SAY = "Set MASTER_ADDR and MASTER_PORT on all ranks, or start the job as docs/launchers.md shows."
 
-_WIDTH = 16  # characters, of a row's name
-_COLUMN = 12  # and of each of its numbers
+_WIDTH = 14  # characters, of a row's name
+_MEASURED = "measured.json"
 
 
 def examine(as_json_text: bool = False, measures: bool = True) -> int:
@@ -81,7 +80,7 @@ def _as_a_rank(facts: Facts, as_json_text: bool) -> int:
         return _told(facts, None, [*find(facts), problem], as_json_text)
     try:
         assert dist.group.WORLD is not None
-        measured = measure(dist.group.WORLD, device, facts["host"])
+        measured = measure(dist.group.WORLD, device)
         local = find(facts)
         if launch["rank"] == 0:  # what was measured is the same on all ranks
             local = find(facts, measured)
@@ -120,73 +119,38 @@ def _device(local_rank: int, local_ranks: int) -> torch.device:
 
 
 def _with_local_ranks() -> tuple[Facts | None, Finding | None]:
-    """Measure with ranks of this machine alone; or why they could not."""
-    try:
-        return _measured_here(), None
-    except (mp.ProcessRaisedException, mp.ProcessExitedException, RuntimeError, OSError) as error:
-        what = f"Ranks of this machine alone do not come together: {_last_line(error)}"
-        return None, Finding("error", what, _HOW_TO_MEET)
-
-
-def _last_line(error: Exception) -> str:
-    """What went wrong in a rank: above it there is its traceback."""
-    return str(error).strip().splitlines()[-1]
-
-
-def _measured_here() -> Facts:
-    gpus = 0
-    if torch.cuda.is_available():
-        gpus = torch.cuda.device_count()
+    """Measure with ranks of this machine alone, one for each GPU or two on CPU; or why they could not."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     # With one GPU ranks measure on CPU: NCCL wants a GPU for each of them.
-    ranks = 2
-    if gpus > 1:
-        ranks = min(gpus, _MOST_LOCAL_RANKS)
-    # On IPv4 alone: torch's own socket takes IPv6, too, and asks the DNS for the name of each rank that comes.
-    listener = socket.create_server(("127.0.0.1", 0))
-    host, port = listener.getsockname()
-    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    ranks = min(gpus, _MOST_LOCAL_RANKS) if gpus > 1 else 2
     with tempfile.TemporaryDirectory(prefix="smddp-doctor-") as directory:
-        # The first rank leaves two files: what was measured, and before that what it is about to try, for the case that
-        # ranks end there.
-        path = Path(directory, "measured.json")
-        at = Path(directory, "at")
-        arguments = (ranks, store.port, gpus > 1, str(path), str(at))
         try:
-            mp.start_processes(_local_rank, arguments, nprocs=ranks, start_method="spawn")
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            if not at.exists():
-                raise
-            raise RuntimeError(f"{_last_line(error)} (while trying {at.read_text()})") from error
-        measured: Facts = json.loads(path.read_text())
-    return measured
+            mp.start_processes(_local_rank, (ranks, gpus > 1, directory), nprocs=ranks, start_method="spawn")
+        except (mp.ProcessRaisedException, mp.ProcessExitedException, RuntimeError, OSError) as error:
+            reason = str(error).strip().splitlines()[-1]  # above it there is a rank's traceback
+            return None, Finding("error", f"Ranks of this machine alone do not come together: {reason}", _HOW_TO_MEET)
+        return json.loads(Path(directory, _MEASURED).read_text()), None
 
 
-def _local_rank(rank: int, world_size: int, port: int, on_gpus: bool, path: str, at: str) -> None:
+def _local_rank(rank: int, world_size: int, on_gpus: bool, directory: str) -> None:
     torch.set_num_threads(1)
-    device = torch.device("cpu")
-    if on_gpus:
-        device = _device(rank, world_size)
+    device = _device(rank, world_size) if on_gpus else torch.device("cpu")
     backend, bound = _backend_of(device)
     dist.init_process_group(
         backend,
-        store=dist.TCPStore("127.0.0.1", port, is_master=False),
+        init_method=f"file://{directory}/store",
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=_START_S),
         device_id=bound,
     )
-
-    def note(what: str) -> None:
-        if rank == 0:
-            Path(at).write_text(what)
-
     try:
         assert dist.group.WORLD is not None
-        measured = measure(dist.group.WORLD, device, "this one", note)
+        measured = measure(dist.group.WORLD, device)
     finally:
         dist.destroy_process_group()
     if rank == 0:
-        Path(path).write_text(json.dumps(measured))
+        Path(directory, _MEASURED).write_text(json.dumps(measured))
 
 
 def _told(facts: Facts, measured: Facts | None, findings: list[Finding], as_json_text: bool) -> int:
@@ -215,119 +179,42 @@ def _code(findings: list[Finding]) -> int:
 
 def as_json(facts: Facts, measured: Facts | None, findings: Sequence[Finding]) -> str:
     """One object: ``facts``, ``measured`` (or null), ``findings``."""
-    page = {
-        "facts": facts,
-        "measured": measured,
-        "findings": [asdict(finding) for finding in findings],
-    }
+    page = {"facts": facts, "measured": measured, "findings": [asdict(finding) for finding in findings]}
     return json.dumps(page, indent=2)
 
 
 def as_text(facts: Facts, measured: Facts | None, findings: Sequence[Finding]) -> str:
     """A page for people: what was seen, what was measured, and what is wrong, each with its cure."""
     lines = [f"lightning-smddp doctor, on host {facts['host']}"]
-    lines += _facts(facts)
+    lines += [f"  {name:<{_WIDTH}}{value}" for name, value in _rows(facts, measured).items() if value]
     lines.append("")
-    if measured is not None:
-        lines += _measured(measured)
-        lines.append("")
-    lines += _findings(findings)
+    for finding in findings:
+        where = f" [{', '.join(finding.hosts)}]" if finding.hosts else ""
+        lines += [f"{finding.level.upper()}{where}: {finding.what}", f"    {finding.cure}"]
+    if not findings:
+        lines.append("Nothing wrong was found.")
     return "\n".join(lines)
 
 
-def _row(name: str, value: str, width: int = _WIDTH) -> str:
-    return f"  {name.ljust(width)}{value}"
-
-
-def _facts(facts: Facts) -> list[str]:
-    launch = facts["launch"]
-    line = "unclear"
-    will_set = []
-    if launch:
-        line = launch["line"]
-        will_set = [f"{name}={value}" for name, value in launch.get("will_set", {}).items()]
-    versions = [f"{name} {version}" for name, version in facts["versions"].items() if version]
-    backends = [name for name, is_there in facts["backends"].items() if is_there]
-    gpus = facts["accelerators"]["gpus"] or ["none"]
-    shared = "none"
+def _rows(facts: Facts, measured: Facts | None) -> dict[str, str]:
+    launch = facts["launch"] or {"line": "unclear", "will_set": {}}
     memory = facts["shared_memory"]
-    if memory:
-        free = memory["free"] / 2**30
-        size = memory["size"] / 2**30
-        shared = f"{free:.1f} of {size:.1f} GiB free"
-    usable = facts["processors"]["usable"]
-    threads = facts["processors"]["threads_of_a_rank"]
+    processors = facts["processors"]
     rows = {
-        "launcher": line,
-        "will be set": ", ".join(will_set),
-        "versions": ", ".join(versions),
-        "backends": ", ".join(backends),
-        "GPUs": ", ".join(gpus),
+        "launcher": launch["line"],
+        "will be set": ", ".join(f"{name}={value}" for name, value in launch["will_set"].items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version),
+        "backends": ", ".join(name for name, is_there in facts["backends"].items() if is_there),
+        "GPUs": ", ".join(facts["accelerators"]["gpus"]) or "none",
         "interfaces": ", ".join(facts["network"]["interfaces"]),
-        "/dev/shm": shared,
-        "processors": f"{usable}, {threads} threads in this process",
+        "/dev/shm": "none",
+        "processors": f"{processors['usable']}, {processors['threads_of_a_rank']} threads in this process",
     }
-    return [_row(name, value) for name, value in rows.items() if value]
-
-
-def _measured(measured: Facts) -> list[str]:
-    ranks = counted(measured["world_size"], "rank")
-    nodes = counted(len(measured["nodes"]), "node")
-    lines = [f"measured with {ranks} on {nodes}, {measured['device']}"]
-    sizes = [_bytes(size) for size in measured["sizes"]]
-    lines.append(_row("all-reduce", _columns(sizes)))
-    for name, seconds in measured["all_reduce"].items():
-        times = [_time(value) for value in seconds]
-        lines.append("  " + _row(name, _columns(times), _WIDTH - 2))
-    for link in measured["links"]:
-        rank = link["rank"]
-        host = link["host"]
-        lines.append(_row("link", f"to rank {rank} (host {host}): {_speed(link)}"))
-    for what, problem in measured.get("paths", {}).items():
-        found = problem or "right"
-        lines.append(_row("self-test", f"{what}: {found}"))
-    for link in measured.get("neighbours", []):
-        first, second = link["ranks"]
-        lines.append(_row("neighbours", f"ranks {first} and {second}: {_speed(link)}"))
-    rate = measured["memory_gb_s"]
-    lines.append(_row("memory", f"{rate:.1f} GB/s copied by a rank"))
-    return lines
-
-
-def _columns(texts: Sequence[str]) -> str:
-    return "".join(text.rjust(_COLUMN) for text in texts)
-
-
-def _speed(link: Facts) -> str:
-    latency = _time(link["latency_us"] / 1e6)
-    return f"{latency}, {link['gigabytes_per_s']:.2f} GB/s"
-
-
-def _findings(findings: Sequence[Finding]) -> list[str]:
-    if not findings:
-        return ["Nothing wrong was found."]
-    lines = []
-    for finding in findings:
-        heading = finding.level.upper()
-        if finding.hosts:
-            hosts = ", ".join(finding.hosts)
-            heading += f" [{hosts}]"
-        lines.append(f"{heading}: {finding.what}")
-        lines.append(f"    {finding.cure}")
-    return lines
-
-
-def _bytes(size: int) -> str:
-    for unit, factor in (("MiB", 2**20), ("KiB", 2**10)):
-        if size >= factor:
-            count = size / factor
-            return f"{count:g} {unit}"
-    return f"{size} B"
-
-
-def _time(seconds: float) -> str:
-    milliseconds = seconds * 1e3
-    if milliseconds < 1:
-        microseconds = seconds * 1e6
-        return f"{microseconds:.0f} us"
-    return f"{milliseconds:.2f} ms"
+    if memory:
+        rows["/dev/shm"] = f"{memory['free'] / 2**30:.1f} of {memory['size'] / 2**30:.1f} GiB free"
+    if measured is not None:
+        ranks = counted(sum(len(of_node) for of_node in measured["nodes"]), "rank")
+        nodes = counted(len(measured["nodes"]), "node")
+        times = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in measured["all_reduce"].items())
+        rows["all-reduce"] = f"{measured['size'] / 2**20:g} MiB, {ranks} on {nodes}, {measured['device']}: {times}"
+    return rows

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 _MIB = 2**20
 _LEAST_SHARED_MEMORY = 1024  # MiB of /dev/shm
 _LEAST_FILES = 1024  # that a process may have open
-_SLOW_LINK = 3.0  # times slower than the others
 # The first releases that this package works with.
 _LEAST_VERSIONS = {"lightning": "2.6", "pytorch-lightning": "2.6", "torch": "2.11"}
 # Uploads to PyPI under Lightning's name that were not its team's.
@@ -38,7 +37,7 @@ class Finding:
 
 
 def find(facts: Facts, measured: Facts | None = None) -> list[Finding]:
-    """What is wrong with a host by its facts, and with the paths and links between hosts as measured; errors first."""
+    """What is wrong with a host by its facts, and with all-reduces as measured; errors first."""
     hosts = (str(facts["host"]),)
     found = []
     for look in _ERRORS:
@@ -46,8 +45,7 @@ def find(facts: Facts, measured: Facts | None = None) -> list[Finding]:
     for look in _WARNINGS:
         found += [Finding("warning", what, cure, hosts) for what, cure in look(facts)]
     if measured is not None:
-        found += [Finding("error", what, cure) for what, cure in _paths(measured)]
-        found += [Finding("warning", what, cure) for what, cure in _links(measured)]
+        found += _measured(measured)
     return sorted(found, key=lambda finding: finding.level)
 
 
@@ -223,22 +221,6 @@ def _files(facts: Facts) -> _Found:
         )
 
 
-def _pidfds(facts: Facts) -> _Found:
-    if not facts["sees_processes_end"]:
-        yield (
-            "This kernel or Python has no pidfds: a dead rank is noticed by its connection, without the cause.",
-            "Linux 5.3 and Python 3.9 have them; some sandboxes leave them out.",
-        )
-
-
-def _mpi(facts: Facts) -> _Found:
-    if facts["versions"]["mpi4py"] is not None and facts["mpi_library"] is None:
-        yield (
-            "mpi4py is installed, but no MPI library is found by name: it may not load.",
-            "Nothing here needs mpi4py. If `python -c 'from mpi4py import MPI'` fails, uninstall it or install MPI.",
-        )
-
-
 def _efa(facts: Facts) -> _Found:
     launch = facts["launch"] or {}
     wants_efa = "FI_PROVIDER" in launch.get("will_set", {})
@@ -249,52 +231,19 @@ def _efa(facts: Facts) -> _Found:
         )
 
 
-def _paths(measured: Facts) -> _Found:
-    for what, problem in measured.get("paths", {}).items():
-        if problem is not None:
-            yield (
-                f"The self-test of {what} failed: {problem}.",
-                "Training would give wrong numbers. On GPUs look at the driver, and at NCCL: NCCL_DEBUG=INFO says what "
-                "it does, NCCL_P2P_DISABLE=1 leaves out the direct way between GPUs.",
-            )
-
-
-def _links(measured: Facts) -> _Found:
-    links = measured.get("links", [])
-    if len(links) > 1:
-        usual = _usual_speed(links)
-        for link in _slow(links, usual):
-            yield (
-                f"The link to {link['host']} carries {link['gigabytes_per_s']:.2f} GB/s, others {usual:.2f}.",
-                "Look at that host's network; a job is as fast as its slowest link.",
-            )
-    # Of several nodes, some neighbours' links go over the network and are slower for that: no fault.
-    neighbours = measured.get("neighbours", [])
-    if len(neighbours) > 2 and len(measured.get("nodes", [])) == 1:
-        usual = _usual_speed(neighbours)
-        for link in _slow(neighbours, usual):
-            first, second = link["ranks"]
-            yield (
-                f"The link between ranks {first} and {second} carries {link['gigabytes_per_s']:.2f} GB/s, "
-                f"others of this node {usual:.2f}.",
-                "On GPUs `nvidia-smi topo -m` shows how they are connected.",
-            )
-    for note in measured.get("notes", []):
-        sentence = note[0].upper() + note[1:].rstrip(".")
-        yield f"{sentence}.", "Ranks of a node average through the backend instead."
-
-
-def _usual_speed(links: Sequence[Facts]) -> float:
-    """The median, in gigabytes per second."""
-    speeds = sorted(link["gigabytes_per_s"] for link in links)
-    usual: float = speeds[len(links) // 2]
-    return usual
-
-
-def _slow(links: Sequence[Facts], usual: float) -> list[Facts]:
-    return [link for link in links if link["gigabytes_per_s"] * _SLOW_LINK < usual]
+def _measured(measured: Facts) -> Iterator[Finding]:
+    for name, problem in measured["problems"].items():
+        yield Finding(
+            "error",
+            f"The all-reduce by {name} failed: {problem}.",
+            "Training would give wrong numbers. On GPUs look at the driver, and at NCCL: NCCL_DEBUG=INFO says what it "
+            "does, NCCL_P2P_DISABLE=1 leaves out the direct way between GPUs.",
+        )
+    for note in measured["notes"]:
+        what = note[0].upper() + note[1:].rstrip(".") + "."
+        yield Finding("warning", what, "Ranks of a node average through the backend instead.")
 
 
 _Look = Callable[[Facts], _Found]
 _ERRORS: tuple[_Look, ...] = (_launcher, _versions, _backends, _interfaces, _names)
-_WARNINGS: tuple[_Look, ...] = (_own_name, _gpus, _shared_memory, _processors, _files, _pidfds, _mpi, _efa)
+_WARNINGS: tuple[_Look, ...] = (_own_name, _gpus, _shared_memory, _processors, _files, _efa)
