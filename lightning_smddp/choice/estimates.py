@@ -100,14 +100,12 @@ def data_parallel(sizes: Sizes, profile: StepProfile, ranks: int) -> Memory:
     The fullest moment is in the second step. DDP then makes its buckets anew, in the order in which gradients came in
     the first, and the old ones stay until the new ones are exchanged.
     """
-    return _with_whole_gradients(sizes, profile, ranks, sizes.parameters, sizes.state)
+    return _with_whole_gradients(sizes, profile, ranks, sizes.state)
 
 
 def sharded_optimizer(sizes: Sizes, profile: StepProfile, ranks: int) -> Memory:
-    """``smddp`` with ``shard="optimizer"`` on the CPUs of a node: a share of the state, one copy of the parameters."""
-    parameters = _share(sizes.parameters, ranks)
-    state = _share(sizes.state, ranks)
-    return _with_whole_gradients(sizes, profile, ranks, parameters, state)
+    """``smddp`` with ``shard="optimizer"``: a share of the state."""
+    return _with_whole_gradients(sizes, profile, ranks, _share(sizes.state, ranks))
 
 
 def fully_sharded(sizes: Sizes, profile: StepProfile, ranks: int, units: UnitSizes, reshard: bool) -> Memory:
@@ -156,12 +154,12 @@ def _share(size: int, ranks: int) -> int:
     return math.ceil(size / ranks)
 
 
-def _with_whole_gradients(sizes: Sizes, profile: StepProfile, ranks: int, parameters: int, state: int) -> Memory:
+def _with_whole_gradients(sizes: Sizes, profile: StepProfile, ranks: int, state: int) -> Memory:
     second_buckets = sizes.gradients  # as large as the first ones
     if ranks == 1:
         second_buckets = 0
     held = Memory(
-        parameters=parameters + sizes.buffers,
+        parameters=sizes.parameters + sizes.buffers,
         gradients=sizes.gradients,
         optimizer_state=state,
         activations=sizes.batch,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_smddp.sharding.copies import Copies
 from lightning_smddp.sharding.flat_layout import Piece, in_memory_order
+from lightning_smddp.sharding.flat_parameters import FlatParameters
 
 # A step of many operations on such a piece stays in a CPU's level-2 cache. With pieces of 1 MiB glibc gave each result
 # fresh memory: 8192 page faults a step for 8.4 M elements, and twice the time (AdamW). A fused kernel passes over
@@ -42,7 +42,7 @@ class OptimizerShards:
         self.optimizer = optimizer
         self.splits = True
         self.pieces: dict[int, list[ShardedPiece]] = {}
-        self._copies: Copies | None = None
+        self._flat: FlatParameters | None = None
         self._whole: list[list[nn.Parameter]] | None = None  # the groups' parameters, while it steps
         self._allows_state = False
         self._handles = [
@@ -53,24 +53,24 @@ class OptimizerShards:
         ]
         self.stand_next_to_step()
 
-    def cut(self, copies: Copies, splits: bool) -> None:
-        """Step a share of the parameters of ``copies`` from here on; others are stepped by every rank."""
-        self._copies = copies
+    def cut(self, flat: FlatParameters, splits: bool) -> None:
+        """Step a share of the parameters of ``flat`` from here on; others are stepped by every rank."""
+        self._flat = flat
         self.splits = splits
         fused: set[int] = set()
         for group in self.optimizer.param_groups:
             if group.get("fused"):
                 fused.update(id(parameter) for parameter in group["params"])
-        for number, layout in enumerate(copies.layouts):
+        for number, layout in enumerate(flat.layouts):
             for slot in layout.slots:
                 self.pieces[id(slot.parameter)] = []  # also where this rank's share has nothing of it
-            if copies.share is None:
+            if flat.share is None:
                 continue
-            for piece in layout.pieces_of_share(copies.share):
+            for piece in layout.pieces_of_share(flat.share):
                 key = id(piece.slot.parameter)
-                self.pieces[key] += self._cut(copies, number, piece, is_fused=key in fused)
+                self.pieces[key] += self._cut(flat, number, piece, is_fused=key in fused)
 
-    def _cut(self, copies: Copies, layout: int, piece: Piece, is_fused: bool) -> Iterator[ShardedPiece]:
+    def _cut(self, flat: FlatParameters, layout: int, piece: Piece, is_fused: bool) -> Iterator[ShardedPiece]:
         """Smaller pieces on a CPU, where an optimizer without a fused kernel passes over them many times."""
         size = piece.high - piece.low
         parameter = piece.slot.parameter
@@ -78,7 +78,7 @@ class OptimizerShards:
             size = _CACHED_BYTES // parameter.dtype.itemsize
         for low in range(piece.low, piece.high, size):
             high = min(low + size, piece.high)
-            values = copies.values(layout, Piece(piece.slot, low, high))
+            values = flat.values(layout, Piece(piece.slot, low, high))
             if not self.splits:  # an optimizer that looks at whole parameters may look at their shapes
                 values = values.as_strided(parameter.size(), parameter.stride())
             yield ShardedPiece(low, high, nn.Parameter(values))
@@ -134,15 +134,15 @@ class OptimizerShards:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The closure comes first: it computes gradients of the parameters."""
         args, kwargs = closure_called(args, kwargs)
-        if self._copies is not None:  # maybe since the closure
-            self._copies.begin_step()
+        if self._flat is not None:  # maybe since the closure
+            self._flat.begin_step()
             self._take_pieces()
         return args, kwargs
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.restore()
-        if self._copies is not None:
-            self._copies.end_step()
+        if self._flat is not None:
+            self._flat.end_step()
 
     @contextmanager
     def state_allowed(self) -> Iterator[None]:
@@ -155,7 +155,7 @@ class OptimizerShards:
 
     def _refuse_state(self, *_: Any) -> None:
         """The optimizer by itself has this rank's state, under no number of the whole's parameters."""
-        if self._copies is not None and self._whole is None and not self._allows_state:
+        if self._flat is not None and self._whole is None and not self._allows_state:
             name = type(self.optimizer).__name__
             raise RuntimeError(
                 f"With shard='optimizer' this rank has a share of {name}'s state. Save and load it by "

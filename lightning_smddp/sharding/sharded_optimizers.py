@@ -4,11 +4,9 @@ A step, by hooks of the user's own optimizer (``OptimizerShards``):
 
 1. The closure runs, before the optimizer's own code: of a Trainer training step, backward pass and clipping. Gradients
    are averaged as ever, so each rank has all of them; for :meth:`ShardedOptimizers.clip_by_norm` it reads its share.
-2. ``begin_step`` of the copies (``copies.py``): where a node has one copy, its ranks wait for each other, and what user
-   code has written to parameters since the last step goes into that copy (``node_memory.py``).
-3. The optimizer's groups get this rank's pieces in place of the parameters, with the same parts of the gradients. It
-   steps these, in the memory that all ranks of the node see, or in the rank's own.
-4. The groups get their parameters again, and ``end_step`` brings all shares to all copies.
+2. The optimizer's groups get this rank's pieces in place of the parameters, with the same parts of the gradients. It
+   steps these, in the rank's flat memory (``flat_parameters.py``).
+3. The groups get their parameters again, and ``end_step`` brings all shares to all ranks.
 """
 
 from __future__ import annotations
@@ -21,12 +19,9 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lightning_smddp.communication.communicator import Communicator
-from lightning_smddp.communication.node_mesh import NodeMesh
 from lightning_smddp.communication.norms import norm_over_ranks
-from lightning_smddp.communication.objects import gather
-from lightning_smddp.sharding.copies import Copies, NodeCopies, RankCopies
 from lightning_smddp.sharding.flat_layout import Named, lay_out, movable
-from lightning_smddp.sharding.node_memory import unsupported
+from lightning_smddp.sharding.flat_parameters import FlatParameters
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict
 from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
@@ -70,7 +65,7 @@ class ShardedOptimizers:
     Attributes:
         shards: for each optimizer its share on this rank.
         splits: whether shares begin within parameters.
-        copies: where the parameters are.
+        flat: where the parameters are.
 
     Raises:
         ValueError: on every rank, when an optimizer cannot be sharded.
@@ -87,18 +82,16 @@ class ShardedOptimizers:
                 self.splits = False
                 self._reasons[type(each.optimizer).__name__] = why
         moved, self.staying = movable(named)
-        self.meshes: list[NodeMesh] = []
-        self.copies: Copies = self._make_copies(moved)
+        self.flat = self._make_flat(moved)
         for each in shards:
-            each.cut(self.copies, self.splits)
+            each.cut(self.flat, self.splits)
 
-    def _make_copies(self, named: list[Named]) -> Copies:
+    def _make_flat(self, named: list[Named]) -> FlatParameters:
         communicator = self._communicator
         topology = communicator.topology
-        self.note = self._connect(named)
-        if self.note is not None:
+        if communicator.shared_memory_refusal is not None:
             layouts = lay_out(named, topology.world_size, self.splits)
-            return RankCopies(layouts, communicator.group)
+            return FlatParameters(layouts, topology.world_size, communicator.group.rank(), communicator.group)
         between_nodes = None
         if topology.num_nodes > 1:
             between_nodes = communicator.partners("parameters")
@@ -109,26 +102,7 @@ class ShardedOptimizers:
             share = topology.local_rank * topology.num_nodes + topology.node_rank
         num_shares = topology.num_nodes * topology.num_shards
         layouts = lay_out(named, num_shares, self.splits)
-        return NodeCopies(layouts, self.meshes[0], share, num_shares, between_nodes)
-
-    def _connect(self, named: list[Named]) -> str | None:
-        """Connect the ranks of this node; returns why they cannot have one copy, if so. Collective."""
-        communicator = self._communicator
-        reason = unsupported()
-        if any(parameter.device.type != "cpu" for _, parameter in named):
-            reason = f"parameters are on {communicator.device.type}"
-        elif all(len(ranks) == 1 for ranks in communicator.topology.nodes):
-            reason = "no node has more than one rank"
-        # What one rank cannot do no rank does: the first reason of all counts on each.
-        reason = next((text for text in gather(reason, communicator.group) if text), None)
-        if reason is not None:
-            return str(reason)
-        self.meshes, reason = NodeMesh.connect(
-            communicator.topology,
-            communicator.group,
-            communicator.timeout,
-        )
-        return reason
+        return FlatParameters(layouts, num_shares, share, between_nodes, communicator.node_mesh)
 
     def clip_by_norm(
         self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -165,10 +139,10 @@ class ShardedOptimizers:
         how = "whole parameters"
         if self.splits:
             how = "parts of parameters"
-        where = f"a copy a rank ({self.note})"
-        if self.note is None:
-            where = "one copy of the parameters a node"
-        rows = [("optimizer shards", f"{self.copies.num_shares} of {how}; {where}")]
+        where = "exchanged through shared memory"
+        if self._communicator.shared_memory_refusal is not None:
+            where = f"broadcast by the backend ({self._communicator.shared_memory_refusal})"
+        rows = [("optimizer shards", f"{self.flat.num_shares} of {how}, {where}")]
         for name, why in self._reasons.items():
             rows.append(("note", f"{name} has shares of whole parameters: {why}"))
         if self.staying:
@@ -180,7 +154,4 @@ class ShardedOptimizers:
         """Give the parameters memory of their own, and leave the optimizers alone. Not collective."""
         for shards in self.shards:
             shards.close()
-        self.copies.close()
-        for mesh in self.meshes:
-            mesh.close()
-        self.meshes = []
+        self.flat.close()

@@ -63,7 +63,7 @@ class DataParallel(TrainerStrategy):
             by torchrun, Slurm or SageMaker; ``"never"`` starts from scratch then. None is ``"auto"`` in a SageMaker
             job, else ``"never"``.
         shard: ``"optimizer"`` has each rank step a share of the parameters and keep that share of the optimizer's state
-            (ZeRO's first stage); CPU ranks of a node have one copy of the parameters.
+            (ZeRO's first stage).
         communication: timeouts, what is printed.
         reliability: faults, stops and checkpoints.
         **kwargs: arguments of ``DDPStrategy`` and of ``DistributedDataParallel``, by name.

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp.communication.communicator import Communicator
-from lightning_smddp.sharding import copies
-from lightning_smddp.sharding.copies import NodeCopies, RankCopies
+from lightning_smddp.sharding import flat_parameters
 from lightning_smddp.sharding.flat_layout import lay_out
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
@@ -48,7 +47,7 @@ def steps(module: nn.Module, optimizer: torch.optim.Optimizer, count: int = 4) -
     return [p.detach().clone() for p in module.parameters()]
 
 
-def sharded(make: Any) -> tuple[list[Tensor], str, int, bool]:
+def sharded(make: Any) -> tuple[list[Tensor], bool, int, bool]:
     module = layers()
     optimizer = make(module)
     assert dist.group.WORLD is not None
@@ -56,11 +55,11 @@ def sharded(make: Any) -> tuple[list[Tensor], str, int, bool]:
     shards = ShardedOptimizers(list(module.named_parameters()), [OptimizerShards(optimizer)], communicator)
     weights = steps(module, optimizer)
     elements = sum(v.numel() for state in optimizer.state.values() for v in state.values())
-    kind = type(shards.copies).__name__
+    is_shared = "shared memory" in dict(shards.describe())["optimizer shards"]
     shards.close()
     is_kept = all(torch.equal(p, weight) for p, weight in zip(module.parameters(), weights, strict=True))
     communicator.close()
-    return weights, kind, elements, is_kept
+    return weights, is_shared, elements, is_kept
 
 
 def pieces_of_a_mebibyte(fused: bool) -> int:
@@ -68,8 +67,8 @@ def pieces_of_a_mebibyte(fused: bool) -> int:
     shards = OptimizerShards(torch.optim.AdamW([nn.Parameter(torch.zeros(3)), weight], fused=fused))
     values = weight.detach().flatten()
     layouts = lay_out([("weight", weight)], 1, True)
-    copies = SimpleNamespace(layouts=layouts, share=0, values=lambda layout, piece: values[piece.low : piece.high])
-    shards.cut(copies, True)
+    flat = SimpleNamespace(layouts=layouts, share=0, values=lambda layout, piece: values[piece.low : piece.high])
+    shards.cut(flat, True)
     return len(shards.parts_of(weight))
 
 
@@ -84,17 +83,17 @@ def sharded_with_each() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("node_ids", "copies"),
-    [(["a", "a"], NodeCopies), (["a", "a", "a"], NodeCopies), (["a", "b", "b"], NodeCopies), (["a", "b"], RankCopies)],
+    ("node_ids", "shares_memory"),
+    [(["a", "a"], True), (["a", "a", "a"], True), (["a", "b", "b"], True), (["a", "b"], False)],
 )
-def test_steps_equal_those_of_one_process(node_ids, copies):
+def test_steps_equal_those_of_one_process(node_ids, shares_memory):
     results = run_ranks(sharded_with_each, len(node_ids), node_ids=node_ids)
     for make in (adamw, adafactor):
         module = layers()
         expected = steps(module, make(module))
         for result in results:
-            weights, kind, _, is_kept = result[make.__name__]
-            assert kind == copies.__name__
+            weights, is_shared, _, is_kept = result[make.__name__]
+            assert is_shared is shares_memory
             assert is_kept
             torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-7)
 
@@ -109,39 +108,6 @@ def test_each_element_has_state_on_one_rank():
     assert max(shares) < 0.36 * whole
 
 
-def differing_writes() -> str:
-    module = layers()
-    optimizer = adamw(module)
-    assert dist.group.WORLD is not None
-    communicator = Communicator(dist.group.WORLD, CPU, timedelta(seconds=20))
-    shards = ShardedOptimizers(list(module.named_parameters()), [OptimizerShards(optimizer)], communicator)
-    module(torch.ones(1, 30)).sum().backward()
-    if dist.get_rank() == 1:
-        kept = module[0].weight.detach().clone()
-        module[0].weight.data.zero_()
-        module[0].weight.data.copy_(kept)  # as it was: no difference
-    optimizer.step()
-    module(torch.ones(1, 30)).sum().backward()
-    if dist.get_rank() == 1:
-        module[0].weight.data.zero_()
-    try:
-        optimizer.step()
-    except ValueError as error:
-        return str(error)
-    finally:
-        shards.close()
-        communicator.close()
-    return "no error"
-
-
-def test_writes_by_one_rank_alone_are_an_error_with_their_parameters():
-    for message in run_ranks(differing_writes, 2):
-        assert "User code has written to other parameters on some ranks than on others" in message
-        assert "rank 0 (host" in message
-        assert "): none; rank 1" in message
-        assert "0.weight" in message
-
-
 def without_memory() -> str:
     module = layers()
     assert dist.group.WORLD is not None
@@ -150,7 +116,7 @@ def without_memory() -> str:
     def create_file(size: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    copies.create_file = create_file
+    flat_parameters.create_file = create_file
     try:
         ShardedOptimizers(list(module.named_parameters()), [OptimizerShards(adamw(module))], communicator)
     except MemoryError as error:
@@ -162,7 +128,7 @@ def without_memory() -> str:
 
 def test_where_a_node_has_no_memory_for_its_copy_all_of_its_ranks_say_so():
     for rank, message in enumerate(run_ranks(without_memory, 2)):
-        assert "bytes of memory are left on" in message
+        assert "bytes of memory that ranks can share are left on" in message
         assert f"rank {rank} (host" in message
         assert "use strategy='smddp_fsdp'" in message
 
