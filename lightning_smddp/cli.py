@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import sys
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ def _add_verify(commands: Any) -> None:
         "norm of each unit. The module needs a `train_dataloader`, or give --datamodule.",
     )
     verify.add_argument("module", help="module:Class of the LightningModule")
-    verify.add_argument("--kwargs", type=json.loads, default={}, help="arguments of the class, as a JSON object")
+    verify.add_argument("--kwargs", type=_json_object, default={}, help="arguments of the class, as a JSON object")
     verify.add_argument("--datamodule", help="module:Class of a LightningDataModule")
     verify.add_argument("--stages", type=int, default=2, help="ranks of the pipeline (default: 2)")
     verify.add_argument("--replicas", type=int, default=1, help="pipelines side by side (default: 1)")
@@ -97,7 +98,7 @@ def _add_plan(commands: Any) -> None:
     )
     plan.add_argument("--devices", type=int, required=True, help="ranks, on one node")
     plan.add_argument("--memory", type=float, required=True, help="GiB of a rank, beside what a process has anyway")
-    plan.add_argument("--kwargs", type=json.loads, default={}, help="arguments of the class, as a JSON object")
+    plan.add_argument("--kwargs", type=_json_object, default={}, help="arguments of the class, as a JSON object")
     plan.add_argument("--config", help="file of a LightningCLI that is made for these classes")
     plan.add_argument("--datamodule", help="module:Class of a LightningDataModule")
     plan.add_argument("--precision", help="of the Trainer, such as bf16-mixed")
@@ -149,26 +150,46 @@ def _convert(name: str, *arguments: Any) -> int:
     return 0
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, such as '{{\"width\": 64}}'")
+    return found
+
+
 def _number_or_auto(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
 def _verify(options: argparse.Namespace) -> int:
     sys.path.insert(0, str(Path.cwd()))
-    module = _load(options.module)(**options.kwargs)
+    made = _load(options.module)
+    try:
+        inspect.signature(made).bind(**options.kwargs)
+    except TypeError as error:
+        raise SystemExit(
+            f"{options.module}: {error}. Give its arguments as --kwargs '{{...}}', a JSON object."
+        ) from None
+    module = made(**options.kwargs)
     data = None if options.datamodule is None else _load(options.datamodule)()
+    from lightning_smddp import PartitionOptions, PipelineStrategy
     from lightning_smddp.strategies.verify import verify
 
-    return verify(
-        module,
-        data,
-        ranks=options.stages * options.replicas,
-        callbacks=[_load(name)() for name in options.callback],
-        pipeline_parallel_size=options.stages,
-        schedule=options.schedule,
-        stages_per_rank=options.stages_per_rank,
-        num_microbatches=options.num_microbatches,
-    )
+    try:
+        pipeline = PipelineStrategy(
+            start_method="spawn",
+            pipeline_parallel_size=options.stages,
+            schedule=options.schedule,
+            num_microbatches=options.num_microbatches,
+            partition=PartitionOptions(stages_per_rank=options.stages_per_rank),
+        )
+    except ValueError as error:
+        raise SystemExit(f"lightning-smddp verify: {error}") from None
+    callbacks = [_load(name)() for name in options.callback]
+    return verify(module, data, options.stages * options.replicas, pipeline, callbacks)
 
 
 def _load(name: str) -> Any:

@@ -181,6 +181,8 @@ class AccumulateMicroBatches(_Base):
         if split is not None and count > 1:
             parts = split(batch, count)
             return [part if _is_pair(part) else (part, _rows(part)) for part in parts]
+        if min(rows, count) <= 1:  # also where it cannot be cut, as what is sparse
+            return [(batch, rows)]
         ranges = torch.arange(rows).tensor_split(min(rows, count))  # the first ones one longer
         return [(_take(batch, rows, slice(int(r[0]), int(r[-1]) + 1)), len(r)) for r in ranges]
 

@@ -180,7 +180,7 @@ def test_rows_that_are_given_have_to_be_there() -> None:
     ("opaque", "name"),
     [
         (Graphs(), r"test_microbatches\.Graphs"),
-        (rows(5, 2).to_sparse(), "Tensor"),
+        (rows(5, 2).to_sparse(), r"sparse torch\.Tensor"),
         (nn.ParameterList([rows(5)]), "ParameterList"),
         (nn.utils.rnn.pack_sequence([rows(3), rows(2), rows(1), rows(1), rows(1)]), "PackedSequence"),
     ],

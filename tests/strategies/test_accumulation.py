@@ -252,6 +252,14 @@ def test_a_batch_is_cut_by_the_users_function() -> None:
     assert_same_weights(*found)
 
 
+def test_a_batch_that_cannot_be_cut_is_one_micro_batch() -> None:
+    def step(model: Model, batch: Any) -> Tensor:
+        return model.net(batch.to_dense()).square().sum()
+
+    batches = [torch.ones(4, INPUTS).to_sparse()]
+    assert_same_weights(train(step, 1, batches)[0], train(step, 0, batches)[0])
+
+
 def test_losses_are_scaled_with_mixed_precision_and_lightnings_accumulation() -> None:
     model, trainer = train(loss_of, 2, precision="bf16-mixed", accumulate_grad_batches=2)
     whole, expected = train(loss_of, 0, precision="bf16-mixed", accumulate_grad_batches=2)

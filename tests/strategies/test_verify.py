@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,41 @@ def test_what_is_wrong_with_a_name_is_said() -> None:
         main(["verify", "tests.strategies.test_verify:Absent"])
     with pytest.raises(SystemExit, match="There is no module 'tests.nowhere'"):
         main(["verify", "tests.nowhere:Net"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--kwargs", "{bad"], "'{bad' is no JSON: Expecting property name"),
+        (["--kwargs", "[3]"], r"'\[3\]' is no JSON object"),
+        (
+            ["--kwargs", '{"width": 3}'],
+            "test_verify:Verified: got an unexpected keyword argument 'width'. Give its arg",
+        ),
+        (["--schedule", "2f2b"], "schedule='2f2b' is unknown"),
+    ],
+)
+def test_wrong_options_are_a_line_without_a_traceback(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", "tests.strategies.test_verify:Verified", *options])
+    assert re.search(said, f"{ended.value}{capsys.readouterr().err}")
+
+
+class Manual(Verified):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@pytest.mark.slow
+def test_a_refused_module_is_said_without_a_traceback(tmp_path: Path) -> None:
+    module = "tests.strategies.test_verify:Manual"
+    result = run_program(["-m", "lightning_smddp", "verify", module], tmp_path, spawned=False)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "ValueError: Manual uses manual optimization" in result.stdout
+    assert "Traceback" not in result.stdout + result.stderr
 
 
 def test_data_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -291,9 +291,11 @@ def _split(value: Any, rows: int, slices: Sequence[slice], path: Path = ()) -> l
     if has_rows or is_list or _sliced_length(value) == rows:
         return [value[part] for part in slices]
     if not is_array and _is_opaque(value):
-        kind = type(value)
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        if isinstance(value, Tensor) and value.layout is not torch.strided:
+            kind = f"sparse {kind}"
         raise UnclearBatchError(
-            f"{place_text(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be cut into "
+            f"{place_text(path)} is a {kind}, which cannot be cut into "
             "micro-batches; give the module a method `split_batch(batch, num_microbatches)` that returns a list of "
             "batches, or use num_microbatches=1"
         )
