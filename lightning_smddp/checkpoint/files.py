@@ -65,7 +65,10 @@ def write(dump: Callable[[Any], object], path: AnyPath) -> None:
         write_new(dump, new, name)
     except BaseException as error:
         with suppress(OSError):  # what went wrong first is what matters
-            remove(new) if fs is None else fs.rm_file(new)
+            if fs is None:
+                remove(new)
+            else:
+                fs.rm_file(new)
         # torch replaces an error of the file by a RuntimeError, that does not say what it was.
         cause = error.__context__ if type(error) is RuntimeError else error
         if isinstance(cause, OSError):

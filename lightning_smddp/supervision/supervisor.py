@@ -84,7 +84,6 @@ class Supervisor:
         self._gate = StopGate()
         self.signals = Signals(self._gate)
         self.stillness = Stillness(self.shutdown.thread)
-        self._pid = os.getpid()
         self._number = self._over = 0
         self._ended = (0, 0)  # how many epochs this rank has ended, and after how many batches the last one
         self._suspects: dict[int, tuple[Kind, str]] = {}  # who has failed, and how, before all ranks know
@@ -125,8 +124,9 @@ class Supervisor:
         failure, stop, decision = self._board.look()
         self._unanswered_s = 0.0
         for rank, (kind, message) in list(self._suspects.items()):
-            has_left = kind == "died" and rank != self.rank and self._board.beat(rank).over
-            if not failure and not has_left:
+            if kind == "died" and rank != self.rank and self._board.beat(rank).over:  # it has said goodbye
+                del self._suspects[rank]
+            elif not failure:
                 failure = self._board.set_once("failure", json.dumps(self._failure_of(rank, kind, message)))
         if failure:
             self._record(Failure(*json.loads(failure)))
@@ -169,10 +169,12 @@ class Supervisor:
         # How a process of this host has ended, or that it is stopped, is seen meanwhile, by the other ranks, too.
         if self._closed.wait(2 * LOOK_S):
             return
+        rank = 0
         if self._server is None:  # torchrun's agent has ended
-            self._record(self._failure_of(self.rank, "lost the job's store", how))
-        elif not self._board.beat(0).over:
-            self._record(self._failure_of(0, *self._suspects.get(0, (kind, how))))
+            rank, kind = self.rank, "lost the job's store"
+        elif self._board.beat(0).over:
+            return
+        self._record(self._failure_of(rank, *self._suspects.get(rank, (kind, how))))
 
     # ---- the other thread: what is seen without the store, and the end of this process ----
 
@@ -200,7 +202,7 @@ class Supervisor:
         for rank in self._neighbours:
             is_stopped, ended = self._board.who[rank].look()
             self._stopped_s[rank] = is_stopped * (self._stopped_s.get(rank, 0.0) + passed)
-            if ended:
+            if ended and not self._board.beat(rank).over:
                 self._declare(rank, "died", ended)
             elif self._stopped_s[rank] > STOPPED_S:
                 self._declare(rank, "fell silent", "its process is stopped (by SIGSTOP, or Ctrl+Z)")
@@ -346,7 +348,7 @@ class Supervisor:
         self._gate.step = step
         if not self._gate.attention:
             return False
-        self._wait(lambda: self._gate.may_pass(step), self.stop_grace)
+        self._wait(lambda: self._lost or self._gate.may_pass(step), self.stop_grace)
         self.raise_failure()
         return self._gate.decision is not None and step >= self._gate.decision
 
@@ -375,15 +377,17 @@ class Supervisor:
         """Answer, and decide if all have. A rank that does not answer in time has failed."""
         self._stop_asked(signum)
         self._gate.answer()
-        answers = [beat.answer for beat in self._board.beats()]
+        running = [(rank, beat.answer) for rank, beat in enumerate(self._board.beats()) if beat.over < 2]
+        answers = [answer for _, answer in running if answer is not None]
         limit = min(AGREE_WITHIN_S, self.stop_grace / 4)
-        if not decision and None not in answers:
-            decision = self._board.set_once("decision", str(max(answer for answer in answers if answer is not None)))
+        if not decision and len(answers) == len(running):
+            decision = self._board.set_once("decision", str(max(answers)))
         if decision:
             self._gate.decision = int(decision)
         elif time.monotonic() - self._stop_at > limit:
             text = f"it did not say within {limit:g} s of {name_of(signum)} where it can stop, and runs no Python"
-            self._declare(answers.index(None), "fell silent", text)
+            silent = [rank for rank, answer in running if answer is None]
+            self._declare(silent[0], "fell silent", text)
 
     # ---- epochs ----
 
@@ -427,8 +431,7 @@ class Supervisor:
         Returns:
             The failure of the job, if there was one, also one that came while this rank was waiting here.
         """
-        # In a forked child this object is a copy of the parent's, for which it must not say goodbye.
-        if self._closed.is_set() or os.getpid() != self._pid:
+        if self._closed.is_set():
             return self.failure
         self.shutdown.take_over()
         self.signals.restore()
@@ -452,7 +455,7 @@ class Supervisor:
 
 
 def _forget_all() -> None:
-    """In a forked child: give it its own signals back."""
+    """In a forked child: copies of the parent's, which must not say goodbye for it. It has its own signals back."""
     for supervisor in list(_live):
         supervisor._closed.set()
         supervisor.signals.restore()

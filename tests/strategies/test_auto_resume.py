@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 
 from lightning_smddp import CheckpointError, PipelineStrategy, SMDDPStrategy
 from lightning_smddp.checkpoint import files
@@ -33,8 +32,8 @@ SCENARIO = Scenario(accumulate=2, validate=2, epochs=2)
 SPLIT = ["net.3"]  # two runs that measure their modules may find two splits
 
 
-def strategy(pipeline: bool, sharded: bool = False) -> Any:
-    options: dict[str, Any] = {"verbose": False, "algorithm": "native", "resume": "auto", "sharded": sharded}
+def strategy(pipeline: bool) -> Any:
+    options: dict[str, Any] = {"verbose": False, "algorithm": "native", "resume": "auto"}
     return PipelineStrategy(**grouped(split=SPLIT, **options)) if pipeline else SMDDPStrategy(**grouped(**options))
 
 
@@ -78,48 +77,26 @@ def test_killed_and_started_again(pipeline: bool, kills: int, tmp_path: Path) ->
 
 
 def fit(
-    directory: str, ckpt_path: str | None = None, epochs: int = 1, sharded: bool = False, **options: Any
+    directory: str, ckpt_path: str | None = None, epochs: int = 1, save_last: bool = True
 ) -> tuple[int, int, str | None]:
-    """Steps, batches trained in this start, and the checkpoint that it went on from."""
-    options.setdefault("callbacks", [ModelCheckpoint(directory, "{epoch}", save_top_k=-1, save_last=True)])
-    model = Learner()
-    trainer = make_trainer(
-        strategy(False, sharded=sharded),
-        enable_checkpointing=True,
-        max_epochs=epochs,
-        default_root_dir=directory,
-        **options,
-    )
+    """Steps, batches trained in this start, and the name of the checkpoint that it went on from."""
+    model, saved = Learner(), ModelCheckpoint(directory, "{epoch}", save_top_k=-1, save_last=save_last)
+    options = {"callbacks": [saved], "enable_checkpointing": True, "default_root_dir": directory}
+    trainer = make_trainer(strategy(False), max_epochs=epochs, **options)
     trainer.fit(model, ckpt_path=ckpt_path)
-    return trainer.global_step, len(model.losses), trainer.ckpt_path
-
-
-def named(found: tuple[int, int, str | None]) -> tuple[int, int, str | None]:
-    return *found[:2], found[2] and Path(found[2]).name
+    return trainer.global_step, len(model.losses), trainer.ckpt_path and Path(trainer.ckpt_path).name
 
 
 def from_scratch_then_on(directory: str) -> list[Any]:
     found = [fit(directory), fit(directory, epochs=3), fit(directory, epochs=3)]
-    return [named(one) for one in [*found, fit(directory, f"{directory}/epoch=0.ckpt", epochs=3)]]
-
-
-def keep_all(directory: str, **options: Any) -> Any:
-    return named(fit(directory, epochs=2, callbacks=[ModelCheckpoint(directory, "{epoch}", save_top_k=-1)], **options))
+    return [*found, fit(directory, f"{directory}/epoch=0.ckpt", epochs=3)]
 
 
 def with_a_broken_one(directory: str) -> Any:
-    keep_all(directory)
+    fit(directory, epochs=2, save_last=False)
     if os.environ["RANK"] == "0":  # which will look for checkpoints
         os.truncate(f"{directory}/epoch=1.ckpt", 1000)
-    return keep_all(directory)
-
-
-def of_directories(directory: str) -> Any:
-    """The last one is damaged."""
-    keep_all(directory, sharded=True)
-    if os.environ["RANK"] == "0":
-        os.truncate(f"{directory}/epoch=1.ckpt/trainer.pt", 1000)
-    return keep_all(directory, sharded=True)
+    return fit(directory, epochs=2, save_last=False)
 
 
 def not_shared(directory: str) -> str:
@@ -134,7 +111,7 @@ def not_shared(directory: str) -> str:
 
 def choices(directory: str) -> list[Any]:
     """In one process of a rank, as starting it takes longer than they do."""
-    cases = [from_scratch_then_on, with_a_broken_one, of_directories, not_shared]
+    cases = [from_scratch_then_on, with_a_broken_one, not_shared]
     return [case(f"{directory}/{case.__name__}") for case in cases]
 
 
@@ -145,7 +122,7 @@ def chosen(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 def test_newest_one(chosen: list[Any]) -> None:
     """None at first; then the newest; nothing to do for a run that has finished; a given one has precedence."""
-    for (first, second, third, given), *_ in chosen:
+    for (first, second, third, given), _, _ in chosen:
         assert first == (6, 6, None)
         assert second[:2] == (18, 12)
         assert second[2] in ("epoch=0.ckpt", "last.ckpt")
@@ -154,37 +131,14 @@ def test_newest_one(chosen: list[Any]) -> None:
 
 
 def test_passes_over_broken_ones(chosen: list[Any]) -> None:
-    for _, found, *_ in chosen:
-        assert found == (12, 6, "epoch=0.ckpt")
-
-
-def test_passes_over_a_broken_directory(chosen: list[Any]) -> None:
-    for _, _, found, _ in chosen:
+    for _, found, _ in chosen:
         assert found == (12, 6, "epoch=0.ckpt")
 
 
 def test_directories_that_are_not_shared(chosen: list[Any]) -> None:
-    for *_, text in chosen:
+    for _, _, text in chosen:
         assert re.search("rank 0 can read it, but rank 1 on .* cannot", text)
         assert "Write checkpoints to a directory that all nodes share" in text
-
-
-def in_versions(directory: str) -> list[Any]:
-    """A logger counts the starts, and so does the callback's directory."""
-
-    def start(epochs: int) -> Any:
-        logger = CSVLogger(directory, "run")
-        callbacks = [ModelCheckpoint(save_last=True)]
-        return fit(directory, epochs=epochs, logger=logger, callbacks=callbacks, log_every_n_steps=1)
-
-    return [start(1), start(2)]
-
-
-@pytest.mark.slow
-def test_earlier_versions(tmp_path: Path) -> None:
-    [[first, second]] = run_trainer_ranks(in_versions, 1, str(tmp_path))
-    assert (first[2], second[:2]) == (None, (24, 12))
-    assert "version_0" in second[2]
 
 
 def test_checkpoint_locations(tmp_path: Path) -> None:

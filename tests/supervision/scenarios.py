@@ -123,6 +123,17 @@ def rounds_of_stops(rank: Rank) -> None:
         watching.close()
 
 
+def stop_behind_others(rank: Rank) -> None:
+    """Rank 1 has ended its run and left when rank 0 gets a signal."""
+    watching = rank.start()
+    watching.signals.take()
+    if rank.rank == 0:
+        time.sleep(4.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        say("stops", [watching.gate(step) for step in range(3)])
+    watching.close()
+
+
 def epochs(rank: Rank) -> None:
     dist.init_process_group("gloo", store=rank.store, rank=rank.rank, world_size=rank.world_size)
 

@@ -44,6 +44,14 @@ def test_signals_to_one_rank_or_all_stop_all(tmp_path: Path, signum: int, receiv
 
 
 @pytest.mark.slow
+def test_a_rank_that_has_ended_its_run_need_not_answer(tmp_path: Path) -> None:
+    with job(tmp_path, scenarios.stop_behind_others, 2) as started:
+        assert started.wait() < 15.0
+        assert started.codes == [0, 0], started.text()
+        assert started.ranks[0].values("stops")[0][1:] == [True, True]
+
+
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_not_waited_for_longer_than_the_grace_time(tmp_path: Path) -> None:
     with job(tmp_path, scenarios.train, 2, fails=1, kind="sleep", steps=1000, signals=True, stop_grace=3.0) as started:
         started.until("ready")
