@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from inspect import signature
 from pathlib import Path
@@ -23,23 +23,22 @@ _SIGNS = ("SM_FRAMEWORK_PARAMS", "SM_DISTRIBUTED_CONFIG", "SM_HP_MP_PARAMETERS",
 
 log = logging.getLogger(__name__)
 
-# SDK 2's dictionary: the keys of each part, and those of the two libraries inside of `smdistributed`.
-_LAUNCHER = {"enabled"}
-_PARTS: dict[str, set[str]] = {
-    "smdistributed": {"dataparallel", "modelparallel"},
-    "mpi": _LAUNCHER | {"processes_per_host", "custom_mpi_options"},
+# SDK 2's dictionary: the keys of each part; None where a key has a value.
+_LAUNCHER = {"enabled": None}
+_PLAIN: dict[str, Any] = {
+    "smdistributed": {
+        "dataparallel": {**_LAUNCHER, "custom_mpi_options": None},
+        "modelparallel": {**_LAUNCHER, "parameters": None},
+    },
+    "mpi": {**_LAUNCHER, "processes_per_host": None, "custom_mpi_options": None},
     "torch_distributed": _LAUNCHER,
-    "pytorchddp": _LAUNCHER | {"custom_mpi_options"},
+    "pytorchddp": {**_LAUNCHER, "custom_mpi_options": None},
     "parameter_server": _LAUNCHER,
     "pytorchxla": _LAUNCHER,
     "multi_worker_mirrored_strategy": _LAUNCHER,
+    "instance_groups": None,
 }
-_SMDISTRIBUTED = {
-    "dataparallel": _LAUNCHER | {"custom_mpi_options"},
-    "modelparallel": _LAUNCHER | {"parameters"},
-}
-_MODERN = {"process_count_per_node", "smp", "mpi_additional_options"}  # SDK 3's Torchrun and MPI
-_PLAIN = {*_PARTS, "instance_groups"}
+_MODERN = {"process_count_per_node": None, "smp": None, "mpi_additional_options": None}  # SDK 3's Torchrun and MPI
 
 
 def is_job(environ: Environ) -> bool:
@@ -73,16 +72,13 @@ def distribution_of(environ: Environ) -> dict[str, Any]:
         if model_parallel and not modern.get("smp"):
             modern["smp"] = model_parallel
         return modern
-    flags = parameters_of(environ)
     found: dict[str, Any] = {}
-    smdistributed: dict[str, Any] = {}
     for flag, name in FLAGS.items():
-        if not is_on(flags.get(flag)):
-            continue
-        if name == "smdistributed dataparallel":
-            smdistributed["dataparallel"] = {"enabled": True}
-        else:
+        if is_on(parameters_of(environ).get(flag)):
             found[name] = {"enabled": True}
+    smdistributed: dict[str, Any] = {}
+    if found.pop("smdistributed dataparallel", None):
+        smdistributed["dataparallel"] = {"enabled": True}
     if model_parallel:
         smdistributed["modelparallel"] = {"enabled": True, "parameters": model_parallel}
     if smdistributed:
@@ -107,7 +103,7 @@ class Translation:
     """What a ``distribution`` means here.
 
     Attributes:
-        strategy: ``"smddp"`` or ``"smddp_pipeline"``.
+        strategy: ``"smddp"``, ``"smddp_fsdp"`` or ``"smddp_pipeline"``.
         options: arguments of the strategy's class; those in a group as a dictionary.
         notes: what else the configuration says, and what becomes of it, in sentences.
     """
@@ -117,14 +113,16 @@ class Translation:
     notes: tuple[str, ...] = ()
 
     def create(self, **overrides: Any) -> Any:
-        """The strategy object: an ``SMDDPStrategy`` or a ``PipelineStrategy``.
+        """The strategy object.
 
         Raises:
             ValueError: an option of pipelines is given, but there is no pipeline.
         """
-        from lightning_smddp import PartitionOptions, PipelineStrategy, SMDDPStrategy
+        from lightning_smddp import PartitionOptions, PipelineStrategy, SMDDPFSDPStrategy, SMDDPStrategy
 
         options = {**self.options, **overrides}
+        if self.strategy == "smddp_fsdp":
+            return SMDDPFSDPStrategy(**options)
         if self.strategy == "smddp_pipeline":
             given = overrides.get("partition")
             if "partition" in self.options and isinstance(given, (Mapping, PartitionOptions)):
@@ -172,12 +170,13 @@ def from_sagemaker(distribution: Any = None, **overrides: Any) -> Any:
         distribution: SDK 2's dictionary; SDK 3's ``Torchrun`` or ``MPI`` object, or its JSON; None inside a job, which
             says in its environment how it was started.
         **overrides: options of the strategy, which win over the configuration, and settle keys that have no equivalent:
-            ``split`` for cuts by hand, ``pipeline_parallel_size`` for sharding. What a group leaves at its default is
-            as in the configuration.
+            ``split`` for cuts by hand, ``pipeline_parallel_size`` for tensor parallelism. What a group leaves at its
+            default is as in the configuration.
 
     Returns:
-        ``SMDDPStrategy`` for data parallelism, ``PipelineStrategy`` for a pipeline; of ``lightning`` where
-        ``pytorch_lightning`` is installed as well (for that use :func:`translate`, and its classes).
+        ``SMDDPStrategy`` for data parallelism, ``SMDDPFSDPStrategy`` for sharding, ``PipelineStrategy`` for a pipeline;
+        of ``lightning`` where ``pytorch_lightning`` is installed as well (for that use :func:`translate`, and its
+        classes).
 
     Raises:
         ValueError: keys that are unknown or have no equivalent; the message lists all of them, each with a cure.
@@ -198,12 +197,12 @@ def translate(distribution: Any = None, given: Mapping[str, Any] = MappingProxyT
     else:
         asked = _as_dict(distribution)
     reading = Reading(given)
-    if set(asked) & _MODERN:
+    if set(asked) & set(_MODERN):
         strategy = _read_modern(asked, reading)
     else:
         strategy = _read_plain(asked, reading)
     reading.finish("This SageMaker distribution")
-    # By this option the user makes a pipeline of what has no other equivalent here, such as sharding.
+    # By this option the user makes a pipeline of what has no other equivalent here.
     if "pipeline_parallel_size" in given:
         strategy = "smddp_pipeline"
     return Translation(strategy, reading.options, tuple(reading.notes))
@@ -235,9 +234,7 @@ def _as_dict(distribution: Any) -> dict[str, Any]:
 
 
 def _read_modern(asked: Mapping[str, Any], reading: Reading) -> str:
-    for name in asked:
-        if name not in _MODERN:
-            reading.unknown(name, _MODERN)
+    _look_for_unknown(asked, _MODERN, "", reading)
     _count_processes("process_count_per_node", asked.get("process_count_per_node"), reading)
     smp = asked.get("smp")
     if smp is None:
@@ -252,10 +249,17 @@ def _read_modern(asked: Mapping[str, Any], reading: Reading) -> str:
 
 def _read_plain(asked: Mapping[str, Any], reading: Reading) -> str:
     """Which strategy SDK 2's dictionary means."""
+    _look_for_unknown(asked, _PLAIN, "", reading)
+    parts = dict(asked)
+    libraries = parts.pop("smdistributed", None)
+    if isinstance(libraries, Mapping):
+        parts |= libraries
     on = set()
-    for name, part in _parts(asked, reading):
-        if part.get("enabled", False):
-            on.add(name)
+    for name, part in parts.items():
+        if isinstance(part, Mapping):
+            _count_processes("processes_per_host", part.get("processes_per_host"), reading)
+            if part.get("enabled", False):
+                on.add(name)
     if "dataparallel" in on and "modelparallel" in on:
         reading.refuse(
             "dataparallel and modelparallel",
@@ -276,41 +280,19 @@ def _read_plain(asked: Mapping[str, Any], reading: Reading) -> str:
     return "smddp"
 
 
-def _parts(asked: Mapping[str, Any], reading: Reading) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every part that can be on, by name; unknown keys on the way are noted."""
-    for name, part in asked.items():
-        if name not in _PLAIN:
-            # A parameter of model parallelism at the top has slipped out of its part.
-            reading.unknown(name, _PLAIN, {V1.name: V1.keys, V2.name: V2.keys})
-        elif name == "instance_groups":
+def _look_for_unknown(asked: Mapping[str, Any], known: Mapping[str, Any], prefix: str, reading: Reading) -> None:
+    """Note keys that are not ``known``, here and in the parts, and parts that are no dictionaries."""
+    for name, value in asked.items():
+        if name not in known:
+            # A parameter of model parallelism may have slipped out of its part.
+            names = [f"{prefix}{other}" for other in known]
+            reading.unknown(f"{prefix}{name}", names, {V1.name: V1.keys, V2.name: V2.keys})
+        elif known[name] is None:
             continue
-        elif not isinstance(part, Mapping):
-            reading.refuse(f"{name}={part!r}", "has to be a dictionary, such as {'enabled': True}.")
+        elif isinstance(value, Mapping):
+            _look_for_unknown(value, known[name], f"{prefix}{name}.", reading)
         else:
-            _note_unknown(name, part, _PARTS[name], reading)
-            if name == "smdistributed":
-                yield from _smdistributed(part, reading)
-            else:
-                _count_processes("processes_per_host", part.get("processes_per_host"), reading)
-                yield name, part
-
-
-def _note_unknown(part: str, keys: Iterable[str], known: Collection[str], reading: Reading) -> None:
-    """Note the ``keys`` of a part that are none of the ``known`` ones."""
-    for key in keys:
-        if key not in known:
-            names = [f"{part}.{other}" for other in known]
-            reading.unknown(f"{part}.{key}", names)
-
-
-def _smdistributed(part: Mapping[str, Any], reading: Reading) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for name, known in _SMDISTRIBUTED.items():
-        inner = part.get(name, {})
-        if not isinstance(inner, Mapping):
-            reading.refuse(f"{name}={inner!r}", "has to be a dictionary, such as {'enabled': True}.")
-            continue
-        _note_unknown(name, inner, known, reading)
-        yield name, inner
+            reading.refuse(f"{prefix}{name}={value!r}", "has to be a dictionary, such as {'enabled': True}.")
 
 
 def _parameters(given: Any, reading: Reading) -> dict[str, Any]:
@@ -340,9 +322,7 @@ def _version(parameters: Mapping[str, Any], on: Collection[str]) -> Version:
 
 
 def _read_smp(parameters: Mapping[str, Any], version: Version, reading: Reading) -> str:
-    other = V1
-    if version is V1:
-        other = V2
+    other = V2 if version is V1 else V1
     for name in parameters:
         if name not in version.keys:
             reading.unknown(name, version.keys, {other.name: other.keys})

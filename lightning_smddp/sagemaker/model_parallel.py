@@ -3,8 +3,7 @@
 Each version has a table of the keys without an equivalent here; one error lists all that is wrong in a configuration.
 Version 1 is ``smdistributed.modelparallel`` up to 1.15. Source: SageMaker Python SDK 2, documentation of
 ``distribution["smdistributed"]["modelparallel"]["parameters"]``. Version 2 is ``torch.sagemaker``, also as SDK 3's
-``SMP``: it shards parameters (FSDP) and has no pipelines; without sharding it is data parallelism. Source: AWS page
-``distributed-model-parallel-v2-reference``.
+``SMP``: it shards parameters (FSDP) and has no pipelines. Source: AWS page ``distributed-model-parallel-v2-reference``.
 """
 
 from __future__ import annotations
@@ -126,12 +125,8 @@ def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
     return False
 
 
-_SHARDED = (
-    "shards parameters over ranks, which smddp and smddp_pipeline do not. Divide the layers instead with "
-    "pipeline_parallel_degree, or use Lightning's FSDPStrategy(sharding_strategy='HYBRID_SHARD')."
-)
 _FIXED_CUTS = "reuses a saved partition. Name the first module of each stage but the first: split=['blocks.4']."
-_ONLY_SHARDED = "has a meaning with sharded_data_parallel_degree only"
+_TUNES_SHARDING = "smddp_fsdp has no such option"
 _TRAINERS = "is the Trainer's. Remove it here and write Trainer(precision={!r})."
 
 # Keys without an option of ours of the same meaning. What has one is read in `_read_v1`.
@@ -158,12 +153,11 @@ KEYS_OF_V1: dict[str, Key] = {
         ("pipeline_parallel_size",),
     ),
     "prescaled_batch": Key(note="has a meaning with tensor parallelism only"),
-    "sharded_data_parallel_degree": Key((1,), _SHARDED, ("pipeline_parallel_size",)),
-    "sdp_reduce_bucket_size": Key(note=_ONLY_SHARDED),
-    "sdp_param_persistence_threshold": Key(note=_ONLY_SHARDED),
-    "sdp_max_live_parameters": Key(note=_ONLY_SHARDED),
-    "sdp_hierarchical_allgather": Key(note=_ONLY_SHARDED),
-    "sdp_gradient_clipping": Key(note=f"{_ONLY_SHARDED}; else write Trainer(gradient_clip_val=...)"),
+    "sdp_reduce_bucket_size": Key(note=_TUNES_SHARDING),
+    "sdp_param_persistence_threshold": Key(note=_TUNES_SHARDING),
+    "sdp_max_live_parameters": Key(note=_TUNES_SHARDING),
+    "sdp_hierarchical_allgather": Key(note=_TUNES_SHARDING),
+    "sdp_gradient_clipping": Key(note="write Trainer(gradient_clip_val=...)"),
     "fp16": Key((False,), _TRAINERS.format("16-mixed")),
     "fp16_params": Key((False,), _TRAINERS.format("16-true")),
     "bf16": Key((False,), _TRAINERS.format("bf16-mixed")),
@@ -175,7 +169,7 @@ KEYS_OF_V1: dict[str, Key] = {
 }
 _READ_OF_V1 = (
     "pipeline_parallel_degree", "partitions", "microbatches", "pipeline", "placement_strategy", "active_microbatches",
-    "ddp_dist_backend", "shard_optimizer_state",
+    "ddp_dist_backend", "shard_optimizer_state", "sharded_data_parallel_degree",
 )  # fmt: skip
 _ALL_OF_V1 = (*_READ_OF_V1, *KEYS_OF_V1)
 _PLACEMENTS = {
@@ -208,31 +202,35 @@ def _read_v1(parameters: Mapping[str, Any], reading: Reading) -> str:
         "has to be 'cluster', 'spread', or the letters D, P and T in some order, such as 'DPT'.",
     )
     active = reading.count(parameters, "active_microbatches")
-    backend = reading.choice(
-        parameters,
-        "ddp_dist_backend",
-        "auto",
-        {"auto": "auto", "nccl": "nccl", "gloo": "gloo"},
-        "has to be 'auto', 'nccl' or 'gloo'.",
-    )
+    backends = {name: name for name in ("auto", "nccl", "gloo")}
+    backend = reading.choice(parameters, "ddp_dist_backend", "auto", backends, "has to be 'auto', 'nccl' or 'gloo'.")
     if backend != "auto":
         reading.options["process_group_backend"] = backend
+    sharded = _shard(parameters, "sharded_data_parallel_degree", reading)
     shards = parameters.get("shard_optimizer_state", False)
     if shards not in (True, False):
         reading.refuse(f"shard_optimizer_state={shards!r}", "has to be True or False.")
-    elif shards:
+    elif shards and not sharded:  # else they are sharded anyway
         reading.options["shard"] = "optimizer"
     if stages is None or parts is None:  # missing; or wrong, and refused by now
         return "smddp"
+    if sharded and stages > 1:
+        reading.refuse(
+            "sharded_data_parallel_degree and pipeline_parallel_degree",
+            "cannot both be above 1. smddp_fsdp shards whole layers, and smddp_pipeline divides them: take one.",
+        )
+    if sharded:
+        return "smddp_fsdp"
     if stages == 1 and parts == 1:
         return "smddp"
     if 1 < parts < stages:  # 1f1b is for as many micro-batches as stages
         schedule = "gpipe"
-    partition: dict[str, Any] = {"placement": placement}
-    reading.options["pipeline_parallel_size"] = stages
-    reading.options["num_microbatches"] = parts
-    reading.options["partition"] = partition
-    reading.options["schedule"] = schedule
+    reading.options |= {
+        "pipeline_parallel_size": stages,
+        "num_microbatches": parts,
+        "partition": {"placement": placement},
+        "schedule": schedule,
+    }
     if active is not None:
         reading.notes.append("active_microbatches: left out; 1f1b holds as many micro-batches as there are stages")
     return "smddp_pipeline"
@@ -253,16 +251,10 @@ def _stages(parameters: Mapping[str, Any], reading: Reading) -> int | None:
 
 
 _CUTS_LAYERS = "Divide whole layers over so many ranks: pipeline_parallel_size=(that number)."
-_OFFLOADING = "has a meaning for FSDP's checkpointed layers only; here activation_checkpointing=True of smddp_pipeline"
+_OFFLOADING = "has no equivalent; activation_checkpointing=True of smddp_pipeline saves most of it"
 
+_DEGREE_OF_V2 = "hybrid_shard_degree"
 KEYS_OF_V2: dict[str, Key] = {
-    "hybrid_shard_degree": Key(
-        (0, 1),
-        "shards parameters over so many ranks, which smddp and smddp_pipeline do not. Divide the layers over them "
-        "instead: pipeline_parallel_size=(that number); or use Lightning's "
-        "FSDPStrategy(sharding_strategy='HYBRID_SHARD').",
-        ("pipeline_parallel_size",),
-    ),
     "tensor_parallel_degree": Key((1,), f"cuts single layers. {_CUTS_LAYERS}", ("pipeline_parallel_size",)),
     "expert_parallel_degree": Key((1,), f"spreads experts. {_CUTS_LAYERS}", ("pipeline_parallel_size",)),
     "context_parallel_degree": Key(
@@ -282,12 +274,23 @@ KEYS_OF_V2: dict[str, Key] = {
 def _read_v2(parameters: Mapping[str, Any], reading: Reading) -> str:
     """Turn the parameters into options, in ``reading``; returns the strategy's name."""
     reading.look_up(KEYS_OF_V2, parameters)
-    if parameters.get("hybrid_shard_degree", 0) == 0:
+    if parameters.get(_DEGREE_OF_V2, 0) == 0:
         reading.notes.append(
-            "hybrid_shard_degree: SMP leaves sharding to FSDP in the script; here every rank keeps all parameters, "
-            "unless pipeline_parallel_size is given"
+            "hybrid_shard_degree: SMP leaves sharding to FSDP in the script; here every rank keeps all parameters: for "
+            "sharding write Trainer(strategy='smddp_fsdp')"
         )
-    return "smddp"
+        return "smddp"
+    return "smddp_fsdp" if _shard(parameters, _DEGREE_OF_V2, reading) else "smddp"
+
+
+def _shard(parameters: Mapping[str, Any], name: str, reading: Reading) -> bool:
+    """Whether parameters are sharded over the number of ranks under ``name``; ``smddp_fsdp``'s options for that."""
+    degree = reading.count(parameters, name, 1)
+    if degree == 1 or "pipeline_parallel_size" in reading.given:
+        return False
+    reading.options["sharding"] = "hybrid"
+    reading.options["shard_size"] = degree
+    return True
 
 
 @dataclass(frozen=True)
@@ -306,4 +309,4 @@ class Version:
 
 
 V1 = Version("SMP v1", _ALL_OF_V1, _read_v1)
-V2 = Version("SMP v2", tuple(KEYS_OF_V2), _read_v2)
+V2 = Version("SMP v2", (_DEGREE_OF_V2, *KEYS_OF_V2), _read_v2)

@@ -19,6 +19,7 @@ from lightning_smddp import (
     CommunicationOptions,
     PartitionOptions,
     PipelineStrategy,
+    SMDDPFSDPStrategy,
     SMDDPStrategy,
     from_sagemaker,
 )
@@ -129,6 +130,25 @@ def test_smp_v1_options(parameters: dict[str, Any], strategy: str, options: dict
         found.create().options.grid(8)  # the schedule can do so many micro-batches
 
 
+@pytest.mark.parametrize(
+    "distribution",
+    [
+        v1(partitions=1, sharded_data_parallel_degree=4, shard_optimizer_state=True),
+        v2(hybrid_shard_degree=4),
+        {"process_count_per_node": 8, "smp": {"hybrid_shard_degree": 4, "random_seed": None}},
+    ],
+    ids=str,
+)
+def test_sharding_is_smddp_fsdp(distribution: dict[str, Any]) -> None:
+    found = translate(distribution)
+    assert (found.strategy, found.options) == ("smddp_fsdp", {"sharding": "hybrid", "shard_size": 4})
+    strategy = from_sagemaker(distribution, meta_init=True)
+    assert type(strategy) is SMDDPFSDPStrategy
+    assert (strategy._sharding.shard_size, strategy._sharding.meta_init) == (4, True)
+    assert translate(distribution, given={"pipeline_parallel_size": 2}).strategy == "smddp_pipeline"
+    assert "shard_size" not in translate(distribution, given={"pipeline_parallel_size": 2}).options
+
+
 def groups_of(letters: str, size: int, degrees: dict[str, int]) -> list[list[int]]:
     """Pipelines under SageMaker's rule: the rightmost letter varies fastest with the rank."""
     places = []
@@ -216,6 +236,8 @@ def test_all_problems_are_named_at_once() -> None:
         ({"partitions": 2}, "partitions: is a key of SMP v1"),
         (v1(partitions=2, pipeline_parallel_degree=4), "partitions: is the old name"),
         (v1(partitions=2, ddp_dist_backend="smddp"), "ddp_dist_backend='smddp'"),
+        (v1(partitions=2, sharded_data_parallel_degree=2), "cannot both be above 1"),
+        (v2(hybrid_shard_degree=-1), "hybrid_shard_degree=-1: has to be a number from 1"),
         (v2(partitions=2), "partitions: is a key of SMP v1"),
         ({"smdistributed": {"modelparallel": {**ON, "parameters": "/no/file.json"}}}, "is no JSON file"),
         ({"smdistributed": {"modelparallel": {**ON, "parameters": 3}}}, "parameters=3: has to be a dictionary"),
@@ -293,9 +315,9 @@ def test_sdk_3(dump: dict[str, Any]) -> None:
         assert (found.strategy, dict(found.options)) == ("smddp", {})
 
 
-def test_sdk_3_refuses_what_shards() -> None:
+def test_sdk_3_refuses_tensor_parallelism() -> None:
     smp = {"hybrid_shard_degree": 4, "tensor_parallel_degree": 2}
-    with pytest.raises(ValueError, match=r"hybrid_shard_degree=4: (?s:.*)- tensor_parallel_degree=2: "):
+    with pytest.raises(ValueError, match=r"- tensor_parallel_degree=2: "):
         translate({"process_count_per_node": 8, "smp": smp})
     assert translate({"smp": smp}, given={"pipeline_parallel_size": 4}).strategy == "smddp_pipeline"
     with pytest.raises(ValueError, match="Did you mean 'process_count_per_node'"):

@@ -48,7 +48,8 @@ def test_the_after_parts_train() -> None:
     found = run_trainer_ranks(run_all, 2, texts, timeout=110)
     assert found[0] == found[1]
     data, pipeline, deepspeed = "SMDDPStrategy", "PipelineStrategy", "SMDDPDeepSpeedStrategy"
-    assert found[0] == [data, data, pipeline, pipeline, pipeline, data, deepspeed, pipeline, pipeline, data]
+    fsdp = "SMDDPFSDPStrategy"
+    assert found[0] == [data, data, pipeline, pipeline, fsdp, data, deepspeed, pipeline, pipeline, data]
 
 
 def test_before_parts_are_python() -> None:
