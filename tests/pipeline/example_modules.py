@@ -236,9 +236,25 @@ def vmapped_batch() -> nn.Module:
 
 
 @member
-def vmapped_in_a_module() -> nn.Module:
-    layer = Layer(lambda s, x: torch.vmap(lambda row: row.softmax(-1) * 2)(s.linear(x)))
-    return Net(lambda s, x: s.b(s.vmapped(s.a(x))).square().mean(), vmapped=layer)
+def unseen_in_a_module() -> nn.Module:
+    def body(s: Layer, x: Tensor) -> Tensor:
+        h = torch.vmap(lambda row: row.softmax(-1) * 2)(s.linear(x))
+        return Cube.apply(h, 1.0)[0]
+
+    return Net(lambda s, x: s.b(s.inner(s.a(x))).square().mean(), inner=Layer(body))
+
+
+@member
+def filled_by_a_value() -> nn.Module:
+    """In the likeness of one tensor, with a value that a module made: by keyword, behind the first argument."""
+
+    def body(s: nn.Module, x: Tensor) -> Tensor:
+        h = s.a(x)
+        level = h.detach().mean()
+        h = s.b(h) + torch.full_like(x, fill_value=level)
+        return s.d(s.c(h)).square().mean()
+
+    return Net(body)
 
 
 # ---- random numbers ----
@@ -272,6 +288,21 @@ def in_place() -> nn.Module:
         rows = s.d(total)
         rows.mul_(2).add_(total)
         return rows.square().mean() + total.mean()
+
+    return Net(body)
+
+
+@member
+def in_place_on_views() -> nn.Module:
+    def body(s: Net, x: Tensor) -> Tensor:
+        h = s.a(x) * 1
+        h.view(-1).mul_(2)
+        pair = s.b(h) * 1
+        left, right = pair[:, :3], pair[:, 3:]
+        left.add_(right)
+        out = s.c(torch.cat([left, right], -1)).T.contiguous()
+        out += 1
+        return s.d(h).mean() + out.square().mean()
 
     return Net(body)
 

@@ -6,10 +6,12 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.mesh import Ownership
+from lightning_smddp.pytree import members_of
 
 WORDS, WIDTH = 11, 6
 T = TypeVar("T")
@@ -85,17 +87,18 @@ def train_step(model: nn.Module, seed: int) -> None:
 def assert_same(left: Any, right: Any, path: str = "") -> None:
     """Bit by bit, with types and order of keys."""
     assert type(left) is type(right), f"{path}: {type(left)} and {type(right)}"
-    if isinstance(left, dict):
-        assert list(left) == list(right), path
-        for key in left:
-            assert_same(left[key], right[key], f"{path}/{key}")
-    elif isinstance(left, (list, tuple)):
-        assert len(left) == len(right), path
-        for index, pair in enumerate(zip(left, right, strict=True)):
-            assert_same(*pair, f"{path}/{index}")
+    members = members_of(left)
+    if members is not None:
+        others = members_of(right) or []
+        assert [key for key, _ in members] == [key for key, _ in others], path
+        for (key, mine), (_, other) in zip(members, others, strict=True):
+            assert_same(mine, other, f"{path}/{key}")
     elif isinstance(left, Tensor):
         assert left.dtype == right.dtype, path
         assert left.device == right.device, path
         assert torch.equal(left, right), f"{path}: {left} and {right}"
+    elif isinstance(left, np.ndarray):
+        assert left.dtype == right.dtype, path
+        assert np.array_equal(left, right), f"{path}: {left} and {right}"
     else:
         assert left == right, f"{path}: {left} and {right}"

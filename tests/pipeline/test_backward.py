@@ -92,16 +92,6 @@ def test_two_parts_equal_the_whole(case: str, autocast: bool) -> None:
     assert all(leaf.grad is None for leaf in (*whole.leaves(), *split.leaves()))
 
 
-def test_hooks_on_parameters_fire_once() -> None:
-    net, fired = Two(*CASES["layer used twice"]), []
-    net.a.weight.register_post_accumulate_grad_hook(fired.append)
-    parts = SplitBackward(net.roots(), net.leaves())
-    parts.inputs()
-    assert fired == []
-    parts.weights()
-    assert len(fired) == 1
-
-
 class Counted(torch.autograd.Function):
     """A layer that notes when its backward runs."""
 

@@ -15,64 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_smddp.bridge.step import with_same_memory
 from lightning_smddp.pipeline.mesh import Channel
 from lightning_smddp.pipeline.partition.batch_sync import BatchSync, digest_of
 from tests.ranks import run_ranks
 
 X = torch.arange(24.0).reshape(4, 6)
-BATCH = {"x": X, "y": [1, "a", None, True, 2.5], "n": np.arange(3), "b": X.to(torch.bfloat16), "e": torch.empty(0, 2)}
-
-
-def changed(**values: Any) -> dict[str, Any]:
-    return {**BATCH, **values}
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        changed(x=X.flip(0)),
-        changed(x=X.roll(1, 1)),
-        changed(x=X.double()),
-        changed(x=X.reshape(6, 4)),
-        changed(x=X.clone().requires_grad_()),
-        changed(x=X.index_fill(1, torch.tensor([5]), math.nan)),
-        changed(y=[1, "a", None, 1, 2.5]),
-        changed(y=[1, "b", None, True, 2.5]),
-        changed(n=np.arange(3)[::-1]),
-        changed(n=np.arange(3, dtype=np.int32)),
-        changed(e=torch.empty(0, 3)),
-        changed(z=0),
-        list(BATCH.values()),
-    ],
-)
-def test_other_batches_have_other_digests(other: Any) -> None:
-    assert digest_of(other) != digest_of(BATCH)
-
-
-def test_equal_batches_have_equal_digests() -> None:
-    copied = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in BATCH.items()}
-    part_of_more = torch.cat([X, X])[:4]
-    for sampled in (None, 256):
-        assert digest_of(copied, sampled) == digest_of(BATCH, sampled)
-        assert digest_of(X.t().contiguous().t(), sampled) == digest_of(X, sampled)
-        assert digest_of(part_of_more, sampled) == digest_of(X, sampled)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [changed(x=X + 1), changed(x=X.double()), changed(x=X.reshape(6, 4)), changed(y=[1, "b"]), changed(n=np.arange(4))],
-)
-def test_samples_show_other_values_and_shapes(other: Any) -> None:
-    assert digest_of(other, 256) != digest_of(BATCH, 256)
-
-
-def test_a_sample_is_of_the_whole_tensor() -> None:
-    large = torch.zeros(100_000)
-    large[-500:] = 1
-    assert digest_of(large, 256) != digest_of(torch.zeros(100_000), 256)
-    one = torch.zeros(100_000)
-    one[1] = 1
-    assert digest_of(one) != digest_of(torch.zeros(100_000))
 
 
 class Own:
@@ -86,47 +34,82 @@ class Own:
         vars(self).update(values)
 
 
+def batch(**values: Any) -> dict[str, Any]:
+    return {"x": X.clone(), "y": [1, "a", None, True, 2.5], "n": np.arange(3), "e": torch.empty(0, 2), **values}
+
+
 def packed(*lengths: int) -> Any:
     return nn.utils.rnn.pack_sequence([X[0, :length] for length in lengths])
 
 
-KINDS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-    "objects": (lambda: Own(x=X.clone()), lambda: Own(x=X.flip(0))),
-    "deep": (lambda: [Own(y=Own(z=[X, 1]))], lambda: [Own(y=Own(z=[X, 2]))]),
-    "sparse": (lambda: X.to_sparse(), lambda: X.double().to_sparse()),
-    "sets": (lambda: {"x", "y", 3}, lambda: {"x", "z", 3}),
-    "objects in an array": (lambda: np.array([None, "a"]), lambda: np.array([None, "b"])),
-    "nesting": (lambda: [[1], 2], lambda: [[1, 2]]),
-    "packed": (lambda: packed(3, 2), lambda: packed(3, 1)),
-    "strings in an array": (lambda: np.array(["c", "a"]), lambda: np.array(["c", "b"])),
-    "bytes": (lambda: b"bytes", lambda: b"other"),
-    "complex": (lambda: torch.complex(X, X).conj(), lambda: torch.complex(X, X)),
-}
+def pairs(*makes: tuple[Callable[[], Any], Callable[[], Any]]) -> Any:
+    return pytest.mark.parametrize(("make", "other"), makes)
 
 
-@pytest.mark.parametrize(("make", "other"), KINDS.values(), ids=KINDS)
-def test_of_any_object(make: Callable[[], Any], other: Callable[[], Any]) -> None:
+@pairs(
+    (batch, lambda: batch(x=X + 1)),
+    (batch, lambda: batch(x=X.double())),
+    (batch, lambda: batch(x=X.reshape(6, 4))),
+    (batch, lambda: batch(x=X.clone().requires_grad_())),
+    (batch, lambda: batch(y=[1, "a", None, 1, 2.5])),
+    (batch, lambda: batch(n=np.arange(3, dtype=np.int32))),
+    (batch, lambda: batch(e=torch.empty(0, 3))),
+    (batch, lambda: batch(z=0)),
+    (batch, lambda: list(batch().values())),
+    (lambda: [Own(y=Own(z=[X, 1]))], lambda: [Own(y=Own(z=[X, 2]))]),
+    (X.to_sparse, lambda: X.double().to_sparse()),
+    (lambda: {"x", "y", 3}, lambda: {"x", "z", 3}),
+    (lambda: np.array([None, "a"]), lambda: np.array([None, "b"])),
+    (lambda: [[1], 2], lambda: [[1, 2]]),
+    (lambda: packed(3, 2), lambda: packed(3, 1)),
+    (lambda: b"bytes", lambda: b"other"),
+    (lambda: torch.complex(X, X).conj(), lambda: torch.complex(X, X)),
+)
+def test_other_batches_have_other_digests(make: Callable[[], Any], other: Callable[[], Any]) -> None:
     for sampled in (None, 256):
         assert digest_of(make(), sampled) == digest_of(make(), sampled)
         assert digest_of(make(), sampled) != digest_of(other(), sampled)
 
 
-IN_FULL: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-    "slots": (lambda: Own(slot=2), lambda: Own(slot=3)),
-    "sparse": (lambda: X.to_sparse(), lambda: X.t().contiguous().reshape(4, 6).to_sparse()),
-    "compressed": (lambda: X.to_sparse_csr(), lambda: (2 * X).to_sparse_csr()),
-    "nested": (lambda: torch.nested.nested_tensor([X, X]), lambda: torch.nested.nested_tensor([X, 2 * X])),
-    "of an extension": (lambda: datetime.date(2000, 1, 1), lambda: datetime.date(2000, 1, 2)),
-    "entries": (lambda: deque([1, 2]), lambda: deque([1, 3])),
-}
-
-
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning", "ignore:The PyTorch API of nested tensors:UserWarning")
-@pytest.mark.parametrize(("make", "other"), IN_FULL.values(), ids=IN_FULL)
-def test_of_what_is_compared_in_full_alone(make: Callable[[], Any], other: Callable[[], Any]) -> None:
+@pairs(
+    (lambda: X.index_fill(1, torch.tensor([5]), 0.0), lambda: X.index_fill(1, torch.tensor([5]), math.nan)),
+    (lambda: torch.zeros(100_000), lambda: torch.zeros(100_000).index_fill(0, torch.tensor([1]), 1.0)),
+    (lambda: Own(slot=2), lambda: Own(slot=3)),
+    (X.to_sparse, lambda: X.t().contiguous().reshape(4, 6).to_sparse()),
+    (X.to_sparse_csr, lambda: (2 * X).to_sparse_csr()),
+    (lambda: torch.nested.nested_tensor([X, X]), lambda: torch.nested.nested_tensor([X, 2 * X])),
+    (lambda: datetime.date(2000, 1, 1), lambda: datetime.date(2000, 1, 2)),
+    (lambda: deque([1, 2]), lambda: deque([1, 3])),
+)
+def test_of_what_is_compared_in_full(make: Callable[[], Any], other: Callable[[], Any]) -> None:
     assert digest_of(make()) == digest_of(make())
     assert digest_of(make()) != digest_of(other())
     assert digest_of(make(), 256) == digest_of(make(), 256)
+
+
+def test_memory_is_not_what_a_digest_is_of() -> None:
+    for sampled in (None, 256):
+        assert digest_of(X.t().contiguous().t(), sampled) == digest_of(X, sampled)
+        assert digest_of(torch.cat([X, X])[:4], sampled) == digest_of(X, sampled)
+
+
+def test_a_sample_is_of_the_whole_tensor() -> None:
+    large = torch.zeros(100_000)
+    large[-500:] = 1
+    assert digest_of(large, 256) != digest_of(torch.zeros(100_000), 256)
+
+
+def test_a_copy_that_shares_memory() -> None:
+    """Objects of any kind are copied without their memory: what a step does to one, the next one does not see."""
+    own = Own(x=X.clone(), sizes=[5, 5])
+    copied, tensor = with_same_memory(own), with_same_memory(X)
+    copied.x.requires_grad_()
+    copied.sizes.append(7)
+    tensor.requires_grad_()
+    assert own.x.requires_grad is X.requires_grad is False
+    assert own.sizes == [5, 5]
+    assert copied.x.data_ptr() == own.x.data_ptr()
 
 
 def batches_of(rank: int, kind: str) -> list[Any]:

@@ -78,46 +78,40 @@ def test_a_shorter_tail() -> None:
     case.equals_a_plain_step()
 
 
-def test_another_path_names_both_items() -> None:
+def other_operation(s: Net, x: Tensor, later: bool) -> Tensor:
+    h = s.a(x)
+    return s.d(s.c(s.b(h.sin() if later else h.cos()))).mean()
+
+
+def other_module(s: Net, x: Tensor, later: bool) -> Tensor:
+    return s.d((s.d if later else s.b)(s.a(x)) + s.c(x)).mean()
+
+
+def early_return(s: Net, x: Tensor, later: bool) -> Tensor | None:
+    h = s.a(x)
+    return None if later else s.d(s.c(s.b(h))).mean()
+
+
+def late_return(s: Net, x: Tensor, later: bool) -> Tensor | None:
+    h = s.c(s.b(s.a(x)))
+    return None if later else s.d(h).mean()
+
+
+@pytest.mark.parametrize(
+    ("body", "begin", "message"),
+    [
+        (other_operation, "net.c", r"sin at .*test_dry_runs.py:\d+ where cos at test_dry_runs.py:\d+ was expected"),
+        (other_module, "net.c", "module 'net.d' where net.b was expected"),
+        (other_module, "net.b", "module 'net.d' where net.b was expected"),
+        (early_return, "net.c", "returned before it came to '?net.b"),
+        (late_return, "net.c", "returned before it came to '?net.d"),
+    ],
+)
+def test_another_path_is_refused_with_both_places(body: Callable[..., Any], begin: str, message: str) -> None:
     flag: list[int] = []
-
-    def body(s: Net, x: Tensor) -> Tensor:
-        h = s.a(x)
-        h = h.sin() if flag else h.cos()
-        return s.d(s.c(s.b(h))).mean()
-
-    case = Case(body)
+    case = Case(lambda s, x: body(s, x, bool(flag)), begin)
     flag.append(1)
-    with pytest.raises(
-        ReplayError, match=r"sin at .*test_dry_runs.py:\d+ where cos at test_dry_runs.py:\d+ was expected"
-    ):
-        case.run()
-
-
-@pytest.mark.parametrize(("begin", "stage"), [("net.c", 0), ("net.b", 1)])
-def test_another_module_names_both(begin: str, stage: int) -> None:
-    flag: list[int] = []
-    case = Case(lambda s, x: s.d((s.d if flag else s.b)(s.a(x)) + s.c(x)).mean(), begin)
-    flag.append(1)
-    with pytest.raises(ReplayError, match=r"module 'net.d' where net.b was expected"):
-        case.run()
-
-
-@pytest.mark.parametrize("behind", ["net.a", "net.c"])
-def test_an_early_return(behind: str) -> None:
-    flag: list[int] = []
-
-    def body(s: Net, x: Tensor) -> Tensor | None:
-        h = s.a(x)
-        if flag and behind == "net.a":
-            return None
-        h = s.c(s.b(h))
-        return None if flag else s.d(h).mean()
-
-    case = Case(body)
-    flag.append(1)
-    expected = "'?net.b" if behind == "net.a" else "'?net.d"
-    with pytest.raises(ReplayError, match=rf"returned before it came to {expected}"):
+    with pytest.raises(ReplayError, match=message):
         case.run()
 
 

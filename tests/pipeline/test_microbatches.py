@@ -16,10 +16,12 @@ from lightning_smddp.pipeline.partition.microbatches import (
     MicroBatch,
     Splitter,
     UnclearBatchError,
+    UncombinableError,
     has_time_first,
     merge_outputs,
     signature,
 )
+from tests.pipeline.models import assert_same
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -51,20 +53,6 @@ def split(batch: Any, count: int, *loader_sizes: int) -> list[MicroBatch]:
 
 def sizes(parts: list[MicroBatch]) -> list[int]:
     return [part.size for part in parts]
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, (Tensor, np.ndarray)):
-        return type(one) is type(other) and one.dtype == other.dtype and np.array_equal(one, other)
-    if isinstance(one, (dict, UserDict)):
-        return type(one) is type(other) and list(one) == list(other) and all(same(one[k], other[k]) for k in one)
-    if isinstance(one, (list, tuple)):
-        return (
-            type(one) is type(other) and len(one) == len(other) and all(same(a, b) for a, b in zip(one, other))  # noqa: B905
-        )
-    if isinstance(one, Sample):
-        return same(one.image, other.image) and same(one.name, other.name)
-    return one == other
 
 
 IMAGES = [rows(3, size, size) for size in (4, 5, 6, 7, 8)]
@@ -99,9 +87,8 @@ def test_round_trip(name: str) -> None:
     parts = split(batch, 2, 5)
     assert sizes(parts) == [3, 2]
     assert sum(part.weight for part in parts) == pytest.approx(1)
-    assert not same(parts[0].value, batch)
     if name != "detection":  # a step returns rows in lists, no tuples
-        assert same(merge_outputs([part.value for part in parts], sizes(parts), sizes(parts)), batch)
+        assert_same(merge_outputs([part.value for part in parts], sizes(parts), sizes(parts)), batch)
 
 
 def test_what_has_no_rows_is_given_whole() -> None:
@@ -109,7 +96,8 @@ def test_what_has_no_rows_is_given_whole() -> None:
     batch |= {"weights": rows(10), "scale": torch.tensor(2.0), "size": torch.Size([1] * 6), "flags": {"a": True}}
     for part in split(batch, 3):
         assert part.value["x"].shape == (2, 2)
-        assert all(same(part.value[key], batch[key]) for key in batch if key not in "xy")
+        for key in batch.keys() - {"x", "y"}:
+            assert_same(part.value[key], batch[key])
 
 
 def test_sizes_and_weights() -> None:
@@ -290,3 +278,61 @@ def test_rows_that_shapes_and_loaders_show(
 def test_modules_that_take_time_first() -> None:
     assert has_time_first(nn.Sequential(nn.Linear(2, 2), nn.GRU(2, 2)))
     assert not has_time_first(nn.Sequential(nn.Linear(2, 2), nn.GRU(2, 2, batch_first=True)))
+
+
+# ---- what a step returned comes together again ----
+
+
+def merged(outputs: list[Any], sizes: list[int]) -> Any:
+    return merge_outputs(outputs, sizes, sizes)
+
+
+def test_each_rule() -> None:
+    outputs = [
+        {"loss": torch.tensor(1.0), "acc": 0.5, "count": torch.tensor(4), "hit": torch.tensor(True), "name": "a"},
+        {"loss": torch.tensor(3.0), "acc": 1.0, "count": torch.tensor(2), "hit": torch.tensor(True), "name": "b"},
+    ]
+    assert merged(outputs, [3, 1]) == {"loss": 1.5, "acc": 0.625, "count": 6, "hit": 2, "name": "b"}
+    assert merged([{"n": 3, "ready": True}, {"n": 3, "ready": False}], [3, 1]) == {"n": 6, "ready": False}
+    assert merged([None, None], [3, 1]) is None
+    assert merged([Pair(torch.tensor(1.0), "x")] * 2, [2, 2]) == Pair(torch.tensor(1.0), "x")
+    half = [torch.tensor(1.0, dtype=torch.bfloat16)] * 2
+    assert merged(half, [1, 2]).dtype == torch.bfloat16
+    only = object()
+    assert merged([only], [2]) is only
+
+
+def test_means_are_by_weight_and_what_weighs_nothing_does_not_count() -> None:
+    losses = [torch.tensor(1.0), torch.tensor(float("nan")), torch.tensor(4.0)]
+    assert merge_outputs(losses, [2, 2, 2], [10, 0, 30]) == 3.25
+
+
+def test_rows_are_concatenated() -> None:
+    assert merged([rows(6, 2), rows(2, 2)], [3, 1]).shape == (8, 2)  # two rows of output for each row
+    assert merged([["a", "b"], ["c"]], [2, 1]) == ["a", "b", "c"]
+    fields = [Pair(rows(2, 3), torch.arange(2))] * 2
+    assert [field.shape for field in merged(fields, [2, 2])] == [(4, 3), (4,)]
+    constant = torch.tensor([1.0, 2.0, 5.0])
+    assert merged([constant, constant.clone()], [2, 2]).equal(constant)
+    assert merged([np.ones((2, 3)), np.ones((1, 3))], [2, 1]).shape == (3, 3)
+
+
+def test_gradients_flow_through_the_loss() -> None:
+    losses = [torch.tensor(1.0, requires_grad=True), torch.tensor(2.0, requires_grad=True)]
+    merged([{"loss": loss} for loss in losses], [3, 1])["loss"].backward()
+    assert [loss.grad for loss in losses] == [0.75, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "text"),
+    [
+        ([{"a": [rows(5), rows(3)]}, {"a": [rows(4), rows(2)]}], r"output\['a'\]\[1\] has shapes \[\[3\], \[2\]\]"),
+        ([{"a": rows(5)}, {"b": rows(4)}], r"output differs in its structure .* \['dict', 'dict'\]"),
+        ([rows(3, 2), rows(2, 2)], r"shapes \[\[3, 2\], \[2, 2\]\] for micro-batches of \[5, 4\] rows"),
+        ([rows(5, 2), rows(4, 3)], r"shapes \[\[5, 2\], \[4, 3\]\]"),
+        ([rows(5), torch.tensor(1.0)], r"shapes \[\[5\], \[\]\]"),
+    ],
+)
+def test_tensors_without_a_rule_are_refused_with_their_place(outputs: list[Any], text: str) -> None:
+    with pytest.raises(UncombinableError, match=text):
+        merged(outputs, [5, 4])

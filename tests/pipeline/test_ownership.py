@@ -1,7 +1,11 @@
+"""Who holds which parameters, and that those of other ranks have no memory and cannot be used by mistake."""
+
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +18,8 @@ from torch._subclasses import FakeTensorMode
 
 from lightning_smddp.pipeline.mesh import Ownership, held_parameters
 from lightning_smddp.pipeline.partition.assignment import follow, parameter_stages_of
-from lightning_smddp.pipeline.state.meta_parameters import release
+from lightning_smddp.pipeline.state.meta_parameters import AbsentParameterError, release, set_contents
+from lightning_smddp.pipeline.state.state_dict import load_full_state_dict
 from tests.pipeline.models import OWNERSHIP, tied
 from tests.pipeline.stage_emulation import program_of
 
@@ -34,6 +39,14 @@ def test_who_holds_and_who_speaks() -> None:
     assert list(held_parameters(tied(), OWNERSHIP, 0)) == OWNERSHIP.held_by(0)
 
 
+def placed(used: list[str], names: list[str], begin: int) -> dict[str, tuple[int, ...]]:
+    """Stages of parameters: those in ``used`` are used in this order, and the second stage begins at ``begin``."""
+    graph: Any = SimpleNamespace(nodes=[SimpleNamespace(parameters=(name,)) for name in used])
+    first = SimpleNamespace(stage=0, begin=0, end=begin)
+    stages: Any = [first, SimpleNamespace(stage=1, begin=begin, end=len(used))]
+    return parameter_stages_of(graph, stages, names)
+
+
 @pytest.mark.parametrize(
     ("unused", "stage"),
     [
@@ -47,21 +60,15 @@ def test_who_holds_and_who_speaks() -> None:
 )
 def test_what_the_step_does_not_use_is_beside_its_twin_or_its_neighbours(unused: str, stage: tuple[int, ...]) -> None:
     names = ["net.0.weight", "net.1.weight", *unused.split(), "head.weight"]
-    nodes = [SimpleNamespace(parameters=(name,)) for name in ("net.0.weight", "net.1.weight", "head.weight")]
-    stages: Any = [SimpleNamespace(stage=0, begin=0, end=1), SimpleNamespace(stage=1, begin=1, end=3)]
-    graph: Any = SimpleNamespace(nodes=nodes)
-    placed = parameter_stages_of(graph, stages, names)
-    assert list(placed) == names
-    assert tuple(found for name in unused.split() for found in placed[name]) == stage
+    found = placed(["net.0.weight", "net.1.weight", "head.weight"], names, begin=1)
+    assert list(found) == names
+    assert tuple(place for name in unused.split() for place in found[name]) == stage
 
 
 def test_a_layer_that_was_left_out_is_no_twin_of_one_in_another_stack() -> None:
     """As layer drop leaves out layers of an encoder, and the decoder's have the same names."""
-    stage_of = {"encoder.0.fc.weight": 0, "encoder.2.fc.weight": 0, "decoder.0.fc.weight": 1, "decoder.1.fc.weight": 1}
-    graph: Any = SimpleNamespace(nodes=[SimpleNamespace(parameters=(name,)) for name in stage_of])
-    stages: Any = [SimpleNamespace(stage=0, begin=0, end=2), SimpleNamespace(stage=1, begin=2, end=4)]
-    placed = parameter_stages_of(graph, stages, [*stage_of, "encoder.1.fc.weight"])
-    assert placed["encoder.1.fc.weight"] == (0,)
+    used = ["encoder.0.fc.weight", "encoder.2.fc.weight", "decoder.0.fc.weight", "decoder.1.fc.weight"]
+    assert placed(used, [*used, "encoder.1.fc.weight"], begin=2)["encoder.1.fc.weight"] == (0,)
 
 
 @pytest.mark.parametrize(("owner", "begin"), [(0, "2"), (1, "1")])
@@ -136,3 +143,53 @@ def test_memory_is_really_given_back() -> None:
     before = resident_mib()
     release(model, ownership, 0)
     assert before - resident_mib() > 110
+
+
+def divided() -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    parameters = {name: (0,) if name.startswith("0") else (1,) for name, _ in net.named_parameters()}
+    release(net, Ownership(parameters, {}, 2), 0)
+    return net
+
+
+def test_what_would_do_nothing_is_an_error_with_its_place() -> None:
+    net = divided()
+    average = torch.zeros(2, 4)
+    for use in (
+        lambda: average.add_(net[1].weight.data),
+        lambda: average.lerp_(net[1].weight, 0.5),
+        lambda: torch._foreach_add_([average], [net[1].weight]),
+        lambda: net[1].weight.norm(),
+        lambda: net(torch.ones(1, 3)),
+        lambda: copy.deepcopy(net),
+        lambda: net.state_dict(),
+    ):
+        with pytest.raises(AbsentParameterError, match=r":\d+ uses parameter '1\.") as error:
+            use()
+        assert "on rank 1 of the pipeline" in str(error.value)
+    assert not average.any()
+
+
+def test_what_can_be_asked() -> None:
+    net = divided()
+    weight = net[1].weight
+    assert isinstance(weight, nn.Parameter)
+    assert (weight.shape, weight.numel(), weight.dtype, weight.is_meta) == ((2, 4), 8, torch.float32, True)
+    weight.requires_grad_(False)
+    assert weight.grad is None
+    assert not weight.requires_grad
+    assert sum(p.numel() for p in net.parameters()) == 26
+    assert torch.zeros_like(weight, device="cpu").sum() == 0
+    loaded = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).state_dict()
+    load_full_state_dict(net, loaded)
+    assert torch.equal(net[0].weight, loaded["0.weight"])
+    assert weight.is_meta
+
+
+def test_values_come_back() -> None:
+    net = divided()
+    weight = net[1].weight
+    set_contents(weight, torch.ones(2, 4))
+    assert type(weight) is nn.Parameter
+    assert weight.sum().item() == 8
+    assert pickle.loads(pickle.dumps(weight)).sum().item() == 8

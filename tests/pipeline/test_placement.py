@@ -1,20 +1,28 @@
+"""Which ranks are a pipeline, which are replicas, and what messages between them cost."""
+
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from lightning_smddp.pipeline.mesh import Groups, PipelineMesh
+from lightning_smddp.pipeline.partition.costs import LOOPBACK, NETWORK, NVLINK, links_between
+from lightning_smddp.planner.problem import Link
 from tests.ranks import run_ranks
 
 
-def test_cluster_puts_a_pipeline_on_neighbouring_ranks() -> None:
-    assert PipelineMesh.of(8, 4, "cluster").pipelines == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert PipelineMesh.of(8, 4, "cluster").data_parallel_ranks == ((0, 4), (1, 5), (2, 6), (3, 7))
-
-
-def test_spread_puts_the_replicas_of_a_stage_on_neighbouring_ranks() -> None:
-    assert PipelineMesh.of(8, 4, "spread").pipelines == ((0, 2, 4, 6), (1, 3, 5, 7))
-    assert PipelineMesh.of(8, 4, "spread").data_parallel_ranks == ((0, 1), (2, 3), (4, 5), (6, 7))
+@pytest.mark.parametrize(
+    ("placement", "pipelines", "replicas"),
+    [
+        ("cluster", ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("spread", ((0, 2, 4, 6), (1, 3, 5, 7)), ((0, 1), (2, 3), (4, 5), (6, 7))),
+    ],
+)
+def test_neighbouring_ranks_are_a_pipeline_or_replicas(placement: str, pipelines: Any, replicas: Any) -> None:
+    mesh = PipelineMesh.of(8, 4, placement)
+    assert (mesh.pipelines, mesh.data_parallel_ranks) == (pipelines, replicas)
 
 
 def test_find_is_the_inverse() -> None:
@@ -45,3 +53,17 @@ def test_groups_follow_the_grid() -> None:
         ([0, 2], [2, 3]),
         ([1, 3], [2, 3]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "device_type", "expected"),
+    [
+        ("aaaa", "cuda", (NVLINK, NVLINK, NVLINK)),
+        ("aaab", "cuda", (NETWORK, NVLINK, NETWORK)),  # of the second pipeline, which spans hosts
+        ("aabb", "cuda", (NVLINK, NVLINK, NVLINK)),
+        ("aaab", "cpu", (LOOPBACK, LOOPBACK, LOOPBACK)),  # cores copy, wherever to
+    ],
+)
+def test_links_are_those_of_the_slowest_pipeline(hosts: str, device_type: str, expected: tuple[Link, ...]) -> None:
+    pipelines = PipelineMesh.of(4, 2).pipelines
+    assert links_between([0, 1, 1, 0], pipelines, hosts, device_type) == expected

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -61,6 +60,12 @@ def averaging(model: nn.Module, group: dist.ProcessGroup | None = None, **option
     replicas = ReplicaGradients(named, group or dist.group.WORLD, CPU, timedelta(seconds=20), **options)
     yield replicas
     replicas.close()
+
+
+def run_step(model: nn.Module, replicas: ReplicaGradients, microbatches: int = MICROBATCHES) -> None:
+    replicas.begin(passes(model, microbatches))
+    backward(model, dist.get_rank(), microbatches)
+    replicas.finish()
 
 
 def assert_close(model: nn.Module, expected: list[Tensor], tolerance: float = 1e-6) -> None:
@@ -135,7 +140,9 @@ def collectives_meanwhile(algorithm: str) -> None:
             synchronizer.average = late  # type: ignore[method-assign]
         replicas.begin(passes(model))
         backward(model, rank)
-        replicas.stash()
+        replicas.stash()  # as Lightning zeroes the gradients between a pipeline's backward and the step
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model.zero_grad(set_to_none=False)
         time.sleep(0.2 * rank)
         value = torch.tensor([float(rank)])
         dist.all_reduce(value, group=group)
@@ -155,10 +162,7 @@ def steps() -> None:
     for check in (
         starts_during_backward,
         accumulated,
-        all_at_the_end,
-        put_aside,
         unused,
-        replaced_gradients,
         thawed,
         too_many_backwards,
         nothing_to_train,
@@ -188,40 +192,19 @@ def starts_during_backward() -> None:
 
 
 def accumulated() -> None:
-    model, expected = stage(), [3 * gradient for gradient in mean_gradients(2)]
-    with averaging(model) as replicas:
-        for index in range(3):
-            replicas.begin(passes(model) if index == 2 else {}, keep=index > 0)
-            backward(model, dist.get_rank())
-            replicas.finish(average=index == 2)
-            if index == 0:
-                alone = stage()
-                backward(alone, dist.get_rank())
-                assert_close(model, [parameter.grad for parameter in alone.parameters()])
-        assert_close(model, expected)
-
-
-def all_at_the_end() -> None:
-    """As of a batch that is known to be the last one only then."""
-    model = stage()
-    with averaging(model) as replicas:
-        replicas.begin({})
-        backward(model, dist.get_rank())
-        replicas.finish()
-        assert_close(model, mean_gradients(2))
-
-
-def put_aside() -> None:
-    """Lightning zeroes the gradients between a pipeline's backward and the step."""
-    model = stage()
-    with averaging(model, algorithm="shared_memory") as replicas:
-        replicas.begin(passes(model))
-        backward(model, dist.get_rank())
-        replicas.stash()
-        assert all(parameter.grad is None for parameter in model.parameters())
-        model.zero_grad(set_to_none=False)
-        replicas.finish()
-        assert_close(model, mean_gradients(2))
+    """Whether the last batch is known before its backward or only then."""
+    for known in (True, False):
+        model = stage()
+        with averaging(model) as replicas:
+            for index in range(3):
+                replicas.begin(passes(model) if known and index == 2 else {}, keep=index > 0)
+                backward(model, dist.get_rank())
+                replicas.finish(average=index == 2)
+                if index == 0:
+                    alone = stage()
+                    backward(alone, dist.get_rank())
+                    assert_close(model, [parameter.grad for parameter in alone.parameters()])
+            assert_close(model, [3 * gradient for gradient in mean_gradients(2)])
 
 
 def unused() -> None:
@@ -240,33 +223,17 @@ def unused() -> None:
             assert model[2].bias.grad is not None
 
 
-def replaced_gradients() -> None:
-    """``create_graph`` makes a new ``.grad`` instead of adding to the old one."""
-    model = stage()
-    with averaging(model) as replicas, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of references that go round
-        replicas.begin(passes(model))
-        for microbatch in range(MICROBATCHES):
-            model(batch(dist.get_rank(), microbatch)).square().mean().backward(create_graph=True)
-        replicas.finish()
-        assert_close(model, mean_gradients(2))
-
-
 def thawed() -> None:
     model = stage()
     model[0].requires_grad_(False)
     with averaging(model) as replicas:
-        replicas.begin(passes(model))
-        backward(model, dist.get_rank())
-        replicas.finish()
+        run_step(model, replicas)
         assert model[0].weight.grad is None
         torch.testing.assert_close(model[2].weight.grad, mean_gradients(2)[4])
         model[0].requires_grad_(True)
         model[1].requires_grad_(False)
         model[1].zero_grad()
-        replicas.begin(passes(model))
-        backward(model, dist.get_rank())
-        replicas.finish()
+        run_step(model, replicas)
         assert model[1].weight.grad is None
         torch.testing.assert_close(model[0].weight.grad, mean_gradients(2)[0])
 
@@ -274,20 +241,21 @@ def thawed() -> None:
 def too_many_backwards() -> None:
     """A reentrant checkpoint used twice: twice as many backward passes reach its parameters."""
     layer = stage()[:1]
-    with averaging(layer) as replicas:
-        replicas.begin(passes(layer, 1))
-        value = batch(0, 0).requires_grad_()
-        for _ in range(2):
-            value = checkpoint(layer, value, use_reentrant=True)
-        message = message_of(RuntimeError, lambda: value.sum().backward())
-        assert (
-            "More was added to a gradient of shape (12,), whose average over the replicas may be under way" in message
-        )
-        replicas.begin(passes(layer, 2))  # all is well with the right number
+
+    def twice() -> None:
         value = batch(0, 0).requires_grad_()
         for _ in range(2):
             value = checkpoint(layer, value, use_reentrant=True)
         value.sum().backward()
+
+    with averaging(layer) as replicas:
+        replicas.begin(passes(layer, 1))
+        message = message_of(RuntimeError, twice)
+        assert (
+            "More was added to a gradient of shape (12,), whose average over the replicas may be under way" in message
+        )
+        replicas.begin(passes(layer, 2))  # all is well with the right number
+        twice()
         replicas.finish()
         assert layer[0].weight.grad is not None
 
@@ -306,9 +274,7 @@ def hooks_of_users_come_first() -> None:
     with averaging(model, algorithm="shared_memory") as replicas:
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(halve)
-        replicas.begin(passes(model, 1))
-        backward(model, dist.get_rank(), 1)
-        replicas.finish()
+        run_step(model, replicas, 1)
         assert_close(model, expected)
 
 

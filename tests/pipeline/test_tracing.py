@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -171,22 +170,6 @@ def test_rows_that_are_put_back_vary_no_size() -> None:
     assert set(modules.must_be_whole) == {"net.inner"}
 
 
-def test_what_is_shown_in_the_shape_of_a_value_is_still_free() -> None:
-    """``mask.expand_as(h)``, and the mask once more: that was an operation that function modes do not see."""
-
-    def body(s: Net, x: Tensor) -> Tensor:
-        mask = x[:, :1].contiguous()
-        h = s.a(x)
-        h, wide = torch.broadcast_tensors(h * mask.expand_as(h), mask)
-        return (s.b(h * wide) + mask.view_as(mask)).mean()
-
-    found, modules = record(Net(body))
-    assert not modules.must_be_whole
-    assert [event.name for event in found.events] == [
-        "linear", "expand_as", "mul", "broadcast_tensors", "mul", "linear", "add", "mean"
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("through_the_view", [True, False])
 def test_what_is_shown_in_the_shape_of_a_value_may_not_change(through_the_view: bool) -> None:
     def body(s: Net, x: Tensor) -> Tensor:
@@ -211,30 +194,6 @@ def test_python_random_numbers(draw: Callable[[], float]) -> None:
     assert not build_graph(found, Modules(found, root), lambda name: True).draws
 
 
-class Calling(torch.autograd.Function):
-    """Calls a module."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
-        return module(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None
-
-
-@pytest.mark.parametrize(
-    ("before", "within", "draws"), [(True, False, True), (False, True, True), (False, False, False)]
-)
-def test_python_random_numbers_around_a_module_within_a_function(before: bool, within: bool, draws: bool) -> None:
-    def body(s: Net, x: Tensor) -> Tensor:
-        h = s.a(x) * (random.random() if before else 1.0)
-        return s.b(Calling.apply(h, s.inner)).mean()  # type: ignore[no-untyped-call]
-
-    found, _ = record(Net(body, inner=Layer(lambda s, x: x * random.random() if within else x.clone())))
-    assert found.draws == draws
-
-
 def test_random_numbers_are_put_back() -> None:
     def state() -> tuple[Any, ...]:
         return torch.rand(1).item(), random.random(), float(np.random.rand())
@@ -248,28 +207,6 @@ def test_random_numbers_are_put_back() -> None:
         seed(3)
     record(net)
     assert state() == expected
-
-
-def test_backward_in_the_step() -> None:
-    root = nn.Linear(D, D)
-
-    def step() -> Tensor:
-        x = batch().requires_grad_()
-        (gradient,) = torch.autograd.grad(root.weight.sum() * x.sum(), x, create_graph=True)
-        return gradient.mean()
-
-    found = trace(step, root, CPU)
-    with pytest.raises(SplitError, match=r"test_tracing.py:\d+.*autograd.grad"):
-        build_graph(found, Modules(found, root), lambda name: True)
-
-
-def test_gradients_of_the_batch_alone_are_no_hidden_operations() -> None:
-    def body(s: Net, x: Tensor) -> Tensor:
-        x.requires_grad_()
-        return s.a(x * 2).mean()
-
-    found, modules = record(Net(body))
-    assert [event.name for event in found.events] == ["linear", "mean"]
 
 
 def test_an_exception_that_the_step_catches() -> None:
@@ -323,34 +260,6 @@ def test_nothing_is_left_behind(error: type[BaseException] | None) -> None:
     assert torch.autograd.Function.__dict__["apply"] is apply
     for parameter in net.parameters():
         torch.utils.swap_tensors(parameter, nn.Parameter(torch.empty_like(parameter, device="meta")))
-
-
-def test_forwards_of_the_users_own_stay() -> None:
-    net = Net(lambda s, x: s.a(x).mean())
-    own = net.a.forward
-    net.a.forward = lambda x: own(x) * 2  # type: ignore[method-assign]
-    mine = net.a.forward
-    found, _ = record(net)
-    assert net.a.forward is mine
-    assert len(found.events) == 3
-
-
-def test_threads_trace_at_the_same_time() -> None:
-    counts: list[int] = []
-    before = torch.autograd.Function.__dict__["apply"]
-
-    def work(net: Net) -> None:
-        for _ in range(5):
-            counts.append(len(record(net)[0].events))
-
-    nets = [Net(lambda s, x: s.b(Cube.apply(s.a(x), 1.0)[0]).mean()) for _ in range(3)]
-    threads = [threading.Thread(target=work, args=(net,)) for net in nets]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert counts == [4] * 15
-    assert torch.autograd.Function.__dict__["apply"] is before
 
 
 @pytest.mark.parametrize("new", [None, torch.zeros(D)])

@@ -111,14 +111,6 @@ def test_gradients_are_exact_where_the_smallest_modules_are_units(name: str) -> 
     assert_transparent(root, step_of(name), deeper_than(root, 99), in_stages(4), 2e-6)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("depth", [2, 3, 4])
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_exact_at_every_depth(name: str, depth: int) -> None:
-    root = root_of(name)
-    assert_transparent(root, step_of(name), deeper_than(root, depth), in_stages(depth), 2e-6)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_stages_need_no_parameters_but_their_own(name: str) -> None:
     root = root_of(name)
