@@ -84,19 +84,17 @@ def train_step(model: nn.Module, seed: int) -> None:
     nn.functional.cross_entropy(model(words(seed)), words(seed + 1000)).backward()
 
 
-def assert_same(left: Any, right: Any, path: str = "") -> None:
-    """Bit by bit, with types and order of keys."""
+def assert_same(left: Any, right: Any, path: str = "", rtol: float = 0.0, atol: float = 0.0) -> None:
+    """With types and order of keys; numbers bit by bit unless tolerances are given."""
     assert type(left) is type(right), f"{path}: {type(left)} and {type(right)}"
     members = members_of(left)
     if members is not None:
         others = members_of(right) or []
         assert [key for key, _ in members] == [key for key, _ in others], path
         for (key, mine), (_, other) in zip(members, others, strict=True):
-            assert_same(mine, other, f"{path}/{key}")
-    elif isinstance(left, Tensor):
-        assert left.dtype == right.dtype, path
-        assert left.device == right.device, path
-        assert torch.equal(left, right), f"{path}: {left} and {right}"
+            assert_same(mine, other, f"{path}/{key}", rtol, atol)
+    elif isinstance(left, (Tensor, float)):
+        torch.testing.assert_close(left, right, rtol=rtol, atol=atol, msg=lambda text: f"{path}: {text}")
     elif isinstance(left, np.ndarray):
         assert left.dtype == right.dtype, path
         assert np.array_equal(left, right), f"{path}: {left} and {right}"

@@ -21,6 +21,7 @@ from lightning_smddp.pipeline.state.meta_parameters import release
 from lightning_smddp.pipeline.state.state_dict import unshard
 from lightning_smddp.pipeline.view.global_tensor import GlobalViewError
 from lightning_smddp.pipeline.view.view import GlobalView
+from tests.pipeline.models import assert_same
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -281,18 +282,7 @@ def ranks() -> list[dict[str, Any]]:
 
 
 def assert_equal(actual: Any, expected: Any) -> None:
-    """Numbers and tensors to rounding, anything else exactly."""
-    assert type(actual) is type(expected)
-    if isinstance(expected, (list, tuple)):
-        assert len(actual) == len(expected)
-        for mine, theirs in zip(actual, expected, strict=True):
-            assert_equal(mine, theirs)
-    elif isinstance(expected, dict):
-        assert_equal(list(actual.items()), list(expected.items()))
-    elif isinstance(expected, (float, Tensor)):
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
-    else:
-        assert actual == expected
+    assert_same(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def alone(hook: Hook, times: int = 2) -> Any:
@@ -311,14 +301,11 @@ def test_as_if_it_were_whole(hook: Hook, ranks: list[dict[str, Any]]) -> None:
         assert not isinstance(rank[hook.__name__], str), [r[hook.__name__] for r in ranks]
         results, state_dict, gradients, flags = rank[hook.__name__]
         assert_equal(results, expected_results)
-        torch.testing.assert_close(state_dict, expected_state, rtol=1e-5, atol=1e-6)
+        assert_equal(state_dict, expected_state)
         assert flags == expected_flags
         everyones |= gradients
+    assert_equal({name: everyones[name] for name in expected_gradients}, expected_gradients)
     assert everyones.keys() == expected_gradients.keys()
-    for name, expected in expected_gradients.items():
-        assert (everyones[name] is None) == (expected is None), name
-        if expected is not None:
-            torch.testing.assert_close(everyones[name], expected, rtol=1e-5, atol=1e-6)
 
 
 # ---- ranks that do different things ----

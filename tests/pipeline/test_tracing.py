@@ -14,11 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
 from lightning_smddp.pipeline.capture.records import OPAQUE
 from lightning_smddp.pipeline.capture.tracer import trace
 from tests.pipeline.example_modules import CPU, Cube, D, Layer, Net, batch, record
+
+
+def graph_of_step(root: nn.Module, step: Callable[[], Tensor]) -> StepGraph:
+    """Of a step in which operations on the batch are outside of all modules."""
+    found = trace(step, root, CPU)
+    return build_graph(found, Modules(found, root), lambda name: True)
 
 
 def unseen(x: Tensor) -> Tensor:
@@ -78,10 +84,9 @@ def test_unseen_operations_outside_of_modules_are_refused(operation: Callable[[T
     def step() -> Tensor:
         return operation(F.linear(batch(), root.weight)).mean()
 
-    with torch.set_grad_enabled(grad):
-        found = trace(step, root, CPU)
-        with pytest.raises(SplitError, match=r"test_tracing.py:\d+.*function modes do not see.*module of its own"):
-            build_graph(found, Modules(found, root), lambda name: True)
+    said = r"test_tracing.py:\d+.*function modes do not see.*module of its own"
+    with torch.set_grad_enabled(grad), pytest.raises(SplitError, match=said):
+        graph_of_step(root, step)
 
 
 def test_unseen_operations_on_the_batch_do_no_harm() -> None:
@@ -139,9 +144,8 @@ def test_what_changed_before_a_module_that_takes_it_cannot_be_followed() -> None
         x.data.add_(root["a"].bias.detach())
         return (root["a"](x) - x).mean()
 
-    found = trace(step, root, CPU)
     with pytest.raises(SplitError, match="changed through another view"):
-        build_graph(found, Modules(found, root), lambda name: True)
+        graph_of_step(root, step)
 
 
 def test_draws_into_the_batch_are_done_by_each_stage() -> None:
@@ -153,8 +157,7 @@ def test_draws_into_the_batch_are_done_by_each_stage() -> None:
         x.data.normal_()
         return (root["a"](x) - x).mean()
 
-    found = trace(step, root, CPU)
-    graph = build_graph(found, Modules(found, root), lambda name: True)
+    graph = graph_of_step(root, step)
     assert [node.name.partition(" ")[0] for node in graph.nodes if not node.free] == ["a", "sub", "mean"]
 
 
@@ -188,10 +191,8 @@ def test_python_random_numbers(draw: Callable[[], float]) -> None:
     found, modules = record(Net(lambda s, x: s.inner(s.a(x)).mean(), inner=layer))
     assert build_graph(found, modules, lambda name: True).draws
     root = nn.Linear(D, D)
-    found = trace(lambda: root(batch()).mean() * draw(), root, CPU)
-    assert build_graph(found, Modules(found, root), lambda name: True).draws
-    found = trace(lambda: root(batch()).mean(), root, CPU)
-    assert not build_graph(found, Modules(found, root), lambda name: True).draws
+    assert graph_of_step(root, lambda: root(batch()).mean() * draw()).draws
+    assert not graph_of_step(root, lambda: root(batch()).mean()).draws
 
 
 def test_random_numbers_are_put_back() -> None:
