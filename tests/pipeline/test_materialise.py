@@ -87,21 +87,6 @@ def test_only_parameters_are_on_meta() -> None:
     assert not nn.Linear(2, 2).weight.is_meta  # the context is over
 
 
-class Pretrained(nn.Linear):
-    """Gives values to a parameter in its constructor."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-        self.weight = nn.Parameter(torch.eye(2))
-
-
-def test_values_given_to_a_parameter_stay() -> None:
-    model = on_meta(Pretrained)
-    assert model.bias.is_meta
-    initialize_deferred(model, all_names(model), CPU, seed=0)
-    assert torch.equal(model.weight, torch.eye(2))
-
-
 def test_values_do_not_depend_on_the_division() -> None:
     whole = on_meta(Tied)
     initialize_deferred(whole, all_names(whole), CPU, seed=3)

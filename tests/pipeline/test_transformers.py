@@ -30,8 +30,8 @@ pytestmark = pytest.mark.slow
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 
 
-def gpt2(dropout: float = 0.0) -> nn.Module:
-    drop = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+def gpt2() -> nn.Module:
+    drop = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
     sizes = {"n_layer": 4, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drop, bos_token_id=1, eos_token_id=1))
 
@@ -168,11 +168,6 @@ def test_shapes_of_a_new_signature(depth: int) -> None:
         torch.testing.assert_close(gradients(root), expected, rtol=2e-6, atol=2e-6)
         assert all(found.values[v].shape[0] == rows for stage in stages for v in stage.replay.plan.sends[:1])
         root.zero_grad()
-
-
-def test_dropout_draws_the_numbers_of_one_process() -> None:
-    root = nn.ModuleDict({"model": gpt2(0.1)})
-    assert_transparent(root, step_of("gpt2"), deeper_than(root, 99), in_stages(3), 2e-6)
 
 
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.exhaustive), 4])
