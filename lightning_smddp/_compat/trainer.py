@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
-from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
+from torch import Tensor
 
 
 @contextmanager
@@ -125,33 +124,6 @@ def averages_weights(callback: Any) -> bool:
     return False
 
 
-def averaged_copy(callback: Any) -> nn.Module | None:
-    """The copy of the module in which such a callback averages; None if it has none now.
-
-    Remove when callbacks can be told how to keep it.
-    """
-    model: nn.Module | None = callback._average_model
-    if isinstance(model, AveragedModel):
-        return model.module
-    return model
-
-
-def averages_element_by_element(callback: Any, hook: str) -> bool:
-    """Whether such a callback's hook is Lightning's own, and averages by a function of Lightning's or torch's."""
-    functions = [getattr(type(callback), hook, None)]
-    model = callback._average_model
-    if isinstance(model, AveragedModel):
-        functions += [model.avg_fn, model.multi_avg_fn]
-    else:
-        functions.append(callback._avg_fn)
-    for function in functions:
-        if function is None:
-            continue
-        if not function.__module__.startswith(("lightning.", "pytorch_lightning.", "torch.optim.")):
-            return False
-    return True
-
-
 def is_compiled_module(module: Any) -> bool:
     """Whether a LightningModule went through ``torch.compile``: Lightning unwraps it and leaves a private mark."""
     return getattr(module, "_compiler_ctx", None) is not None
@@ -205,7 +177,6 @@ Around: TypeAlias = Callable[[str, Any], AbstractContextManager[Any]]
 def around_hooks(trainer: Any, around: Around) -> Iterator[None]:
     """Enter ``around(hook, owner)`` around each call of a hook of ``trainer``'s module and callbacks.
 
-    What the context gives, if anything, is called with the hook's result and the arguments, and returns the result.
     Lightning calls all callbacks in one function; ours repeat its loops, as each callback is entered for itself.
     """
     call = _call_module(trainer)
@@ -254,11 +225,8 @@ class _HookCalls:
         return chosen
 
     def of_module(self, hook: str, *args: Any, pl_module: Any = None, **kwargs: Any) -> Any:
-        with self.around(hook, pl_module or self.trainer.lightning_module) as finish:
-            result = self.module_hook(self.trainer, hook, *args, pl_module=pl_module, **kwargs)
-            if finish is None:
-                return result
-            return finish(result, args)
+        with self.around(hook, pl_module or self.trainer.lightning_module):
+            return self.module_hook(self.trainer, hook, *args, pl_module=pl_module, **kwargs)
 
     def of_callbacks(self, hook: str, *args: Any, monitoring_callbacks: Any = None, **kwargs: Any) -> None:
         # At an epoch's end Lightning comes twice: for the others first, then for EarlyStopping and checkpoints, which
@@ -277,10 +245,8 @@ class _HookCalls:
     def state_dicts(self) -> dict[str, Any]:
         found = {}
         for callback in self.trainer.callbacks:
-            with self.around("state_dict", callback) as finish:
+            with self.around("state_dict", callback):
                 state = callback.state_dict()
-                if finish is not None:
-                    state = finish(state, ())
             if state:
                 found[callback.state_key] = state
         return found
@@ -296,9 +262,7 @@ class _HookCalls:
                 continue
             action = f"[Callback]{callback.state_key}.{hook}"
             profile = self.trainer.profiler.profile(action)
-            with profile, self.around(hook, callback) as finish:
-                result = function(*args, **kwargs)
-                if finish is not None:
-                    finish(result, args)
+            with profile, self.around(hook, callback):
+                function(*args, **kwargs)
         if module is not None:
             module._current_fx_name = before

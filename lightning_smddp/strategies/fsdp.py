@@ -7,7 +7,7 @@ torch's FSDP2 (``fully_shard``) divides the module when it is set up, before its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from lightning_smddp._compat.trainer import (
-    around_hooks,
-    averaged_copy,
-    averages_element_by_element,
-    averages_weights,
-)
+from lightning_smddp._compat.trainer import around_hooks
 from lightning_smddp.communication.consistency import check_trainable
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.state.gradients import give_back_clipping, take_over_clipping
 from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
-from lightning_smddp.sharding.averaged_copies import AveragedCopies
 from lightning_smddp.sharding.optimizer_shards import unwrapped
 from lightning_smddp.sharding.units import Wrap
 from lightning_smddp.sharding.whole_states import (
@@ -139,8 +133,6 @@ class FullyShardedParallel(TrainerStrategy):
         self._sharding = sharding_options
         self._view = WholeView()
         self._changes = ExitStack()  # of Lightning and of tensors, until teardown
-        self._averagers: Sequence[Any] = ()  # callbacks that average the module's weights
-        self._averaged: AveragedCopies | None = None  # what they keep
         self._whole_again: dict[int, Tensor] = {}  # of the last run: by the id of what was a part of it
         self._hold_parts(options)
 
@@ -150,8 +142,6 @@ class FullyShardedParallel(TrainerStrategy):
             **super().__getstate__(),
             "_scheme": None,
             "_stepped": (),
-            "_averagers": (),
-            "_averaged": None,
             "_whole_again": {},
             "_changes": ExitStack(),
         }
@@ -190,19 +180,10 @@ class FullyShardedParallel(TrainerStrategy):
             if self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
         self.precision_plugin.convert_module(module)
-        # Divided before the optimizers are made: `configure_optimizers` takes what parameters have become. Copies that
-        # callbacks have made of the whole module, to average weights in, are divided as it is.
+        # Divided before the optimizers are made: `configure_optimizers` takes what parameters have become.
         place = Place(self.root_device, self.num_processes, self._session.limit(self._timeout))
         self._scheme = FSDPScheme(module, self._sharding, place, self.precision_plugin, self._view)
         self._whole_again = {}
-        if not self._sharding.meta_init:  # else no callback may average
-            self._averagers = [callback for callback in callbacks_of(trainer) if averages_weights(callback)]
-            copies = []
-            for callback in self._averagers:
-                copy = averaged_copy(callback)
-                if copy is not None:
-                    copies.append(copy)
-            self._averaged = AveragedCopies(copies, module)
         if is_fit:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -241,42 +222,18 @@ class FullyShardedParallel(TrainerStrategy):
         if scheme is not None:
             if not self._interrupted:
                 self._whole_again = scheme.make_whole()
-                if self._whole_again and self._averaged is not None:
-                    self._averaged.close(self.root_device)
             scheme.close()
-        self._averagers = ()
-        self._averaged = None
 
     @override
     def _watch_hooks(self, trainer: Trainer) -> None:
         self._changes.enter_context(self._view.installed())
         self._changes.enter_context(around_hooks(trainer, self._around_hook))
 
-    @contextmanager
-    def _around_hook(self, hook: str, owner: Any) -> Iterator[Callable[[Any, tuple[Any, ...]], Any] | None]:
+    def _around_hook(self, hook: str, owner: Any) -> AbstractContextManager[None]:
         """What Lightning enters around the call of ``owner``'s ``hook``: user code sees whole values."""
         # The operators of a DTensor are those of one rank's share: `p.grad.norm().item()` would be another number on
         # each rank, without a word. Inside of the view they are those of the whole.
-        if not any(owner is callback for callback in self._averagers):
-            with self._view.inside(hook not in _FOR_SHARES):
-                yield None
-            return
-        # A callback that averages weights works on shares where each element is averaged by itself: nothing is
-        # gathered. Where Lightning takes its averages for a file, they are made whole on their way.
-        with self._view.inside(not averages_element_by_element(owner, hook)):
-            if hook == "on_save_checkpoint":  # Lightning's averages stand in place of the weights
-                yield lambda _, args: self._gather_average(args[-1], "state_dict")
-            elif hook == "state_dict":
-                yield lambda state, _: self._gather_average(state, "average_model_state")
-            else:
-                yield None
-
-    def _gather_average(self, state: dict[str, Any], key: str) -> dict[str, Any]:
-        """``state`` with whole averages on the first rank, where a callback has put shares. Collective."""
-        averages = state.get(key)
-        if isinstance(averages, Mapping) and not self._interrupted:
-            state[key] = gathered_model(averages, self._keepers, self.root_device)
-        return state
+        return self._view.inside(hook not in _FOR_SHARES)
 
     # ---- steps ----
 
