@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,9 +12,7 @@ import pytest
 from lightning_smddp import CheckpointError, SafeCheckpointIO
 from lightning_smddp.checkpoint import files
 from lightning_smddp.checkpoint.newest import newest_checkpoint
-from tests.checkpoint.killed_s3 import save_and_be_killed
 from tests.checkpoint.models import assert_equal, example, save
-from tests.rank_processes import forked
 
 s3fs = pytest.importorskip("s3fs")
 pytest.importorskip("moto.server")
@@ -111,25 +107,3 @@ def test_an_upload_that_fails_leaves_the_previous_one(bucket: str) -> None:
     assert caught.value.filename == url
     assert names(bucket) == ["bucket/run/a.ckpt"]
     assert_equal(files.load(url), example(1))
-
-
-@pytest.mark.slow
-def test_kills(bucket: str) -> None:
-    url, last = f"{bucket}/run/a.ckpt", 0
-    save(url, last)
-    requests, theirs = multiprocessing.Pipe()
-    environment = {name: text for name, text in os.environ.items() if name.startswith("AWS_")}
-    process = forked(save_and_be_killed, url, environment, theirs)
-    theirs.close()
-    with requests:
-        for _ in range(6):
-            requests.send(last + 1)
-            assert requests.recv() == "killed"
-            step = files.load(url)["global_step"]
-            assert step > last
-            assert_equal(files.load(url), example(step))
-            last = step
-        requests.send(None)
-    process.join(20)
-    assert process.exitcode == 0
-    process.close()
