@@ -206,7 +206,9 @@ class Supervisor:
                 self._declare(rank, "died", ended)
             elif self._stopped_s[rank] > STOPPED_S:
                 self._declare(rank, "fell silent", "its process is stopped (by SIGSTOP, or Ctrl+Z)")
-            is_lost |= rank == self._server and rank in self._suspects
+            else:
+                continue
+            is_lost |= rank == self._server
         parent = self._parent_pid
         if parent not in (None, os.getppid(), *(self._board.who[rank].pid for rank in self._board.local)):
             self._declare(self.rank, "died", f"its launcher (process {parent}) ended")
