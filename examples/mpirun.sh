@@ -5,6 +5,7 @@ hostfile=${1:?which hostfile, with lines such as "host0 slots=4"?}
 options=(
   --hostfile "$hostfile"
   -x PATH                              # on the other hosts, too
+  -x MASTER_ADDR="$(head -n 1 "$hostfile" | cut -d ' ' -f 1)"  # where rank 0 is
   -mca odls_base_sigkill_timeout 10    # seconds to save a checkpoint in, when mpirun gets SIGTERM; it takes twice as
                                        # long to return then, and after a failure, too
 )

@@ -91,9 +91,7 @@ class Launch:
         asked = num_devices * num_nodes
         if self.world_size == asked and self.local_world_size in (None, num_devices):
             return
-        here = ""
-        if self.local_world_size is not None:
-            here = f", {self.local_world_size} of them on this node"
+        here = "" if self.local_world_size is None else f", {self.local_world_size} of them on this node"
         source = self.sources.get("world_size")
         nodes = self.num_nodes or "..."
         devices = self.local_world_size or "..."
@@ -114,34 +112,21 @@ class Launch:
             *self._value("interface", "interface {}"),
         ]
         found = "; ".join(parts)
-        where = ""
-        if self.platform:
-            where = f" on {self.platform}"
+        where = f" on {self.platform}" if self.platform else ""
         if not self.starts_ranks:
-            if found:
-                found = f": {found}"
-            return f"Started by nobody{where}, so Lightning starts the ranks of a node{found}."
-        started: str = self.launcher
-        if self.product:
-            started = f"{self.launcher} ({self.product})"
-        return f"Started by {started}{where}: {found}."
+            colon = ": " if found else ""
+            return f"Started by nobody{where}, so Lightning starts the ranks of a node{colon}{found}."
+        product = f" ({self.product})" if self.product else ""
+        return f"Started by {self.launcher}{product}{where}: {found}."
 
     def _value(self, name: str, text: str, second: str = "") -> list[str]:
         """``text`` with the values called ``name`` and ``second``, and where they come from; nothing without one."""
         value = getattr(self, name)
         if value is None:
             return []
-        names = [name]
-        other = "?"
-        if second and getattr(self, second) is not None:
-            names.append(second)
-            other = getattr(self, second)
-        sources = []
-        for each in names:
-            source = self.sources.get(each)
-            if source is not None and source not in sources:
-                sources.append(source)
-        return [f"{text.format(value, other)} ({', '.join(sources)})"]
+        other = getattr(self, second, None)
+        sources = [self.sources[each] for each in (name, second) if each in self.sources]
+        return [f"{text.format(value, '?' if other is None else other)} ({', '.join(dict.fromkeys(sources))})"]
 
 
 class Notes:

@@ -5,7 +5,6 @@ Of Slurm these are Lightning's rules, and what they overlook.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import zlib
 
@@ -14,7 +13,6 @@ from lightning_smddp.launchers.launch import Environ, Notes
 DEFAULT_PORT = 29500  # torch's
 _FIRST_PORT = 15000
 _PORTS = 10000  # as many as that: below the range from which Linux takes ports by itself
-_DOCKER = ipaddress.ip_network("172.17.0.0/16")  # the same on every machine
 # The same on all nodes of a job, and another one in each job.
 _JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 _NODE_JOBS = ("I_MPI_HYDRA_UUID",)  # not known to be the same on other nodes
@@ -132,26 +130,13 @@ def _read_nodes(notes: Notes) -> None:
         return
     num_nodes = world_size // here
     notes.put("num_nodes", num_nodes, "world size / local world size")
-    # Ranks fill one node after the other, or are dealt out to the nodes in turn, as their local ranks show. Some ranks,
-    # such as rank 5 of three nodes of four, have the same one either way: of these the launcher's option tells, where
-    # it is known. Else they are taken to fill nodes, which is every launcher's default.
-    local_rank = notes["local_rank"]
-    fits_filled = rank % here == local_rank
-    fits_dealt = rank // num_nodes == local_rank
-    if fits_filled and not (fits_dealt and _deals_in_turn(notes.environ)):
-        source = "rank / local world size"
-        if fits_dealt and rank // here != rank % num_nodes:
-            source += ", if ranks fill one node after the other"
-        notes.put("node_rank", rank // here, source)
+    # Ranks fill one node after the other, which is every launcher's default, or their local ranks show that they are
+    # dealt out to the nodes in turn.
+    rank_on_node = notes["local_rank"]
+    if rank % here == rank_on_node:
+        notes.put("node_rank", rank // here, "rank / local world size")
     else:
         notes.put("node_rank", rank % num_nodes, "rank % number of nodes")
-
-
-def _deals_in_turn(environ: Environ) -> bool:
-    """Whether options, as far as variables tell them, say that each node gets one rank at a time."""
-    if environ.get("OMPI_MCA_rmaps_base_mapping_policy", "").startswith("node"):
-        return True
-    return environ.get("I_MPI_PERHOST") == "1"  # of Intel MPI; what `-ppn 1` says is in no variable
 
 
 def read_meeting_place(notes: Notes) -> None:
@@ -160,13 +145,9 @@ def read_meeting_place(notes: Notes) -> None:
     notes.number("main_port", "MASTER_PORT")
     if notes["num_nodes"] == 1:
         notes.put("main_address", "127.0.0.1", "one node")
-    for address, source in _starting_hosts(notes.environ):
-        notes.put("main_address", address, source)
     # Without a port in the environment each rank works out the same one from the job's name, so that two jobs on a
     # node do not meet. With one node, a name that other nodes need not share will do.
-    jobs: tuple[str, ...] = _JOBS
-    if notes["num_nodes"] == 1:
-        jobs = _NODE_JOBS + _JOBS
+    jobs = _NODE_JOBS + _JOBS if notes["num_nodes"] == 1 else _JOBS
     for name in jobs:
         job = notes.environ.get(name)
         if job:
@@ -174,50 +155,8 @@ def read_meeting_place(notes: Notes) -> None:
             notes.put("main_port", _FIRST_PORT + number, f"from {name}")
     notes.put("main_port", DEFAULT_PORT, "default")
     if notes["main_address"] is None:
+        option = "-x MASTER_ADDR=host0" if started_by_open_mpi(notes.environ) else "-genv MASTER_ADDR host0"
         notes.problem(
             f"mpirun started ranks on {notes['num_nodes'] or 'several'} nodes, and nothing says where rank 0 is.",
-            address_cure(notes.environ, "<rank 0's host>"),
+            f"Tell them: mpirun {option} ...",
         )
-
-
-def address_cure(environ: Environ, host: str) -> str:
-    """How to hand ``host`` to all ranks as MASTER_ADDR."""
-    option = f"-genv MASTER_ADDR {host}"
-    if started_by_open_mpi(environ):
-        option = f"-x MASTER_ADDR={host}"
-    return f"Tell them: mpirun {option} ..."
-
-
-def _starting_hosts(environ: Environ) -> list[tuple[str, str]]:
-    """(host, source) of where mpirun itself runs, or of the first node: rank 0 should be there, and can look."""
-    # Open MPI has mpirun's own host in the name of its server, or of the job.
-    found = []
-    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")  # Open MPI up to 4
-    for address in _contact_addresses(uri):
-        found.append((address, "OMPI_MCA_orte_hnp_uri"))
-    match = re.fullmatch(r"prterun-(.+)-\d+@\d+", environ.get("PMIX_NAMESPACE", ""))  # Open MPI 5
-    if match:
-        found.append((match.group(1), "PMIX_NAMESPACE"))
-    nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
-    if nodes:
-        found.append((first_host(nodes), "SLURM_JOB_NODELIST"))
-    return found
-
-
-def _contact_addresses(uri: str) -> list[str]:
-    """The IPv4 addresses of ``1192165376.0;tcp://192.0.2.2,10.1.1.2:56067;tcp6://...``, the useful ones first."""
-    match = re.search(r"tcp4?://([\d.,]+):\d+", uri)
-    if not match:
-        return []
-    # Loopback leads nowhere from another node; Docker's bridge has the same address on each of them.
-    useful = []
-    of_docker = []
-    for text in match.group(1).split(","):
-        address = ipaddress.ip_address(text)
-        if address.is_loopback:
-            continue
-        if address in _DOCKER:
-            of_docker.append(str(address))
-        else:
-            useful.append(str(address))
-    return useful + of_docker

@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 
 from lightning_smddp.launchers.detection import detect
 from lightning_smddp.launchers.launch import Launch
-from lightning_smddp.launchers.mpi import DEFAULT_PORT, address_cure, in_allocation_only
+from lightning_smddp.launchers.mpi import DEFAULT_PORT, in_allocation_only
 from lightning_smddp.launchers.sagemaker import network_variables
 
 # Lightning's own environments that read a launcher's variables -> the launcher, as `detect` calls it.
@@ -80,9 +80,6 @@ class ReadsLaunch:
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Raise ``ValueError``, with the cure, if the launcher started other ranks than were asked for."""
         self.launch.check(num_devices, num_nodes)
-        problem = _misplaced_rank_zero(self.launch)
-        if problem is not None:
-            raise ValueError(problem)
 
     def teardown(self) -> None:
         """Leave nothing to the next run that Lightning's own environment would not."""
@@ -93,8 +90,8 @@ class ReadsLaunch:
 class ReadsMPIRun(ReadsLaunch):
     """Ranks that ``mpirun`` of Open MPI, MPICH or Intel MPI started, without mpi4py.
 
-    ``MASTER_ADDR`` and ``MASTER_PORT`` are kept where they are given. Else the ranks meet on the loopback interface
-    (one node), or where mpirun itself runs (Open MPI) or the Slurm job's first node is, if rank 0 is there.
+    ``MASTER_ADDR`` and ``MASTER_PORT`` are kept where they are given. Else the ranks of one node meet on the loopback
+    interface; for several nodes ``MASTER_ADDR`` has to be given.
     """
 
     @staticmethod
@@ -192,33 +189,3 @@ def before_start(strategy: Any, verbose: bool) -> None:
     for variable, value in network_variables(launch).items():
         if value in interfaces or not variable.endswith("_IFNAME"):
             os.environ.setdefault(variable, value)
-
-
-def _misplaced_rank_zero(launch: Launch) -> str | None:
-    """What to do if this is rank 0, and the others look for it at another machine. Only rank 0 can know."""
-    if launch.launcher != "mpirun" or launch.platform or launch.rank != 0 or launch.num_nodes == 1:
-        return None
-    source = launch.sources.get("main_address", "")
-    if source == "MASTER_ADDR":  # the user's word
-        return None
-    if launch.main_address is None or _is_here(launch.main_address):
-        return None
-    host = socket.gethostname()
-    return (
-        f"Rank 0 is on host {host}, but the other ranks can only guess that it is at {launch.main_address} ({source}). "
-        f"{address_cure(os.environ, host)}"
-    )
-
-
-def _is_here(address: str) -> bool:
-    """Whether ``address`` is this machine's, or a name of it."""
-    name, _, _ = address.partition(".")
-    own_name, _, _ = socket.gethostname().partition(".")
-    if name == own_name:
-        return True
-    try:
-        family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        socket.create_server(place[:2], family=family).close()
-    except OSError:  # a name that is not known here, or an address that nobody can listen on
-        return False
-    return True

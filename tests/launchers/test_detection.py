@@ -27,13 +27,13 @@ EXPECTED: dict[str, tuple[str, tuple[int | None, ...], tuple[str | None, int | N
     "torchrun_in_slurm": ("torchrun", LAST, ("gpu03", 29500)),
     "jsrun": ("jsrun", (3, 1, 4, None, None, None), (None, None)),
     "open_mpi_4": ("mpirun", ONE, ("127.0.0.1", 20794)),
-    "open_mpi_4_two_nodes": ("mpirun", LAST, ("10.78.0.1", 17936)),
+    "open_mpi_4_two_nodes": ("mpirun", LAST, (None, 17936)),
     "open_mpi_5": ("mpirun", ONE, ("127.0.0.1", 17040)),
     "open_mpi_1_rank": ("mpirun", (0, 0, 1, 1, 0, 1), ("127.0.0.1", 20794)),
-    "open_mpi_in_slurm": ("mpirun", LAST, ("10.78.0.1", 17936)),
+    "open_mpi_in_slurm": ("mpirun", LAST, (None, 17936)),
     "mpich": ("mpirun", ONE, ("127.0.0.1", 29500)),
     "mpich_two_nodes": ("mpirun", THIRD, (None, 29500)),
-    "mpich_in_slurm": ("mpirun", THIRD, ("gpu03", 24157)),
+    "mpich_in_slurm": ("mpirun", THIRD, (None, 24157)),
     "intel_mpi": ("mpirun", ONE, ("127.0.0.1", 19394)),
     "slurm": ("srun", LAST, ("gpu03", 16234)),
     "slurm_pmi2": ("srun", LAST, ("gpu03", 16234)),
@@ -65,7 +65,10 @@ EXPECTED: dict[str, tuple[str, tuple[int | None, ...], tuple[str | None, int | N
     "sdk3_mpi_np_bug": ("mpirun", ONE, ("algo-1", 7777)),
 }
 PROBLEMS = {
-    "mpich_two_nodes": "nothing says where rank 0 is.*-genv MASTER_ADDR",
+    "open_mpi_4_two_nodes": "nothing says where rank 0 is.*-x MASTER_ADDR=host0",
+    "open_mpi_in_slurm": "nothing says where rank 0 is.*-x MASTER_ADDR=host0",
+    "mpich_in_slurm": "nothing says where rank 0 is.*-genv MASTER_ADDR host0",
+    "mpich_two_nodes": "nothing says where rank 0 is.*-genv MASTER_ADDR host0",
     "slurm_batch_without_srun": "SLURM_NTASKS=4 .* not started by srun.*Write srun before python",
     "sagemaker_heterogeneous_outside": "Host algo-1 is in none of the instance groups that train \\(algo-4, algo-3\\)",
     "sdk3_mpi_np_bug": r"2 ranks, all of them on 1 of this job's 2 hosts.*SDK 3.*\['-np', '4'\]",
@@ -125,14 +128,11 @@ def test_a_given_address_is_kept(case: str) -> None:
     assert launch.problems == ()
 
 
-def test_all_ranks_of_an_mpirun_find_one_place() -> None:
-    """Two nodes of Open MPI 4 and 5: the same on each rank, another one in each job."""
-    uri = "123.0;tcp://172.17.0.1,127.0.0.1,10.0.0.5,192.168.1.5:3411;tcp6://[fd00::2]:50747"
-    assert detected("open_mpi_4_two_nodes", OMPI_MCA_orte_hnp_uri=uri).main_address == "10.0.0.5"
+def test_all_ranks_of_an_mpirun_find_one_port() -> None:
+    """The same on each rank, another one in each job."""
     job = {"OMPI_COMM_WORLD_SIZE": "4", "PMIX_NAMESPACE": "prterun-gpu-03-13689@1"}
     first = detected("open_mpi_5", **job, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_LOCAL_RANK="0")
     last = detected("open_mpi_5", **job, OMPI_COMM_WORLD_RANK="3", OMPI_COMM_WORLD_LOCAL_RANK="1")
-    assert first.main_address == last.main_address == "gpu-03"
     assert first.main_port == last.main_port
     assert detected("open_mpi_5", **{**job, "PMIX_NAMESPACE": "prterun-gpu-03-13690@1"}).main_port != first.main_port
     assert 15000 <= (first.main_port or 0) < 25000
@@ -143,29 +143,6 @@ def test_an_mpi_that_places_ranks_by_node() -> None:
     launch = detected("open_mpi_4", **by_node, OMPI_COMM_WORLD_LOCAL_RANK="1")  # ranks 1, 3, 5, 7 are on this node
     assert (launch.node_rank, launch.num_nodes) == (1, 2)
     assert detected("open_mpi_4", **by_node, OMPI_COMM_WORLD_LOCAL_RANK="3").node_rank == 0  # ranks 0 to 3 are
-
-
-@pytest.mark.parametrize("case", ["open_mpi_4", "intel_mpi"])
-def test_ranks_are_dealt_out_in_turn(case: str) -> None:
-    """Rank 5 of three nodes of four has local rank 1 either way: of Intel MPI it was taken for one of node 1."""
-    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    in_turn = {"OMPI_MCA_rmaps_base_mapping_policy": "node"}
-    if case == "intel_mpi":
-        names = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")
-        in_turn = {"I_MPI_PERHOST": "1"}
-    for rank in range(12):
-        dealt = dict(zip(names, map(str, (rank, rank // 3, 12, 4)), strict=True))
-        assert detected(case, **dealt, **in_turn).node_rank == rank % 3
-        filled = dict(zip(names, map(str, (rank, rank % 4, 12, 4)), strict=True))
-        assert detected(case, **filled).node_rank == rank // 4
-
-
-@pytest.mark.parametrize(("rank", "is_known"), [(0, True), (4, True), (5, False), (11, True)])
-def test_a_node_rank_that_nothing_tells_is_said_to_be_assumed(rank: int, is_known: bool) -> None:
-    of_rank = {"PMI_RANK": str(rank), "MPI_LOCALRANKID": str(rank % 4), "PMI_SIZE": "12", "MPI_LOCALNRANKS": "4"}
-    launch = detected("mpich_two_nodes", **of_rank)
-    assert launch.node_rank == rank // 4
-    assert ("if ranks fill one node after the other" in launch.describe()) != is_known
 
 
 def test_nodes_with_other_numbers_of_ranks() -> None:

@@ -38,6 +38,7 @@ def test_two_nodes(ranks: int, mapping: tuple[str, ...], tmp_path: Path) -> None
     with machines(["host0", "host1"], tmp_path) as there:
         hosts = ["--host", f"host0:{ranks},host1:{ranks}", "-np", str(2 * ranks), *mapping]
         options = ["-mca", "plm_rsh_agent", str(write_agent(there)), "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS"]
+        options += ["-x", "MASTER_ADDR=10.77.0.1"]
         program = [sys.executable, "-m", "tests.multinode.job", str(tmp_path), str(ranks), "2"]
         words = [str(MPIRUN), "--allow-run-as-root", *options, *hosts, *program]
         result = there.run("host0", words, {"TMPDIR": "/tmp"})
