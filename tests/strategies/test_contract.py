@@ -356,6 +356,7 @@ class Counting(Evaluated):
         self.meter.update(loss.item(), len(batch[0]))
         self.history.append(loss.item())
         self.log("running", self.correct / self.rows)
+        self.log("early", early.detach().mean())
         return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -503,11 +504,13 @@ class Drawing(Net):
         self.net[1], self.net[3] = Rescaled(), nn.Sequential(nn.Tanh(), nn.Dropout(0.3))
         self.net[7] = Rescaled()
         self.generator = torch.Generator().manual_seed(5)
+        self.of_python, self.of_numpy = random.Random(5), np.random.default_rng(5)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x = self.net[:4](batch[0])
         x = F.dropout(x, 0.2) * (1 + random.random() + np.random.rand())
-        x = self.net[4:6](x) + torch.rand(16, generator=self.generator)
+        x = self.net[4:6](x) + torch.rand(16, generator=self.generator) * self.of_python.random()
+        x = x * self.of_numpy.uniform(0.5, 1)
         return F.cross_entropy(self.net[6:](x), batch[1])
 
 
