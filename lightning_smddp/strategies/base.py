@@ -33,7 +33,7 @@ from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.resume.exact_resume import ExactResume
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
 from lightning_smddp.strategies.options import StrategyOptions
-from lightning_smddp.strategies.process_group import start_process_group
+from lightning_smddp.strategies.process_group import mean_by_sum, start_process_group
 from lightning_smddp.strategies.run_supervision import RunSupervision
 from lightning_smddp.strategies.sagemaker_job import SageMakerJob
 from lightning_smddp.strategies.sanity_checks import SanityChecks
@@ -368,6 +368,11 @@ class TrainerStrategy(_Base):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """``obj`` of rank ``src`` on every rank, or a ``ValueError`` on every rank where it cannot be pickled."""
         return broadcast(obj, group_src=src)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over ranks; a mean is SUM, then division, as not every backend knows AVG."""
+        return mean_by_sum(super().reduce, tensor, group, reduce_op)
 
     # ---- what a strategy defines ----
 

@@ -37,8 +37,6 @@ from lightning_smddp.strategies.options import (
     by_name,
     require_known,
 )
-from lightning_smddp.strategies.process_group import mean_by_sum
-from lightning_smddp.strategies.session import finish_wrapping
 from lightning_smddp.strategies.tables import print_table, say
 from lightning_smddp.wording import counted
 
@@ -106,7 +104,6 @@ class DataParallel(TrainerStrategy):
             kwargs["gradient_as_bucket_view"] = gradient_as_bucket_view
         super().__init__(**kwargs)
         self._hold_parts(options)
-        self._user_ddp_kwargs = dict(self._ddp_kwargs)
         self._shard = shard
 
     @override
@@ -128,22 +125,15 @@ class DataParallel(TrainerStrategy):
         """Choose the communication and wrap the model."""
         assert self.model is not None
         self._frozen = FrozenParameters(self.model)
-        if self._ddp_comm_hook is None:
-            self._ddp_kwargs = self._session.prepare(
-                self.model,
-                self.root_device,
-                self._user_ddp_kwargs,
-                self._timeout,
-            )
-            # A mark is NaN in the average, for all ranks to see. Code of the user's that cleans gradients has to find
-            # what `ddp` would show it: then there are no marks, and gradients are looked at behind that code.
-            watch = self._session.synchronizers[-1].watch
-            watch.on = self._checks.watches_gradients
-            watch.marks = not self._checks.changes_gradients
-        elif self._session.options.bucket_cap_mb is not None:  # the user's hook averages: nothing of ours is made
-            self._ddp_kwargs = {**self._user_ddp_kwargs, "bucket_cap_mb": self._session.options.bucket_cap_mb}
-        super().configure_ddp()
-        finish_wrapping(self.root_device)
+        if self._ddp_comm_hook is not None:  # it averages: nothing of ours is made
+            if self._session.options.bucket_cap_mb is not None:
+                self._ddp_kwargs["bucket_cap_mb"] = self._session.options.bucket_cap_mb
+            super().configure_ddp()
+            return
+        # A mark is NaN in the average, for all ranks to see. Code of the user's that cleans gradients has to find what
+        # `ddp` would show it: then there are no marks, and gradients are looked at behind that code.
+        looks, marks = self._checks.watches_gradients, not self._checks.changes_gradients
+        self.model = self._session.wrap(self.model, self.root_device, self._ddp_kwargs, self._timeout, looks, marks)
 
     @override
     def _training_batch_starts(self) -> None:
@@ -181,11 +171,9 @@ class DataParallel(TrainerStrategy):
     @override
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
-        hook = self._ddp_comm_hook
-        if hook is None:
-            self._session.attach(self.model)
-            return
         # As `DDPStrategy` does with CUDA devices alone: on CPUs it ignores the user's hook.
+        hook = self._ddp_comm_hook
+        assert hook is not None
         if self._ddp_comm_wrapper is not None:
             hook = self._ddp_comm_wrapper(hook)
         self.model.register_comm_hook(state=self._ddp_comm_state, hook=hook)
@@ -211,11 +199,6 @@ class DataParallel(TrainerStrategy):
         if not self._session.synchronizers:
             return {}
         return self._session.synchronizers[-1].watch.take_findings()
-
-    @override
-    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        """Reduce a tensor over ranks; a mean is SUM, then division, as not every backend knows AVG."""
-        return mean_by_sum(super().reduce, tensor, group, reduce_op)
 
     # ---- optimizers ----
 

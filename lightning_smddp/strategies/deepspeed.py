@@ -50,7 +50,6 @@ from lightning_smddp.strategies.options import (
     by_name,
     require_known,
 )
-from lightning_smddp.strategies.process_group import mean_by_sum
 from lightning_smddp.strategies.tables import print_table, without_warning
 from lightning_smddp.wording import counted
 
@@ -148,11 +147,6 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
     def _join_process_group(self) -> None:
         super(self._lightnings, self).setup_distributed()
         self._init_deepspeed_distributed()
-
-    @override
-    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        """Reduce a tensor over ranks; a mean is SUM, then division, as not every backend knows AVG."""
-        return mean_by_sum(super().reduce, tensor, group, reduce_op)
 
     @override
     def _format_config(self) -> None:

@@ -32,7 +32,7 @@ from lightning_smddp.strategies.options import (
     require_known,
 )
 from lightning_smddp.strategies.process_group import mean_by_sum, start_process_group
-from lightning_smddp.strategies.session import GradientCommunication, check_devices, finish_wrapping
+from lightning_smddp.strategies.session import GradientCommunication, check_devices
 from lightning_smddp.strategies.tables import print_table
 
 if TYPE_CHECKING:
@@ -112,7 +112,6 @@ class FabricDataParallel(FabricStrategy):
         super().__init__(**by_name(super().__init__, args, kwargs))
         self._hold_options(options)
         self._guard = NonFiniteGuard(self._reliability.on_nonfinite)
-        self._user_ddp_kwargs = dict(self._ddp_kwargs)
         self._shard = shard
         self._modules: list[nn.Module] = []  # that were set up
         self._sharded: list[ShardedOptimizers] = []  # of one optimizer each
@@ -175,21 +174,10 @@ class FabricDataParallel(FabricStrategy):
         # DDP notes what requires gradients when it wraps a module, and sends the first rank's weights to all. So what
         # is frozen is noted before, and whether models differ is found out before.
         self._frozen.append(FrozenParameters(module))
-        self._ddp_kwargs = self._session.prepare(
-            module,
-            self.root_device,
-            self._user_ddp_kwargs,
-            self._timeout,
-        )
         # A gradient scaler makes inf on purpose. The user's code has the gradients in its hands between `backward` and
         # the step, and may clean them: so averages are left without marks.
-        scaler = getattr(self.precision, "scaler", None)
-        watch = self._session.synchronizers[-1].watch
-        watch.on = self._guard.mode != "ignore" and scaler is None
-        watch.marks = False
-        model = super().setup_module(module)
-        finish_wrapping(self.root_device)
-        self._session.attach(model)
+        looks = self._guard.mode != "ignore" and getattr(self.precision, "scaler", None) is None
+        model = self._session.wrap(module, self.root_device, self._ddp_kwargs, self._timeout, looks, marks=False)
         self._modules.append(module)
         self._print("smddp: data parallelism", self._session.summary())
         return model

@@ -54,7 +54,6 @@ from lightning_smddp.strategies.options import (
     by_name,
     require_known,
 )
-from lightning_smddp.strategies.process_group import mean_by_sum
 from lightning_smddp.strategies.tables import print_table
 
 if TYPE_CHECKING:
@@ -299,11 +298,6 @@ class FullyShardedParallel(TrainerStrategy):
     @override
     def _bad_before_averaging(self) -> Mapping[str, str]:
         return {}
-
-    @override
-    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        """Reduce a tensor over ranks; a mean is SUM, then division, as not every backend knows AVG."""
-        return mean_by_sum(super().reduce, tensor, group, reduce_op)
 
     # ---- checkpoints: those of one process ----
 

@@ -16,7 +16,6 @@ from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.mesh import Groups
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.checks import require_samplers_of_replicas
-from lightning_smddp.strategies.process_group import mean_by_sum
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -81,7 +80,7 @@ class PipelineRanks(TrainerStrategy):
         """Reduce over replicas, as all ranks of a pipeline have the same values; over ``group`` if given."""
         if group is None and self._groups is not None:
             group = self._groups.data_parallel_group
-        return mean_by_sum(super().reduce, tensor, group, reduce_op)
+        return super().reduce(tensor, group, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

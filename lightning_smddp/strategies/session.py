@@ -40,7 +40,7 @@ _LEAVE_AFTER_FAILURE_S = 5.0
 class GradientCommunication:
     """Gradient communication of one strategy object: groups for its process group, a hook for each DDP module.
 
-    Around each wrapping of a module in DDP: :meth:`prepare` makes what averages, :meth:`attach` registers it as hook.
+    :meth:`wrap` puts a module into DDP, and what averages its gradients into DDP's hook.
     """
 
     def __init__(self, options: GradientOptions) -> None:
@@ -66,14 +66,24 @@ class GradientCommunication:
         # A weak reference: the interpreter's list of functions must not keep this object, and memory of it, alive.
         atexit.register(_leave, weakref.ref(self))
 
-    def prepare(
+    def wrap(
         self,
         module: nn.Module,
         device: torch.device,
         ddp_kwargs: Mapping[str, Any],
         timeout: timedelta | None,
-    ) -> dict[str, Any]:
-        """Check the model, choose the algorithm, and return DDP's arguments for it. Collective.
+        looks: bool,
+        marks: bool,
+    ) -> DistributedDataParallel:
+        """``module`` in DDP, with our averaging. Collective.
+
+        Args:
+            module: the user's.
+            device: of this rank.
+            ddp_kwargs: DDP's arguments, as the user gave them.
+            timeout: the strategy's.
+            looks: for NaN and inf in gradients.
+            marks: NaN of one rank is in the average, for all ranks to see.
 
         Raises:
             ValueError: on every rank, when the model or the options do not fit.
@@ -83,6 +93,29 @@ class GradientCommunication:
                 "`process_group` and `device_mesh` are not supported: the gradients of all ranks are averaged. "
                 "Use Lightning's DDPStrategy for gradients of a part of the ranks."
             )
+        synchronizer = self._synchronizer_of(module, device, timeout)
+        synchronizer.watch.on = looks
+        synchronizer.watch.marks = marks
+        self.synchronizers.append(synchronizer)
+        # Gradients are views of DDP's buckets then: what the hook has averaged in a bucket need not be copied to them.
+        arguments = {"gradient_as_bucket_view": True, **ddp_kwargs}
+        if self.options.bucket_cap_mb is not None and not ddp_kwargs.get("bucket_cap_mb_list"):
+            arguments["bucket_cap_mb"] = self.options.bucket_cap_mb
+        device_ids = None if device.type == "cpu" else [device.index]
+        model = DistributedDataParallel(module, device_ids=device_ids, **arguments)
+
+        # DDP calls it in the backward pass, when all gradients of a bucket are there, and sums nothing itself: what the
+        # hook's future brings is the average.
+        def _hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+            return synchronizer.average(bucket)
+
+        model.register_comm_hook(state=None, hook=_hook)
+        return model
+
+    def _synchronizer_of(
+        self, module: nn.Module, device: torch.device, timeout: timedelta | None
+    ) -> GradientSynchronizer:
+        """Check the model, and choose what averages its gradients."""
         require_initialized(module)
         group = dist.group.WORLD
         assert group is not None
@@ -112,25 +145,7 @@ class GradientCommunication:
         self.choice = Choice(options.algorithm)
         if options.algorithm == "auto":
             self.choice = choose(self.communicator, module, compression, options.bucket_cap_mb)
-        algorithm = self.choice.algorithm
-        synchronizer = GradientSynchronizer(self.communicator, module, algorithm, compression, self.recorder)
-        self.synchronizers.append(synchronizer)
-        # Gradients are views of DDP's buckets then: what the hook has averaged in a bucket need not be copied to them.
-        arguments = {"gradient_as_bucket_view": True, **ddp_kwargs}
-        if options.bucket_cap_mb is not None and not ddp_kwargs.get("bucket_cap_mb_list"):
-            arguments["bucket_cap_mb"] = options.bucket_cap_mb
-        return arguments
-
-    def attach(self, model: DistributedDataParallel) -> None:
-        """Put our hook into the module that :meth:`prepare` was called for last."""
-        synchronizer = self.synchronizers[-1]
-
-        # DDP calls it in the backward pass, when all gradients of a bucket are there, and sums nothing itself: what the
-        # hook's future brings is the average.
-        def _hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
-            return synchronizer.average(bucket)
-
-        model.register_comm_hook(state=None, hook=_hook)
+        return GradientSynchronizer(self.communicator, module, self.choice.algorithm, compression, self.recorder)
 
     def detach(self) -> dict[str, dict[str, Tensor]]:
         """Close what averages for the module that was wrapped last, and return what it remembers. Collective."""
@@ -158,7 +173,7 @@ class GradientCommunication:
             self.synchronizers[-1].load_state_dict(state)
 
     def close(self) -> None:
-        """Free everything; the next :meth:`prepare` starts anew."""
+        """Free everything; the next :meth:`wrap` starts anew."""
         for synchronizer in self.synchronizers:  # first what works over the communicator's groups and memory
             synchronizer.close()
         self.synchronizers = []
@@ -234,12 +249,6 @@ def _leave(reference: weakref.ref[GradientCommunication]) -> None:
             session.close()
         close_all(failed)
         gc.collect()
-
-
-def finish_wrapping(device: torch.device) -> None:
-    """Wait for the weights that DDP has just sent: Lightning wraps on a CUDA stream that nothing else waits for."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def check_devices(num_processes: int, creates_processes_externally: bool) -> None:

@@ -259,7 +259,7 @@ def test_options_of_pipelines_need_a_pipeline() -> None:
     assert strategy.options.pipeline_parallel_size == 4
     v1_without = from_sagemaker(v1(microbatches=8), pipeline_parallel_size=2)
     assert v1_without.options.num_microbatches == 8
-    assert from_sagemaker({}, static_graph=True)._user_ddp_kwargs == {"static_graph": True}
+    assert from_sagemaker({}, static_graph=True)._ddp_kwargs == {"static_graph": True}
 
 
 @dataclass

@@ -150,4 +150,3 @@ def test_cli(config: str, compression: Compression | None, tmp_path: Path, monke
             assert options.communication.limit == timedelta(seconds=45.5)
             assert options.communication.verbose is False
             assert ddp["find_unused_parameters"] is True
-            assert ddp["bucket_cap_mb"] == 3
