@@ -42,7 +42,7 @@ from lightning_smddp.strategies.session import GradientCommunication, check_devi
 from lightning_smddp.strategies.tables import say
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import DDPStrategy as _Base
 else:
     _Base = object
@@ -84,6 +84,21 @@ class TrainerStrategy(_Base):
         state["_session"] = GradientCommunication(self._session.options)
         state["_exact_resume"] = ExactResume()
         return state
+
+    @property
+    def _module(self) -> LightningModule:
+        """The user's, in a run."""
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self._module.trainer
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank prints what is known of the run."""
+        return self._session.options.communication.verbose and self.is_global_zero
 
     # ---- start ----
 
@@ -238,8 +253,7 @@ class TrainerStrategy(_Base):
         super().on_train_end()
         text = self._checks.guard.report()
         if text is not None and self.is_global_zero:
-            assert self.lightning_module is not None
-            say(text, self.lightning_module.trainer)
+            say(text, self._trainer)
         self._sagemaker.training_ends()
         self._training_ends()
 

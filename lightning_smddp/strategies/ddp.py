@@ -142,10 +142,9 @@ class DataParallel(TrainerStrategy):
         unfrozen = self._frozen.unfrozen()
         if unfrozen:
             self._wrap_again(self._frozen)
-            if self._session.options.communication.verbose and self.is_global_zero:
-                assert self.lightning_module is not None
+            if self._speaks:
                 text = f"smddp: averages the gradients of {counted(len(unfrozen), 'parameter')} more, now unfrozen"
-                say(text, self.lightning_module.trainer)
+                say(text, self._trainer)
 
     def _wrap_again(self, frozen: FrozenParameters) -> None:
         """Let DDP average what was unfrozen, too. Collective."""
@@ -185,8 +184,7 @@ class DataParallel(TrainerStrategy):
         synchronizers = self._session.synchronizers
         if synchronizers and synchronizers[-1].watch.marks:
             return by_watch(synchronizers[-1].watch)
-        assert self.lightning_module is not None
-        found = bad_gradients(self.lightning_module.named_parameters())
+        found = bad_gradients(self._module.named_parameters())
         return by_asking(found, self.root_device)
 
     @property
@@ -207,12 +205,8 @@ class DataParallel(TrainerStrategy):
         self._sharded = None
         if self._shard is None or self._session.communicator is None:
             return
-        assert self.lightning_module is not None
-        shards = []
-        for optimizer in self.optimizers:
-            plain = unwrapped(optimizer)
-            shards.append(OptimizerShards(plain))
-        named = list(self.lightning_module.named_parameters())
+        shards = [OptimizerShards(unwrapped(optimizer)) for optimizer in self.optimizers]
+        named = list(self._module.named_parameters())
         self._sharded = ShardedOptimizers(named, shards, self._session.communicator)
         # Clipping by norm reads every gradient. They are equal on all ranks, so each rank reads its share, and the
         # ranks add up. A plugin that clips in its own way goes on doing so.
@@ -260,10 +254,8 @@ class DataParallel(TrainerStrategy):
 
     @override
     def _training_starts(self) -> None:
-        speaks = self._session.options.communication.verbose and self.is_global_zero
-        if speaks and self._session.communicator is not None:
-            assert self.lightning_module is not None
-            trainer = self.lightning_module.trainer
+        if self._speaks and self._session.communicator is not None:
+            trainer = self._trainer
             rows = self._session.summary(_batch_size(trainer), trainer.accumulate_grad_batches)
             if self._sharded is not None:
                 rows += self._sharded.describe()
@@ -272,8 +264,7 @@ class DataParallel(TrainerStrategy):
 
     def _fused_advice(self) -> list[str]:
         # With a scaler Lightning clips no fused optimizer's gradients, and sparse ones cannot be stepped so.
-        assert self.lightning_module is not None
-        is_sparse = any(getattr(layer, "sparse", False) for layer in self.lightning_module.modules())
+        is_sparse = any(getattr(layer, "sparse", False) for layer in self._module.modules())
         if self.root_device.type != "cpu" or is_sparse or getattr(self.precision_plugin, "scaler", None) is not None:
             return []
         names = {type(optimizer).__name__ for optimizer in self.optimizers if _could_be_fused(optimizer)}
@@ -282,10 +273,9 @@ class DataParallel(TrainerStrategy):
     @override
     def _training_ends(self) -> None:
         if self._session.synchronizers:
-            assert self.lightning_module is not None
             self._last_report = self._session.report()
-            if self._session.options.communication.verbose and self.is_global_zero and self.world_size > 1:
-                say(str(self._last_report), self.lightning_module.trainer)
+            if self._speaks and self.world_size > 1:
+                say(str(self._last_report), self._trainer)
 
     @override
     def _compression_state(self) -> Mapping[str, Mapping[str, Tensor]]:

@@ -169,18 +169,16 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
     @override
     def _set_up_model(self, trainer: Trainer) -> None:
         if trainer.state.fn == "fit":
-            assert self.lightning_module is not None
-            require_supported_by_deepspeed(self.lightning_module, trainer, callbacks_of(trainer))
+            require_supported_by_deepspeed(self._module, trainer, callbacks_of(trainer))
             assert self.config is not None
             require_one_answer(self.config, trainer)
         super()._set_up_model(trainer)
 
     @override
     def _init_optimizers(self) -> Any:
-        assert self.lightning_module is not None
         optimizer, scheduler = super()._init_optimizers()
         require_elementwise(optimizer)
-        self._groups = parameter_groups(optimizer, self.lightning_module)
+        self._groups = parameter_groups(optimizer, self._module)
         return optimizer, scheduler
 
     @override
@@ -223,12 +221,11 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
     def _training_starts(self) -> None:
         assert self._unseen_writes is not None
         self._unseen_writes.note()  # a checkpoint was loaded
-        if self._session.options.communication.verbose and self.is_global_zero:
-            assert self.lightning_module is not None
+        if self._speaks:
             stage = _STAGES[self.deepspeed_engine.zero_optimization_stage()]
             ranks = f"{counted(self.world_size, 'rank')} on {self.root_device.type}"
             rows = [("stage", stage), ("cluster size", ranks)]
-            print_table("smddp_deepspeed: DeepSpeed's ZeRO", rows, self.lightning_module.trainer)
+            print_table("smddp_deepspeed: DeepSpeed's ZeRO", rows, self._trainer)
 
     @property
     @override
@@ -245,8 +242,7 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Accumulate where Lightning does. It has divided the loss by the number of batches: DeepSpeed must not."""
-        assert self.lightning_module is not None
-        steps = will_step(self.lightning_module.trainer)
+        steps = will_step(self._trainer)
         self.deepspeed_engine.set_gradient_accumulation_boundary(steps)
         self._loss = closure_loss.detach()
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
@@ -292,9 +288,8 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
 
     @property
     def _states(self) -> WholeStates:
-        assert self.lightning_module is not None
         optimizer = self.optimizers[0] if self.optimizers else None
-        return WholeStates(self.lightning_module, optimizer, self._groups, self.is_global_zero)
+        return WholeStates(self._module, optimizer, self._groups, self.is_global_zero)
 
     @property
     @override

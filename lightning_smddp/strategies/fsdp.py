@@ -166,9 +166,8 @@ class FullyShardedParallel(TrainerStrategy):
     @override
     def _set_up_model(self, trainer: Trainer) -> None:
         """Divide the module, then make the optimizers, of its divided parameters."""
-        module = self.lightning_module
+        module = self._module
         assert self.accelerator is not None
-        assert module is not None
         assert self.model is not None
         is_fit = trainer.state.fn == "fit"
         self.accelerator.setup(trainer)
@@ -193,9 +192,8 @@ class FullyShardedParallel(TrainerStrategy):
 
     @override
     def _shard_optimizers(self) -> None:
-        assert self.lightning_module is not None
         optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
-        require_optimizers_of_module(self.lightning_module, optimizers)
+        require_optimizers_of_module(self._module, optimizers)
         self._close_stepped()
         self._stepped = [SteppedOptimizer(optimizer, [self._require_scheme()], self._view) for optimizer in optimizers]
 
@@ -262,8 +260,7 @@ class FullyShardedParallel(TrainerStrategy):
 
     @contextmanager
     def _forward(self, trains: bool) -> Iterator[None]:
-        module, scheme = self.lightning_module, self._require_scheme()
-        assert module is not None
+        module, scheme = self._module, self._require_scheme()
         with scheme.forward(trains, broadcasts_buffers=module.trainer.state.fn == "fit"):
             yield
         if not module.automatic_optimization:  # its backward passes are behind it
@@ -310,11 +307,9 @@ class FullyShardedParallel(TrainerStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole module's state, on global rank 0; with ``sharded`` of each rank its share. Collective."""
-        assert self.lightning_module is not None
         if self._interrupted:
             return {}
-        state = self.lightning_module.state_dict(keep_vars=True)
-        return gathered_model(state, self._keepers, self.root_device)
+        return gathered_model(self._module.state_dict(keep_vars=True), self._keepers, self.root_device)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -347,8 +342,7 @@ class FullyShardedParallel(TrainerStrategy):
         if self._scheme is None:
             super()._load_model(checkpoint, strict)
             return
-        assert self.lightning_module is not None
-        state = divided_model_state(self.lightning_module, checkpoint["state_dict"])
+        state = divided_model_state(self._module, checkpoint["state_dict"])
         super()._load_model({**checkpoint, "state_dict": state}, strict)
 
     @override
@@ -372,10 +366,8 @@ class FullyShardedParallel(TrainerStrategy):
 
     @override
     def _training_starts(self) -> None:
-        if self._session.options.communication.verbose and self.is_global_zero:
-            assert self.lightning_module is not None
-            rows = self._require_scheme().describe()
-            print_table("smddp_fsdp: fully sharded data parallelism", rows, self.lightning_module.trainer)
+        if self._speaks:
+            print_table("smddp_fsdp: fully sharded data parallelism", self._require_scheme().describe(), self._trainer)
 
     @override
     def _advise(self, exception: BaseException) -> None:

@@ -166,7 +166,7 @@ class PipelineParallel(PipelineRanks):
         """Take the module as it is; it is partitioned at the first batch."""
         assert self.accelerator is not None
         assert self.model is not None
-        assert self.lightning_module is not None
+        module = self._module
         assert self._groups is not None
         is_fit = trainer.state.fn == "fit"
         self.accelerator.setup(trainer)
@@ -177,16 +177,16 @@ class PipelineParallel(PipelineRanks):
         self._changes.enter_context(keeps_user_samplers(trainer, one_replica))
         self._changes.enter_context(without_sync_advice(one_replica))
         self._changes.enter_context(finetuning_by_identity(callbacks, self._optimized))
-        require_whole(self.lightning_module)
-        require_pipelinable(self.lightning_module, callbacks, is_fit)
+        require_whole(module)
+        require_pipelinable(module, callbacks, is_fit)
         if is_fit and self._layer_sync and not one_replica:
             torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.model, process_group=self._groups.data_parallel_group)
         self.precision_plugin.convert_module(self.model)
         assert dist.group.WORLD is not None
         # What no rank has values of yet, with `meta_init`, gets them from a seed when it is known who keeps it.
-        broadcast_initial(self.lightning_module, dist.group.WORLD, device=self.root_device)
+        broadcast_initial(module, dist.group.WORLD, device=self.root_device)
         setup = RunSetup(
-            self.lightning_module,
+            module,
             self.options,
             self._groups,
             self.root_device,
@@ -195,7 +195,7 @@ class PipelineParallel(PipelineRanks):
             self._checks,
         )
         self._pipelined = PipelinedModule(setup, self._show_partition)
-        if self._ended is not None and self._ended.module is self.lightning_module:
+        if self._ended is not None and self._ended.module is module:
             self._pipelined.batcher.chosen = self._ended.batcher.chosen
         if self._restored is not None:
             self._pipelined.state.load_state_dict(self._restored, strict=False)
@@ -207,7 +207,7 @@ class PipelineParallel(PipelineRanks):
         # Optimizers are made of the whole module, as the user wrote it. When the first batch has shown who keeps what,
         # each is left with the parameters of this rank.
         if is_fit:
-            refuse_training(self.lightning_module, (), self.optimizers)
+            refuse_training(module, (), self.optimizers)
             plain = [unwrapped(optimizer) for optimizer in self.optimizers]
             self._pipelined.take_optimizers(plain, self.precision_plugin)
 
@@ -228,7 +228,7 @@ class PipelineParallel(PipelineRanks):
         """Print how the module was partitioned: for training, and for evaluation where nothing was printed yet."""
         is_wanted = hook == "training_step" or not self._is_shown
         self._is_shown = True
-        if is_wanted and self.options.gradients.communication.verbose and self.is_global_zero:
+        if is_wanted and self._speaks:
             print_partition(hook, *found)
 
     def _current(self) -> PipelinedModule | None:
@@ -412,8 +412,7 @@ class PipelineParallel(PipelineRanks):
             self._pipelined.state.load_state_dict(checkpoint["state_dict"], strict)
             return
         # Before setup, as Lightning restores: the module is whole, but with `meta_init` has no memory for the values.
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         load_full_state_dict(module, checkpoint["state_dict"], strict)
         self._restored = None
         if any(p.is_meta for p in module.parameters()):

@@ -18,7 +18,7 @@ from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.checks import require_samplers_of_replicas
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    pass
 
 
 class PipelineRanks(TrainerStrategy):
@@ -110,8 +110,3 @@ class PipelineRanks(TrainerStrategy):
     def _has_part_to_save(self) -> bool:
         assert self._groups is not None
         return self._groups.replica == 0
-
-    @property
-    def _trainer(self) -> Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
