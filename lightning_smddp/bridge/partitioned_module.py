@@ -9,7 +9,6 @@ the whole module again, and its own part of the optimizers.
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -25,7 +24,6 @@ from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.bridge.step_record import StepRecorder
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.communication.tensors import gather_structures
 from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules
@@ -63,8 +61,6 @@ State: TypeAlias = Mapping[str, Any]
 """A state dict, of a module or an optimizer."""
 StateDict: TypeAlias = dict[str, Any]
 """The same, made here."""
-Remembered: TypeAlias = Mapping[str, Mapping[str, Tensor]]
-"""What compression of gradients remembers, by kind and parameter."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +140,7 @@ class Unpartitioned:
         shards: of these, not cut yet; empty without ``shard="optimizer"``.
         weights: a loaded state, where parameters have no memory yet.
         optimizer_states: loaded, one for each optimizer.
-        remembered: loaded, what compression of gradients remembers of all parameters.
+        remembered: loaded, what compression of gradients remembers on this rank.
     """
 
     def __init__(self, setup: RunSetup) -> None:
@@ -153,7 +149,7 @@ class Unpartitioned:
         self.shards: list[OptimizerShards] = []
         self.weights: State = {}
         self.optimizer_states: Sequence[State] | None = None
-        self.remembered: Remembered = {}
+        self.remembered: State = {}
 
     def state_dict(self, gather: bool) -> StateDict:
         """The whole module's on every rank, gathered or not. Parameters that wait for memory are on ``meta``."""
@@ -179,8 +175,8 @@ class Unpartitioned:
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict({**state, "state": {}})
 
-    def compression_state(self) -> Remembered:
-        """What compression of gradients remembers, by parameter."""
+    def compression_state(self) -> State:
+        """What compression of gradients remembers on this rank."""
         return self.remembered
 
     def optimized(self, optimizer: Optimizer) -> list[nn.Parameter]:
@@ -384,20 +380,10 @@ class PartitionedModule:
             shards = None if self.sharded is None else self.sharded.of(partition.optimizer)
             partition.load_full_state_dict(state, shards)
 
-    def compression_state(self) -> Remembered:
-        """What compression of gradients remembers, by parameter, on the first rank; empty if nothing. Collective."""
-        setup, replicas = self.setup, self.stash.replicas
-        if replicas is None or setup.options.gradients.compression is None:
-            return {}
-        local = replicas.state_dict()
-        if setup.groups.replica != 0:
-            return {}
-        # Parameters of several stages are with each of them, and are averaged together: any rank's values will do.
-        whole: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        for of_rank in gather_structures(local, setup.groups.pipeline, False, setup.device):
-            for kind, values in of_rank.items():
-                whole[kind] |= values
-        return dict(whole)
+    def compression_state(self) -> State:
+        """What compression of gradients remembers on this rank; empty if nothing."""
+        replicas = self.stash.replicas
+        return {} if replicas is None else replicas.state_dict()
 
     def optimized(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """The parameters of all ranks that ``optimizer`` steps."""

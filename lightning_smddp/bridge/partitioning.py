@@ -232,8 +232,7 @@ def _replicas(before: Unpartitioned, held: Parameters) -> ReplicaGradients:
     )
     replicas.watching = setup.checks.watches_gradients
     replicas.marking = not setup.checks.changes_gradients
-    if options.compression is not None and before.remembered:
-        replicas.load_state_dict(before.remembered)
+    replicas.load_state_dict(before.remembered)
     return replicas
 
 

@@ -27,10 +27,9 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_smddp._compat.torch import is_nccl
-from lightning_smddp.communication.buckets import Layout, sum_dtype
 from lightning_smddp.communication.inter_node import InterNodeReduce
 from lightning_smddp.communication.intra_node import IntraNodeGroup
-from lightning_smddp.communication.shared_memory import SharedMemory
+from lightning_smddp.communication.shared_memory import SharedMemory, sum_dtype
 
 AlgorithmName = Literal["auto", "native", "shared_memory", "hierarchical", "balanced"]
 NAMES: tuple[str, ...] = get_args(AlgorithmName)
@@ -44,11 +43,11 @@ class Algorithm(Protocol):
 
     name: str
 
-    def all_reduce(self, tensor: Tensor, layout: Layout) -> Future[Any]:
+    def all_reduce(self, tensor: Tensor, slot: int | None) -> Future[Any]:
         """Begin to replace 1-D contiguous ``tensor`` by its mean over all ranks, in place.
 
-        The future's value is ``tensor``. Calls come in the same order on every rank. ``layout.slot`` names a tensor
-        that comes again at every step.
+        The future's value is ``tensor``. Calls come in the same order on every rank. ``slot`` is the number of a
+        bucket, which comes again at every step.
         """
         ...
 
@@ -75,7 +74,7 @@ class Native:
         self.group = group
         self.world_size = dist.get_world_size(group)
 
-    def all_reduce(self, tensor: Tensor, layout: Layout) -> Future[Any]:
+    def all_reduce(self, tensor: Tensor, slot: int | None) -> Future[Any]:
         """See :meth:`Algorithm.all_reduce`."""
         if self.world_size == 1:
             return completed(tensor)
@@ -120,15 +119,15 @@ class SharedMemoryAllReduce:
     def __init__(self, memory: SharedMemory) -> None:
         self.memory = memory
 
-    def all_reduce(self, tensor: Tensor, layout: Layout) -> Future[Any]:
+    def all_reduce(self, tensor: Tensor, slot: int | None) -> Future[Any]:
         """See :meth:`Algorithm.all_reduce`."""
-        self.mean(tensor, layout, watch=False)
+        self.mean(tensor, slot, watch=False)
         return completed(tensor)
 
-    def mean(self, tensor: Tensor, layout: Layout, watch: bool) -> bool:
+    def mean(self, tensor: Tensor, slot: int | None, watch: bool) -> bool:
         """As :meth:`all_reduce`, at once; with ``watch`` also whether it is finite, see :class:`SharedMemory`."""
         scale = 1.0 / self.memory.mesh.size
-        return self.memory.all_reduce(tensor, layout.slot, scale, watch)
+        return self.memory.all_reduce(tensor, slot, scale, watch)
 
     def close(self) -> None:
         """See :meth:`Algorithm.close`."""
@@ -150,8 +149,6 @@ class TwoLevel:
         scatter: the reduce-scatter of this node; None when this rank is alone on it.
         gather: the all-gather, another object, as it works in another thread.
         exchange: between nodes; None when this rank owns no shard.
-        by_rows: cut shards between rows of parameters, for an exchange that compresses matrices.
-        shard_index: which of the shards is this rank's.
     """
 
     def __init__(
@@ -162,27 +159,22 @@ class TwoLevel:
         scatter: IntraNodeReduce | None,
         gather: IntraNodeReduce | None,
         exchange: InterNodeReduce | None,
-        shard_index: int = 0,
-        by_rows: bool = False,
     ) -> None:
         self.name = name
         self.world_size = world_size
-        self.by_rows = by_rows
         self.scatter = scatter
         self.gather = gather
         self.exchange = exchange
-        self.shard_index = shard_index
         self._thread = thread
         self._closed = False
         self._submitted: set[futures.Future[None]] = set()
         self._stream: torch.cuda.Stream | None = None
-        self._bounds: dict[Layout, list[int]] = {}
 
-    def all_reduce(self, tensor: Tensor, layout: Layout) -> Future[Any]:
+    def all_reduce(self, tensor: Tensor, slot: int | None) -> Future[Any]:
         """See :meth:`Algorithm.all_reduce`."""
         if tensor.is_cuda:
-            return self._on_stream(tensor, layout)
-        complete = self._begin(tensor, layout)
+            return self._on_stream(tensor, slot)
+        complete = self._begin(tensor, slot)
         future: Future[Any] = Future()
 
         def run() -> None:
@@ -207,12 +199,6 @@ class TwoLevel:
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
-    def shard_layout(self, tensor: Tensor, layout: Layout) -> Layout:
-        """What this rank's shard of ``tensor`` consists of."""
-        bounds = self._bounds_of(tensor, layout)
-        low, high = bounds[self.shard_index], bounds[self.shard_index + 1]
-        return layout.cut(low, high)
-
     def close(self) -> None:
         """See :meth:`Algorithm.close`."""
         self._closed = True
@@ -221,16 +207,7 @@ class TwoLevel:
             if part is not None:
                 part.close()
 
-    def _bounds_of(self, tensor: Tensor, layout: Layout) -> list[int]:
-        if self.scatter is None:
-            return [0, tensor.numel()]
-        if not self.by_rows:
-            return self.scatter.bounds(tensor.numel())
-        if layout not in self._bounds:  # rows are many, and the same at every step
-            self._bounds[layout] = self.scatter.bounds(tensor.numel(), layout.rows)
-        return self._bounds[layout]
-
-    def _begin(self, tensor: Tensor, layout: Layout) -> Callable[[], None]:
+    def _begin(self, tensor: Tensor, slot: int | None) -> Callable[[], None]:
         """Reduce in the node and start the exchange; returns what completes both."""
         # Two nodes of two ranks, a bucket in two shards; ranks 0 and 2 have local rank 0:
         #     node 0   rank 0 |A0   |  rank 1 |   B0|     after the reduce-scatter: sums over the node
@@ -238,26 +215,24 @@ class TwoLevel:
         #              A0 + A1         B0 + B1            after the exchange, on both of their owners
         #     all      |A0 + A1|B0 + B1|                  after the all-gather
         # The scale is applied in the node, so what is summed over the nodes is of the mean's size already.
-        bounds = self._bounds_of(tensor, layout)
         scale = 1.0 / self.world_size
         if self.scatter is None:
             shard = tensor.mul_(scale)
         else:
-            shard = self.scatter.reduce_scatter(tensor, layout.slot, scale, bounds)
+            shard = self.scatter.reduce_scatter(tensor, slot, scale)
         finish = None
         if self.exchange is not None and shard.numel():
-            consists_of = self.shard_layout(tensor, layout)
-            finish = self.exchange.start(shard, consists_of)
+            finish = self.exchange.start(shard, slot)
 
         def complete() -> None:
             if finish is not None:
                 finish()
             if self.gather is not None:
-                self.gather.all_gather(tensor, layout.slot, bounds)
+                self.gather.all_gather(tensor, slot)
 
         return complete
 
-    def _on_stream(self, tensor: Tensor, layout: Layout) -> Future[Any]:
+    def _on_stream(self, tensor: Tensor, slot: int | None) -> Future[Any]:
         if self._stream is None:
             self._stream = torch.cuda.Stream(tensor.device)
         # Backward's stream has written the bucket, so ours waits for it. The future takes note of the stream that is
@@ -265,7 +240,7 @@ class TwoLevel:
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
         future: Future[Any] = Future(devices=[tensor.device])
         with torch.cuda.stream(self._stream):
-            complete = self._begin(tensor, layout)
+            complete = self._begin(tensor, slot)
             complete()
             future.set_result(tensor)
         return future

@@ -17,15 +17,13 @@ from lightning_smddp.communication.algorithms import (
     SharedMemoryAllReduce,
     TwoLevel,
 )
-from lightning_smddp.communication.buckets import Layout
-from lightning_smddp.communication.compression import Codec, Compression, ErrorFeedback
+from lightning_smddp.communication.compression import Compression, ErrorFeedback
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.groups import close_group, create_group, new_name
 from lightning_smddp.communication.inter_node import BalancedExchange, InterNodeReduce, RingExchange
 from lightning_smddp.communication.intra_node import IntraNodeGroup
 from lightning_smddp.communication.node_mesh import NodeMesh, OnWait
 from lightning_smddp.communication.objects import gather
-from lightning_smddp.communication.powersgd import PowerSGDExchange
 from lightning_smddp.communication.shared_memory import HOW_TO_RAISE, SharedMemory, free_bytes
 from lightning_smddp.communication.topology import discover
 
@@ -68,7 +66,7 @@ class Communicator:
         self.rank = self.topology.rank
         self.notes: list[str] = []
         self._meshes: list[NodeMesh] = []
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_smddp")
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_smddp")
         self.zero_copy = True
         self.shared_memory_refusal: str | None = self._connect(gradient_bytes)
 
@@ -157,8 +155,15 @@ class Communicator:
             names.append("shared_memory")
         return names
 
-    def algorithm(self, name: str, compression: Compression | None = None) -> Algorithm:
+    def algorithm(
+        self, name: str, compression: Compression | None = None, feedback: ErrorFeedback | None = None
+    ) -> Algorithm:
         """The algorithm of that name on this job's groups. Collective: it may create groups, ready for use.
+
+        Args:
+            name: one of ``available``.
+            compression: of what goes between nodes, by a codec.
+            feedback: remembers what that loses.
 
         Raises:
             ValueError: unknown name, or ``shared_memory`` across nodes or where it does not work.
@@ -168,13 +173,17 @@ class Communicator:
             raise ValueError(f"algorithm={name!r} is unknown. Valid: {valid}.")
         # `native` has no level inside the node, and with scope="all" there is to be none: then all ranks exchange
         # compressed values with each other.
-        if self.flattens(name, compression):
-            return self._flat(name, compression)
+        if (
+            compression is not None
+            and self.compresses(compression)
+            and (name == "native" or compression.scope == "all")
+        ):
+            return self._flat(name, compression, feedback)
         if name == "native" or self.world_size == 1:
             return Native(self.group)
         if name == "shared_memory":
             return SharedMemoryAllReduce(self._memory(0))
-        return self._two_level(name, compression)
+        return self._two_level(name, compression, feedback)
 
     def compresses(self, compression: Compression | None) -> bool:
         """Whether there is a link here that ``compression`` applies to."""
@@ -183,18 +192,6 @@ class Communicator:
         if compression.scope == "all":
             return self.world_size > 1
         return self.topology.num_nodes > 1
-
-    def flattens(self, name: str, compression: Compression | None) -> bool:
-        """Whether ``compression`` makes algorithm ``name`` one exchange between all ranks."""
-        if compression is None or not self.compresses(compression):
-            return False
-        return compression.scope == "all" or name == "native"
-
-    def members(self, name: str, compression: Compression | None) -> int:
-        """The ranks that take part in an exchange of algorithm ``name``."""
-        if self.flattens(name, compression):
-            return self.world_size
-        return self.topology.num_nodes
 
     def _memory(self, mesh: int, num_shards: int | None = None) -> SharedMemory:
         if self.topology.num_nodes > 1 and num_shards is None:
@@ -209,34 +206,28 @@ class Communicator:
             )
         return SharedMemory(self._meshes[mesh], num_shards, self.on_wait, self.zero_copy)
 
-    def _flat(self, name: str, compression: Compression | None) -> TwoLevel:
+    def everyone(self, purpose: str) -> dist.ProcessGroup:
+        """A group of all ranks, for one purpose. Collective."""
+        return self._new_group(purpose, tuple(range(self.world_size)))
+
+    def _flat(self, name: str, compression: Compression | None, feedback: ErrorFeedback | None) -> TwoLevel:
         """One exchange between all ranks, without a level inside the node."""
         ranks = tuple(range(self.world_size))
-        exchange = self._exchange(name, ranks, compression)
-        return TwoLevel(name, self.world_size, self._thread, None, None, exchange)
+        exchange = self._exchange(name, ranks, compression, feedback)
+        return TwoLevel(name, self.world_size, self.thread, None, None, exchange)
 
-    def _two_level(self, name: str, compression: Compression | None) -> TwoLevel:
+    def _two_level(self, name: str, compression: Compression | None, feedback: ErrorFeedback | None) -> TwoLevel:
         topology = self.topology
         if topology.num_nodes == 1 and name == "balanced":  # the node's ranks are the servers
-            return self._flat(name, None)
+            return self._flat(name, None, None)
         scatter, gather = self._inside_node()
         # One exchange for each shard, between its owners, one a node. A rank owns the shard of its local rank, or none
         # where its node has more ranks than another one.
         exchange: InterNodeReduce | None = None
         if topology.num_nodes > 1 and topology.local_rank < topology.num_shards:
             owners = topology.shard_owners(topology.local_rank)
-            exchange = self._exchange(name, owners, compression)
-        by_rows = compression is not None and compression.method == "powersgd"
-        return TwoLevel(
-            name,
-            self.world_size,
-            self._thread,
-            scatter,
-            gather,
-            exchange,
-            shard_index=topology.local_rank,
-            by_rows=by_rows,
-        )
+            exchange = self._exchange(name, owners, compression, feedback)
+        return TwoLevel(name, self.world_size, self.thread, scatter, gather, exchange)
 
     def _inside_node(self) -> tuple[IntraNodeReduce | None, IntraNodeReduce | None]:
         """What scatters and what gathers inside this node; None for both where that would be a group of one rank."""
@@ -249,21 +240,16 @@ class Communicator:
             return None, None
         return IntraNodeGroup(scatter, topology.num_shards), IntraNodeGroup(gather, topology.num_shards)
 
-    def _exchange(self, name: str, ranks: tuple[int, ...], compression: Compression | None) -> InterNodeReduce:
+    def _exchange(
+        self, name: str, ranks: tuple[int, ...], compression: Compression | None, feedback: ErrorFeedback | None
+    ) -> InterNodeReduce:
         """The exchange among ``ranks``, of which this is one. Collective over them."""
         # Two groups, as an exchange starts in one thread and ends in another.
         first = self._new_group("start", ranks)
         second = self._new_group("finish", ranks)
-        codec: Codec | None = None
-        feedback: ErrorFeedback | None = None
-        if compression is not None:
-            codec = compression.codec()
-            if compression.error_feedback:
-                feedback = ErrorFeedback()
-            if compression.method == "powersgd":
-                return PowerSGDExchange(first, second, compression.rank, feedback)
-            if compression.method == "int8":  # cannot be added up on the way round a ring
-                return BalancedExchange(first, second, codec, feedback)
+        codec = None if compression is None else compression.codec()
+        if compression is not None and compression.method == "int8":  # cannot be added up on the way round a ring
+            name = "balanced"
         if name == "balanced":
             return BalancedExchange(first, second, codec, feedback)
         return RingExchange(first, codec, feedback)
@@ -302,7 +288,7 @@ class Communicator:
 
     def close(self) -> None:
         """Close sockets and groups, after the algorithms. Not collective."""
-        self._thread.shutdown()  # first: what it still does goes over meshes and groups
+        self.thread.shutdown()  # first: what it still does goes over meshes and groups
         self._close_meshes()
         for group in self._groups.values():
             close_group(group)
@@ -311,7 +297,5 @@ class Communicator:
 
 def reduce_once(algorithm: Algorithm, tensor: Tensor, slot: int | None = None) -> Tensor:
     """All-reduce a tensor of any shape outside of training and wait: for tests and timings."""
-    flat = tensor.view(-1)
-    layout = Layout.flat(flat.numel(), slot)
-    algorithm.all_reduce(flat, layout).wait()
+    algorithm.all_reduce(tensor.view(-1), slot).wait()
     return tensor

@@ -4,21 +4,22 @@ Compression pays between nodes on links slower than some 10 Gbit/s; inside a nod
 (Agarwal et al., MLSys 2022, found it ahead of tuned exact sums in 6 of 200 data-center set-ups).
 
 Here are the options, the codecs (how values look on the wire) and the memory of what was lost.
-``Communicator._exchange`` chooses who sends them: ``RingExchange`` or ``BalancedExchange`` (``inter_node.py``), or
-``PowerSGDExchange`` (``powersgd.py``).
+``Communicator._exchange`` chooses who sends them: ``RingExchange`` or ``BalancedExchange`` (``inter_node.py``).
+``PowerSGD`` (``powersgd.py``) does all of it by itself.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from lightning_smddp.communication.buckets import Layout
-from lightning_smddp.wording import counted
+from lightning_smddp.communication.tensors import gather_structures
 
 Method = Literal["bf16", "fp16", "int8", "powersgd"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -206,147 +207,73 @@ class Int8Codec:
         return 1 + 4 / self.block_size
 
 
-Parts = dict[str, list[tuple[int, Tensor]]]
-"""Parts of flattened parameters by name, each with the number of its first element."""
-
-
-def add_parts(flat: Tensor, layout: Layout, parts: Parts) -> None:
-    """Add to ``flat``, which consists of ``layout``, what ``parts`` have of the same elements, in place."""
-    for piece in layout.pieces:
-        # Three ways to count: from the first element of the parameter (low, high), of the part, and of `flat`.
-        #     parameter   |.....[ piece ..............].....|
-        #     part        |..........[ values ...............]
-        #     both        |..........[low ........high)
-        for begin, values in parts.get(piece.name, ()):
-            low = max(piece.begin, begin)
-            high = min(piece.end, begin + values.numel())
-            if low < high:
-                common = values[low - begin : high - begin]
-                start = piece.offset + low - piece.begin
-                flat[start : start + common.numel()] += common.to(flat.device, flat.dtype)
-
-
-def totals_of(parts: Parts, numels: Mapping[str, int]) -> dict[str, Tensor]:
-    """What ``parts`` make up, for each parameter: fp32 of shape ``(numel,)``, on the CPU."""
-    totals = {}
-    for name, numel in numels.items():
-        total = torch.zeros(numel)
-        whole = Layout.of_parameters(0, [(name, total)])
-        add_parts(total, whole, parts)
-        totals[name] = total
-    return totals
-
-
-def require_same_sizes(state: Mapping[str, Tensor], numels: Mapping[str, int]) -> None:
-    """Raise ``ValueError`` unless what is remembered, by parameter, has the sizes ``numels``."""
-    for name, value in state.items():
-        if value.numel() != numels.get(name):
-            raise ValueError(
-                f"The checkpoint's compression state for {name!r} has {counted(value.numel(), 'element')}, the "
-                f"parameter has {numels.get(name)}. It belongs to another model."
-            )
-
-
-def collect_parts(parts: Parts, layout: Layout, flat: Tensor) -> None:
-    """Add to ``parts`` what ``flat``, which consists of ``layout``, has of named parameters."""
-    for piece in layout.pieces:
-        if piece.name:
-            parts.setdefault(piece.name, []).append((piece.begin, piece.of(flat)))
-
-
 class ErrorFeedback:
-    """Remembers what compression lost, for the next step.
+    """Remembers what compression lost of each bucket on this rank, for the next step.
 
-    What matters is the sum over the ranks of what they hold for an element; which rank holds it does not. So the
-    state is exported summed over ranks, by parameter, and restored under any other layout, number of ranks or nodes.
-
-    Of each bucket (a layout's ``slot``) it holds one residual, as long as this rank's shard of the bucket. A step first
-    adds it to the shard (:meth:`add_to`), which makes it on the way, then writes what is lost now over it
-    (:meth:`remember`).
+    Of each bucket (``slot``) it holds one residual, as long as this rank's shard of the bucket. A step first adds it to
+    the shard (:meth:`add_to`), which makes it on the way, then writes what is lost now over it (:meth:`remember`).
 
     Attributes:
-        restored: what was restored, without what was taken from it as a whole.
+        restored: by the names of a bucket's parameters, what :meth:`state` had of it.
     """
 
     def __init__(self) -> None:
-        self._residuals: dict[int | None, tuple[Layout, Tensor]] = {}
-        self.restored: Parts = {}
+        self.restored: dict[str, Tensor] = {}
+        self._names: dict[int | None, str] = {}  # of the parameters in each bucket
+        self._residuals: dict[int | None, Tensor] = {}
 
-    def add_to(self, shard: Tensor, layout: Layout) -> None:
-        """Add what is remembered for ``layout`` to ``shard``, in place."""
-        shard.add_(self._residual(shard, layout))
+    def begin(self, slot: int, names: str) -> None:
+        """Bucket ``slot`` has the parameters ``names``: if it had others, what was remembered of it is nobody's."""
+        if self._names.get(slot) != names:
+            self._names[slot] = names
+            self._residuals.pop(slot, None)
 
-    def remember(self, values: Tensor, sent: Tensor, layout: Layout, low: int = 0) -> None:
+    def add_to(self, shard: Tensor, slot: int | None) -> None:
+        """Add what is remembered to ``shard``, in place."""
+        if slot not in self._residuals:
+            residual = self._residuals[slot] = torch.zeros_like(shard)
+            restored = self.restored.pop(self._names[slot], torch.empty(0))
+            if restored.numel() == shard.numel():  # else nodes were others
+                residual.copy_(restored)
+        shard.add_(self._residuals[slot])
+
+    def remember(self, values: Tensor, sent: Tensor, slot: int | None, low: int = 0) -> None:
         """``sent`` went out for ``values``, the shard's elements from ``low`` on: remember the difference.
 
         What is not finite is forgotten.
         """
-        _, residual = self._residuals[layout.slot]
-        own = residual[low : low + values.numel()]
+        own = self._residuals[slot][low : low + values.numel()]
         torch.sub(values, sent, out=own)
         own.nan_to_num_(0, 0, 0)
 
-    def remember_more(self, total: Tensor, sent: Tensor, layout: Layout, low: int) -> None:
+    def remember_more(self, total: Tensor, sent: Tensor, slot: int | None, low: int) -> None:
         """As :meth:`remember`, in addition to what is remembered already."""
-        _, residual = self._residuals[layout.slot]
         lost = total - sent
         lost.nan_to_num_(0, 0, 0)
-        residual[low : low + lost.numel()].add_(lost)
+        self._residuals[slot][low : low + lost.numel()].add_(lost)
 
-    def forget_restored(self) -> None:
-        """Every bucket has taken its part of what was restored."""
-        self.restored = {}
+    def state(self) -> dict[str, Tensor]:
+        """What this rank remembers, by the names of each bucket's parameters."""
+        state = dict(self.restored)
+        for slot, residual in self._residuals.items():
+            state[self._names[slot]] = residual.clone()
+        return state
 
-    def parts(self) -> Parts:
-        """What this rank remembers of the steps that it has seen."""
-        parts: Parts = {}
-        for layout, residual in self._residuals.values():
-            collect_parts(parts, layout, residual)
-        return parts
 
-    def totals(self, numels: dict[str, int]) -> dict[str, Tensor]:
-        """What this rank remembers, for each parameter: fp32 of shape ``(numel,)``."""
-        return totals_of(self.parts(), numels)
+def gathered_memory(own: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device) -> list[Mapping[str, Any]]:
+    """What each rank remembers, on the first rank; empty elsewhere, and where nobody remembers anything. Collective."""
+    of_ranks = list(gather_structures(own, group, False, device))
+    return of_ranks if any(of_ranks) else []
 
-    def restore(self, totals: dict[str, Tensor], members: int) -> None:
-        """Start from ``totals`` over all ranks, of which each of the ``members`` of an exchange takes a share."""
-        parts: Parts = {}
-        for name, total in totals.items():
-            parts[name] = [(0, total / members)]
-        self.restore_parts(parts)
 
-    def restore_parts(self, parts: Parts) -> None:
-        """Start from ``parts``, which are no other rank's."""
-        self._residuals.clear()
-        self.restored = parts
-
-    def _residual(self, shard: Tensor, layout: Layout) -> Tensor:
-        """What is remembered for ``layout``, as long as ``shard``: zeros at the first call, but for what came before.
-
-        That is what was remembered under this slot when the bucket had other parameters, and what was restored.
-        """
-        before: Parts = {}
-        if layout.slot in self._residuals:
-            known_layout, known = self._residuals[layout.slot]
-            same_values = known.numel() == shard.numel() and known.dtype == shard.dtype
-            if same_values and known_layout == layout:
-                return known
-            collect_parts(before, known_layout, known)
-        residual = torch.zeros_like(shard)
-        add_parts(residual, layout, before)
-        add_parts(residual, layout, self.restored)
-        self._forget_taken(layout)
-        self._residuals[layout.slot] = (layout, residual)
-        return residual
-
-    def _forget_taken(self, layout: Layout) -> None:
-        """What was restored and is in ``layout`` as a whole is not taken once more, when the layout has changed."""
-        for piece in layout.pieces:
-            if piece.name not in self.restored:
-                continue
-            left = []
-            for begin, values in self.restored[piece.name]:
-                end = begin + values.numel()
-                if begin < piece.begin or end > piece.end:
-                    left.append((begin, values))
-            self.restored[piece.name] = left
+def own_memory(of_ranks: Any, group: dist.ProcessGroup) -> Mapping[str, Any]:
+    """This rank's part of a :func:`gathered_memory`; empty, with a warning, if that was of another number of ranks."""
+    if isinstance(of_ranks, list) and len(of_ranks) == group.size():
+        own: Mapping[str, Any] = of_ranks[group.rank()]
+        return own
+    if of_ranks and group.rank() == 0:
+        warnings.warn(
+            "What compression remembered of gradients begins at zero: the checkpoint is of another number of ranks.",
+            stacklevel=2,
+        )
+    return {}

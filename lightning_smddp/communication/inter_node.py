@@ -1,6 +1,6 @@
 """Sums between nodes: how one shard, already summed inside each node, is summed over the nodes.
 
-``start(shard, layout)`` begins the exchange and returns the function that completes it; between the two the caller may
+``start(shard, slot)`` begins the exchange and returns the function that completes it; between the two the caller may
 start others. ``start`` and completion may run in different threads, each in the same order on every rank, so the
 two phases use a process group each.
 """
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp._compat.torch import all_gather_single
-from lightning_smddp.communication.buckets import Layout, sum_dtype
 from lightning_smddp.communication.compression import Codec, ErrorFeedback, ExactCodec
+from lightning_smddp.communication.shared_memory import sum_dtype
 
 Finish = Callable[[], object]
 
@@ -27,15 +27,11 @@ _ENCODED_AT_ONCE = 2**18  # elements that are encoded at a time, while the ones 
 class InterNodeReduce(Protocol):
     """Sums a tensor over a group, in place."""
 
-    def start(self, shard: Tensor, layout: Layout) -> Finish:
+    def start(self, shard: Tensor, slot: int | None) -> Finish:
         """Begin the sum of ``shard``; the returned function waits and leaves the sum in ``shard``.
 
-        ``layout`` says what the shard consists of, for what is remembered from step to step (error feedback).
+        ``slot`` is the bucket's number, for what is remembered from step to step (error feedback).
         """
-        ...
-
-    def wire_bytes(self, numel: int, dtype: torch.dtype, layout: Layout | None = None) -> int:
-        """Bytes that this rank sends to other ranks for a shard of ``numel`` elements."""
         ...
 
 
@@ -59,7 +55,7 @@ class RingExchange:
         self.codec = codec
         self.feedback = feedback
 
-    def start(self, shard: Tensor, layout: Layout) -> Finish:
+    def start(self, shard: Tensor, slot: int | None) -> Finish:
         """See :meth:`InterNodeReduce.start`."""
         codec = _worthwhile(self.codec, shard.dtype)
         feedback = self.feedback
@@ -70,7 +66,7 @@ class RingExchange:
         if feedback is not None:
             # The order matters: what was lost before goes into the values that are encoded, and what is lost now is the
             # difference of those and of what the wire carries. Nothing is lost for good.
-            feedback.add_to(shard, layout)
+            feedback.add_to(shard, slot)
         sent = []
         pieces: Sequence[Tensor] = [shard]  # a device encodes fast, and has few large messages
         if not shard.is_cuda:
@@ -78,7 +74,7 @@ class RingExchange:
         for number, piece in enumerate(pieces):
             wire = codec.encode(piece)
             if feedback is not None:
-                feedback.remember(piece, wire, layout, number * _ENCODED_AT_ONCE)
+                feedback.remember(piece, wire, slot, number * _ENCODED_AT_ONCE)
             work = dist.all_reduce(wire, group=self.group, async_op=True)
             assert work is not None
             sent.append((piece, wire, work))
@@ -89,13 +85,6 @@ class RingExchange:
                 piece.copy_(wire)
 
         return finish
-
-    def wire_bytes(self, numel: int, dtype: torch.dtype, layout: Layout | None = None) -> int:
-        """See :meth:`InterNodeReduce.wire_bytes`."""
-        size = dist.get_world_size(self.group)
-        codec = _worthwhile(self.codec, dtype)
-        nbytes = numel * codec.bytes_per_element(dtype)
-        return int(2 * nbytes * (size - 1) / size)  # 2 (n - 1) messages of an n-th each
 
 
 class BalancedExchange:
@@ -124,7 +113,7 @@ class BalancedExchange:
         self.codec = codec
         self.feedback = feedback
 
-    def start(self, shard: Tensor, layout: Layout) -> Finish:
+    def start(self, shard: Tensor, slot: int | None) -> Finish:
         """See :meth:`InterNodeReduce.start`."""
         # With 3 servers and 7 elements, which are padded to 9 (a part is 3, or with a codec a multiple of its block):
         #     shard     | 0 1 2 | 3 4 5 | 6 - - |    of each rank: part i goes to server i
@@ -138,14 +127,14 @@ class BalancedExchange:
         numel, dtype = shard.numel(), shard.dtype
         part = _part(numel, size, codec)
         if feedback is not None:
-            feedback.add_to(shard, layout)
+            feedback.add_to(shard, slot)
         padded = shard
         padding = part * size - numel
         if padding:
             padded = torch.nn.functional.pad(shard, (0, padding))
         sent = codec.encode(padded)
         if feedback is not None:
-            feedback.remember(shard, codec.decode(sent, numel, dtype), layout)
+            feedback.remember(shard, codec.decode(sent, numel, dtype), slot)
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=self.scatter_group, async_op=True)
         assert work is not None
@@ -160,7 +149,7 @@ class BalancedExchange:
                 low = min(rank * part, numel)
                 count = min(part, numel - low)
                 carried = codec.decode(answer, part, dtype)
-                feedback.remember_more(own[:count], carried[:count], layout, low)
+                feedback.remember_more(own[:count], carried[:count], slot, low)
                 del carried
             gathered = answer.new_empty(answer.numel() * size)
             all_gather_single(gathered, answer, self.gather_group)
@@ -168,13 +157,6 @@ class BalancedExchange:
             shard.copy_(sums)
 
         return finish
-
-    def wire_bytes(self, numel: int, dtype: torch.dtype, layout: Layout | None = None) -> int:
-        """See :meth:`InterNodeReduce.wire_bytes`."""
-        size = dist.get_world_size(self.scatter_group)
-        codec = _worthwhile(self.codec, dtype)
-        part_bytes = _part(numel, size, codec) * codec.bytes_per_element(dtype)
-        return int(2 * part_bytes * (size - 1))  # a part to each other server, and the own sum to everyone
 
 
 def _part(numel: int, size: int, codec: Codec) -> int:

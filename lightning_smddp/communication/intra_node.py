@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp._compat.torch import all_gather_single, reduce_scatter_single
-from lightning_smddp.communication.buckets import sum_dtype
+from lightning_smddp.communication.shared_memory import sum_dtype
 from lightning_smddp.communication.topology import local_shard_bounds
 
 
@@ -27,18 +26,13 @@ class IntraNodeGroup:
         self.rank = group.rank()
         self.size = dist.get_world_size(group)
 
-    def bounds(self, numel: int, granularity: Sequence[int] = ()) -> list[int]:
+    def bounds(self, numel: int) -> list[int]:
         """Bounds of all local ranks' shards; ranks from ``num_shards`` on own an empty one."""
-        return local_shard_bounds(numel, self.num_shards, self.size, granularity)
+        return local_shard_bounds(numel, self.num_shards, self.size)
 
-    def reduce_scatter(
-        self,
-        tensor: Tensor,
-        slot: int | None,
-        scale: float,
-        bounds: list[int],
-    ) -> Tensor:
+    def reduce_scatter(self, tensor: Tensor, slot: int | None, scale: float) -> Tensor:
         """``scale`` times the sum of this rank's shard over the local ranks, in ``tensor`` itself."""
+        bounds = self.bounds(tensor.numel())
         shard = self._own_shard(tensor, bounds)
         width = _width(bounds)
         sent = _padded(tensor, bounds, width)
@@ -60,8 +54,9 @@ class IntraNodeGroup:
         shard.copy_(total)
         return shard
 
-    def all_gather(self, tensor: Tensor, slot: int | None, bounds: list[int]) -> None:
+    def all_gather(self, tensor: Tensor, slot: int | None) -> None:
         """This rank's shard of ``tensor`` goes into all local ranks' tensors."""
+        bounds = self.bounds(tensor.numel())
         shard = self._own_shard(tensor, bounds)
         if _is_even(bounds):
             # The output is the whole tensor, of which the shard is a part: the input has to be other memory.

@@ -1,162 +1,129 @@
-"""PowerSGD between nodes: matrices travel as two thin factors (Vogels et al., NeurIPS 2019).
-
-torch's own PowerSGD hook works on whole DDP buckets over one flat group. Here the matrices are the rows of each
-parameter that a rank owns inside its node, so that all local ranks compress and send in parallel, and the state
-(factors and remembered error) can be saved and restored.
-"""
+"""PowerSGD (Vogels et al., NeurIPS 2019): matrices travel as two thin factors, by torch's hook, among all ranks."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.futures import Future
 
-from lightning_smddp.communication.buckets import Layout, Piece
-from lightning_smddp.communication.compression import ErrorFeedback
+from lightning_smddp.communication.compression import Compression
 
-_LEAST_GAIN = 2  # matrices that would shrink by less than this factor travel as they are
+_FIRST_STEP = 2  # DDP makes its buckets anew behind the first; torch's hook wants one more
+_EPSILON = 1e-8  # so that a matrix of zeros has factors of zeros
+_closed: list[dist.ProcessGroup] = []
 
 
-class PowerSGDExchange:
-    """Sums a shard's matrices over the group, each as an approximation of low rank; all else is summed in fp32.
+@dataclass(frozen=True)
+class _Matrices:
+    """What torch's hook asks of DDP's bucket, with gradients that it can compress, whatever their strides are."""
+
+    number: int
+    flat: Tensor
+    parameters: list[Tensor]
+    last: bool
+
+    def index(self) -> int:
+        return self.number
+
+    def buffer(self) -> Tensor:
+        return self.flat
+
+    def is_last(self) -> bool:
+        return self.last
+
+    def gradients(self) -> list[Tensor]:
+        parts = self.flat.split([parameter.numel() for parameter in self.parameters])
+        views = []
+        for parameter, part in zip(self.parameters, parts, strict=True):
+            if parameter.dim() > 1 and parameter.numel():
+                part = part.view(parameter.shape[0], -1)
+            if parameter.numel():
+                views.append(part)
+        return views
+
+
+class PowerSGD:
+    """Averages buckets over all ranks, each matrix as an approximation of low rank. The first two steps are exact.
 
     Args:
-        factor_group: carries the left factors P.
-        answer_group: a second group of the same ranks; carries the right factors Q.
-        rank: of the approximation.
-        feedback: remembers the error, or None.
+        group: of all ranks, used by this object alone.
+        thread: an executor of one thread.
+        compression: rank of the approximation, error feedback.
+
+    Attributes:
+        restored: by the names of a bucket's parameters, what :meth:`state` had of it.
     """
 
-    def __init__(
-        self,
-        factor_group: dist.ProcessGroup,
-        answer_group: dist.ProcessGroup,
-        rank: int,
-        feedback: ErrorFeedback | None,
-    ) -> None:
-        self.factor_group, self.answer_group = factor_group, answer_group
-        self.rank, self.feedback = rank, feedback
-        self.factors: dict[str, Tensor] = {}  # Q of the last step, by name of its piece
+    def __init__(self, group: dist.ProcessGroup, thread: ThreadPoolExecutor, compression: Compression) -> None:
+        self.restored: dict[str, Any] = {}
+        self._thread = thread
+        self._names: dict[int, str] = {}  # of buckets that are compressed
+        self._state = PowerSGDState(
+            group,
+            compression.rank,
+            _FIRST_STEP,
+            use_error_feedback=compression.error_feedback,
+            orthogonalization_epsilon=_EPSILON,
+        )
 
-    def start(self, shard: Tensor, layout: Layout) -> Callable[[], object]:
-        """See ``InterNodeReduce.start``."""
-        if self.feedback is not None:
-            self.feedback.add_to(shard, layout)
-        matrices = [piece for piece in layout.pieces if self._shrinks(piece)]
-        exact = [piece for piece in layout.pieces if not self._shrinks(piece)]
-        # Each matrix M becomes P Q^T. With Q of the last step: P = sum of M Q, made orthonormal; Q = sum of M^T P.
-        # Two messages, one after the other, as P has to be whole before Q can be computed from it:
-        #     sent:    | M Q of matrix 0 | M Q of matrix 1 | ... | exact piece | exact piece | ...
-        #     answer:  | M^T P of matrix 0 | M^T P of matrix 1 | ...
-        to_sum = []
-        for piece in matrices:
-            factor = self._factor(piece, shard.device)
-            to_sum.append(_matrix(shard, piece).float() @ factor)
-        for piece in exact:
-            to_sum.append(piece.of(shard).float())
-        sent = _pack(to_sum, shard)
-        shapes = [tensor.shape for tensor in to_sum]
-        work = dist.all_reduce(sent, group=self.factor_group, async_op=True)
-        assert work is not None
+    def average(self, bucket: GradBucket, names: str) -> Future[Any]:
+        """Begin to replace the bucket by its mean; ``names`` are those of its parameters."""
+        number, tensor = bucket.index(), bucket.buffer()
+        matrices = cast(GradBucket, _Matrices(number, tensor, bucket.parameters(), bucket.is_last()))
+        if self._state.iter >= _FIRST_STEP:
+            self._begin(number, names, tensor.device)
+        if tensor.is_cuda:
+            return powerSGD_hook(self._state, matrices).then(lambda done: self._kept(number, done.value()))
+        # In a thread, and one bucket after the other: each of the hook's steps blocks one of gloo's two threads until
+        # the other one has done the next message.
+        future: Future[Any] = Future()
 
-        def finish() -> None:
-            work.wait()
-            summed = _unpack(sent, shapes)
-            bases = []
-            right = []
-            for piece, left in zip(matrices, summed, strict=False):
-                basis, _ = torch.linalg.qr(left)
-                bases.append(basis)
-                right.append(_matrix(shard, piece).float().T @ basis)
-            answer = _pack(right, shard)
-            if matrices:
-                dist.all_reduce(answer, group=self.answer_group)
-            result = torch.zeros_like(shard)
-            factors = _unpack(answer, [tensor.shape for tensor in right])
-            for piece, basis, factor in zip(matrices, bases, factors, strict=True):
-                # The next step starts from the factor: nan would stay for good. This step's result keeps it.
-                self.factors[_key(piece)] = factor.nan_to_num(0, 0, 0)
-                _matrix(result, piece).copy_(basis @ factor.T)
-            for piece, values in zip(exact, summed[len(matrices) :], strict=True):
-                piece.of(result).copy_(values)
-            if self.feedback is not None:
-                self._remember(shard, result, matrices, layout)
-            shard.copy_(result)
+        def run() -> None:
+            try:
+                future.set_result(self._kept(number, powerSGD_hook(self._state, matrices).wait()))
+            except Exception as error:
+                future.set_exception(error)
 
-        return finish
+        self._thread.submit(run)
+        return future
 
-    def wire_bytes(self, numel: int, dtype: torch.dtype, layout: Layout | None = None) -> int:
-        """Bytes that this rank sends for a shard, by a ring each for P and Q."""
-        assert layout is not None
-        size = dist.get_world_size(self.factor_group)
-        elements = 0
-        for piece in layout.pieces:
-            if self._shrinks(piece):
-                elements += self._factor_elements(piece)
-            else:
-                elements += piece.numel
-        nbytes = elements * 4  # both factors and exact values travel in fp32
-        return int(2 * nbytes * (size - 1) / size)
+    def close(self) -> None:
+        """The group belongs to the caller, and is kept for a while all the same.
 
-    def _remember(self, shard: Tensor, result: Tensor, matrices: list[Piece], layout: Layout) -> None:
-        """This rank's share of the error: its own matrix less its share of the common approximation."""
-        assert self.feedback is not None
-        size = dist.get_world_size(self.factor_group)
-        sent = shard.clone()
-        for piece in matrices:
-            share = piece.of(sent)
-            share.copy_(piece.of(result))
-            share.div_(size)
-        self.feedback.remember(shard, sent, layout)
+        A thread of gloo's lets go of the hook's last step some time behind its end. Were it the last to hold the group,
+        it would wait for itself then, and end the process.
+        """
+        _closed[:] = [self._state.process_group]
 
-    def _shrinks(self, piece: Piece) -> bool:
-        if piece.row_length == 0:
-            return False
-        if piece.begin % piece.row_length or piece.numel % piece.row_length:  # a shard's bounds cut a row
-            return False
-        return self._factor_elements(piece) * _LEAST_GAIN <= piece.numel
+    def state(self) -> dict[str, Any]:
+        """What this rank remembers, by the names of each bucket's parameters."""
+        state = dict(self.restored)
+        for number, names in self._names.items():
+            of_bucket = {key: memory[number].clone() for key, memory in self._memories.items() if number in memory}
+            state[names] = of_bucket
+        return state
 
-    def _factor_elements(self, piece: Piece) -> int:
-        """Of P (rows x rank) and Q (columns x rank) together."""
-        rows = piece.numel // piece.row_length
-        return self.rank * (rows + piece.row_length)
+    @property
+    def _memories(self) -> dict[str, dict[int, Tensor]]:
+        state = self._state
+        return {"error": state.error_dict, "p": state.p_memory_dict, "q": state.q_memory_dict}
 
-    def _factor(self, piece: Piece, device: torch.device) -> Tensor:
-        """Q of the last step (warm start), else the same random one on every rank."""
-        key = _key(piece)
-        shape = (piece.row_length, self.rank)
-        known = self.factors.get(key)
-        if known is not None and known.shape == shape:
-            return known.to(device)
-        # Made on the CPU from the piece's name, so that ranks agree without a message, on any device.
-        seed = zlib.crc32(key.encode())
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(shape, generator=generator).to(device)
+    def _begin(self, number: int, names: str, device: torch.device) -> None:
+        if number not in self._names:
+            self._names[number] = names
+            for key, value in self.restored.pop(names, {}).items():
+                self._memories[key][number] = value.to(device, copy=True)
 
-
-def _key(piece: Piece) -> str:
-    return f"{piece.name}[{piece.begin}:{piece.end}]"
-
-
-def _matrix(tensor: Tensor, piece: Piece) -> Tensor:
-    """The view of a piece of whole rows as (rows, columns)."""
-    return piece.of(tensor).view(-1, piece.row_length)
-
-
-def _pack(tensors: list[Tensor], like: Tensor) -> Tensor:
-    """One flat tensor of all values, on the device of ``like``."""
-    if not tensors:
-        return torch.empty(0, device=like.device)
-    return torch.cat([tensor.flatten() for tensor in tensors])
-
-
-def _unpack(packed: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
-    """The inverse of :func:`_pack`, as views."""
-    sizes = [shape.numel() for shape in shapes]
-    views = []
-    for flat, shape in zip(packed.split(sizes), shapes, strict=True):
-        views.append(flat.view(shape))
-    return views
+    def _kept(self, number: int, mean: Tensor) -> Tensor:
+        """``mean``; where it is not finite, which is so on all ranks, nothing of it is remembered."""
+        if number in self._names and not bool(mean.isfinite().all()):
+            for memory in self._memories.values():
+                memory.pop(number, None)
+        return mean

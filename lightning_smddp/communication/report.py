@@ -18,7 +18,6 @@ class CommunicationReport:
     Attributes:
         steps: backward passes with gradient synchronisation, on one rank.
         gradient_bytes: gradients of one rank, over all steps.
-        intra_node_bytes, inter_node_bytes: sent or written for others by all ranks, over all steps.
         exposed_s: for each rank, how long backward stood still for communication.
         hidden_s: for each rank, how long communication ran while backward did.
         waited_s: for each rank, how long it waited for others.
@@ -28,8 +27,6 @@ class CommunicationReport:
 
     steps: int
     gradient_bytes: int
-    intra_node_bytes: int
-    inter_node_bytes: int
     exposed_s: tuple[float, ...]
     hidden_s: tuple[float, ...]
     waited_s: tuple[float, ...]
@@ -42,8 +39,6 @@ class CommunicationReport:
         mine = {
             "steps": totals.steps,
             "gradient_bytes": totals.gradient_bytes,
-            "intra": totals.intra_node_bytes,
-            "inter": totals.inter_node_bytes,
             "exposed": totals.exposed_s,
             "hidden": totals.hidden_s,
             # Without shared memory nobody sees who comes late; then the exposed time is the wait.
@@ -60,8 +55,6 @@ class CommunicationReport:
         return cls(
             steps=ranks[0]["steps"],
             gradient_bytes=ranks[0]["gradient_bytes"],
-            intra_node_bytes=sum([rank["intra"] for rank in ranks]),
-            inter_node_bytes=sum([rank["inter"] for rank in ranks]),
             exposed_s=tuple([rank["exposed"] for rank in ranks]),
             hidden_s=tuple([rank["hidden"] for rank in ranks]),
             waited_s=tuple(waited),
@@ -74,8 +67,6 @@ class CommunicationReport:
         lines = [
             f"gradient communication over {counted(self.steps, 'step')}",
             f"  gradients             {_size(self.gradient_bytes / steps)} a step on each rank",
-            f"  moved inside nodes    {_size(self.intra_node_bytes / steps)} a step, all ranks",
-            f"  sent between nodes    {_size(self.inter_node_bytes / steps)} a step, all ranks",
             f"  exposed               {_per_step(self.exposed_s, steps)} ms a step, by rank",
             f"  hidden by backward    {_per_step(self.hidden_s, steps)} ms a step, by rank",
             f"  waited for others     {_per_step(self.waited_s, steps)} ms a step, by rank",

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from lightning_smddp._compat.torch import share_storage
-from lightning_smddp.communication.buckets import sum_dtype
 from lightning_smddp.communication.node_mesh import Arrival, NodeMesh, OnWait
 from lightning_smddp.communication.topology import local_shard_bounds
 from lightning_smddp.wording import counted
@@ -109,9 +108,9 @@ class SharedMemory:
         self._staging: Tensor | None = None
         self._staging_fd = -1
 
-    def bounds(self, numel: int, granularity: Sequence[int] = ()) -> list[int]:
+    def bounds(self, numel: int) -> list[int]:
         """Bounds of all local ranks' shards."""
-        return local_shard_bounds(numel, self.num_shards, self.mesh.size, granularity)
+        return local_shard_bounds(numel, self.num_shards, self.mesh.size)
 
     def all_reduce(
         self,
@@ -156,13 +155,13 @@ class SharedMemory:
         tensor: Tensor,
         slot: int | None,
         scale: float,
-        bounds: list[int],
     ) -> Tensor:
         """``scale`` times the sum of this rank's shard over the local ranks, in ``tensor`` itself; returns that view.
 
         Peers may still be reading the other shards when this returns: leave these alone until an
         :meth:`all_gather` of the same tensor.
         """
+        bounds = self.bounds(tensor.numel())
         for window in self._windows(tensor, slot, bring=True):
             self._reduce(tensor, window, bounds, scale, push=False)
             if window.is_staged:  # what is staged next would overwrite what peers still read
@@ -170,8 +169,9 @@ class SharedMemory:
         rank = self.mesh.rank
         return tensor[bounds[rank] : bounds[rank + 1]]
 
-    def all_gather(self, tensor: Tensor, slot: int | None, bounds: list[int]) -> None:
+    def all_gather(self, tensor: Tensor, slot: int | None) -> None:
         """Write this rank's shard of ``tensor`` into all local ranks' tensors."""
+        bounds = self.bounds(tensor.numel())
         for window in self._windows(tensor, slot, bring=False):
             low, high = self._own_part(window, bounds)
             if low < high:
@@ -388,6 +388,13 @@ class SharedMemory:
         if self._on_wait is not None:
             self._on_wait(arrival.waited_s, arrival.last)
         return arrival
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type in which values of ``dtype`` are summed: fp32 for 16-bit types, which are rounded once at the end."""
+    if dtype in (torch.float16, torch.bfloat16):
+        return torch.float32
+    return dtype
 
 
 def add_up(terms: Sequence[Tensor], total: Tensor) -> None:

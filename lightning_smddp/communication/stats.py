@@ -38,8 +38,6 @@ class Totals:
     steps: int = 0
     buckets: int = 0
     gradient_bytes: int = 0
-    intra_node_bytes: int = 0
-    inter_node_bytes: int = 0
     exposed_s: float = 0.0
     hidden_s: float = 0.0
     waited_s: float = 0.0
@@ -74,19 +72,13 @@ class Recorder:
             self.step.in_flight += 1
         return now
 
-    def hook_left(
-        self,
-        entered: float,
-        gradient_bytes: int,
-        intra_bytes: int,
-        inter_bytes: int,
-    ) -> None:
+    def hook_left(self, entered: float, gradient_bytes: int) -> None:
         """The hook returned to backward."""
         now = time.perf_counter()
         with self._lock:
             self.step.blocked_s += now - entered
             self.step.hook_left = now
-            self._count(gradient_bytes, intra_bytes, inter_bytes)
+            self._count(gradient_bytes)
 
     def bucket_done(self) -> None:
         """Note that a bucket is reduced; the time without any bucket in flight is not counted as busy."""
@@ -114,11 +106,9 @@ class Recorder:
         self._add(exposed, step.busy_s)
         self.step = StepStats()
 
-    def _count(self, gradient_bytes: int, intra_bytes: int, inter_bytes: int) -> None:
+    def _count(self, gradient_bytes: int) -> None:
         self.totals.buckets += 1
         self.totals.gradient_bytes += gradient_bytes
-        self.totals.intra_node_bytes += intra_bytes
-        self.totals.inter_node_bytes += inter_bytes
 
     def _add(self, exposed: float, busy: float) -> None:
         self.totals.steps += 1
@@ -176,16 +166,10 @@ class DeviceRecorder(Recorder):
             self._running.came.append(_event())
         return 0.0
 
-    def hook_left(
-        self,
-        entered: float,
-        gradient_bytes: int,
-        intra_bytes: int,
-        inter_bytes: int,
-    ) -> None:
+    def hook_left(self, entered: float, gradient_bytes: int) -> None:
         """See :class:`Recorder`. That the host was in the hook tells nothing."""
         with self._lock:
-            self._count(gradient_bytes, intra_bytes, inter_bytes)
+            self._count(gradient_bytes)
 
     def bucket_done(self) -> None:
         """See :class:`Recorder`. Called on a stream that waits for the bucket."""

@@ -109,34 +109,10 @@ def discover(group: dist.ProcessGroup) -> Topology:
     return Topology.from_identities(gather(node_identity(), group), group.rank())
 
 
-def shard_bounds(numel: int, num_shards: int, granularity: Sequence[int] = ()) -> list[int]:
-    """Cut ``range(numel)`` into ``num_shards`` nearly equal parts: ``num_shards + 1`` ascending bounds.
+def local_shard_bounds(numel: int, num_shards: int, num_ranks: int) -> list[int]:
+    """Cut ``range(numel)`` into ``num_shards`` nearly equal parts, and an empty one for each further rank of a node.
 
-    ``granularity`` lists positions (ascending) at which a cut is allowed; the nearest one is taken. Without it every
-    position is. A part may be empty.
+    A node has such ranks if it has more than another one: see :attr:`Topology.num_shards`.
     """
     bounds = [numel * shard // num_shards for shard in range(num_shards + 1)]
-    if not granularity:
-        return bounds
-    allowed = sorted({0, numel, *granularity})  # the first and the last bound always are
-    return [_nearest(allowed, bound) for bound in bounds]
-
-
-def local_shard_bounds(
-    numel: int,
-    num_shards: int,
-    num_ranks: int,
-    granularity: Sequence[int] = (),
-) -> list[int]:
-    """As :func:`shard_bounds`, of all ``num_ranks`` ranks of a node: those from ``num_shards`` on own an empty one.
-
-    So it is where this node has more ranks than another one: see :attr:`Topology.num_shards`.
-    """
-    bounds = shard_bounds(numel, num_shards, granularity)
-    empty_shards = [numel] * (num_ranks - num_shards)
-    return bounds + empty_shards
-
-
-def _nearest(positions: Sequence[int], wanted: int) -> int:
-    """The one of ascending ``positions`` that is nearest to ``wanted``; of two the lower one."""
-    return min(positions, key=lambda position: abs(position - wanted))
+    return bounds + [numel] * (num_ranks - num_shards)

@@ -27,8 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp._compat.torch import all_gather_single
-from lightning_smddp.communication.buckets import sum_dtype
-from lightning_smddp.communication.shared_memory import add_up, write_scaled
+from lightning_smddp.communication.shared_memory import add_up, sum_dtype, write_scaled
 from lightning_smddp.communication.shared_segments import GATHER, REDUCE, SharedSegments
 from lightning_smddp.communication.topology import Topology
 

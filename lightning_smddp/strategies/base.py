@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_smddp._compat.trainer import is_control_flow, is_stop
+from lightning_smddp.communication.compression import gathered_memory, own_memory
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.resume.exact_resume import ExactResume
@@ -71,7 +72,7 @@ class TrainerStrategy(_Base):
         self._reliability = options.reliability
         self._resume = options.resume
         self._session = GradientCommunication(options.gradients)
-        self._last_compression_state: Mapping[str, Mapping[str, Tensor]] = {}
+        self._last_compression_state: Mapping[str, Any] = {}
         self._exact_resume = ExactResume()
         self._supervision = RunSupervision(self)
         self._checks = SanityChecks(self)
@@ -276,10 +277,12 @@ class TrainerStrategy(_Base):
     @override
     def teardown(self) -> None:
         """Free shared memory, threads and sockets. Hooks follow, so the supervision goes on until the run's end."""
-        # First what takes all ranks, what compression remembers and a whole module, as long as there is what it is sent
-        # by.
+        # First what takes all ranks, a whole module, as long as there is what it is sent by.
         self._exact_resume.close()
-        self._keep_compression_state()
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        if trainer is not None and trainer.state.fn == "fit" and not self._interrupted:
+            self._last_compression_state = self._compression_state()
         self._release_model()
         self._session.close()
         self._sagemaker.end()
@@ -288,16 +291,6 @@ class TrainerStrategy(_Base):
             self._tear_down_model()
         finally:
             self._supervision.let_go()
-
-    def _keep_compression_state(self) -> None:
-        """Of a run that ends, for what is saved behind it. Collective."""
-        module = self.lightning_module
-        if self._session.options.compression is None or module is None:
-            return
-        if module.trainer.state.fn == "fit" and not self._interrupted:
-            state = self._compression_state()
-            if self.is_global_zero:  # which saves it
-                self._last_compression_state = state
 
     # ---- checkpoints ----
 
@@ -327,9 +320,11 @@ class TrainerStrategy(_Base):
         self._exact_resume.add_to(checkpoint, self._decisions())
         compresses = self._session.options.compression is not None
         if compresses and "optimizer_states" in checkpoint and not self._interrupted:
-            state = self._compression_state() or self._last_compression_state
-            if state:
-                checkpoint[COMPRESSION_KEY] = state
+            assert dist.group.WORLD is not None
+            own = self._compression_state() or self._last_compression_state
+            of_ranks = gathered_memory(own, dist.group.WORLD, self.root_device)
+            if of_ranks:
+                checkpoint[COMPRESSION_KEY] = of_ranks
         with self._supervision.saves():
             self._saving.save(checkpoint, filepath, storage_options)
         self._sagemaker.saved(checkpoint, filepath)
@@ -453,9 +448,15 @@ class TrainerStrategy(_Base):
         """What was chosen in this run, and a resumed one has to choose as well; anything that JSON carries."""
         return {}
 
-    def _compression_state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """What compression of gradients remembers from step to step, by parameter; empty if nothing. Collective."""
+    def _compression_state(self) -> Mapping[str, Any]:
+        """What compression of gradients remembers on this rank from step to step; empty if nothing."""
         return {}
+
+    def _saved_compression_state(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        """This rank's in ``checkpoint``; empty, with a warning, if that is of another number of ranks."""
+        if self._session.options.compression is None or dist.group.WORLD is None:
+            return {}
+        return own_memory(checkpoint.get(COMPRESSION_KEY), dist.group.WORLD)
 
     def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         super().load_model_state_dict(checkpoint, strict)

@@ -24,9 +24,8 @@ _SUFFIXES = (".svg", ".png", ".json")
 class MonitorCommunication:
     """Log what gradient communication costs, every ``log_every_n_steps``, as a callback.
 
-    Logs ``smddp/exposed_ms`` (backward stood still, last step), ``smddp/intra_node_mib`` and
-    ``smddp/inter_node_mib`` (this rank, a step on average) and ``smddp/waited_ms`` (for others, a step on average) to
-    all loggers. Does nothing with other strategies.
+    Logs ``smddp/exposed_ms`` (backward stood still, last step) and ``smddp/waited_ms`` (for others, a step on average)
+    to all loggers. Does nothing with other strategies.
     """
 
     _logged_step = 0
@@ -46,8 +45,6 @@ class MonitorCommunication:
         metrics = {
             "smddp/exposed_ms": 1e3 * session.recorder.last_exposed_s,
             "smddp/waited_ms": 1e3 * totals.waited_s / steps,
-            "smddp/intra_node_mib": totals.intra_node_bytes / 2**20 / steps,
-            "smddp/inter_node_mib": totals.inter_node_bytes / 2**20 / steps,
         }
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)

@@ -24,7 +24,7 @@ from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, unwrapped
 from lightning_smddp.sharding.optimizer_states import whole_state_dict
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
-from lightning_smddp.strategies.base import COMPRESSION_KEY, TrainerStrategy
+from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.frozen_parameters import FrozenParameters
 from lightning_smddp.strategies.nonfinite import by_asking, by_watch
 from lightning_smddp.strategies.options import (
@@ -149,14 +149,13 @@ class DataParallel(TrainerStrategy):
     def _wrap_again(self, frozen: FrozenParameters) -> None:
         """Let DDP average what was unfrozen, too. Collective."""
         # DDP cannot be told of more parameters, so the module is wrapped once more, in other buckets. What compression
-        # has not sent yet is kept by parameter, and goes on in them.
+        # has not sent yet is left out.
         assert isinstance(self.model, DistributedDataParallel)
-        state = self._session.detach()
+        self._session.detach()
         self.model = self.model.module
         gc.collect()  # DDP objects are cycles, and the old one's buckets are as large as the gradients
         with frozen.others_require_gradients():
             self.configure_ddp()
-        self._session.load_state_dict(state)
 
     @override
     @contextmanager
@@ -278,7 +277,7 @@ class DataParallel(TrainerStrategy):
                 say(str(self._last_report), self._trainer)
 
     @override
-    def _compression_state(self) -> Mapping[str, Mapping[str, Tensor]]:
+    def _compression_state(self) -> Mapping[str, Any]:
         return self._session.state_dict()
 
     @override
@@ -287,7 +286,7 @@ class DataParallel(TrainerStrategy):
             super()._load_optimizers(checkpoint)
         else:
             self._sharded.load_whole_state_dicts(checkpoint["optimizer_states"])
-        self._session.load_state_dict(checkpoint.get(COMPRESSION_KEY, {}))
+        self._session.load_state_dict(self._saved_compression_state(checkpoint))
 
     @override
     def _advise(self, exception: BaseException) -> None:

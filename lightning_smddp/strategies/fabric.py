@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_smddp.communication.algorithms import AlgorithmName
-from lightning_smddp.communication.compression import Compression, Method
+from lightning_smddp.communication.compression import Compression, Method, gathered_memory, own_memory
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.report import CommunicationReport
@@ -122,13 +123,15 @@ class FabricDataParallel(FabricStrategy):
         """What gradient communication cost so far; None before a module is set up. Collective."""
         return self._session.report()
 
-    def communication_state(self) -> dict[str, dict[str, Tensor]]:
-        """What compression remembers of the module set up last. Collective."""
-        return self._session.state_dict()
+    def communication_state(self) -> list[Mapping[str, Any]]:
+        """What compression remembers of the module set up last, by rank; empty but on the first one. Collective."""
+        assert dist.group.WORLD is not None
+        return gathered_memory(self._session.state_dict(), dist.group.WORLD, self.root_device)
 
-    def load_communication_state(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Continue from a saved :meth:`communication_state`."""
-        self._session.load_state_dict(state)
+    def load_communication_state(self, state: list[Mapping[str, Any]]) -> None:
+        """Continue from a saved :meth:`communication_state`, of as many ranks, given on each."""
+        assert dist.group.WORLD is not None
+        self._session.load_state_dict(own_memory(state, dist.group.WORLD))
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """The backward pass. Raises ``RuntimeError`` where a gradient is not averaged, as it would be silent in DDP."""

@@ -274,6 +274,12 @@ class GradientOptions:
         if self.algorithm not in NAMES:
             valid = ", ".join(map(repr, NAMES))
             raise ValueError(f"algorithm={self.algorithm!r} is unknown. Valid: {valid}.")
+        is_low_rank = self.compression is not None and self.compression.method == "powersgd"
+        if is_low_rank and self.algorithm not in ("auto", "native"):
+            raise ValueError(
+                f"algorithm={self.algorithm!r} cannot be used with compression='powersgd', which torch exchanges among "
+                "all ranks at once. Leave out `algorithm`."
+            )
         if self.bucket_cap_mb is not None and not is_positive(self.bucket_cap_mb):
             raise ValueError(
                 f"bucket_cap_mb={self.bucket_cap_mb!r} has to be positive (MiB), or None for DDP's default."

@@ -34,7 +34,6 @@ from lightning_smddp.pipeline.state.gradients import connected, factor_of
 from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
 from lightning_smddp.pipeline.state.state_dict import broadcast_initial, load_full_state_dict
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, unwrapped
-from lightning_smddp.strategies.base import COMPRESSION_KEY
 from lightning_smddp.strategies.checks import (
     arrives_as_expected,
     callbacks_of,
@@ -424,7 +423,7 @@ class PipelineParallel(PipelineRanks):
         # To go on exactly the stages have to be cut as they were.
         pipelined = self._last_pipelined()
         if isinstance(pipelined.state, Unpartitioned):
-            pipelined.state.remembered = checkpoint.get(COMPRESSION_KEY, {})
+            pipelined.state.remembered = self._saved_compression_state(checkpoint)
         pipelined.known_plan = self._exact_resume.saved("division")
         pipelined.state.load_optimizer_states(checkpoint["optimizer_states"])
 
@@ -434,7 +433,7 @@ class PipelineParallel(PipelineRanks):
         return "each stage's weights are on another rank, which may be gone"
 
     @override
-    def _compression_state(self) -> Mapping[str, Mapping[str, Tensor]]:
+    def _compression_state(self) -> Mapping[str, Any]:
         return self._last_pipelined().state.compression_state()
 
     @override

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_smddp._compat.torch import is_nccl, set_group_timeout
@@ -143,17 +143,16 @@ class GradientCommunication:
         compression = self.options.compression
         check_compression(module, compression)
         self.choice = Choice(options.algorithm)
-        if options.algorithm == "auto":
+        if compression is not None and compression.method == "powersgd" and self.communicator.compresses(compression):
+            self.choice = Choice("torch's PowerSGD")
+        elif options.algorithm == "auto":
             self.choice = choose(self.communicator, module, compression, options.bucket_cap_mb)
         return GradientSynchronizer(self.communicator, module, self.choice.algorithm, compression, self.recorder)
 
-    def detach(self) -> dict[str, dict[str, Tensor]]:
-        """Close what averages for the module that was wrapped last, and return what it remembers. Collective."""
-        if not self.synchronizers:
-            return {}
-        state = self.state_dict()
-        self.synchronizers.pop().close()
-        return state
+    def detach(self) -> None:
+        """Close what averages for the module that was wrapped last."""
+        if self.synchronizers:
+            self.synchronizers.pop().close()
 
     def report(self) -> CommunicationReport | None:
         """What communication cost so far; None before the first module. Collective."""
@@ -161,15 +160,15 @@ class GradientCommunication:
             return None
         return self.synchronizers[-1].report()
 
-    def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """What compression remembers, by parameter, for any number of ranks; empty without compression. Collective."""
+    def state_dict(self) -> Mapping[str, Any]:
+        """What compression remembers on this rank; empty without compression."""
         if not self.synchronizers:
             return {}
         return self.synchronizers[-1].state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Continue from a saved :meth:`state_dict`."""
-        if self.synchronizers and self.options.compression is not None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from this rank's :meth:`state_dict`."""
+        if self.synchronizers:
             self.synchronizers[-1].load_state_dict(state)
 
     def close(self) -> None:

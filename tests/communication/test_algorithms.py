@@ -18,7 +18,6 @@ from torch import Tensor
 from lightning_smddp.communication import communicator as communicator_module
 from lightning_smddp.communication import node_mesh
 from lightning_smddp.communication.algorithms import Native, TwoLevel, reference_all_reduce
-from lightning_smddp.communication.buckets import Layout
 from lightning_smddp.communication.communicator import Communicator, reduce_once
 from lightning_smddp.communication.compression import Compression
 from lightning_smddp.communication.shared_memory import SharedMemory
@@ -161,7 +160,7 @@ def overlap(names: list[str]) -> None:
         for slot, bucket in enumerate(buckets):
             bucket.copy_(everyones(bucket.numel(), torch.float32, 100 * step + slot)[dist.get_rank()])
             algorithm = algorithms[(slot + step) % len(algorithms)]
-            futures.append(algorithm.all_reduce(bucket, Layout.flat(bucket.numel(), slot)))
+            futures.append(algorithm.all_reduce(bucket, slot))
         for slot, (future, bucket) in enumerate(zip(futures, buckets, strict=True)):
             assert future.wait() is not None
             expected = reference_all_reduce(everyones(bucket.numel(), torch.float32, 100 * step + slot))
@@ -215,7 +214,7 @@ def test_algorithms_that_share_meshes_complete_in_one_order() -> None:
         for name in ("first", "second")
     )
     for algorithm in (first, second, first, second):
-        algorithm.all_reduce(torch.zeros(4), Layout.flat(4, 0))
+        algorithm.all_reduce(torch.zeros(4), 0)
     first.drain()
     second.drain()
     assert [name for name, _ in log] == ["first", "second"] * 2
@@ -228,7 +227,7 @@ def test_what_is_still_queued_fails_when_its_algorithm_is_closed() -> None:
     thread.submit(gate.wait)
     memory = Recorded("only", [])
     algorithm = TwoLevel("hierarchical", 2, thread, memory, memory, None)  # type: ignore[arg-type]
-    future = algorithm.all_reduce(torch.zeros(4), Layout.flat(4, 0))
+    future = algorithm.all_reduce(torch.zeros(4), 0)
     threading.Timer(0.1, gate.set).start()
     algorithm.close()
     assert "closed before the gradients were exchanged" in message_of(RuntimeError, future.wait)
@@ -297,7 +296,7 @@ def let_go_of_while_under_way() -> bool:
     held = weakref.ref(native)
     if dist.get_rank() == 1:
         dist.barrier(apart)  # till then the other rank's is under way
-    future = native.all_reduce(tensor, Layout.flat(3))
+    future = native.all_reduce(tensor, None)
     del native
     is_held = held() is not None
     if dist.get_rank() == 0:
@@ -323,7 +322,7 @@ def test_native_passes_a_failed_collective_on() -> None:
     native.group, native.world_size = None, 2  # type: ignore[assignment]
     original, dist.all_reduce = dist.all_reduce, lambda *_, **__: Failed()  # type: ignore[assignment]
     try:
-        future = native.all_reduce(torch.ones(3), Layout.flat(3))
+        future = native.all_reduce(torch.ones(3), None)
     finally:
         dist.all_reduce = original
     assert "connection lost" in message_of(RuntimeError, future.wait)
@@ -411,11 +410,13 @@ def test_memory_that_fails_its_self_test_on_one_rank_is_used_by_none(how: str) -
         assert seconds < 5  # a rank that gave up keeps nobody waiting
 
 
-def flattened() -> list[tuple[bool, bool]]:
+def where_it_applies() -> list[tuple[bool, bool]]:
     communicator = communicate()
     found = []
     for compression in (None, Compression("bf16"), Compression("bf16", scope="all")):
-        found.append((communicator.compresses(compression), communicator.flattens("hierarchical", compression)))
+        algorithm = communicator.algorithm("hierarchical", compression)
+        found.append((communicator.compresses(compression), getattr(algorithm, "scatter", None) is not None))
+        algorithm.close()
     communicator.close()
     return found
 
@@ -424,10 +425,10 @@ def flattened() -> list[tuple[bool, bool]]:
 def test_where_compression_applies(nodes: str) -> None:
     expected = {
         "a": [(False, False)] * 3,
-        "aa": [(False, False), (False, False), (True, True)],
-        "ab": [(False, False), (True, False), (True, True)],
+        "aa": [(False, True), (False, True), (True, False)],
+        "ab": [(False, False), (True, False), (True, False)],
     }
-    assert run_ranks(flattened, len(nodes), node_ids=list(nodes)) == [expected[nodes]] * len(nodes)
+    assert run_ranks(where_it_applies, len(nodes), node_ids=list(nodes)) == [expected[nodes]] * len(nodes)
 
 
 def close_twice() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_smddp.communication import node_mesh
 from lightning_smddp.communication.compression import Compression
 from lightning_smddp.communication.errors import RankFailedError
-from tests.communication.errors import message_of
 from tests.communication.training import Given, Hooked, hooked
 from tests.ranks import RanksFailedError, run_ranks
 
@@ -294,7 +294,7 @@ class Lost:
     def __init__(self, late: bool) -> None:
         self.late = late
 
-    def all_reduce(self, tensor: Tensor, layout: object) -> torch.futures.Future[Any]:
+    def all_reduce(self, tensor: Tensor, slot: object) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
         error = RankFailedError(1, "rank 1 is gone")
         if self.late:
@@ -344,31 +344,34 @@ def mean_gradients(numel: int, step: int) -> Tensor:
     return sum(given_gradients(numel, step, rank) for rank in range(dist.get_world_size())) / dist.get_world_size()
 
 
-def flat(state: dict[str, Tensor], module: Given) -> Tensor:
-    return torch.cat([state[name] for name, _ in module.named_parameters()])
+def arriving(ddp: nn.Module, module: Given, gradients: Tensor) -> Tensor:
+    ddp.zero_grad()
+    ddp(gradients).backward()
+    return module.gradient()
 
 
-def compress_steps(method: str, algorithm: str, scope: str, shared: bool = True) -> dict[str, dict[str, Tensor]]:
-    """Take steps with known gradients; nothing is lost, also where DDP cuts the buckets anew after the first."""
-    if not shared:
-        node_mesh.supported = lambda: "refused for a test"
+def compress_steps(method: str, algorithm: str, scope: str) -> list[float]:
+    """How much of some steps has not arrived then; and behind steps of zeros, in a run that goes on from there."""
     options = METHODS[method]
     compression = Compression(options.method, scope=scope, block_size=options.block_size, rank=options.rank)
-    module = Given(*SHAPES)
-    with hooked(algorithm, compression) as wrapper:
-        ddp = wrapper.wrap(module, bucket_cap_mb=0.002)
-        sent = arrived = torch.zeros(module.numel)
-        for step in range(5):
-            ddp.zero_grad()
-            ddp(given_gradients(module.numel, step, dist.get_rank())).backward()
-            sent = sent + mean_gradients(module.numel, step)
-            arrived = arrived + module.gradient()
-        state = wrapper.synchronizers[0].state_dict()
-        left = flat(state["error_feedback"], module)
-        exact = algorithm == "balanced" or method != "bf16"
-        assert (arrived - sent).abs().max() > 1e-4
-        torch.testing.assert_close(arrived + left, sent, rtol=0, atol=1e-5 if exact else 0.05)
-        return state
+    missing = state = None
+    lost = []
+    for resumes in (False, True):
+        module = Given(*SHAPES)
+        with hooked(algorithm, compression) as wrapper:
+            ddp = wrapper.wrap(module, bucket_cap_mb=0.002)
+            if state is not None:
+                wrapper.synchronizers[0].load_state_dict(state)
+            for step in range(18 if resumes else 6):
+                sent = torch.zeros(module.numel)
+                given = sent if resumes else given_gradients(module.numel, step, dist.get_rank())
+                arrived = arriving(ddp, module, given)
+                sent = sent if resumes else mean_gradients(module.numel, step)
+                if step or resumes:  # behind the first step DDP cuts the buckets anew
+                    missing = sent - arrived if missing is None else missing + sent - arrived
+            state = wrapper.synchronizers[0].state_dict()
+            lost.append(missing.abs().max().item())
+    return lost
 
 
 @pytest.mark.parametrize(
@@ -377,76 +380,52 @@ def compress_steps(method: str, algorithm: str, scope: str, shared: bool = True)
         ("bf16", "hierarchical", "inter_node", "ab"),
         pytest.param("bf16", "balanced", "inter_node", "aabb", marks=pytest.mark.exhaustive),
         ("int8", "hierarchical", "inter_node", "abab"),
-        ("int8", "native", "all", "aa"),
-        ("int8", "balanced", "inter_node", "abb"),
-        ("powersgd", "hierarchical", "inter_node", "aabb"),
-        ("powersgd", "native", "all", "aaa"),
+        pytest.param("int8", "native", "all", "aa", marks=pytest.mark.slow),
+        pytest.param("int8", "balanced", "inter_node", "abb", marks=pytest.mark.slow),
+        ("powersgd", "native", "inter_node", "ab"),
+        pytest.param("powersgd", "native", "all", "aaa", marks=pytest.mark.slow),
     ],
 )
-def test_nothing_is_lost_over_steps_and_new_buckets(method: str, algorithm: str, scope: str, nodes: str) -> None:
-    first, *others = run_ranks(compress_steps, len(nodes), method, algorithm, scope, node_ids=list(nodes))
-    for other in others:  # the state is the same on all ranks
-        for key in first:
-            assert list(first[key]) == list(other[key])
-            assert all(torch.equal(first[key][name], other[key][name]) for name in first[key])
+def test_nothing_is_lost_over_steps_and_a_restart(method: str, algorithm: str, scope: str, nodes: str) -> None:
+    rounding = 0.05 if (method, algorithm) == ("bf16", "hierarchical") else 1e-3  # a ring rounds on its way, too
+    for before, after in run_ranks(compress_steps, len(nodes), method, algorithm, scope, node_ids=list(nodes)):
+        assert before > 1e-4
+        assert after < min(rounding, before)
 
 
-def continue_from(state: dict[str, dict[str, Tensor]], method: str, algorithm: str, shared: bool) -> None:
-    """Send zeros: what arrives, and what is still left, is what was restored."""
-    if not shared:
-        node_mesh.supported = lambda: "refused for a test"
+def average_odd_shapes() -> list[bool]:
+    """PowerSGD of zeros, scalars, empty parameters and an inf: what arrives is finite again two steps later."""
+    module = Given((), (0, 3), (24, 20), (2, 3, 4))
+    with hooked("native", Compression("powersgd", scope="all", rank=2)) as wrapper:
+        ddp = wrapper.wrap(module)
+        finite = []
+        for step in range(7):
+            given = torch.zeros(module.numel) if step == 2 else given_gradients(module.numel, step, dist.get_rank())
+            if step == 4 and dist.get_rank() == 1:
+                given[33] = float("inf")
+            finite.append(bool(arriving(ddp, module, given).isfinite().all()))
+        return finite
+
+
+def test_powersgd_takes_any_parameter_and_forgets_an_inf() -> None:
+    assert run_ranks(average_odd_shapes, 2) == [[True, True, True, True, False, True, True]] * 2
+
+
+def restore_other_buckets() -> list[str]:
     module = Given(*SHAPES)
-    with hooked(algorithm, METHODS[method]) as wrapper:
-        ddp = wrapper.wrap(module, bucket_cap_mb=0.002)
-        synchronizer = wrapper.synchronizers[0]
-        synchronizer.load_state_dict(state)
-        restored = flat(state["error_feedback"], module)
-        assert torch.equal(flat(synchronizer.state_dict()["error_feedback"], module), restored)
-        arrived = torch.zeros(module.numel)
-        for _ in range(4):
-            ddp.zero_grad()
-            ddp(torch.zeros(module.numel)).backward()
-            arrived += module.gradient()
-            left = flat(synchronizer.state_dict()["error_feedback"], module)
-            torch.testing.assert_close(arrived + left, restored, rtol=0, atol=1e-5)
-        assert arrived.abs().max() > 1e-4
+    with hooked("balanced", METHODS["int8"]) as wrapper, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ddp = wrapper.wrap(module)
+        wrapper.synchronizers[0].load_state_dict({"other": torch.ones(8)})
+        for _ in range(5):
+            assert arriving(ddp, module, torch.zeros(module.numel)).abs().max() == 0
+        assert "other" not in wrapper.synchronizers[0].state_dict()
+        return [str(warning.message) for warning in caught]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "before", "after", "shared"),
-    [
-        pytest.param("int8", "ab", "aabb", True, marks=pytest.mark.exhaustive),
-        pytest.param("int8", "aabb", "ab", True, marks=pytest.mark.exhaustive),
-        ("int8", "ab", "abb", False),
-        ("int8", "aabb", "abcd", True),
-        pytest.param("powersgd", "ab", "aabb", True, marks=pytest.mark.exhaustive),
-        ("powersgd", "aabb", "ab", True),
-    ],
-)
-def test_what_is_remembered_survives_another_number_of_ranks(
-    method: str, before: str, after: str, shared: bool
-) -> None:
-    state = run_ranks(compress_steps, len(before), method, "balanced", "inter_node", node_ids=list(before))[0]
-    run_ranks(continue_from, len(after), state, method, "balanced", shared, node_ids=list(after))
-
-
-def load_foreign() -> tuple[str, dict[str, Any]]:
-    with hooked("balanced", METHODS["int8"]) as wrapper:
-        wrapper.wrap(Given(*SHAPES))
-        synchronizer = wrapper.synchronizers[0]
-        foreign = {"error_feedback": {"parameters_list.1": torch.zeros(8)}}
-        message = message_of(ValueError, lambda: synchronizer.load_state_dict(foreign))
-        synchronizer.load_state_dict({})
-        unknown = {"error_feedback": {"other": torch.zeros(8)}}
-        assert "'other'" in message_of(ValueError, lambda: synchronizer.load_state_dict(unknown))
-        return message, synchronizer.state_dict()
-
-
-def test_the_state_of_another_model_is_refused() -> None:
-    for message, state in run_ranks(load_foreign, 2, node_ids=["a", "b"]):
-        assert "compression state for 'parameters_list.1' has 8 elements, the parameter has 7" in message
-        assert all(value.abs().max() == 0 for value in state["error_feedback"].values())
+def test_what_is_of_other_buckets_is_left_out_with_a_warning() -> None:
+    for (message,) in run_ranks(restore_other_buckets, 2, node_ids=["a", "b"]):
+        assert "begins at zero: the checkpoint is of other buckets" in message
 
 
 def state_without_compression() -> dict[str, Any]:

@@ -11,11 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp.communication.algorithms import Native, TwoLevel
-from lightning_smddp.communication.buckets import Layout
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import Compression
 from lightning_smddp.communication.intra_node import IntraNodeGroup
-from lightning_smddp.communication.topology import shard_bounds
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.simulated_cuda
@@ -47,11 +45,9 @@ def means() -> None:
     for dtype, value in ((torch.float16, 40000.0), (torch.bfloat16, 3.0), (torch.float32, 3.0)):
         for numel in (1, 8, 9):
             collective, tensor = IntraNodeGroup(group, 2), on_device(value, numel, dtype)
-            bounds = collective.bounds(numel)
-            assert bounds == shard_bounds(numel, 2)
-            shard = collective.reduce_scatter(tensor, None, 0.5, bounds)
+            shard = collective.reduce_scatter(tensor, None, 0.5)
             assert torch.equal(shard.cpu(), torch.full((len(shard),), value, dtype=dtype))
-            collective.all_gather(tensor, None, bounds)
+            collective.all_gather(tensor, None)
             assert torch.equal(tensor.cpu(), torch.full((numel,), value, dtype=dtype))
 
 
@@ -65,14 +61,14 @@ def calls_of_one_bucket() -> tuple[Any, list[Any]]:
     assert group is not None
     with pytest.MonkeyPatch.context() as monkeypatch:
         recorded, tensor = Recorded(monkeypatch), on_device(1.0 + dist.get_rank(), 5)
-        Native(group).all_reduce(tensor, Layout.flat(5)).wait()
+        Native(group).all_reduce(tensor, None).wait()
         assert torch.equal(tensor.cpu(), torch.full((5,), 1.5))
         native = recorded.calls.pop()[0]
         communicator = Communicator(group, tensor.device, timedelta(seconds=20))
         algorithm = communicator.algorithm("hierarchical", Compression("bf16", scope="all"))
         recorded.calls.clear()
         large = on_device(1.0 + dist.get_rank(), 2**20)
-        algorithm.all_reduce(large, Layout.flat(2**20)).wait()
+        algorithm.all_reduce(large, None).wait()
         assert torch.equal(large.cpu(), torch.full((2**20,), 1.5))
         sizes = [numel for _, numel in recorded.calls]
         algorithm.close()
@@ -88,7 +84,7 @@ def test_a_device_gets_few_passes_and_large_messages() -> None:
 
 def streams_that_wait() -> list[Any]:
     algorithm, waited = TwoLevel("hierarchical", 1, None, None, None, None), []  # type: ignore[arg-type]
-    algorithm.all_reduce(on_device(1.0, 4), Layout.flat(4))
+    algorithm.all_reduce(on_device(1.0, 4), None)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda self, other: waited.append(other))
         algorithm.drain()

@@ -121,10 +121,10 @@ def reduce_in_two_steps(group: dist.ProcessGroup, numel: int, num_shards: int, s
         )
         for step in range(3):
             tensor.copy_(tensors(numel, group.size(), seed=step)[group.rank()])
-            shard = memory.reduce_scatter(tensor, 0, 0.5, bounds)
+            shard = memory.reduce_scatter(tensor, 0, 0.5)
             assert shard.numel() == bounds[group.rank() + 1] - bounds[group.rank()]
             shard.add_(1)  # what the exchange between nodes would do
-            memory.all_gather(tensor, 0, bounds)
+            memory.all_gather(tensor, 0)
             results.append(tensor.clone())
             dist.all_reduce(torch.zeros(1), group=group)
     return results

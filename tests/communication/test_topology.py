@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from lightning_smddp.communication.buckets import Layout
-from lightning_smddp.communication.topology import Topology, discover, node_identity, shard_bounds
+from lightning_smddp.communication.topology import Topology, discover, local_shard_bounds, node_identity
 from tests.ranks import run_ranks
 
 
@@ -68,27 +66,9 @@ def test_processes_of_this_machine_share_a_node() -> None:
 @pytest.mark.parametrize("numel", [0, 1, 2, 7, 1000, 1000003])
 @pytest.mark.parametrize("shards", [1, 2, 3, 8])
 def test_shards_cover_everything_in_nearly_equal_parts(numel: int, shards: int) -> None:
-    bounds = shard_bounds(numel, shards)
+    bounds = local_shard_bounds(numel, shards, shards + 1)
+    assert bounds.pop() == numel  # a rank without a shard
     sizes = [high - low for low, high in zip(bounds, bounds[1:], strict=False)]
     assert (len(bounds), bounds[0], bounds[-1]) == (shards + 1, 0, numel)
     assert min(sizes) >= 0
     assert max(sizes) - min(sizes) <= 1
-
-
-def test_shards_are_cut_at_the_nearest_allowed_position() -> None:
-    assert shard_bounds(100, 4, [0, 30, 60, 80]) == [0, 30, 60, 80, 100]
-    assert shard_bounds(100, 3, [0, 99]) == [0, 0, 99, 100]  # a part may be empty
-    assert shard_bounds(10, 2, [4, 7]) == [0, 4, 10]
-    assert shard_bounds(10, 2, [3, 6]) == [0, 6, 10]
-    assert shard_bounds(100, 3, [48, 52]) == [0, 48, 52, 100]
-
-
-def test_a_layout_knows_pieces_rows_and_cuts() -> None:
-    layout = Layout.of_parameters(5, [("w", torch.zeros(3, 4)), ("b", torch.zeros(3)), ("e", torch.zeros(0, 2))])
-    assert layout.rows == [0, 4, 8, 12]
-    cut = layout.cut(6, 14)
-    assert cut.slot == 5
-    assert [(p.name, p.offset, p.begin, p.numel, p.row_length) for p in cut.pieces] == [
-        ("w", 0, 6, 6, 4),
-        ("b", 6, 0, 2, 0),
-    ]

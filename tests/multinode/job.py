@@ -58,13 +58,11 @@ def fit(name: str, where: Path, devices: int, nodes: int, make: Any, model: Ligh
     )  # fmt: skip
     environment: Any = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
     trainer.fit(model)
-    report: Any = trainer.strategy.communication_report  # type: ignore[attr-defined]  # None without replicas
     return {
         "environment": type(environment).__name__,
         "weights": {key: value.detach().clone() for key, value in model.state_dict().items()},
         "losses": model.losses,
         "ranks": (trainer.global_rank, trainer.world_size, trainer.local_rank, trainer.node_rank),
-        "bytes": report and (report.gradient_bytes, report.intra_node_bytes, report.inter_node_bytes),
     }
 
 

@@ -111,13 +111,10 @@ def test_a_rank_is_killed_and_the_job_goes_on(rendezvous: str, tmp_path: Path) -
     with started(tmp_path, 2, 2, rendezvous, accident="kill:3:smddp:5") as one:
         codes = one.wait()
     assert codes == [0, 0], one.output
-    results = job.check(tmp_path, 2, 2, "torchrun", one.output)
+    job.check(tmp_path, 2, 2, "torchrun", one.output)
     assert re.search("its process ended|killed by SIGKILL", one.output)
     assert "the run goes on from" in one.output
     assert "2 (" in one.output  # nodes, in the table at the start of fit
-    # Between two nodes an exact exchange sends each node's gradients once each way, in as many flows as ranks.
-    gradients, inside, between = results[0]["smddp"]["bytes"]
-    assert not inside or between <= 4 * gradients
 
 
 @pytest.mark.parametrize(

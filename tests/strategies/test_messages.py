@@ -64,13 +64,11 @@ def test_table_and_report(rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert table == ROWS
     end = lines.index("gradient communication over 4 steps")
     assert end > lines.index(ROWS[-1])
-    assert any(line.startswith("sent between nodes") for line in lines[end:])
     assert any("┌" in line for line in lines) is rich
     assert report == same
-    assert (report.steps, len(report.exposed_s), report.intra_node_bytes) == (4, 2, 0)
+    assert (report.steps, len(report.exposed_s)) == (4, 2)
     gradients = 4 * (8 * 16 + 16 + 16 * 3 + 3)
     assert report.gradient_bytes == 4 * gradients
-    assert report.inter_node_bytes == 4 * gradients  # half the bytes, by two ranks
     assert str(report).splitlines()[0] == "gradient communication over 4 steps"
 
 
@@ -204,9 +202,6 @@ def test_monitor(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["2", "4", "6"]
     for row in rows:
-        # a ring of two ranks sends the whole gradient once, and nothing stays inside a node
-        assert float(row["smddp/inter_node_mib"]) == pytest.approx(4 * 195 / 2**20)
-        assert float(row["smddp/intra_node_mib"]) == 0
         assert float(row["smddp/exposed_ms"]) > 0
         assert float(row["smddp/waited_ms"]) >= 0
 

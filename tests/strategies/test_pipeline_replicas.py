@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 from lightning_smddp import Compression, PipelineStrategy
 from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
-from tests.strategies.learners import CLASSES, make_trainer, samples, silent
+from tests.strategies.learners import CLASSES, make_trainer, samples
 from tests.strategies.pipeline_learners import Bench, Case, Matrix, Net, assert_same, name_of
 
 # ---- replicas: each has half of every batch ----
@@ -127,7 +127,7 @@ def test_compression() -> None:
 
 
 def save_and_resume(path: Path) -> dict[str, Any]:
-    """Two epochs; the second one from a file of the first; and the file in ``smddp``, whose memory it becomes."""
+    """Two epochs; the second one from a file of the first."""
     found: dict[str, Any] = {}
     compression = Compression("int8", scope="all", block_size=4)
     saving: dict[str, Any] = {
@@ -140,15 +140,7 @@ def save_and_resume(path: Path) -> dict[str, Any]:
         trainer.fit(module, ckpt_path=start)
         found[name] = {key: value.clone() for key, value in module.state_dict().items()}
         trainer.save_checkpoint(path.parent / f"behind-{name}.ckpt")
-    module, trainer = Half(count=40), make_trainer(silent(compression=compression), **SHORT)
-    loaded: dict[str, Any] = {}
-    trainer.strategy._training_starts = lambda: loaded.update(trainer.strategy._compression_state())
-    trainer.fit(module, ckpt_path=path)
-    return {**found, "elsewhere": loaded}
-
-
-def _distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    return sum(float((one[name] - other[name]).square().sum()) for name in one if one[name].is_floating_point()) ** 0.5
+    return found
 
 
 @pytest.mark.slow
@@ -158,16 +150,12 @@ def test_what_compression_remembers_is_saved_and_loaded(tmp_path: Path) -> None:
     path = tmp_path / "epoch=0.ckpt"
     results = run_trainer_ranks(save_and_resume, 4, path, timeout=100.0)
     half = torch.load(path, weights_only=True)
-    saved = half["smddp"]["error_feedback"]
     end, behind = (torch.load(path.parent / name, weights_only=True) for name in ("epoch=1.ckpt", "behind-whole.ckpt"))
     assert_same(behind["smddp"], end["smddp"], 0.0)
-    assert set(saved) == {name for name, _ in Half().named_parameters()}
-    assert all(bool(error.any()) for error in saved.values())
+    assert len(half["smddp"]) == 4
+    assert all(bool(error.any()) for of_rank in half["smddp"] for error in of_rank.values())
     for result in results:
-        moved, apart = (_distance(result["whole"], other) for other in (half["state_dict"], result["second"]))
-        # Not equal, as what each rank has not sent is dealt out anew: 0.0008, and without the memory 0.0025.
-        assert apart < 0.0015 * moved
-        assert_same(result["elsewhere"]["error_feedback"], saved, 0.0)
+        assert_same(result["second"], result["whole"], 0.0)
 
 
 # ---- who gets which sample ----

@@ -243,18 +243,13 @@ class ReplicaGradients:
         """What communication cost so far. Collective over the replicas."""
         return self._synchronizer.report()
 
-    def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """What compression remembers of this rank's parameters. Collective over the replicas."""
+    def state_dict(self) -> Mapping[str, Any]:
+        """What compression remembers on this rank."""
         return self._synchronizer.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Continue from a :meth:`state_dict`, or several merged: what is of this rank's parameters is taken."""
-        trained = self._trained()
-        local: dict[str, dict[str, Tensor]] = {}
-        for part, values in state.items():
-            # PowerSGD's keys are a name and a part of the parameter: "name[0:100]".
-            local[part] = {key: value for key, value in values.items() if key.partition("[")[0] in trained}
-        self._synchronizer.load_state_dict(local)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a :meth:`state_dict` of this rank."""
+        self._synchronizer.load_state_dict(state)
 
     def close(self) -> None:
         """Free threads, memory and groups; ``.grad`` stays. Not collective: also after an error, in mid-step."""
