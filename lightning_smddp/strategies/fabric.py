@@ -50,6 +50,12 @@ class FabricStrategy(_Base):
         _refuse_of_trainer(options.reliability)
         self._reliability = options.reliability
         self._session = GradientCommunication(options.gradients)
+        self._guard = NonFiniteGuard(options.reliability.on_nonfinite)
+
+    @property
+    def _looks(self) -> bool:
+        """Whether gradients are looked at. A gradient scaler makes inf on purpose, and skips such steps itself."""
+        return self._guard.mode != "ignore" and getattr(self.precision, "scaler", None) is None
 
     def setup_environment(self) -> None:
         """Start the process group, after a look at what the launcher started."""
@@ -112,7 +118,6 @@ class FabricDataParallel(FabricStrategy):
         options = StrategyOptions.of(communication, reliability, algorithm, compression, bucket_cap_mb, shard=shard)
         super().__init__(**by_name(super().__init__, args, kwargs))
         self._hold_options(options)
-        self._guard = NonFiniteGuard(self._reliability.on_nonfinite)
         self._shard = shard
         self._modules: list[nn.Module] = []  # that were set up
         self._sharded: list[ShardedOptimizers] = []  # of one optimizer each
@@ -177,10 +182,9 @@ class FabricDataParallel(FabricStrategy):
         # DDP notes what requires gradients when it wraps a module, and sends the first rank's weights to all. So what
         # is frozen is noted before, and whether models differ is found out before.
         self._frozen.append(FrozenParameters(module))
-        # A gradient scaler makes inf on purpose. The user's code has the gradients in its hands between `backward` and
-        # the step, and may clean them: so averages are left without marks.
-        looks = self._guard.mode != "ignore" and getattr(self.precision, "scaler", None) is None
-        model = self._session.wrap(module, self.root_device, self._ddp_kwargs, self._timeout, looks, marks=False)
+        # The user's code has the gradients in its hands between `backward` and the step, and may clean them: averages
+        # are left without marks.
+        model = self._session.wrap(module, self.root_device, self._ddp_kwargs, self._timeout, self._looks, marks=False)
         self._modules.append(module)
         self._print("smddp: data parallelism", self._session.summary())
         return model

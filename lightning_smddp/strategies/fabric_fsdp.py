@@ -36,7 +36,7 @@ from lightning_smddp.strategies.fsdp_scheme import (
     ShardingOptions,
     SteppedOptimizer,
 )
-from lightning_smddp.strategies.nonfinite import NonFiniteGuard, after_changes, before_step
+from lightning_smddp.strategies.nonfinite import after_changes, before_step
 from lightning_smddp.strategies.options import (
     CommunicationOptions,
     ReliabilityOptions,
@@ -147,7 +147,6 @@ class FabricFullyShardedParallel(FabricStrategy):
         super().__init__(**by_name(super().__init__, args, kwargs))
         self._hold_options(options)
         self._backward_sync_control: Any = _SyncControl()
-        self._guard = NonFiniteGuard(self._reliability.on_nonfinite)
         self._view, self._changes = WholeView(), ExitStack()
         self._modules: list[DividedForward] = []  # that were set up
         self._stepped: list[SteppedOptimizer] = []  # likewise
@@ -165,10 +164,8 @@ class FabricFullyShardedParallel(FabricStrategy):
     @contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """With ``meta_init`` or ``empty_init=True``: parameters get no memory before they are divided."""
-        on_meta: AbstractContextManager[None] = nullcontext()
-        if empty_init or self._sharding.meta_init:
-            on_meta = parameters_on_meta()
-        with super().module_init_context(empty_init=False), on_meta:
+        on_meta = bool(empty_init) or self._sharding.meta_init
+        with super().module_init_context(empty_init=False), parameters_on_meta(on_meta):
             yield
 
     def setup_module(self, module: nn.Module) -> DividedForward:  # type: ignore[override]
@@ -241,11 +238,6 @@ class FabricFullyShardedParallel(FabricStrategy):
         raise AssertionError(f"{type(optimizer).__name__} was not set up")
 
     # ---- steps ----
-
-    @property
-    def _looks(self) -> bool:
-        """Whether gradients are looked at. A gradient scaler makes inf on purpose, and skips such steps itself."""
-        return self._guard.mode != "ignore" and getattr(self.precision, "scaler", None) is None
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """The backward pass, which averages gradients unless it is in ``fabric.no_backward_sync``."""

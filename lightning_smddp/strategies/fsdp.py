@@ -8,7 +8,7 @@ torch's FSDP2 (``fully_shard``) divides the module when it is set up, before its
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -155,13 +155,8 @@ class FullyShardedParallel(TrainerStrategy):
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """With ``meta_init``: parameters get no memory yet."""
-        with super().tensor_init_context(empty_init=empty_init), self._meta():
+        with super().tensor_init_context(empty_init=empty_init), parameters_on_meta(self._sharding.meta_init):
             yield
-
-    def _meta(self) -> AbstractContextManager[None]:
-        if self._sharding.meta_init:
-            return parameters_on_meta()
-        return nullcontext()
 
     @override
     def _set_up_model(self, trainer: Trainer) -> None:
@@ -192,19 +187,22 @@ class FullyShardedParallel(TrainerStrategy):
 
     @override
     def _shard_optimizers(self) -> None:
-        optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
-        require_optimizers_of_module(self._module, optimizers)
+        require_optimizers_of_module(self._module, [unwrapped(optimizer) for optimizer in self.optimizers])
         self._close_stepped()
-        self._stepped = [SteppedOptimizer(optimizer, [self._require_scheme()], self._view) for optimizer in optimizers]
 
     def _close_stepped(self) -> None:
         for stepped in self._stepped:
             stepped.close()
-        self._stepped = ()
+        self._stepped = []
 
     def _of(self, optimizer: Any) -> SteppedOptimizer:
-        (found,) = [stepped for stepped in self._stepped if stepped.optimizer is unwrapped(optimizer)]
-        return found
+        """That of ``optimizer``, which the user's code may have made in mid-training."""
+        plain = unwrapped(optimizer)
+        for stepped in self._stepped:
+            if stepped.optimizer is plain:
+                return stepped
+        self._stepped = [*self._stepped, SteppedOptimizer(plain, [self._require_scheme()], self._view)]
+        return self._stepped[-1]
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self._of(optimizer).clip_by_norm(clip_val)

@@ -11,7 +11,7 @@ backward and messages), ``step_run.py`` (its part of the step), ``bridge/step.py
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -265,8 +265,7 @@ class PipelineParallel(PipelineRanks):
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """With ``meta_init``: parameters get no memory yet."""
-        on_meta = parameters_on_meta() if self.options.meta_init else nullcontext()
-        with super().tensor_init_context(empty_init=empty_init), on_meta:
+        with super().tensor_init_context(empty_init=empty_init), parameters_on_meta(self.options.meta_init):
             yield
 
     # ---- steps ----

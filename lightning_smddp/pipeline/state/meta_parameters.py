@@ -106,8 +106,8 @@ def set_contents(tensor: Tensor, value: Tensor) -> None:
 
 
 @contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Within it every new parameter of any module goes to the meta device, and every buffer stays: for big models.
+def parameters_on_meta(on: bool = True) -> Iterator[None]:
+    """Within it, if ``on``, new parameters of any module go to the meta device, and buffers stay: for big models.
 
     Each parameter is created first and then loses its memory, so the peak is one parameter. What is assigned to a
     name that the module has already is taken for values that the user wants, such as those of a pretrained model, and
@@ -119,6 +119,9 @@ def parameters_on_meta() -> Iterator[None]:
         if parameter is not None and not parameter.is_meta and module._parameters.get(name) is None:
             set_contents(parameter, torch.empty_like(parameter, device="meta"))
 
+    if not on:
+        yield
+        return
     handle = register_module_parameter_registration_hook(forget_values)
     try:
         yield
