@@ -11,39 +11,31 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import Optimizer
 
 from lightning_smddp._compat.fsdp import divided_like
-from lightning_smddp.sharding.optimizer_shards import closure_called
-
-# Exactly these classes: what a class derived from one of them does in a step is not known.
-_ELEMENT_WISE = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop)
+from lightning_smddp.sharding.optimizer_shards import closure_called, next_to_step
 
 
 class LocalSteps:
     """Lets ``optimizer`` step shares, until :meth:`close`. Outside of steps its groups and states are as ever.
 
-    One of a class that may look at more than an element at a time is left alone.
+    Args:
+        optimizer: one that treats each element by itself.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._handles: list[Any] = []
-        if type(optimizer) in _ELEMENT_WISE:
-            self._handles = [
-                optimizer.register_step_pre_hook(self._before),
-                optimizer.register_step_post_hook(self._after),
-            ]
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
         self._whole: list[list[Tensor]] | None = None  # the groups' parameters, while it steps
         self._known: dict[Tensor, tuple[dict[str, Any], dict[str, Any]]] = {}  # states: as ever, and of shares
 
     def stand_next_to_step(self) -> None:
         """Be the last one before the step and the first one behind it, among hooks that others have registered."""
-        if not self._handles:
-            return
-        before, after = self._handles
-        before.hooks_dict_ref().move_to_end(before.id, last=True)
-        after.hooks_dict_ref().move_to_end(after.id, last=False)
+        next_to_step(*self._handles)
 
     def restore(self) -> None:
         """Behind a step, also one that failed: groups and states are as ever."""

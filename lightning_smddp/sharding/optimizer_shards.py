@@ -87,13 +87,7 @@ class OptimizerShards:
         """Be the last one before the step and the first one behind it, among hooks that others have registered."""
         # Hooks of the user's own (clipping, logging) have to see whole parameters: pieces are in the groups between the
         # last hook before the step and the first one behind it.
-        before, after = self._handles[:2]
-        hooks_before = before.hooks_dict_ref()
-        hooks_after = after.hooks_dict_ref()
-        assert hooks_before is not None  # the optimizer's own, for as long as it lives
-        assert hooks_after is not None
-        hooks_before.move_to_end(before.id, last=True)
-        hooks_after.move_to_end(after.id, last=False)
+        next_to_step(*self._handles[:2])
 
     def parts_of(self, parameter: nn.Parameter) -> list[ShardedPiece]:
         """What this rank steps of a parameter: all of it, if it is not sharded."""
@@ -236,6 +230,12 @@ def unwrapped(optimizer: Any) -> Any:
 def all_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     """All parameters of an optimizer's groups, in their order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def next_to_step(before: Any, after: Any) -> None:
+    """Make a hook before the step the last of them, and one behind it the first, by their handles."""
+    before.hooks_dict_ref().move_to_end(before.id, last=True)
+    after.hooks_dict_ref().move_to_end(after.id, last=False)
 
 
 def closure_called(args: Any, kwargs: Any) -> tuple[Any, Any]:
