@@ -241,7 +241,7 @@ def unseen_in_a_module() -> nn.Module:
         h = torch.vmap(lambda row: row.softmax(-1) * 2)(s.linear(x))
         return Cube.apply(h, 1.0)[0]
 
-    return Net(lambda s, x: s.b(s.inner(s.a(x))).square().mean(), inner=Layer(body))
+    return Net(lambda s, x: s.b(Cube.apply(s.inner(s.a(x)), 0.5)[0]).square().mean(), inner=Layer(body))
 
 
 @member

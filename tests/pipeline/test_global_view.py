@@ -149,16 +149,6 @@ def draws_by_value(net: Net) -> Any:
     return counts, torch.rand(3).tolist()
 
 
-def initialise(net: Net) -> Any:
-    torch.manual_seed(5)
-    for module in net.student:
-        if isinstance(module, nn.Linear):
-            nn.init.xavier_uniform_(module.weight)
-            nn.init.zeros_(module.bias)
-    net.teacher[2].reset_parameters()
-    return torch.rand(3).tolist()
-
-
 def assign(net: Net) -> Any:
     """What the module holds under a name is set again."""
     net.student[3].running_mean = net.student[3].running_mean * 2 + net.student[0].bias.detach()
@@ -245,7 +235,7 @@ def prune(net: Net) -> Any:
 
 
 CASES = [
-    reads, clip, ema_by_data, ema_of_other_places, ema_across_ranks, averaged, noise, initialise,
+    reads, clip, ema_by_data, ema_of_other_places, ema_across_ranks, averaged, noise,
     assign, freeze, draws_by_value, save, load, swap, forward, backward_on_top, backward_of_checkpoints, spectra,
     gradients_by_hand, prune,
 ]  # fmt: skip
