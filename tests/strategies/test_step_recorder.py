@@ -147,29 +147,6 @@ def test_metrics_with_gradients_are_a_part_of_the_step() -> None:
 # ---- nothing is left behind ----
 
 
-class Untouchable(Tensor):
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.__name__ in ("__get__", "touch"):
-            return args[0] if function.__name__ == "touch" else False
-        raise AssertionError(f"{function} looked at a value of another stage")
-
-
-def test_values_of_runs_that_are_not_kept_are_not_looked_at() -> None:
-    def step(self: Module, rows: Tensor) -> None:
-        self.log("x", rows, batch_size=rows)
-        self.mean.update(rows)
-        self.found.append(rows)
-
-    module = Module(step, mean=MeanMetric())
-    module.found = []
-    recorder = StepRecorder(module)
-    with recorder.microbatch(0, 0, 2, None, keep=False):
-        module.step(module, torch.zeros(2).as_subclass(Untouchable))
-    recorder.drop()
-    assert (module.found, module.logged, module.mean.update_count) == ([], [], 0)
-
-
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("keep", [True, False])
 def test_patches_and_changes_end_with_an_exception(error: type[BaseException], keep: bool) -> None:
