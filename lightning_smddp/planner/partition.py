@@ -10,12 +10,11 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 
 from lightning_smddp.planner.problem import PICOSECONDS, NodeCost, PartitionError, PartitionProblem, StageCosts
 from lightning_smddp.wording import counted
 
-Windows = list[dict[int, list[int]]]  # for each stage: first node -> possible ends
 Cost = Callable[[int, int, int], int]  # of (stage, start, end)
 
 
@@ -46,10 +45,7 @@ def fastest_stage(costs: StageCosts, limits: Sequence[float]) -> int | None:
         return costs.compute[end] - costs.compute[start]
 
     found = _smallest_worst(costs, costs.seconds, compute, limits)
-    if found is None:
-        return None
-    seconds, _ = found
-    return seconds
+    return None if found is None else found[0]
 
 
 def least_memory(costs: StageCosts) -> tuple[int, ...]:
@@ -60,8 +56,7 @@ def least_memory(costs: StageCosts) -> tuple[int, ...]:
 
     found = _smallest_worst(costs, memory, memory, [math.inf] * costs.num_stages)
     assert found is not None
-    _, cuts = found
-    return cuts
+    return found[1]
 
 
 def _smallest_worst(
@@ -71,127 +66,61 @@ def _smallest_worst(
 
     ``bound`` is at most ``cost`` and grows with the stage, so that a start can be given up early.
     """
-    # For the stage in hand, by node: worst_before[i] is the cost of the worst stage in the best cuts of the nodes
-    # before i into the stages before this one, and worst[j] the same of the nodes before j with this one. A node that
-    # no cuts reach is in neither. start_of[s][j] is where stage s starts if it ends at j in the best cuts.
-    n = costs.num_nodes
-    last = costs.num_stages - 1
-    worst: dict[int, int] = {0: 0}
-    start_of: list[dict[int, int]] = []
+    # By node, of the nodes before it in the stages so far: (cost of the worst stage, starts of the stages). A node that
+    # no cuts reach is missing.
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(costs.num_stages):
-        worst_before = worst
-        worst = {}
-        start_of.append({})
-        ends = [n]
-        if stage < last:
-            ends = [end for end in range(1, n) if costs.is_allowed[end]]
-        for end in ends:
-            best = math.inf
+        before, best = best, {}
+        for end in costs.ends(stage):
+            smallest: float = math.inf
             # Both the bound and the memory grow as the start goes down: once one is too much, it stays so.
             for start in range(end - 1, -1, -1):
-                if bound(stage, start, end) >= best:
+                if bound(stage, start, end) >= smallest or costs.memory(stage, start, end) > limits[stage]:
                     break
-                if costs.memory(stage, start, end) > limits[stage]:
-                    break
-                before = worst_before.get(start)
-                if before is None or not costs.has_unit(start, end):
+                if start not in before or not costs.has_unit(start, end):
                     continue
-                value = max(before, cost(stage, start, end))
-                if value < best:
-                    best = value
-                    worst[end] = value
-                    start_of[stage][end] = start
-    if n not in worst:
+                worst, starts = before[start]
+                value = max(worst, cost(stage, start, end))
+                if value < smallest:
+                    smallest = value
+                    best[end] = (value, (*starts, start))
+    if costs.num_nodes not in best:
         return None
-    cuts = []
-    end = n
-    for stage in range(last, 0, -1):
-        end = start_of[stage][end]
-        cuts.append(end)
-    cuts.reverse()
-    return worst[n], tuple(cuts)
+    worst, (_, *cuts) = best[costs.num_nodes]
+    return worst, tuple(cuts)
 
 
-def windows(costs: StageCosts, slowest: int, limits: Sequence[float]) -> Windows:
-    """All stages that take at most ``slowest`` picoseconds, fit their limits and are part of some whole partition."""
-    found: Windows = []
-    starts = {0}
-    for stage in range(costs.num_stages):
-        ends: dict[int, list[int]] = {}
-        for start in sorted(starts):
-            ends[start] = _ends(costs, stage, start, slowest, limits[stage])
-        found.append(ends)
-        starts = set(chain.from_iterable(ends.values()))  # of the next stage
-    return _still_whole(found, costs.num_nodes)
-
-
-def _still_whole(stages: Windows, num_nodes: int) -> Windows:
-    """Those of the ``stages`` that can be followed by others up to the last node."""
-    # From the last stage to the first: a stage may end where one that is kept may start.
-    alive = {num_nodes}
-    result: Windows = []
-    for found in reversed(stages):
-        kept: dict[int, list[int]] = {}
-        for start, ends in found.items():
-            possible = [end for end in ends if end in alive]
-            if possible:
-                kept[start] = possible
-        result.append(kept)
-        alive = set(kept)
-    result.reverse()
-    return result
-
-
-def _ends(costs: StageCosts, stage: int, start: int, slowest: int, limit: float) -> list[int]:
-    """Where ``stage`` may end if it starts at ``start``; only the last one may, and has to, end with the last node."""
-    n = costs.num_nodes
-    is_last = stage == costs.num_stages - 1
-    candidates: Iterable[int] = range(start + 1, n)
-    if is_last:
-        candidates = [n]
-    ends = []
-    for end in candidates:
-        # Computing and memory grow with the end: once one is too much, it stays so. A boundary's time does not.
-        if costs.compute[end] - costs.compute[start] > slowest:
-            break
-        if costs.memory(stage, start, end) > limit:
-            break
-        if not is_last and not costs.is_allowed[end]:
-            continue
-        if costs.has_unit(start, end) and costs.seconds(stage, start, end) <= slowest:
-            ends.append(end)
-    return ends
-
-
-def best_of(costs: StageCosts, stages: Windows) -> tuple[int, ...]:
-    """Cuts of the best partition made of ``stages``, none of which is slower than the slowest one has to be.
+def best_cuts(costs: StageCosts, slowest: int, limits: Sequence[float]) -> tuple[int, ...]:
+    """Cuts of the best partition of which no stage takes more than ``slowest`` picoseconds.
 
     With one stage on each rank the slowest one sets the pace, whatever the others take: it is the partition that sends
     the fewest bytes. With several on a rank their sum does, so even stages come first (the least sum of squared times).
     The earliest cuts among equals.
     """
     evens = not costs.is_one_stage_per_rank
-    # From the last stage to the first. By the node that a stage starts at: (sum of squared times, bytes sent, cuts) of
-    # the best way from there to the end. Tuples compare in that order, which is the order of preference.
-    best: dict[int, tuple[int, int, tuple[int, ...]]] = {costs.num_nodes: (0, 0, ())}
-    for stage in reversed(range(costs.num_stages)):
-        following = best
-        best = {}
-        for start, ends in stages[stage].items():
+    # As in `_smallest_worst`: (sum of squared times, bytes sent, starts of the stages). Tuples compare in that order.
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
+    for stage in range(costs.num_stages):
+        before, best = best, {}
+        for end in costs.ends(stage):
             ways = []
-            for end in ends:
-                squares, sent, cuts = following[end]
+            # Computing and memory grow as the start goes down. A boundary's time does not.
+            for start in range(end - 1, -1, -1):
+                if costs.compute[end] - costs.compute[start] > slowest:
+                    break
+                if costs.memory(stage, start, end) > limits[stage]:
+                    break
+                seconds = costs.seconds(stage, start, end)
+                if start not in before or seconds > slowest or not costs.has_unit(start, end):
+                    continue
+                squares, sent, starts = before[start]
                 if evens:
-                    seconds = costs.seconds(stage, start, end)
                     squares += seconds**2
-                ways.append((squares, sent, cuts))
-            squares, sent, cuts = min(ways)
-            sent += costs.sent_bytes(stage, start)
-            if stage > 0:
-                cuts = (start, *cuts)
-            best[start] = (squares, sent, cuts)
-    _, _, cuts = best[0]
-    return cuts
+                ways.append((squares, sent + costs.sent_bytes(stage, start), (*starts, start)))
+            if ways:
+                best[end] = min(ways)
+    _, _, (_, *cuts) = best[costs.num_nodes]
+    return tuple(cuts)
 
 
 @dataclass(frozen=True)
@@ -246,8 +175,7 @@ def best_partition(problem: PartitionProblem) -> Partition:
         slowest = fastest_stage(costs, limits)
         if slowest is None:
             continue
-        possible = windows(costs, slowest, limits)
-        found = _evaluate(costs, best_of(costs, possible))
+        found = _evaluate(costs, best_cuts(costs, slowest, limits))
         if max(found.rank_memory.values()) <= limit:
             return found
     smallest = _evaluate(costs, least_memory(costs))
@@ -417,7 +345,5 @@ def _memory_error(costs: StageCosts, needed: int) -> PartitionError:
 
 
 def _size(size: float) -> str:
-    """Bytes, and GiB rounded up to four digits."""
-    gib = size / 2**30
-    digits = 3 - math.floor(math.log10(gib)) if gib > 0 else 0
-    return f"{math.ceil(size)} bytes ({math.ceil(gib * 10**digits) / 10**digits:.4g} GiB)"
+    """Bytes, and GiB rounded up."""
+    return f"{math.ceil(size)} bytes ({math.ceil(size / 2**30 * 1e4) / 1e4:g} GiB)"

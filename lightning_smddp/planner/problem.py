@@ -49,11 +49,6 @@ class Link:
     bytes_per_s: float
     unhidden: float = 1.0
 
-    def __post_init__(self) -> None:
-        is_possible = self.bytes_per_s > 0 and 0 <= self.latency_s < math.inf and 0 <= self.unhidden <= 1
-        if not is_possible:  # also NaN
-            raise ValueError(f"not a link: {self}")
-
     def seconds(self, size: float) -> float:
         """Of a message of ``size`` bytes."""
         return self.latency_s + size / self.bytes_per_s
@@ -81,30 +76,6 @@ class PartitionProblem:
     in_flight: Sequence[int]
     memory_limit: float | None = None
     links: Sequence[Link] = ()
-
-    def __post_init__(self) -> None:
-        count = len(self.nodes)
-        cuts = len(self.cut_bytes)
-        if cuts != count + 1:
-            raise ValueError(f"{count} items need {count + 1} cut_bytes, got {cuts}")
-        if any(math.isnan(size) or size < 0 for size in self.cut_bytes):
-            raise ValueError(f"cut_bytes must be >= 0 (inf: no cut there), got {list(self.cut_bytes)}")
-        ranks = list(self.rank_of_stage)
-        in_flight = list(self.in_flight)
-        if not ranks or len(in_flight) != len(ranks):
-            raise ValueError(
-                f"rank_of_stage={ranks} and in_flight={in_flight} must have one value for each stage, and at least one"
-            )
-        boundaries = self.num_stages - 1
-        if self.links and len(self.links) != boundaries:
-            raise ValueError(f"{self.num_stages} stages need {boundaries} links, got {len(self.links)}")
-        for node in self.nodes:
-            is_finite = 0 <= node.forward_s < math.inf and 0 <= node.backward_s < math.inf
-            if not is_finite:
-                raise ValueError(f"{node.name!r} takes forward_s={node.forward_s}, backward_s={node.backward_s}")
-            unknown = [name for name in node.parameters if name not in self.parameter_bytes]
-            if unknown:
-                raise ValueError(f"{node.name!r} uses parameters without parameter_bytes: {unknown}")
 
     @property
     def num_stages(self) -> int:
@@ -139,20 +110,16 @@ class StageCosts:
         self.num_stages = len(ranks)
         self.stages_beside = [ranks.count(rank) for rank in ranks]  # on the stage's rank, itself counted
         self.is_sent = [one != other for one, other in pairwise(ranks)]  # from each stage to the next
-        self.is_allowed = []
-        for cut, size in enumerate(problem.cut_bytes):
-            self.is_allowed.append(0 < cut < len(nodes) and size < math.inf)
+        self.is_allowed = [0 < cut < len(nodes) and size < math.inf for cut, size in enumerate(problem.cut_bytes)]
 
         # Running sums: entry i is of the nodes before i, so that of the nodes i .. j-1 is entry j less entry i.
         self.compute = _prefix(round((node.forward_s + node.backward_s) * PICOSECONDS) for node in nodes)
         self.activations = _prefix(node.activation_bytes for node in nodes)
         self.units = _prefix(node.is_unit for node in nodes)
         self.tied = self._tied_names()
-        own_bytes = []  # of the parameters that no other node names
-        for node, tied in zip(nodes, self.tied, strict=True):
-            own = set(node.parameters) - tied
-            own_bytes.append(self.bytes_of(own))
-        self.own = _prefix(own_bytes)
+        # Of the parameters that no other node names.
+        pairs = zip(nodes, self.tied, strict=True)
+        self.own = _prefix(self.bytes_of(set(node.parameters) - tied) for node, tied in pairs)
 
         # A tied parameter that two nodes of a stage name is there once, so its bytes are no running sum.
         self._tied_bytes: list[list[int]] | None = None
@@ -190,10 +157,7 @@ class StageCosts:
         uses: Counter[str] = Counter()
         for node in self.problem.nodes:
             uses.update(set(node.parameters))
-        found = []
-        for node in self.problem.nodes:
-            found.append(frozenset(name for name in node.parameters if uses[name] > 1))
-        return found
+        return [frozenset(name for name in node.parameters if uses[name] > 1) for node in self.problem.nodes]
 
     def _tied_table(self) -> list[list[int]]:
         """``table[j][i]``: bytes of the tied parameters that the nodes i .. j-1 name."""
@@ -246,6 +210,12 @@ class StageCosts:
         if stage == 0 or not self.is_sent[stage - 1]:
             return 0
         return round(self.problem.cut_bytes[start])
+
+    def ends(self, stage: int) -> list[int]:
+        """The nodes before which ``stage`` may end; the last one ends with the last node."""
+        if stage == self.num_stages - 1:
+            return [self.num_nodes]
+        return [node for node, is_allowed in enumerate(self.is_allowed) if is_allowed]
 
     def has_unit(self, start: int, end: int) -> bool:
         """Whether there is a unit among the nodes ``start`` .. ``end - 1``."""

@@ -121,19 +121,6 @@ def test_stages_are_even_also_where_messages_take_longer_than_computing() -> Non
     assert best_partition(slow).cuts == (2, 4, 6)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"bytes_per_s": 0.0}, r"not a link: .*bytes_per_s=0\.0"),
-        ({"latency_s": -1.0}, r"not a link: .*latency_s=-1\.0"),
-        ({"unhidden": 1.5}, r"not a link: .*unhidden=1\.5"),
-    ],
-)
-def test_links_that_make_no_sense(change: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(Link(0.0, 1.0), **change)
-
-
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_a_llama_over_fast_links_is_cut_evenly(ranks: int) -> None:
     """Stages in the middle have two boundaries: that must not make them smaller where transfers are hidden."""
@@ -206,23 +193,6 @@ def test_cuts_that_make_no_partition(cuts: tuple[int, ...], message: str) -> Non
     problem = chain(5, [0, 1, 2], cut_bytes=[0, 1, 1, 1, math.inf, 0])
     with pytest.raises(PartitionError, match=message):
         partition_at(problem, cuts)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"cut_bytes": [0, 1]}, "3 items need 4 cut_bytes, got 2"),
-        ({"cut_bytes": [0, -1, 0, 0]}, "cut_bytes must be >= 0"),
-        ({"in_flight": [1]}, "one value for each stage"),
-        ({"rank_of_stage": [], "in_flight": []}, "at least one"),
-        ({"links": [Link(0.0, 1.0)] * 2}, "2 stages need 1 links, got 2"),
-        ({"nodes": [NodeCost("a", math.nan, 1, 0)] * 3}, "'a' takes forward_s=nan"),
-        ({"nodes": [NodeCost("a", 1, 1, 0, ("w",))] * 3}, r"without parameter_bytes: \['w'\]"),
-    ],
-)
-def test_problems_that_make_no_sense(change: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(chain(3, [0, 1]), **change)
 
 
 @pytest.mark.slow
