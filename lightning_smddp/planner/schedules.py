@@ -46,19 +46,8 @@ def parse_action(text: str) -> Action:
     return Action(int(stage), kind, int(microbatch))  # type: ignore[arg-type]  # the pattern allows a Kind only
 
 
-def bubble_bound(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> float:
-    """The share of time in which ranks compute at best, with equal stages and free messages.
-
-    M v / (M v + p - 1) for M micro-batches, p ranks and v stages on each (Narayanan et al. 2021, arXiv:2104.04473).
-    It is reached by gpipe and 1f1b (v = 1), looped BFS and interleaved 1f1b. Zero-bubble and V schedules do better:
-    see ``simulated_bound``.
-    """
-    work = num_microbatches * stages_per_rank
-    return work / (work + num_ranks - 1)
-
-
 def simulated_bound(orders: Orders) -> float:
-    """The same share for any schedule: its orders played through with equal stages and free messages.
+    """The share of time in which ranks compute at best: orders played through with equal stages and free messages.
 
     A backward takes twice a forward, I and W each as long as a forward. A rank does its actions one after another, each
     as soon as what it needs is there.

@@ -151,11 +151,9 @@ def _setting(
     return Setting(
         nodes=problem.nodes,
         stage_seconds=plan.stage_seconds,
-        schedule=options.schedule.name,
         num_microbatches=len(microbatches),
         num_ranks=ranks,
         batch_rows=sum(microbatch.size for microbatch in microbatches),
-        stages_per_rank=options.stages_per_rank,
         is_split_given=options.split is not None,
         rule=lambda count: options.schedule.microbatches_ok(count, ranks, cluster.num_stages),
         bound=lambda count: best_share(options.schedule, cluster.rank_of_stage, count),

@@ -18,10 +18,12 @@ def units(*seconds: float) -> list[NodeCost]:
 EVEN = Setting(
     nodes=units(1, 1, 1, 1),
     stage_seconds=[1, 1, 1, 1],
-    schedule="1f1b",
     num_microbatches=16,
     num_ranks=4,
     batch_rows=64,
+    is_split_given=False,
+    rule=lambda count: True,
+    bound=lambda count: count / (count + 3),
 )
 
 
@@ -58,52 +60,6 @@ def test_more_micro_batches() -> None:
     assert advice(replace(EVEN, num_microbatches=8)) == expected
     assert advice(replace(EVEN, num_microbatches=8, rule=lambda count: count <= 8)) is None
     assert advice(replace(EVEN, num_microbatches=8, rule=lambda count: False)) is None
-
-
-def test_nothing_that_cuts_a_batch_which_has_to_stay_whole() -> None:
-    whole = replace(EVEN, num_microbatches=1, stays_whole=True)
-    assert "more micro-batches" in str(advice(replace(whole, stays_whole=False)))
-    assert advice(whole) is None
-    assert advice(replace(whole, batch_rows=1)) is None
-
-
-def test_more_micro_batches_of_schedules_without_a_formula() -> None:
-    setting = replace(EVEN, schedule="zbv_zero_bubble", stages_per_rank=2, num_microbatches=8)
-    assert advice(setting) is None
-    line = advice(replace(setting, bound=lambda count: count / (count + 2)))
-    assert line == "more micro-batches: num_microbatches=16 raises the bound from 80% to 89%"
-
-
-def test_interleaved_stages() -> None:
-    setting = replace(EVEN, nodes=units(*[1] * 8), batch_rows=8, num_microbatches=8)
-    expected = "schedule='interleaved_1f1b' with stages_per_rank=2 raises the bound from 73% to 84%"
-    assert expected in (advice(setting) or "")
-    assert "interleaved" not in (advice(replace(setting, nodes=units(*[1] * 7))) or "")  # too few units
-    assert "interleaved" not in (advice(replace(setting, batch_rows=9, num_microbatches=9)) or "")  # 9 in 2 rounds
-    assert "interleaved" not in (advice(replace(setting, schedule="interleaved_1f1b", stages_per_rank=2)) or "")
-
-
-def test_a_bigger_batch() -> None:
-    setting = replace(EVEN, batch_rows=1, num_microbatches=1)
-    assert advice(setting) == (
-        "a batch of 1 row keeps 4 ranks busy for at most 25% of the time: use a bigger batch, or fewer ranks"
-    )
-    assert "batch of 8 rows" in (advice(replace(EVEN, batch_rows=8, num_microbatches=8)) or "")
-
-
-def test_units_too_coarse_for_the_stages() -> None:
-    line = advice(replace(EVEN, nodes=units(*[1] * 6), stage_seconds=[2, 2, 1, 1]))
-    assert line is not None
-    assert line.startswith("stage 0 takes 1.3 times the mean stage, as the units are too coarse for 4 stages")
-
-
-def test_memory_of_gpipe() -> None:
-    line = advice(replace(EVEN, schedule="gpipe"))
-    assert (
-        line
-        == "schedule='1f1b' is as fast and keeps the activations of at most 4 micro-batches on a rank instead of 16"
-    )
-    assert advice(replace(EVEN, schedule="gpipe", num_microbatches=4, rule=lambda count: count == 4)) is None
 
 
 @pytest.mark.parametrize(
