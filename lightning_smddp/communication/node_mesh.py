@@ -3,19 +3,19 @@
 The backend's own barrier costs 0.15 to 3 ms on gloo, the more the busier the machine is. A process-shared pthread
 barrier is as fast as this one but has no timeout, and a peer that dies leaves the others in it for ever. A socket
 reports the peer's end by itself, waits with a timeout, passes descriptors of shared memory (SCM_RIGHTS), and leaves
-nothing in any file system: the sockets live in Linux's abstract namespace, and each connection proves the job's secret
-and the user's id.
+nothing in any file system: the sockets live in Linux's abstract namespace, under random names, and processes of other
+users are turned away.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import select
 import socket
 import struct
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,7 +30,7 @@ OnWait = Callable[[float, int | None], None]
 """Takes the seconds that this rank waited inside its node, and the global rank that it waited for last, or None."""
 
 _MESSAGE_BYTES = 256  # the longest message
-_LIVENESS_PERIOD_S = 1.0  # how often a waiting rank looks whether the peer's process still exists
+_GREETING_S = 1.0  # for what connects to say who it is
 _LEAST_TIMEOUT_S = 1e-3  # a timeout of 0 would not wait at all, and one below it is an error
 _WAITED_S = 50e-6  # a receive that took longer than this is counted as waiting
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
@@ -75,9 +75,7 @@ class NodeMesh:
         self.size = len(topology.local_ranks)
         self._timeout_s = timeout.total_seconds()
         self._sockets = dict(sorted(sockets.items()))
-        self._watches: dict[int, int | None] = {}
-        for peer, connection in self._sockets.items():
-            self._watches[peer] = _watch_process(connection)
+        _open.add(self)
 
     @classmethod
     def connect(
@@ -93,7 +91,6 @@ class NodeMesh:
         """
         reason = supported()
         listener: socket.socket | None = None
-        secret = secrets.token_bytes(16)
         address = f"\0lightning_smddp-{secrets.token_hex(16)}"
         if reason is None:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -101,12 +98,12 @@ class NodeMesh:
             listener.listen(count * topology.world_size)
         # Each rank listens before it tells its address, so nobody calls in vain. Reasons are told to all, twice: a rank
         # that went on without the others would wait for them in the first bucket.
-        addresses = gather((address, secret, reason), group)
-        reason = next((text for _, _, text in addresses if text), None)
+        addresses = gather((address, reason), group)
+        reason = next((text for _, text in addresses if text), None)
         meshes: list[NodeMesh] = []
         if listener is not None and reason is None:
             try:
-                for sockets in _connect_all(topology, listener, addresses, secret, timeout, count):
+                for sockets in _connect_all(topology, listener, addresses, timeout, count):
                     meshes.append(cls(topology, sockets, timeout))
             except OSError as error:
                 reason = f"{topology.describe(topology.rank)} could not reach its node's other ranks: {error}"
@@ -170,10 +167,7 @@ class NodeMesh:
         """Close all sockets; peers that wait for this rank get a :class:`RankFailedError`."""
         for connection in self._sockets.values():
             connection.close()
-        for watch in self._watches.values():
-            if watch is not None:
-                os.close(watch)
-        self._sockets, self._watches = {}, {}
+        self._sockets = {}
 
     def _send(
         self,
@@ -191,33 +185,17 @@ class NodeMesh:
             raise self._failed(peer, str(error)) from error
 
     def _receive(self, peer: int, connection: socket.socket, deadline: float) -> tuple[bytes, int | None]:
-        while True:
-            remaining = deadline - time.perf_counter()
-            patience = min(remaining, _LIVENESS_PERIOD_S)
-            connection.settimeout(max(patience, _LEAST_TIMEOUT_S))
-            try:
-                message, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 1)
-            except TimeoutError:
-                if remaining <= 0:
-                    raise self._timed_out(peer) from None
-                # Only a silent socket makes us ask for the process: what a peer has said before its end still counts.
-                if self._has_ended(peer):
-                    raise self._failed(peer, "its process ended") from None
-                continue
-            except OSError as error:
-                raise self._failed(peer, str(error)) from error
-            if not message:
-                raise self._failed(peer, "it closed its connection")
-            if not descriptors:
-                return message, None
-            return message, descriptors[0]
-
-    def _has_ended(self, peer: int) -> bool:
-        watch = self._watches[peer]
-        if watch is None:
-            return False
-        readable, _, _ = select.select([watch], [], [], 0)
-        return bool(readable)
+        remaining = deadline - time.perf_counter()
+        connection.settimeout(max(remaining, _LEAST_TIMEOUT_S))
+        try:
+            message, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 1)
+        except TimeoutError:
+            raise self._timed_out(peer) from None
+        except OSError as error:
+            raise self._failed(peer, str(error)) from error
+        if not message:
+            raise self._failed(peer, "it closed its connection")
+        return message, descriptors[0] if descriptors else None
 
     def _failed(self, peer: int, cause: str) -> RankFailedError:
         message = f"{self.describe(peer)} is gone ({cause}) while {self.describe(self.rank)} waited."
@@ -232,30 +210,22 @@ class NodeMesh:
         return RankTimeoutError(self.topology.local_ranks[peer], message)
 
 
-def _watch_process(connection: socket.socket) -> int | None:
-    """A descriptor that becomes readable when the peer's process ends.
-
-    Needed beside the socket: forked DataLoader workers of a dead rank keep its sockets open.
-    """
-    pid, _uid = _credentials(connection)
-    try:
-        return os.pidfd_open(pid)
-    except OSError:  # another pid namespace, or a kernel before 5.3: the socket alone tells
-        return None
+_open: weakref.WeakSet[NodeMesh] = weakref.WeakSet()
 
 
-def _credentials(connection: socket.socket) -> tuple[int, int]:
-    """Process id and user id of the peer, from the kernel."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _gid = _CREDENTIALS.unpack(credentials)
-    return pid, uid
+def _close_all() -> None:
+    """In a forked process, such as a DataLoader's worker: a socket that it held would hide the end of its rank."""
+    for mesh in list(_open):
+        mesh.close()
+
+
+os.register_at_fork(after_in_child=_close_all)
 
 
 def _connect_all(
     topology: Topology,
     listener: socket.socket,
-    addresses: list[tuple[str, bytes, str | None]],
-    secret: bytes,
+    addresses: list[tuple[str, str | None]],
     timeout: timedelta,
     count: int,
 ) -> list[dict[int, socket.socket]]:
@@ -265,13 +235,12 @@ def _connect_all(
     # Of each pair the higher rank calls and the lower one accepts. A call ends as soon as it is in the listener's
     # queue, which has room for all of them: so nobody has to accept in time, and no two ranks wait for each other.
     for peer in range(topology.local_rank):
-        address, peer_secret, _ = addresses[topology.local_ranks[peer]]
+        address, _ = addresses[topology.local_ranks[peer]]
         for index in range(count):
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             connection.settimeout(seconds)
             connection.connect(address)
-            own_number = bytes([topology.local_rank, index])
-            connection.send(peer_secret + own_number)
+            connection.send(bytes([topology.local_rank, index]))
             sockets[index][peer] = connection
     missing = count * (len(topology.local_ranks) - 1 - topology.local_rank)
     deadline = time.perf_counter() + seconds
@@ -279,18 +248,17 @@ def _connect_all(
         remaining = deadline - time.perf_counter()
         listener.settimeout(max(remaining, _LEAST_TIMEOUT_S))
         connection, _ = listener.accept()
-        connection.settimeout(_LIVENESS_PERIOD_S)
+        connection.settimeout(_GREETING_S)
         try:
             greeting = connection.recv(_MESSAGE_BYTES)
         except OSError:  # silent, or gone again
             greeting = b""
-        # A greeting is the listener's secret, the caller's local rank (1 byte), and the number of the mesh (1 byte).
-        knows_secret = secrets.compare_digest(greeting[:-2], secret)
-        _pid, uid = _credentials(connection)
-        if not knows_secret or uid != os.getuid():  # some other program on this host
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _pid, uid, _gid = _CREDENTIALS.unpack(credentials)
+        if uid != os.getuid() or len(greeting) != 2:  # some other program on this host
             connection.close()
             continue
-        peer, index = greeting[-2:]
+        peer, index = greeting  # the caller's local rank, and the number of the mesh
         sockets[index][peer] = connection
         missing -= 1
     return sockets

@@ -4,8 +4,8 @@ DDP's own bucket is moved into a shared segment in place (by ``share_storage`` o
 maps every other rank's bucket. Rank i then sums slice i of all of them, in chunks that stay in cache, and writes the
 result straight into each bucket: two barriers and two passes over memory for an all-reduce.
 
-Where the bucket cannot be moved (no space on the shared-memory mount), the rank stages it window by window in an
-anonymous memory file, which that mount does not limit. Which way a rank goes is its own decision: it announces in
+Where the bucket cannot be moved (no space on the shared-memory mount), the rank copies it to an anonymous memory file,
+which that mount does not limit, and back. Which way a rank goes is its own decision: it announces in
 each barrier's message what the others find where. A tensor that has other memory than before (DDP makes its buckets
 anew in the second step) is announced before that memory is shared: then nobody keeps the old one beside it.
 """
@@ -17,7 +17,7 @@ import mmap
 import os
 import struct
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,24 +25,19 @@ from torch import Tensor
 
 from lightning_smddp._compat.torch import share_storage
 from lightning_smddp.communication.node_mesh import Arrival, NodeMesh, OnWait
+from lightning_smddp.communication.shared_segments import create_file
 from lightning_smddp.communication.topology import local_shard_bounds
 from lightning_smddp.wording import counted
 
-WINDOW_BYTES = 64 * 2**20  # how much of a bucket is staged at a time
 _CHUNK_BYTES = 256 * 2**10  # fits the level-2 cache together with the peers' chunks
 _HEADER = struct.Struct("<BBqQQ")  # kind, dtype, slot, numel, byte offset in the segment
-_SAME, _MAPPED, _STAGED, _MOVING = range(4)
-_NO_SLOT = -1  # in a header, and for the memory in which a peer stages
+_SAME, _MAPPED, _COPIED, _MOVING = range(4)
+_NO_SLOT = -1  # in a header, and for the memory to which a peer copies
 _FINITE, _NOT_FINITE = b"\0", b"\1"
 _DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
 ]  # fmt: skip
-
-Kinds = dict[int, int]
-"""By local rank, how it brings its tensor: ``_SAME``, ``_MAPPED``, ``_STAGED`` or ``_MOVING``."""
-Regions = dict[int, Tensor]
-"""By local rank, for each but this one, its memory as bytes."""
 
 HOW_TO_RAISE = (
     "To use zero-copy shared memory, enlarge the mount at /dev/shm: `docker run --shm-size=8g`, an `emptyDir` "
@@ -51,30 +46,20 @@ HOW_TO_RAISE = (
 
 
 @dataclass
-class _Window:
-    """A part [start, stop) of the tensor that all local ranks have before them.
+class _Peers:
+    """What all local ranks have before them.
 
     Attributes:
-        kinds: how each local rank brings the tensor. Where it stages, its memory holds this window only.
-        regions: where to find it.
+        copied: the local ranks that have a copy of their tensor there.
+        regions: by local rank, for each but this one, its tensor's memory as bytes.
     """
 
-    kinds: Kinds
-    regions: Regions
-    start: int
-    stop: int
-
-    @property
-    def is_staged(self) -> bool:
-        """Whether any local rank stages."""
-        return _STAGED in self.kinds.values()
+    copied: set[int]
+    regions: dict[int, Tensor]
 
     def view(self, peer: int, dtype: torch.dtype, low: int, high: int) -> Tensor:
         """Elements [low, high) of ``peer``'s tensor."""
-        if self.kinds[peer] == _STAGED:
-            low -= self.start
-            high -= self.start
-        return _elements(self.regions[peer], dtype, low, high)
+        return self.regions[peer][low * dtype.itemsize : high * dtype.itemsize].view(dtype)
 
 
 class SharedMemory:
@@ -86,7 +71,7 @@ class SharedMemory:
         mesh: barrier with the node's ranks.
         num_shards: in how many shards a tensor is cut; local ranks from ``num_shards`` on own an empty one.
         on_wait: called after each barrier.
-        zero_copy: False stages every tensor.
+        zero_copy: False copies every tensor.
     """
 
     def __init__(
@@ -105,8 +90,8 @@ class SharedMemory:
         # By slot the tensor that is shared, and where it was then: address and bytes.
         self._own: dict[int, tuple[Tensor, tuple[int, int]]] = {}
         self._peers: dict[tuple[int, int], Tensor] = {}  # by local rank and slot
-        self._staging: Tensor | None = None
-        self._staging_fd = -1
+        self._copy: Tensor | None = None
+        self._copy_fd = -1
 
     def bounds(self, numel: int) -> list[int]:
         """Bounds of all local ranks' shards."""
@@ -134,21 +119,15 @@ class SharedMemory:
             ValueError: sizes or dtypes differ between ranks.
             RankFailedError: a peer is gone or did not come in time.
         """
-        # rank 0: [a|b|c]   rank 1: [a|b|c]   rank 2: [a|b|c]      all full: a barrier, in `_windows`
+        # rank 0: [a|b|c]   rank 1: [a|b|c]   rank 2: [a|b|c]      all full: a barrier, in `_meet`
         # Rank 0 alone reads and writes every `a`, rank 1 every `b`, and so on: between the barriers no two ranks touch
         # the same bytes, so there are no locks. Behind the second barrier all slices are written.
         bounds = self.bounds(tensor.numel())
-        all_finite = True
-        for window in self._windows(tensor, slot, bring=True):
-            own_finite = self._reduce(tensor, window, bounds, scale, push=True, watch=watch)
-            message = _FINITE
-            if not own_finite:
-                message = _NOT_FINITE
-            arrival = self._exchange(message)
-            if not own_finite or _NOT_FINITE in arrival.messages.values():
-                all_finite = False
-            self._copy_back(tensor, window, bounds)
-        return all_finite
+        peers = self._meet(tensor, slot, bring=True)
+        own_finite = self._reduce(tensor, peers, bounds, scale, push=True, watch=watch)
+        arrival = self._exchange(_FINITE if own_finite else _NOT_FINITE)
+        self._copy_back(tensor, peers, bounds)
+        return own_finite and _NOT_FINITE not in arrival.messages.values()
 
     def reduce_scatter(
         self,
@@ -162,74 +141,51 @@ class SharedMemory:
         :meth:`all_gather` of the same tensor.
         """
         bounds = self.bounds(tensor.numel())
-        for window in self._windows(tensor, slot, bring=True):
-            self._reduce(tensor, window, bounds, scale, push=False)
-            if window.is_staged:  # what is staged next would overwrite what peers still read
-                self._exchange()
+        peers = self._meet(tensor, slot, bring=True)
+        self._reduce(tensor, peers, bounds, scale, push=False)
+        if peers.copied:  # what is copied next would overwrite what peers still read
+            self._exchange()
         rank = self.mesh.rank
         return tensor[bounds[rank] : bounds[rank + 1]]
 
     def all_gather(self, tensor: Tensor, slot: int | None) -> None:
         """Write this rank's shard of ``tensor`` into all local ranks' tensors."""
         bounds = self.bounds(tensor.numel())
-        for window in self._windows(tensor, slot, bring=False):
-            low, high = self._own_part(window, bounds)
-            if low < high:
-                own = tensor[low:high]
-                for peer in window.regions:
-                    window.view(peer, tensor.dtype, low, high).copy_(own)
-            self._exchange()
-            self._copy_back(tensor, window, bounds)
+        peers = self._meet(tensor, slot, bring=False)
+        low, high = self._own_part(bounds)
+        if low < high:
+            own = tensor[low:high]
+            for peer in peers.regions:
+                peers.view(peer, tensor.dtype, low, high).copy_(own)
+        self._exchange()
+        self._copy_back(tensor, peers, bounds)
 
     def close(self) -> None:
         """Drop all mappings. The mesh belongs to the caller."""
         self._own.clear()
         self._peers.clear()
-        self._staging = None
-        if self._staging_fd >= 0:
-            os.close(self._staging_fd)
-            self._staging_fd = -1
+        self._copy = None
+        if self._copy_fd >= 0:
+            os.close(self._copy_fd)
+            self._copy_fd = -1
 
-    def _windows(self, tensor: Tensor, slot: int | None, bring: bool) -> Iterator[_Window]:
-        """Show ``tensor`` to the peers and see theirs, all of it at once or, where a rank stages, in windows.
+    def _meet(self, tensor: Tensor, slot: int | None, bring: bool) -> _Peers:
+        """A barrier: show ``tensor`` to the peers and see theirs.
 
         ``bring``: the tensor's values go to the peers (else only the peers' come here).
         """
-        kinds, regions = self._meet(tensor, slot, bring)
-        if _MOVING in kinds.values():  # all see the same kinds, so all of them come here again
-            kinds, regions = self._meet(tensor, slot, bring)
-        numel = tensor.numel()
-        step = max(numel, 1)
-        if _STAGED in kinds.values():
-            step = self._window_numel(tensor)
-        for start in range(0, numel, step):
-            stop = min(start + step, numel)
-            # The first window's barrier was the announcement. Later ones: all have taken out what was in the window
-            # before, as each comes here only behind `_copy_back`, so its memory may be filled again.
-            if start:
-                if kinds[self.mesh.rank] == _STAGED and bring:
-                    self._stage(tensor, start, stop)
-                self._exchange()
-            yield _Window(kinds, regions, start, stop)
-
-    def _meet(self, tensor: Tensor, slot: int | None, bring: bool) -> tuple[Kinds, Regions]:
-        """A barrier: which way each local rank goes with ``tensor``, and the peers' memory, but for those that move."""
         kind, descriptor, offset = self._announce(tensor, slot)
-        number = _NO_SLOT
-        if slot is not None:
-            number = slot
-        if kind == _STAGED and bring:
-            first_window = min(self._window_numel(tensor), tensor.numel())
-            self._stage(tensor, 0, first_window)
+        number = _NO_SLOT if slot is None else slot
+        if kind == _COPIED and bring:
+            self._copied(tensor).copy_(tensor)
         dtype = _DTYPES.index(tensor.dtype)
         header = _HEADER.pack(kind, dtype, number, tensor.numel(), offset)
         arrival = self._exchange(header, descriptor)
         kinds, regions = self._map(arrival, tensor, number)
         kinds[self.mesh.rank] = kind
-        return kinds, regions
-
-    def _window_numel(self, tensor: Tensor) -> int:
-        return WINDOW_BYTES // tensor.dtype.itemsize
+        if _MOVING in kinds.values():  # all see the same kinds, so all of them meet again
+            return self._meet(tensor, slot, bring)
+        return _Peers({rank for rank, kind in kinds.items() if kind == _COPIED}, regions)
 
     def _announce(self, tensor: Tensor, slot: int | None) -> tuple[int, int | None, int]:
         """How the peers find ``tensor``: (kind, descriptor to send, byte offset in it).
@@ -237,7 +193,7 @@ class SharedMemory:
         One whose memory is another than before is to be announced again: before it is shared, the old is let go of.
         """
         if slot is None or not self._zero_copy or tensor.numel() == 0:
-            return self._announce_staged(tensor)
+            return self._announce_copy(tensor)
         memory = (tensor.data_ptr(), tensor.nbytes)
         if slot in self._own:
             _, known_memory = self._own[slot]
@@ -250,29 +206,33 @@ class SharedMemory:
         except RuntimeError as error:
             self._zero_copy = False
             warnings.warn(f"Gradients are copied to shared memory from now on: {error}. {HOW_TO_RAISE}", stacklevel=2)
-            return self._announce_staged(tensor)
+            return self._announce_copy(tensor)
         # Holding the tensor keeps its address from going to another one while peers have it mapped.
         self._own[slot] = (tensor, (tensor.data_ptr(), tensor.nbytes))
         offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
         return _MAPPED, descriptor, offset
 
-    def _announce_staged(self, tensor: Tensor) -> tuple[int, int | None, int]:
-        descriptor = self._staging_descriptor(tensor)
-        return _STAGED, descriptor, 0
+    def _announce_copy(self, tensor: Tensor) -> tuple[int, int | None, int]:
+        """The copy's memory goes to the peers where they do not have it yet, or not large enough."""
+        if self._copy is not None and self._copy.numel() >= tensor.nbytes:
+            return _COPIED, None, 0
+        if self._copy_fd >= 0:
+            os.close(self._copy_fd)
+        self._copy_fd = create_file(tensor.nbytes)
+        self._copy = _map_descriptor(self._copy_fd, 0)
+        return _COPIED, self._copy_fd, 0
 
-    def _map(self, arrival: Arrival, tensor: Tensor, slot: int) -> tuple[Kinds, Regions]:
+    def _map(self, arrival: Arrival, tensor: Tensor, slot: int) -> tuple[dict[int, int], dict[int, Tensor]]:
         """The peers' kinds and memory, mapping what they sent a descriptor for."""
-        kinds: Kinds = {}
-        regions: Regions = {}
+        kinds: dict[int, int] = {}
+        regions: dict[int, Tensor] = {}
         try:
             for peer, message in arrival.messages.items():
                 kind, dtype, peer_slot, numel, offset = _HEADER.unpack(message)
                 self._check(peer, tensor, slot, (_DTYPES[dtype], peer_slot, numel))
                 kinds[peer] = kind
-                # A peer has one memory for all that it stages, and one for each tensor that it maps.
-                key = (peer, slot)
-                if kind == _STAGED:
-                    key = (peer, _NO_SLOT)
+                # A peer has one memory for all that it copies, and one for each tensor that it maps.
+                key = (peer, _NO_SLOT if kind == _COPIED else slot)
                 if peer in arrival.descriptors:
                     self._peers[key] = _map_descriptor(arrival.descriptors[peer], offset)
                 if kind == _MOVING:
@@ -304,19 +264,19 @@ class SharedMemory:
     def _reduce(
         self,
         tensor: Tensor,
-        window: _Window,
+        peers: _Peers,
         bounds: list[int],
         scale: float,
         push: bool,
         watch: bool = False,
     ) -> bool:
-        """Sum this rank's shard within the window, in the order of local ranks, chunk by chunk.
+        """Sum this rank's shard in the order of local ranks, chunk by chunk.
 
         With ``push`` the sum is written into the peers' tensors as well. With ``watch`` a chunk whose sum is not finite
         stays as it was; returns whether there was none.
         """
         rank, dtype = self.mesh.rank, tensor.dtype
-        low, high = self._own_part(window, bounds)
+        low, high = self._own_part(bounds)
         if low >= high:
             return True
         finite = True
@@ -324,7 +284,7 @@ class SharedMemory:
         step = _CHUNK_BYTES // wide.itemsize
         scratch = torch.empty(min(step, high - low), dtype=wide)
         in_place = self.mesh.size == 2 and wide == dtype and not watch  # two terms: their order does not matter
-        shards = [window.view(peer, dtype, low, high) for peer in sorted(window.regions)]
+        shards = [peers.view(peer, dtype, low, high) for peer in sorted(peers.regions)]
         shards.insert(rank, tensor[low:high])
         # Of each chunk `terms` has what every local rank brings, by local rank; `own` is this rank's.
         for terms in zip(*[shard.split(step) for shard in shards], strict=True):
@@ -343,45 +303,21 @@ class SharedMemory:
                         term.copy_(own)
         return finite
 
-    def _copy_back(self, tensor: Tensor, window: _Window, bounds: list[int]) -> None:
-        """A staged rank copies what the peers wrote into its own tensor."""
-        rank = self.mesh.rank
-        if window.kinds[rank] != _STAGED:
-            return
-        # The peers wrote what lies before this rank's shard, and what lies behind it.
-        before = (window.start, min(bounds[rank], window.stop))
-        behind = (max(bounds[rank + 1], window.start), window.stop)
-        for low, high in (before, behind):
-            if low < high:
-                staged = self._staged(tensor.dtype, low - window.start, high - window.start)
-                tensor[low:high].copy_(staged)
+    def _copy_back(self, tensor: Tensor, peers: _Peers, bounds: list[int]) -> None:
+        """A rank whose peers see a copy takes into its own tensor what they wrote there, beside its own shard."""
+        if self.mesh.rank in peers.copied:
+            low, high = self._own_part(bounds)
+            for part in (slice(0, low), slice(high, tensor.numel())):
+                tensor[part].copy_(self._copied(tensor)[part])
 
-    def _own_part(self, window: _Window, bounds: list[int]) -> tuple[int, int]:
-        """The part [low, high) of this rank's shard that lies within the window; empty if low is not below high."""
-        rank = self.mesh.rank
-        low = max(bounds[rank], window.start)
-        high = min(bounds[rank + 1], window.stop)
-        return low, high
+    def _own_part(self, bounds: list[int]) -> tuple[int, int]:
+        """The bounds of this rank's shard."""
+        return bounds[self.mesh.rank], bounds[self.mesh.rank + 1]
 
-    def _staging_descriptor(self, tensor: Tensor) -> int | None:
-        """The staging memory's descriptor when the peers do not have it yet, or not large enough."""
-        wanted = min(tensor.nbytes, WINDOW_BYTES)
-        wanted = max(wanted, mmap.PAGESIZE)
-        if self._staging is not None and self._staging.numel() >= wanted:
-            return None
-        if self._staging_fd >= 0:
-            os.close(self._staging_fd)
-        self._staging_fd = os.memfd_create("lightning_smddp", os.MFD_CLOEXEC)
-        os.posix_fallocate(self._staging_fd, 0, wanted)
-        self._staging = _map_descriptor(self._staging_fd, 0)
-        return self._staging_fd
-
-    def _staged(self, dtype: torch.dtype, low: int, high: int) -> Tensor:
-        assert self._staging is not None
-        return _elements(self._staging, dtype, low, high)
-
-    def _stage(self, tensor: Tensor, start: int, stop: int) -> None:
-        self._staged(tensor.dtype, 0, stop - start).copy_(tensor[start:stop])
+    def _copied(self, tensor: Tensor) -> Tensor:
+        """The memory of the copy of ``tensor``."""
+        assert self._copy is not None
+        return self._copy[: tensor.nbytes].view(tensor.dtype)
 
     def _exchange(self, message: bytes = b"\0", descriptor: int | None = None) -> Arrival:
         arrival = self.mesh.exchange(message, descriptor)
@@ -426,11 +362,6 @@ def _is_finite(values: Tensor) -> bool:
     # all of them.
     total = values.sum().item()
     return cmath.isfinite(total) or bool(values.isfinite().all())
-
-
-def _elements(memory: Tensor, dtype: torch.dtype, low: int, high: int) -> Tensor:
-    """Elements [low, high) of memory that is given as bytes."""
-    return memory[low * dtype.itemsize : high * dtype.itemsize].view(dtype)
 
 
 def free_bytes() -> int:
