@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from lightning_smddp.communication.errors import NonFiniteGradientError
-from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.communication.objects import gather
 from lightning_smddp.communication.shared_memory import sum_dtype
+from lightning_smddp.communication.tensors import from_numbers
 from lightning_smddp.wording import counted
 
 _SHOWN = 3  # parameters of a rank, in messages

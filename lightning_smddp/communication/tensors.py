@@ -16,6 +16,11 @@ MESSAGE_BYTES = 4 * 2**20  # of small tensors together, or of some rows of a lar
 CPU = torch.device("cpu")
 
 
+def from_numbers(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``torch.tensor(values)``, which on a device would wait until all that was queued before is done."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+
 def broadcast_tensors(
     tensors: Sequence[Tensor], group: dist.ProcessGroup, group_src: int, device: torch.device
 ) -> None:

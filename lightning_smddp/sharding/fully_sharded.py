@@ -32,8 +32,7 @@ from lightning_smddp._compat.fsdp import (
     whole_parameters,
 )
 from lightning_smddp._compat.torch import swap_contents
-from lightning_smddp.communication.host_numbers import from_numbers
-from lightning_smddp.communication.tensors import broadcast_tensors
+from lightning_smddp.communication.tensors import broadcast_tensors, from_numbers
 from lightning_smddp.sharding.units import Units
 
 

@@ -27,9 +27,8 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 from torch.optim import Optimizer
 
 from lightning_smddp.communication.groups import create_group, new_name
-from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.communication.norms import norm_over_ranks
-from lightning_smddp.communication.tensors import CPU
+from lightning_smddp.communication.tensors import CPU, from_numbers
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.state.replicas import ReplicaGradients
 from lightning_smddp.pytree import copied

@@ -24,9 +24,9 @@ from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import Compression, check_compressible
 from lightning_smddp.communication.consistency import check_same_model
 from lightning_smddp.communication.hook import GradientSynchronizer
-from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.stats import recorder_for
+from lightning_smddp.communication.tensors import from_numbers
 
 
 class GradientBucket:

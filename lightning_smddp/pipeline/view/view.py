@@ -29,8 +29,8 @@ from torch.nn.modules.module import (
 )
 
 from lightning_smddp._compat.torch import swap_contents, without_torch_function
-from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.communication.objects import gather
+from lightning_smddp.communication.tensors import from_numbers
 from lightning_smddp.pipeline.capture.ops import user_location
 from lightning_smddp.pipeline.mesh import Channel, Ownership
 from lightning_smddp.pipeline.view.global_tensor import (
