@@ -1,8 +1,7 @@
-"""An optimizer of which each rank steps a share: ZeRO's first stage.
+"""An optimizer of which each rank steps a share: of parameters that all have (ZeRO's first stage), or of ``DTensor``.
 
 The user's optimizer stays as it is: its class, its groups, its hooks and its schedules. Only while it steps, its groups
-hold *pieces* instead of parameters: the parts of them that are in this rank's share, each a parameter of its own whose
-gradient is the same part of the whole gradient. So its state is there for these alone.
+hold this rank's parts in the parameters' place, each a parameter of its own with the same part of the gradient.
 """
 
 from __future__ import annotations
@@ -14,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_smddp._compat.fsdp import divided_like
 from lightning_smddp.sharding.flat_layout import Piece, in_memory_order
 from lightning_smddp.sharding.flat_parameters import FlatParameters
 
@@ -25,10 +26,71 @@ from lightning_smddp.sharding.flat_parameters import FlatParameters
 _CACHED_BYTES = 2**18
 
 
-class OptimizerShards:
+class StepsParts:
+    """Lets ``optimizer`` step other parameters in the place of its own, until :meth:`close`.
+
+    A step's closure comes before the exchange: it computes gradients of the user's parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._whole: list[list[nn.Parameter]] | None = None  # the groups' parameters, while it steps
+        self._step_handles: list[Any] = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
+        self.stand_next_to_step()
+
+    def stand_next_to_step(self) -> None:
+        """Be the last one before the step and the first one behind it, among hooks that others have registered."""
+        # Hooks of the user's own (clipping, logging) have to see whole parameters: parts are in the groups between the
+        # last hook before the step and the first one behind it.
+        if self._step_handles:
+            before, after = self._step_handles
+            before.hooks_dict_ref().move_to_end(before.id, last=True)
+            after.hooks_dict_ref().move_to_end(after.id, last=False)
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        args, kwargs = _closure_called(args, kwargs)
+        self._take_parts()
+        return args, kwargs
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.restore()
+
+    def _take_parts(self) -> None:
+        self._whole = [group["params"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["params"] = self._parts(group["params"])
+
+    def _parts(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """What is stepped for some parameters, with gradients."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Give the groups their parameters again: after a step, or an error in it."""
+        if self._whole is None:
+            return
+        self._put_back(self._whole)
+        for group, whole in zip(self.optimizer.param_groups, self._whole, strict=True):
+            group["params"] = whole
+        self._whole = None
+
+    def _put_back(self, whole: list[list[nn.Parameter]]) -> None:
+        """Behind a step, while the groups have parts."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Leave its steps alone."""
+        for handle in self._step_handles:
+            handle.remove()
+        self._step_handles = []
+
+
+class OptimizerShards(StepsParts):
     """Lets ``optimizer`` step this rank's share, from :meth:`cut` to :meth:`close`.
 
-    From its creation on a step's closure, which may call :meth:`cut`, comes before the step.
+    Its state is that of this rank's pieces. A step's closure may call :meth:`cut`.
 
     Args:
         optimizer: the user's.
@@ -39,19 +101,13 @@ class OptimizerShards:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self.splits = True
         self.pieces: dict[int, list[ShardedPiece]] = {}
         self._flat: FlatParameters | None = None
-        self._whole: list[list[nn.Parameter]] | None = None  # the groups' parameters, while it steps
         self._allows_state = False
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
-            optimizer.register_state_dict_pre_hook(self._refuse_state),
-            optimizer.register_load_state_dict_pre_hook(self._refuse_state),
-        ]
-        self.stand_next_to_step()
+        optimizer.register_state_dict_pre_hook(self._refuse_state)
+        optimizer.register_load_state_dict_pre_hook(self._refuse_state)
 
     def cut(self, flat: FlatParameters, splits: bool) -> None:
         """Step a share of the parameters of ``flat`` from here on; others are stepped by every rank."""
@@ -83,25 +139,12 @@ class OptimizerShards:
                 values = values.as_strided(parameter.size(), parameter.stride())
             yield ShardedPiece(low, high, nn.Parameter(values))
 
-    def stand_next_to_step(self) -> None:
-        """Be the last one before the step and the first one behind it, among hooks that others have registered."""
-        # Hooks of the user's own (clipping, logging) have to see whole parameters: pieces are in the groups between the
-        # last hook before the step and the first one behind it.
-        next_to_step(*self._handles[:2])
-
     def parts_of(self, parameter: nn.Parameter) -> list[ShardedPiece]:
         """What this rank steps of a parameter: all of it, if it is not sharded."""
         pieces = self.pieces.get(id(parameter))
         if pieces is None:
             return [ShardedPiece(0, parameter.numel(), parameter)]
         return pieces
-
-    def _stepped_of(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        found: list[nn.Parameter] = []
-        for parameter in parameters:
-            for part in self.parts_of(parameter):
-                found.append(part.parameter)
-        return found
 
     def gradients(self, of_all: bool) -> list[Tensor]:
         """This rank's share of the gradients; with ``of_all`` also those of parameters that have no shares."""
@@ -125,16 +168,13 @@ class OptimizerShards:
         """Whether ranks step shares of it; each steps all of a parameter that has no share."""
         return id(parameter) in self.pieces
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The closure comes first: it computes gradients of the parameters."""
-        args, kwargs = closure_called(args, kwargs)
+    def _take_parts(self) -> None:
         if self._flat is not None:  # maybe since the closure
             self._flat.begin_step()
-            self._take_pieces()
-        return args, kwargs
+            super()._take_parts()
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.restore()
+        super()._after(optimizer, args, kwargs)
         if self._flat is not None:
             self._flat.end_step()
 
@@ -158,14 +198,14 @@ class OptimizerShards:
                 "`fabric.setup` returned, gives the whole to the first rank if all ranks call it."
             )
 
-    def _take_pieces(self) -> None:
+    def _parts(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         # The optimizer finds states by the identity of what is in its groups, and the same pieces come back each step:
         # so its state is that of pieces, without being told of them.
-        self._whole = [group["params"] for group in self.optimizer.param_groups]
-        for group, whole in zip(self.optimizer.param_groups, self._whole, strict=True):
-            for parameter in whole:
-                self._share_gradient(parameter)
-            group["params"] = self._stepped_of(whole)
+        found: list[nn.Parameter] = []
+        for parameter in parameters:
+            self._share_gradient(parameter)
+            found += [part.parameter for part in self.parts_of(parameter)]
+        return found
 
     def _share_gradient(self, parameter: nn.Parameter) -> None:
         """Give the pieces of a parameter their part of its gradient."""
@@ -181,13 +221,7 @@ class OptimizerShards:
         for piece in pieces:
             piece.parameter.grad = flat[piece.low : piece.high]
 
-    def restore(self) -> None:
-        """Give the groups their parameters again: after a step, or an error in it."""
-        if self._whole is None:
-            return
-        for group, whole in zip(self.optimizer.param_groups, self._whole, strict=True):
-            group["params"] = whole
-        self._whole = None
+    def _put_back(self, whole: list[list[nn.Parameter]]) -> None:
         # Pieces' gradients are views of the whole ones, which would stay in memory after the user has dropped them.
         for pieces in self.pieces.values():
             for piece in pieces:
@@ -196,16 +230,70 @@ class OptimizerShards:
     @contextmanager
     def as_pieces(self) -> Iterator[None]:
         """The optimizer has pieces here, as in a step: its ``state_dict`` is this rank's."""
-        self._take_pieces()
+        super()._take_parts()
         try:
             yield
         finally:
             self.restore()
 
-    def close(self) -> None:
-        """Leave its steps alone. Its state stays that of the pieces, for ``optimizer_states.py``."""
-        for handle in self._handles[:2]:
-            handle.remove()
+
+class LocalSteps(StepsParts):
+    """Lets ``optimizer`` step this rank's shares of ``DTensor`` parameters as plain tensors.
+
+    torch sends each operation on a ``DTensor`` through its rules for placements, dozens of times for each parameter
+    and step. Outside of steps groups and states are as ever.
+
+    Args:
+        optimizer: one that treats each element by itself.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        self._known: dict[Tensor, tuple[dict[str, Any], dict[str, Any]]] = {}  # states: as ever, and of shares
+
+    def _parts(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        return [self._share_of(parameter) for parameter in parameters]
+
+    def _put_back(self, whole: list[list[nn.Parameter]]) -> None:
+        # The optimizer's state has shares as its keys, where it had parameters before the step.
+        states = self.optimizer.state
+        for group, parameters in zip(self.optimizer.param_groups, whole, strict=True):
+            for parameter, share in zip(parameters, group["params"], strict=True):
+                if share is not parameter and share in states:
+                    states[parameter] = self._with_placements(parameter, states.pop(share))
+        self._known.clear()
+
+    def _share_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """This rank's part, with its gradient and state; the parameter itself where it is not divided."""
+        if not isinstance(parameter, DTensor):
+            return parameter
+        share: Any = parameter.to_local().detach()
+        share.requires_grad_(parameter.requires_grad)
+        if parameter.grad is not None:
+            share.grad = _local(parameter.grad)
+        if parameter in self.optimizer.state:
+            # The step has to find state by the share, as it would by the parameter. Tensors in it are the same memory,
+            # so what it writes in place is written to the state of the parameter as well; `restore` looks only for new
+            # objects.
+            state = self.optimizer.state.pop(parameter)
+            of_share = {name: _local(value) for name, value in state.items()}
+            self._known[parameter] = (state, dict(of_share))  # a copy: the step puts its new objects into the other
+            self.optimizer.state[share] = of_share
+        return share  # type: ignore[no-any-return]
+
+    def _with_placements(self, parameter: Tensor, of_share: dict[str, Any]) -> dict[str, Any]:
+        """The state of a parameter from that of its share. What the step wrote in place is there already."""
+        assert isinstance(parameter, DTensor)
+        state, before = self._known.get(parameter, ({}, {}))
+        found = {}
+        for name, value in of_share.items():
+            if name in before and before[name] is value:
+                found[name] = state[name]
+            elif isinstance(value, Tensor) and value.ndim > 0 and value.shape == parameter.to_local().shape:
+                found[name] = divided_like(value, parameter)
+            else:
+                found[name] = value
+        return found
 
 
 @dataclass(frozen=True)
@@ -232,13 +320,7 @@ def all_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def next_to_step(before: Any, after: Any) -> None:
-    """Make a hook before the step the last of them, and one behind it the first, by their handles."""
-    before.hooks_dict_ref().move_to_end(before.id, last=True)
-    after.hooks_dict_ref().move_to_end(after.id, last=False)
-
-
-def closure_called(args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _closure_called(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of a step whose closure has been called already. ``args`` begins with the optimizer."""
     closure: Callable[[], Any] | None = kwargs.get("closure")
     if len(args) > 1:
@@ -257,3 +339,10 @@ def closure_called(args: Any, kwargs: Any) -> tuple[Any, Any]:
         optimizer, _, *others = args
         return (optimizer, known, *others), kwargs
     return args, {**kwargs, "closure": known}
+
+
+def _local(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        with torch.no_grad():
+            return value.to_local()
+    return value

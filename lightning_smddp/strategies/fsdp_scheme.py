@@ -26,8 +26,7 @@ from lightning_smddp.pipeline.state.meta_parameters import initialize_deferred
 from lightning_smddp.pipeline.state.state_dict import broadcast_initial
 from lightning_smddp.sharding.clipping import clip_by_norm
 from lightning_smddp.sharding.fully_sharded import FullySharded, ShardingPlan
-from lightning_smddp.sharding.local_steps import LocalSteps
-from lightning_smddp.sharding.optimizer_shards import all_parameters
+from lightning_smddp.sharding.optimizer_shards import LocalSteps, all_parameters
 from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
 from lightning_smddp.sharding.units import Wrap, find_units
 from lightning_smddp.sharding.whole_states import whole

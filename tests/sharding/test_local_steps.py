@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-from lightning_smddp.sharding.local_steps import LocalSteps
+from lightning_smddp.sharding.optimizer_shards import LocalSteps
 from tests.ranks import run_ranks
 
 # Without state, with one that begins filled, with numbers of steps, with more than one; each of torch's ways.
