@@ -14,7 +14,6 @@ import yaml
 
 from tests.programs import run_program
 from tests.ranks import run_trainer_ranks
-from tests.strategies.learners import Learning, make_trainer
 from tests.strategies.pipeline_learners import Bench, Evaluated, assert_same, outcome
 
 SHORT = {"max_epochs": 1, "limit_val_batches": 2}
@@ -122,43 +121,3 @@ def test_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert options.gradients.bucket_cap_mb == 3
         assert options.shard == "optimizer"
         assert options.gradients.communication.limit == timedelta(seconds=45.5)
-
-
-# ---- the other package ----
-
-
-def fit_with_pytorch_lightning(strategy: str) -> Any:
-    import pytorch_lightning
-
-    class Other(Learning, pytorch_lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.build()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            self.log("loss", loss, on_step=True, on_epoch=True)
-            return loss
-
-        def train_dataloader(self) -> Any:
-            from torch.utils.data import DataLoader
-
-            from tests.strategies.learners import samples
-
-            return DataLoader(samples(30), batch_size=8)
-
-    trainer = make_trainer(strategy, pytorch_lightning.Trainer, max_epochs=1)
-    if strategy != "auto":
-        assert type(trainer.strategy).__module__ == "lightning_smddp.strategies.pytorch_lightning"
-    model = Other()
-    trainer.fit(model)
-    return outcome(model, trainer)  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_pytorch_lightning() -> None:
-    expected = fit_with_pytorch_lightning("auto")
-    del expected["losses"]  # of batches; in a pipeline the step keeps one for each micro-batch
-    for result in run_trainer_ranks(fit_with_pytorch_lightning, 2, "smddp_pipeline"):
-        del result["losses"]
-        assert_same(result, expected)
