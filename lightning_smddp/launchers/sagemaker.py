@@ -113,13 +113,13 @@ def _resources(environ: Environ, base_dir: str | Path | None) -> tuple[dict[str,
     """The hosts of the job, as its file or its variables have them, and where that was read; None outside of one."""
     file = _config_file("resourceconfig.json", environ, base_dir)
     if file.is_file():
-        return _json(file.read_text(), str(file)), str(file)
+        return parse_json(file.read_text(), str(file)), str(file)
     text = environ.get("SM_RESOURCE_CONFIG")
     if text:
-        return _json(text, "SM_RESOURCE_CONFIG"), "SM_RESOURCE_CONFIG"
+        return parse_json(text, "SM_RESOURCE_CONFIG"), "SM_RESOURCE_CONFIG"
     if environ.get("SM_HOSTS") and environ.get("SM_CURRENT_HOST"):
         resources = {
-            "hosts": _json(environ["SM_HOSTS"], "SM_HOSTS", list),
+            "hosts": parse_json(environ["SM_HOSTS"], "SM_HOSTS", list),
             "current_host": environ["SM_CURRENT_HOST"],
             "current_instance_type": environ.get("SM_CURRENT_INSTANCE_TYPE"),
             "network_interface_name": environ.get("SM_NETWORK_INTERFACE_NAME"),
@@ -132,7 +132,7 @@ def parameters_of(environ: Environ, base_dir: str | Path | None = None) -> dict[
     """The SDK's own ``sagemaker_...`` settings: a variable, or on hosts where mpirun forgot it, hyperparameters."""
     text = environ.get("SM_FRAMEWORK_PARAMS")
     if text:
-        return dict(_json(text, "SM_FRAMEWORK_PARAMS"))
+        return dict(parse_json(text, "SM_FRAMEWORK_PARAMS"))
     found = hyperparameters(environ, base_dir)
     return {name: value for name, value in found.items() if name.startswith("sagemaker_")}
 
@@ -142,14 +142,15 @@ def hyperparameters(environ: Environ, base_dir: str | Path | None = None) -> dic
     file = _config_file("hyperparameters.json", environ, base_dir)
     if not file.is_file():
         return {}
-    return dict(_json(file.read_text(), str(file)))
+    return dict(parse_json(file.read_text(), str(file)))
 
 
 def _config_file(name: str, environ: Environ, base_dir: str | Path | None) -> Path:
     return Path(base_dir or base_directory(environ)) / "input" / "config" / name
 
 
-def _json(text: str, source: str, kind: type = dict) -> Any:
+def parse_json(text: str, source: str, kind: type = dict) -> Any:
+    """What ``text`` holds, which has to be of this kind; raises ``ValueError`` with its ``source``."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -175,7 +176,7 @@ def _launched_hosts(resources: Mapping[str, Any], parameters: Mapping[str, Any])
     # The instance groups that train, as the user has named them; else this host's own.
     wanted = parameters.get("sagemaker_distribution_instance_groups") or []
     if isinstance(wanted, str):
-        wanted = _json(wanted, "sagemaker_distribution_instance_groups", list)
+        wanted = parse_json(wanted, "sagemaker_distribution_instance_groups", list)
     names = wanted or [resources.get("current_group_name", "homogeneousCluster")]
     hosts: list[str] = []
     for group in groups:
@@ -220,9 +221,8 @@ def _add_meeting_place(notes: Notes, job: Job, order: tuple[str, ...]) -> None:
     """Address and port of rank 0, for launchers that do not set them themselves."""
     notes.text("main_address", "MASTER_ADDR")
     if len(order) > 1:
-        source = f"first host of {job.source}"
-        if notes.environ.get("SM_MASTER_ADDR") == order[0]:
-            source = "SM_MASTER_ADDR"
+        given = notes.environ.get("SM_MASTER_ADDR") == order[0]
+        source = "SM_MASTER_ADDR" if given else f"first host of {job.source}"
         notes.put("main_address", order[0], source)
     notes.put("main_address", "127.0.0.1", "one host")
     notes.number("main_port", "MASTER_PORT", "SM_MASTER_PORT")

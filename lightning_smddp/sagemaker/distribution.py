@@ -10,13 +10,12 @@ import logging
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from lightning_smddp.launchers.launch import Environ
-from lightning_smddp.launchers.sagemaker import FLAGS, hyperparameters, is_on, parameters_of, read_job
+from lightning_smddp.launchers.sagemaker import FLAGS, hyperparameters, is_on, parameters_of, parse_json, read_job
 from lightning_smddp.sagemaker.model_parallel import V1, V2, Reading, Version
 
 _SIGNS = ("SM_FRAMEWORK_PARAMS", "SM_DISTRIBUTED_CONFIG", "SM_HP_MP_PARAMETERS", "SM_TRAINING_ENV", "SM_CURRENT_HOST")
@@ -66,8 +65,8 @@ def distribution_of(environ: Environ) -> dict[str, Any]:
     if text is None:
         text = hyperparameters(environ).get("mp_parameters")  # of which the toolkit makes the variable
     # SDK 3's variable has its own fields, in which model parallelism may be missing; SDK 2 has a flag for each kind.
-    model_parallel = _json("SM_HP_MP_PARAMETERS", text)
-    modern = _json("SM_DISTRIBUTED_CONFIG", environ.get("SM_DISTRIBUTED_CONFIG"))
+    model_parallel = parse_json(text or "{}", "SM_HP_MP_PARAMETERS")
+    modern: dict[str, Any] = parse_json(environ.get("SM_DISTRIBUTED_CONFIG") or "{}", "SM_DISTRIBUTED_CONFIG")
     if modern:
         if model_parallel and not modern.get("smp"):
             modern["smp"] = model_parallel
@@ -86,18 +85,6 @@ def distribution_of(environ: Environ) -> dict[str, Any]:
     return found
 
 
-def _json(name: str, text: str | None) -> dict[str, Any]:
-    """The JSON object that is the ``text`` of the variable ``name``; empty if it is not set."""
-    text = text or "{}"
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{name}={text!r} is not JSON ({error}). SageMaker sets it: do not change it.") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{name}={text!r} has to be a JSON object. SageMaker sets it: do not change it.")
-    return value
-
-
 @dataclass(frozen=True)
 class Translation:
     """What a ``distribution`` means here.
@@ -113,36 +100,15 @@ class Translation:
     notes: tuple[str, ...] = ()
 
     def create(self, **overrides: Any) -> Any:
-        """The strategy object.
-
-        Raises:
-            ValueError: an option of pipelines is given, but there is no pipeline.
-        """
+        """The strategy object; ``overrides`` win over what was asked for."""
         from lightning_smddp import PartitionOptions, PipelineStrategy, SMDDPFSDPStrategy, SMDDPStrategy
 
+        classes = {"smddp": SMDDPStrategy, "smddp_fsdp": SMDDPFSDPStrategy, "smddp_pipeline": PipelineStrategy}
         options = {**self.options, **overrides}
-        if self.strategy == "smddp_fsdp":
-            return SMDDPFSDPStrategy(**options)
-        if self.strategy == "smddp_pipeline":
-            given = overrides.get("partition")
-            if "partition" in self.options and isinstance(given, (Mapping, PartitionOptions)):
-                options["partition"] = _completed(given, self.options["partition"])
-            return PipelineStrategy(**options)
-        # What data parallelism takes: its own arguments, and those of Lightning's class, which it passes on.
-        taken = _arguments(SMDDPStrategy) | _arguments(_ddp_strategy(SMDDPStrategy))
-        of_pipelines = _arguments(PipelineStrategy) | {field.name for field in fields(PartitionOptions)}
-        misplaced = [name for name in sorted(overrides) if name in of_pipelines and name not in taken]
-        if misplaced:
-            names = ", ".join(misplaced)
-            raise ValueError(
-                f"{names}: an option of smddp_pipeline, but this distribution is data parallelism. Give "
-                "pipeline_parallel_size as well, or leave it out."
-            )
-        return SMDDPStrategy(**options)
-
-
-def _arguments(cls: Any) -> set[str]:
-    return set(signature(cls).parameters)
+        given = overrides.get("partition")
+        if "partition" in self.options and isinstance(given, (Mapping, PartitionOptions)):
+            options["partition"] = _completed(given, self.options["partition"])
+        return classes[self.strategy](**options)
 
 
 def _completed(given: Any, asked: Mapping[str, Any]) -> Any:
@@ -155,12 +121,6 @@ def _completed(given: Any, asked: Mapping[str, Any]) -> Any:
         if field.name in asked and getattr(given, field.name) == field.default:
             open_ones[field.name] = asked[field.name]
     return replace(given, **open_ones)
-
-
-def _ddp_strategy(strategy: type[Any]) -> Any:
-    """Lightning's class, whose arguments ``strategy`` takes as well."""
-    others = [cls for cls in strategy.__mro__ if not cls.__module__.startswith("lightning_smddp")]
-    return others[0]
 
 
 def from_sagemaker(distribution: Any = None, **overrides: Any) -> Any:

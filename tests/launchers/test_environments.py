@@ -285,11 +285,3 @@ def test_a_second_change_changes_nothing(name: str) -> None:
     assert any(
         getattr(value, "__module__", "") == _compat.__name__ for found in before for value in found.values()
     ) or (name.endswith("mpi") and module.MPIEnvironment.detect.__module__ == _compat.__name__)
-
-
-@pytest.mark.parametrize("name", list(_registration._CHANGES))
-def test_a_module_that_is_not_there_yet_is_left_alone(name: str) -> None:
-    module = types.ModuleType(name)
-    before = dict(vars(module))
-    _registration.change(module)
-    assert vars(module) == before
