@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.mesh import Ownership
@@ -100,3 +101,19 @@ def assert_same(left: Any, right: Any, path: str = "", rtol: float = 0.0, atol: 
         assert np.array_equal(left, right), f"{path}: {left} and {right}"
     else:
         assert left == right, f"{path}: {left} and {right}"
+
+
+def count_collectives(*names: str) -> list[str]:
+    """Names of the functions of torch.distributed that this process calls from now on, of those that are given."""
+    calls: list[str] = []
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(dist, name, counted(name, getattr(dist, name)))
+    return calls

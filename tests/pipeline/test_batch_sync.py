@@ -18,6 +18,7 @@ from torch import nn
 from lightning_smddp.bridge.step import with_same_memory
 from lightning_smddp.pipeline.mesh import Channel
 from lightning_smddp.pipeline.partition.batch_sync import BatchSync, digest_of
+from tests.pipeline.models import count_collectives
 from tests.ranks import run_ranks
 
 X = torch.arange(24.0).reshape(4, 6)
@@ -124,9 +125,7 @@ def synced() -> dict[str, Any]:
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
     found: dict[str, Any] = {}
-    meetings = []
-    for name in ("all_gather_object", "broadcast_object_list"):
-        setattr(dist, name, counting(getattr(dist, name), meetings))
+    meetings = count_collectives("all_gather_object", "broadcast_object_list")
     for kind in ("alike", "others", "later"):
         sync = BatchSync(*[Channel(group, torch.device("cpu"))] * 2)
         meetings.clear()
@@ -139,14 +138,6 @@ def synced() -> dict[str, Any]:
     with pytest.raises(ValueError, match="have different batches, and that of the first cannot be sent") as refused:
         BatchSync(*[Channel(group, torch.device("cpu"))] * 2).same(Own(x=rank), "own")
     return {**found, "refused": str(refused.value)}
-
-
-def counting(function: Any, calls: list[int]) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return function(*args, **kwargs)
-
-    return call
 
 
 def test_ranks_meet_for_the_first_batches_and_for_those_that_differ() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from lightning_smddp.pipeline.state.meta_parameters import release
 from lightning_smddp.pipeline.state.state_dict import unshard
 from lightning_smddp.pipeline.view.global_tensor import GlobalViewError
 from lightning_smddp.pipeline.view.view import GlobalView
-from tests.pipeline.models import assert_same
+from tests.pipeline.models import assert_same, count_collectives
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -466,41 +467,34 @@ def test_what_hooks_keep() -> None:
         assert_equal(state, dict(whole.student.state_dict()))
 
 
-def collectives_of_hooks() -> list[dict[str, int]]:
+def collectives_of_hooks() -> list[Counter[str]]:
     """Messages of hooks that use nothing of the module, of one that changes it, and of ranks that go on."""
     net = Net()
     view = divided(net)
-    counts: list[dict[str, int]] = []
-
-    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counts[-1][name] = counts[-1].get(name, 0) + 1
-            return original(*args, **kwargs)
-
-        return call
+    prefixes = ("all_", "broadcast", "send", "recv", "reduce")
+    calls = count_collectives(*(name for name in vars(dist) if name.startswith(prefixes)))
+    counts: list[Counter[str]] = []
 
     def hook(code: Callable[[], Any]) -> None:
-        counts.append({})
+        calls.clear()
         with view.entered(waits=False):
             code()
+        counts.append(Counter(calls))
 
     def going_on() -> None:
-        counts.append({})
+        calls.clear()
         view.settle()
+        counts.append(Counter(calls))
 
-    names = [name for name in vars(dist) if name.startswith(("all_", "broadcast", "send", "recv", "reduce"))]
-    with pytest.MonkeyPatch.context() as patch:
-        for name in names:
-            patch.setattr(dist, name, counted(name, getattr(dist, name)))
-        hook(lambda: torch.ones(2).sum().item())
-        hook(lambda: [p.shape for p in net.parameters()])
-        going_on()
-        going_on()
-        hook(lambda: ema_by_data(net))
-        going_on()
-        hook(lambda: net.student[4].weight.tolist() if dist.get_rank() == 0 else None)
-        hook(lambda: [p.detach().square() for p in net.parameters()])
-        going_on()
+    hook(lambda: torch.ones(2).sum().item())
+    hook(lambda: [p.shape for p in net.parameters()])
+    going_on()
+    going_on()
+    hook(lambda: ema_by_data(net))
+    going_on()
+    hook(lambda: net.student[4].weight.tolist() if dist.get_rank() == 0 else None)
+    hook(lambda: [p.detach().square() for p in net.parameters()])
+    going_on()
     return counts
 
 
@@ -512,4 +506,4 @@ def test_messages_of_hooks() -> None:
     assert sum(reading.values()) > 2  # of the first rank alone, which the other serves where it goes on
     assert going_on == {"all_gather": 1}
     assert second[6:8] == [{}, {}]
-    assert second[8] == {name: reading.get(name, 0) + going_on.get(name, 0) for name in {*reading, *going_on}}
+    assert second[8] == reading + going_on

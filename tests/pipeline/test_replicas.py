@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_smddp.communication.compression import Compression
 from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.pipeline.state.replicas import ReplicaGradients
+from lightning_smddp.pipeline.state.replicas import ReplicaGradients, assign_buckets
 from tests.communication.errors import message_of
 from tests.ranks import run_ranks
 
@@ -71,6 +71,26 @@ def run_step(model: nn.Module, replicas: ReplicaGradients, microbatches: int = M
 def assert_close(model: nn.Module, expected: list[Tensor], tolerance: float = 1e-6) -> None:
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=tolerance, atol=tolerance)
+
+
+def test_buckets_are_filled_in_the_order_of_backward() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double(), nn.Linear(4, 4))
+    model[0].weight.data = model[0].weight.data.t()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    buckets = assign_buckets(list(model.parameters()), cap_bytes=90)
+    contents = [[names[id(parameter)] for parameter in bucket.parameters()] for bucket in buckets]
+    assert contents == [
+        ["2.bias", "2.weight"],
+        ["1.bias"],
+        ["1.weight"],  # 128 bytes: alone
+        ["0.bias", "0.weight"],
+    ]
+    assert [bucket.index() for bucket in buckets] == [0, 1, 2, 3]
+    assert [bucket.is_last() for bucket in buckets] == [False, False, False, True]
+    for bucket in buckets:
+        bucket.begin(keep=False)
+    assert model[0].weight.grad.stride() == model[0].weight.stride() == (1, 4)
+    assert sum(bucket.buffer().numel() for bucket in buckets) == 60
 
 
 def all_algorithms(names: list[str]) -> list[str]:

@@ -15,6 +15,7 @@ from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.pipeline.mesh import Channel
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.step_exchange import Failure, StepExchange
+from tests.pipeline.models import count_collectives
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -65,9 +66,7 @@ def test_every_rank_has_the_results_of_the_last() -> None:
 
 
 def collectives() -> list[int]:
-    calls: list[int] = []
-    for name in ("all_gather_into_tensor", "broadcast", "all_gather_object"):
-        setattr(dist, name, counting(getattr(dist, name), calls))
+    calls = count_collectives("all_gather_into_tensor", "broadcast", "all_gather_object")
     meeting, _ = exchange()
     counts = []
     for _ in range(3):
@@ -75,14 +74,6 @@ def collectives() -> list[int]:
         meeting.run(of_step(2))
         counts.append(len(calls))
     return counts
-
-
-def counting(function: Any, calls: list[int]) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return function(*args, **kwargs)
-
-    return call
 
 
 def test_it_is_one_collective() -> None:
