@@ -7,7 +7,7 @@ to a parameter.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -25,27 +25,23 @@ class GradientsSeen:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._waiting: dict[str, Any] = {}
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
-                self._waiting[name] = parameter.register_hook(lambda _, name=name: self._seen(name))
+        self._missing = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        parameters = dict(module.named_parameters())
+        self._handles = [parameters[name].register_hook(partial(self._seen, name)) for name in self._missing]
 
-    def _seen(self, name: str) -> Tensor | None:
-        hook = self._waiting.pop(name, None)
-        if hook is not None:
-            hook.remove()
-        return None
+    def _seen(self, name: str, _: Tensor) -> None:
+        if name in self._missing:
+            self._missing.remove(name)
 
     def look(self, speaks: bool) -> None:
         """Before the first step: warn of the others, if this rank ``speaks``."""
-        names = list(self._waiting)
-        for name in names:
-            self._seen(name)  # takes the hook off
-        if names and speaks:
+        for handle in self._handles:
+            handle.remove()
+        if self._missing and speaks:
             warnings.warn(
-                f"No gradient came to {_shown(names)} in the first step. DeepSpeed takes it for zero, so weight decay "
-                "and momentum change such parameters, which one process leaves alone. Freeze what is not used: "
-                "`parameter.requires_grad_(False)`.",
+                f"No gradient came to {_shown(self._missing)} in the first step. DeepSpeed takes it for zero, so "
+                "weight decay and momentum change such parameters, which one process leaves alone. Freeze what is not "
+                "used: `parameter.requires_grad_(False)`.",
                 stacklevel=2,
             )
 

@@ -35,7 +35,7 @@ from lightning_smddp.strategies.checks import (
 from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import Learner, make_trainer, silent
 
-RANKS, BATCH, STAGES = 2, 4, (1, 2, 3)
+RANKS, BATCH = 2, 4
 
 
 class AdamLearner(Learner):
@@ -158,7 +158,6 @@ OFTEN = {
     2: ["accumulation", "evaluation", "offload", "16-bit"],
     3: ["accumulation", "evaluation, configure_model", "tied, clipping"],
 }
-SELDOM = {stage: [case for case in CASES if case not in OFTEN[stage]] for stage in STAGES}
 
 
 def train(strategy: Any, case: str, batch_size: int, folder: Path) -> dict[str, Any]:
@@ -355,12 +354,6 @@ class TestOnRanks:
     @pytest.mark.parametrize("case", CASES)
     def test_the_numbers_of_one_process(self, results, tmp_path, case):
         assert_as_one_process(case, results, tmp_path)
-
-    @pytest.mark.exhaustive
-    def test_the_other_cases_of_each_stage(self, tmp_path):
-        found = run_trainer_ranks(train_cases, RANKS, str(tmp_path / "ranks"), SELDOM, timeout=280.0)
-        for case in sorted({case for cases in SELDOM.values() for case in cases}):
-            assert_as_one_process(case, found, tmp_path)
 
     @each_stage
     def test_checkpoints_go_to_and_from_other_strategies(self, looks, stage):
