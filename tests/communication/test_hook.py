@@ -45,13 +45,11 @@ def values(*modules: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for module in modules for parameter in module.parameters()]
 
 
-def train(ddp: nn.Module, dtype: torch.dtype = torch.float32, clip: bool = False) -> list[Tensor]:
+def train(ddp: nn.Module, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     optimizer = optimizer_of(ddp)
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         ddp(batch(step, dtype)).float().square().sum().backward()
-        if clip:
-            nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
         optimizer.step()
     return values(ddp)
 
@@ -62,10 +60,6 @@ def with_options(**options: Any) -> Case:
 
 def of_dtype(dtype: torch.dtype) -> Case:
     return lambda wrapper: train(wrapper.wrap(network(dtype), gradient_as_bucket_view=True), dtype)
-
-
-def clipped(wrapper: Hooked) -> list[Tensor]:
-    return train(wrapper.wrap(network(), gradient_as_bucket_view=True), clip=True)
 
 
 class MixedDtypes(nn.Module):
@@ -133,12 +127,6 @@ def sparse_embedding(wrapper: Hooked) -> list[Tensor]:
     return values(ddp)
 
 
-def frozen(wrapper: Hooked) -> list[Tensor]:
-    module = network()
-    module[2].requires_grad_(False)
-    return train(wrapper.wrap(module))
-
-
 def joined(wrapper: Hooked) -> list[Tensor]:
     ddp = wrapper.wrap(network(), bucket_cap_mb=0.002)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
@@ -173,12 +161,8 @@ CASES: dict[str, Case] = {
     "unused parameters": unused_parameters,
     "accumulated": accumulated,
     "bf16": of_dtype(torch.bfloat16),
-    "fp16": of_dtype(torch.float16),
-    "fp64": of_dtype(torch.float64),
     "mixed dtypes": mixed_dtypes,
     "sparse embedding": sparse_embedding,
-    "frozen": frozen,
-    "clipped in place": clipped,
     "join": joined,
     "two modules": two_modules,
 }
