@@ -73,8 +73,8 @@ def _add_doctor(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="show what this machine and this job look like, and what is wrong",
-        description="Print the launcher, nodes, ranks, interfaces, shared memory, backends and versions as this "
-        "package sees them, measure for some seconds, and name problems with their cures. Start it as you start "
+        description="Print the launcher, interfaces, shared memory, backends and versions as this package sees them, "
+        "make an all-reduce by each algorithm, and name problems with their cures. Start it as you start "
         "training (`torchrun ... -m lightning_smddp doctor`) to examine all ranks together. The exit code is 1 if "
         "there are errors.",
     )

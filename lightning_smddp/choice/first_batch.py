@@ -116,9 +116,7 @@ def _package_of(module: Any) -> str:
         if base.__name__ == "LightningModule":
             package, _, _ = base.__module__.partition(".core")
             return package
-    what = f"a {type(module).__name__}"
-    if isinstance(module, type):
-        what = f"the class {module.__name__}"
+    what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
     cure = "Give an instance of the class that has the `training_step`, or a function that returns one."
     if isinstance(module, nn.Module):
         cure = "Put it into a LightningModule with a `training_step`."

@@ -75,10 +75,12 @@ def _smallest_worst(
             smallest: float = math.inf
             # Both the bound and the memory grow as the start goes down: once one is too much, it stays so.
             for start in range(end - 1, -1, -1):
-                if bound(stage, start, end) >= smallest or costs.memory(stage, start, end) > limits[stage]:
+                if bound(stage, start, end) >= smallest:
                     break
                 if start not in before or not costs.has_unit(start, end):
                     continue
+                if costs.memory(stage, start, end) > limits[stage]:
+                    break
                 worst, starts = before[start]
                 value = max(worst, cost(stage, start, end))
                 if value < smallest:
@@ -104,14 +106,14 @@ def best_cuts(costs: StageCosts, slowest: int, limits: Sequence[float]) -> tuple
         before, best = best, {}
         for end in costs.ends(stage):
             ways = []
-            # Computing and memory grow as the start goes down. A boundary's time does not.
+            # Computing grows as the start goes down; a boundary's time does not.
             for start in range(end - 1, -1, -1):
                 if costs.compute[end] - costs.compute[start] > slowest:
                     break
-                if costs.memory(stage, start, end) > limits[stage]:
-                    break
+                if start not in before or not costs.has_unit(start, end):
+                    continue
                 seconds = costs.seconds(stage, start, end)
-                if start not in before or seconds > slowest or not costs.has_unit(start, end):
+                if seconds > slowest or costs.memory(stage, start, end) > limits[stage]:
                     continue
                 squares, sent, starts = before[start]
                 if evens:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 
 from lightning_smddp.planner.problem import Link, NodeCost, PartitionProblem
 
@@ -62,7 +61,6 @@ def chain(
     sizes: dict[str, int] | None = None,
     cut_bytes: list[float] | None = None,
     link: Link | None = None,
-    links: Sequence[Link] = (),
 ) -> PartitionProblem:
     """Equal units net.0, net.1, ... of 1 + 2 seconds."""
     names = tied or {}
@@ -73,7 +71,7 @@ def chain(
         cut_bytes or [0] * (num_nodes + 1),
         rank_of_stage,
         [1] * len(rank_of_stage),
-        links=links if link is None else [link] * (len(rank_of_stage) - 1),
+        links=[] if link is None else [link] * (len(rank_of_stage) - 1),
     )
 
 

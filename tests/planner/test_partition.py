@@ -102,20 +102,6 @@ def test_boundaries_cost_both_ends_unless_they_share_a_rank() -> None:
     assert found.stage_seconds == (3 + 4, 3 + 4, 3 + 8, 3 + 8)
 
 
-def test_a_slow_link_moves_the_cut_to_where_little_crosses() -> None:
-    cuts = [0, 100, 100, 100, 1, 100, 0]
-    assert best_partition(chain(6, [0, 1], cut_bytes=cuts, link=Link(0.0, math.inf))).cuts == (3,)
-    assert best_partition(chain(6, [0, 1], cut_bytes=cuts, link=Link(0.0, 10.0))).cuts == (4,)
-
-
-def test_messages_that_computing_hides_cost_nothing() -> None:
-    cuts = [0, 100, 100, 100, 1, 100, 0]
-    hidden = chain(6, [0, 1], cut_bytes=cuts, link=Link(0.0, 25.0, unhidden=0.0))
-    assert best_partition(hidden).stage_seconds == (9, 9)
-    too_slow = chain(6, [0, 1], cut_bytes=cuts, link=Link(0.0, 5.0, unhidden=0.0))
-    assert best_partition(too_slow).cuts == (4,)
-
-
 def test_stages_are_even_also_where_messages_take_longer_than_computing() -> None:
     slow = chain(8, [0, 1, 2, 3], cut_bytes=[0] * 9, link=Link(100.0, 1.0, unhidden=0.0))
     assert best_partition(slow).cuts == (2, 4, 6)
@@ -127,18 +113,6 @@ def test_a_llama_over_fast_links_is_cut_evenly(ranks: int) -> None:
     problem = dataclasses.replace(llama_7b(ranks), links=[Link(1.5e-5, 1.5e11, unhidden=0.0)] * (ranks - 1))
     found = best_partition(problem)
     assert max(found.stage_seconds) < 1.05 * sum(found.stage_seconds) / ranks
-
-
-@pytest.mark.parametrize("unhidden", [0.0, 1.0])
-def test_each_boundary_has_its_own_link(unhidden: float) -> None:
-    cuts = [0, 50, 50, 1, 50, 50, 1, 50, 50, 0]
-    slow, fast = Link(0.0, 4.0, unhidden), Link(0.0, math.inf)
-    assert best_partition(chain(9, [0, 1, 2], cut_bytes=cuts, links=[slow, fast])).cuts[0] == 3
-
-
-def test_one_stage_is_the_whole_step() -> None:
-    found = best_partition(chain(3, [0]))
-    assert (found.cuts, found.bounds, found.stage_seconds) == ((), [(0, 3)], (9,))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
