@@ -186,11 +186,13 @@ class Telling(nn.Linear):
     total: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
         if self.log is not None:
             self.log("inside", 1.5)
+            self.log("mean inside", out.mean())
             self.log("size", float(len(x)), reduce_fx="max")
-            self.total(x.sum())
-        return super().forward(x)
+            self.total(out.sum())
+        return out
 
 
 class Logging(Evaluated):
@@ -685,6 +687,8 @@ class Escaping(Net):
 
 
 class Whole(Callback):
+    held: Any = None  # parameters of each rank
+
     def __init__(self) -> None:
         self.seen: list[float] = []
         self.seen_by_first: list[float] = []
@@ -702,13 +706,14 @@ class Whole(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.seen += [float(value.norm()) for value in self.average.values()]
+        self.held = getattr(trainer.strategy, "parameters_by_rank", None)
 
 
 def hooked(bench: Bench) -> Any:
     whole = Whole()
     result = bench.fit(Evaluated(), THREE, callbacks=[whole], gradient_clip_val=0.5, **SHORT)
     is_first = bench.pipeline is None or torch.distributed.get_rank() == 0  # the others read nothing
-    return {**result, "hooks": whole.seen, "first": whole.seen_by_first if is_first else None}
+    return {**result, "hooks": whole.seen, "first": whole.seen_by_first if is_first else None, "held": whole.held}
 
 
 # ---- the tests -------------------------------------------------------------------------------------------------------
@@ -862,8 +867,11 @@ def test_15_the_check_at_the_start_sees_what_nothing_else_sees() -> None:
 def test_16_hooks_see_the_whole_module() -> None:
     expected = TWO.alone(hooked)
     first, second = TWO.results(hooked)
-    assert_same(first, expected)
-    assert_same(second, {**expected, "first": None})
+    held = first["held"]
+    assert all(held)
+    assert sum(held) == sum(parameter.numel() for parameter in Evaluated().parameters())
+    assert_same(first, {**expected, "held": held})
+    assert_same(second, {**expected, "first": None, "held": held})
 
 
 # ---- bodies of ranks ----
