@@ -111,19 +111,16 @@ class Communicator:
 
     def _self_test(self) -> str | None:
         """Compare one bucket in shared memory with the backend's all-reduce; returns what went wrong on any rank."""
-        with torch.random.fork_rng(devices=[]):  # the user's random numbers stay what they are
-            torch.manual_seed(self.rank)
-            local = torch.randn(_SELF_TEST_NUMEL)
-        failure: str | None = None
-        is_cause = True
+        generator = torch.Generator().manual_seed(self.rank)  # the user's random numbers stay what they are
+        local = torch.randn(_SELF_TEST_NUMEL, generator=generator)
+        summed = local.clone()
+        failure, is_cause = None, True
         memory = SharedMemory(self._meshes[0], zero_copy=self.zero_copy)
         try:
-            summed = local.clone()
             memory.all_reduce(summed, slot=0)
         except (OSError, RuntimeError, ValueError) as error:
             failure = f"self-test failed with {error}"
-            summed = torch.zeros_like(local)
-            is_cause = not isinstance(error, RankFailedError)
+            is_cause = not isinstance(error, RankFailedError)  # else this rank has only lost its peer
             self._close_meshes()  # peers that wait for this rank go on
         memory.close()
         # The node's sum by the backend: a row for each node, and every rank contributes to its node's.
@@ -133,11 +130,9 @@ class Communicator:
         dist.all_reduce(by_node, group=self.group)
         if failure is None and not torch.allclose(summed, expected, rtol=1e-5, atol=1e-5):
             failure = f"self-test on rank {self.rank} differs from {dist.get_backend(self.group)}'s all-reduce"
-        # A rank that only lost its peer is no cause: first those that failed by themselves.
-        failures = gather((failure, is_cause), self.group)
-        causes = [text for text, caused in failures if caused]
-        consequences = [text for text, caused in failures if not caused]
-        return next(filter(None, causes + consequences), None)
+        failed = [told for told in gather((is_cause, failure), self.group) if told[1] is not None]
+        failed.sort(key=lambda told: not told[0])  # causes first
+        return failed[0][1] if failed else None
 
     @property
     def node_mesh(self) -> NodeMesh:
