@@ -16,19 +16,19 @@ import torch
 INSTALL = "pip install 'lightning-smddp[deepspeed]'"
 _SHARED_MEMORY_OP = "deepspeed_shm_comm"
 
-STAGES = (1, 2, 3)
-BUCKET_ON_CPU = 2**22  # elements
+_STAGES = (1, 2, 3)
 _ADAMS = ("adam", "adamw")
 
 # In place of DeepSpeed's 50 million to a billion: with those a smaller model is gathered, and its gradients are
-# copied, as a whole, so that a rank holds more than without sharding. Ranks that share memory need no large messages.
-_SIZES_ON_CPU = {
-    "reduce_bucket_size": BUCKET_ON_CPU,
-    "allgather_bucket_size": BUCKET_ON_CPU,
-    "stage3_prefetch_bucket_size": BUCKET_ON_CPU,
-    "stage3_max_live_parameters": BUCKET_ON_CPU,
-    "stage3_max_reuse_distance": BUCKET_ON_CPU,
-}
+# copied, as a whole, so that a rank holds more than without sharding. Ranks of a node need no large messages.
+_ELEMENTS_ON_CPU = 2**22
+_SIZES = (
+    "reduce_bucket_size",
+    "allgather_bucket_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+)
 
 
 def require_deepspeed() -> None:
@@ -124,7 +124,7 @@ def own_config(config: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def require_stage(stage: Any, where: str = "stage") -> None:
     """Raise ``ValueError`` unless DeepSpeed shards something."""
-    if stage not in STAGES or isinstance(stage, bool):
+    if stage not in _STAGES or isinstance(stage, bool):
         raise ValueError(
             f"{where} is {stage!r}. Valid: 1 (optimizer states are sharded), 2 (and gradients), 3 (and parameters). "
             "To shard nothing, use strategy='smddp'."
@@ -137,9 +137,9 @@ def for_cpu(config: dict[str, Any], given: Collection[str]) -> None:
     DeepSpeed's own Adam compiles for minutes. It is taken where ``config`` says ``torch_adam: false``.
     """
     zero = config["zero_optimization"]
-    for name, size in _SIZES_ON_CPU.items():
+    for name in _SIZES:
         if name not in given:
-            zero[name] = size
+            zero[name] = _ELEMENTS_ON_CPU
     optimizer = config.get("optimizer", {})
     name = str(optimizer.get("type", "")).lower()
     if name in _ADAMS:

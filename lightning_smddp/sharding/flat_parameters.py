@@ -122,18 +122,17 @@ class FlatParameters:
     def end_step(self) -> None:
         """After a step: all ranks have all shares when it returns. Collective."""
         trained = [number for number, layout in enumerate(self.layouts) if _is_trained(layout)]
+        parts = [(number, *part) for number in trained for part in enumerate(self._own_shares())]
         if self._group is not None:
-            for number in trained:
-                for source, share in enumerate(self._own_shares()):
-                    parts = [self.values(number, piece) for piece in self.layouts[number].pieces_of_share(share)]
-                    broadcast_tensors(parts, self._group, source, self.layouts[number].device)
+            for number, source, share in parts:
+                values = [self.values(number, piece) for piece in self.layouts[number].pieces_of_share(share)]
+                broadcast_tensors(values, self._group, source, self.layouts[number].device)
         if self._mesh is not None:
             self._mesh.exchange()  # all have stepped, so nobody's code uses parameters now
-            for number in trained:
-                for share in self._own_shares():
-                    low, high = self.layouts[number].bounds[share : share + 2]
-                    for other in self._others[number]:
-                        other[low:high].copy_(self._rows[number][low:high])
+            for number, _, share in parts:
+                low, high = self.layouts[number].bounds[share : share + 2]
+                for other in self._others[number]:
+                    other[low:high].copy_(self._rows[number][low:high])
             self._mesh.exchange()
 
     def _own_shares(self) -> range:

@@ -45,16 +45,6 @@ class HoldsParameters(Sign):
                 p.sub_(self.param_groups[0]["lr"] * p.grad.sign())
 
 
-class SinglePrecision(Sign):
-    """Knows no other type, as optimizers with kernels of their own."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            assert all(p.dtype == torch.float32 for p in group["params"])
-        super().step(closure)
-
-
 class GlobalNorm(Sign):
     """Divides by the norm of all gradients."""
 
@@ -150,7 +140,7 @@ class OwnAdam(optim.Adam):
     """What it does is not looked up."""
 
 
-@pytest.mark.parametrize("make", [optim.Adafactor, Sign, OwnAdam, HoldsParameters, SinglePrecision, LayerScaled])
+@pytest.mark.parametrize("make", [optim.Adafactor, Sign, OwnAdam, HoldsParameters, LayerScaled])
 def test_whole_parameters(make: Any) -> None:
     found, why = granularity(make(module().parameters()))
     assert found is Granularity.PARAMETER
