@@ -320,6 +320,18 @@ def all_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+@contextmanager
+def around_step(shards: Iterable[Any]) -> Iterator[None]:
+    """Around a step: hooks of ``shards`` are next to it, as users' hooks may have been registered since."""
+    for each in shards:
+        each.stand_next_to_step()
+    try:
+        yield
+    finally:
+        for each in shards:
+            each.restore()
+
+
 def _closure_called(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of a step whose closure has been called already. ``args`` begins with the optimizer."""
     closure: Callable[[], Any] | None = kwargs.get("closure")

@@ -32,7 +32,7 @@ from lightning_smddp.communication.compression import gathered_memory, own_memor
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.resume.exact_resume import ExactResume
-from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters, around_step
 from lightning_smddp.strategies.options import StrategyOptions
 from lightning_smddp.strategies.process_group import mean_by_sum, start_process_group
 from lightning_smddp.strategies.run_supervision import RunSupervision
@@ -227,14 +227,8 @@ class TrainerStrategy(_Base):
     @contextmanager
     def _stepping(self, optimizer: Any) -> Iterator[None]:
         """Around a step of ``optimizer``, its closure included."""
-        # Just before the step, as users' hooks may have been registered since: ours have to be next to the step.
-        for shards in self._shards:
-            shards.stand_next_to_step()
-        try:
+        with around_step(self._shards):
             yield
-        finally:
-            for shards in self._shards:
-                shards.restore()
 
     @override
     def on_validation_start(self) -> None:

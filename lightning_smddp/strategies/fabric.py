@@ -18,7 +18,7 @@ from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.patches import patched
-from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters, around_step
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict, whole_state_dict
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.strategies.frozen_parameters import FrozenParameters
@@ -146,17 +146,10 @@ class FabricDataParallel(FabricStrategy):
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Look at the gradients as the user's code, or a closure, has left them, then step."""
-        with before_step(optimizer, partial(self._look_at_gradients, optimizer)):
-            sharded = self._sharded_of(optimizer)
-            if sharded is None:
-                return super().optimizer_step(optimizer, *args, **kwargs)
-            # Just before the step, as users' hooks may have been registered since: ours have to be next to the step.
-            shards = sharded.shards[0]
-            shards.stand_next_to_step()
-            try:
-                return super().optimizer_step(optimizer, *args, **kwargs)
-            finally:
-                shards.restore()
+        sharded = self._sharded_of(optimizer)
+        shards = [] if sharded is None else sharded.shards
+        with before_step(optimizer, partial(self._look_at_gradients, optimizer)), around_step(shards):
+            return super().optimizer_step(optimizer, *args, **kwargs)
 
     def _look_at_gradients(self, optimizer: Any) -> None:
         """Raise, or let the step change nothing, if gradients are not finite. Collective if they are not."""

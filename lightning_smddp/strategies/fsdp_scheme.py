@@ -26,7 +26,7 @@ from lightning_smddp.pipeline.state.meta_parameters import initialize_deferred
 from lightning_smddp.pipeline.state.state_dict import broadcast_initial
 from lightning_smddp.sharding.clipping import clip_by_norm
 from lightning_smddp.sharding.fully_sharded import FullySharded, ShardingPlan
-from lightning_smddp.sharding.optimizer_shards import LocalSteps, all_parameters
+from lightning_smddp.sharding.optimizer_shards import LocalSteps, all_parameters, around_step
 from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
 from lightning_smddp.sharding.units import Wrap, find_units
 from lightning_smddp.sharding.whole_states import whole
@@ -278,7 +278,7 @@ class SteppedOptimizer:
         self._view = view
         with view.inside(False):
             found, _ = granularity(optimizer)
-        self._shares = LocalSteps(optimizer) if found is Granularity.ELEMENT else None
+        self._shares = [LocalSteps(optimizer)] if found is Granularity.ELEMENT else []
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -287,14 +287,8 @@ class SteppedOptimizer:
         # next time, and not taken as it was before the step.
         for scheme in self.schemes:
             scheme.sharded.reshard()
-        if self._shares is not None:
-            self._shares.stand_next_to_step()
-        try:
-            with self._view.inside(self._shares is None):
-                yield
-        finally:
-            if self._shares is not None:
-                self._shares.restore()
+        with around_step(self._shares), self._view.inside(not self._shares):
+            yield
 
     def clip_by_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clip by the norm of the gradients of all ranks' shares. Collective."""
@@ -304,8 +298,8 @@ class SteppedOptimizer:
 
     def close(self) -> None:
         """Its steps are torch's own again."""
-        if self._shares is not None:
-            self._shares.close()
+        for shares in self._shares:
+            shares.close()
 
 
 def _require_no_scaler(precision: Any) -> None:
