@@ -201,9 +201,7 @@ class FabricDataParallel(FabricStrategy):
         stepped = {id(parameter) for parameter in all_parameters(optimizer)}
         named = []
         for number, module in enumerate(self._modules):
-            prefix = ""
-            if len(self._modules) > 1:
-                prefix = f"{type(module).__name__} {number}: "
+            prefix = f"{type(module).__name__} {number}: " if len(self._modules) > 1 else ""
             for name, parameter in module.named_parameters():
                 if id(parameter) in stepped:
                     named.append((f"{prefix}{name}", parameter))

@@ -132,9 +132,7 @@ def _units(plan: PartitionPlan) -> str:
 
 def _schedule(options: PipelineOptions, cluster: Cluster, microbatches: Sequence[MicroBatch]) -> str:
     sizes = sorted({microbatch.size for microbatch in microbatches}, reverse=True)
-    rows = " or ".join(map(str, sizes)) + " rows"
-    if sizes == [1]:
-        rows = "1 row"
+    rows = "1 row" if sizes == [1] else " or ".join(map(str, sizes)) + " rows"
     count = counted(len(microbatches), "micro-batch")
     percent = 100 * best_share(options.schedule, cluster.rank_of_stage, len(microbatches))
     return f"{options.schedule.name}, {count} of {rows}; ranks compute {percent:.0f} % of the time at best"

@@ -89,9 +89,7 @@ class SageMakerJob:
             strategy._resume = None  # as the user gave it
         self._resumed_by_default = by_default
         if strategy.is_global_zero:
-            where = "the script's own directories"
-            if moved:
-                where = str(folders.checkpoints)
+            where = str(folders.checkpoints) if moved else "the script's own directories"
             how = ""
             if by_default:
                 how = "; resume='auto', as the script does not say ('never' starts from scratch)"

@@ -188,9 +188,7 @@ class GradientCommunication:
         world = topology.world_size
         sizes = [len(ranks) for ranks in topology.nodes]
         least, most = min(sizes), max(sizes)
-        ranks_per_node = str(least)
-        if most > least:
-            ranks_per_node = f"{least} to {most}"
+        ranks_per_node = f"{least} to {most}" if most > least else str(least)
         rows = [
             ("nodes", f"{topology.num_nodes} ({', '.join(topology.hosts)})"),
             ("ranks per node", ranks_per_node),
@@ -223,12 +221,8 @@ class GradientCommunication:
             return "as the gradients (exact)"
         if not self.communicator.compresses(compression):
             return f"as the gradients (exact): {compression.method} applies between nodes, and there is one node"
-        where = "between nodes"
-        if compression.scope == "all":
-            where = "everywhere"
-        feedback = "without"
-        if compression.error_feedback:
-            feedback = "with"
+        where = "everywhere" if compression.scope == "all" else "between nodes"
+        feedback = "with" if compression.error_feedback else "without"
         return f"{compression.method} {where}, {feedback} error feedback"
 
 
@@ -240,9 +234,7 @@ def _leave(reference: weakref.ref[GradientCommunication]) -> None:
     """
     session = reference()
     failed = session is not None and session.failed
-    patience_s = _LEAVE_S
-    if failed:
-        patience_s = _LEAVE_AFTER_FAILURE_S
+    patience_s = _LEAVE_AFTER_FAILURE_S if failed else _LEAVE_S
     with ends_within(patience_s):
         if session is not None:
             session.close()

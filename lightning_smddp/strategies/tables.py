@@ -47,9 +47,7 @@ def _is_printed(text: str, stream: Any) -> bool:
 
 def print_table(title: str, rows: list[tuple[str, str]], trainer: Any = None) -> None:
     """Print ``rows`` of name and value, with rich where it is installed."""
-    make = _plain
-    if find_spec("rich") is not None:
-        make = _with_rich
+    make = _with_rich if find_spec("rich") is not None else _plain
     say(make(title, rows), trainer)
 
 
@@ -60,9 +58,7 @@ def _with_rich(title: str, rows: list[tuple[str, str]]) -> str:
 
     # Lines of boxes are not in every encoding: a stdout of ASCII or latin-1 would raise where they are written.
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    lines = box.ASCII2
-    if str(encoding).lower().startswith("utf"):
-        lines = box.HEAVY_HEAD
+    lines = box.HEAVY_HEAD if str(encoding).lower().startswith("utf") else box.ASCII2
     table = Table(title=title, show_header=False, title_justify="left", box=lines)
     for name, value in rows:
         table.add_row(name, value)
