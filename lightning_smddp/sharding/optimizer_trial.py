@@ -76,10 +76,11 @@ def why_not_one_by_one(optimizer: Optimizer) -> str | None:
     """
     if isinstance(optimizer, LBFGS):
         return "its step needs all parameters and gradients at once"
-    if type(optimizer).__module__.startswith("torch.optim."):
+    parameters = _parameters(optimizer)
+    if not parameters or type(optimizer).__module__.startswith("torch.optim."):
         return None
     # What depends on other parameters shows with two only: `_stepped` adds one to a single one.
-    count = max(2, len(_parameters(optimizer)))
+    count = max(2, len(parameters))
     half = count // 2
     try:
         together = _stepped(optimizer, range(count))
