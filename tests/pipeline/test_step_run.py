@@ -148,7 +148,7 @@ FORMS: dict[str, Between] = {
     "for_logs": lambda n, i, x, s: (f"{x.mean():.3f}", x.detach().numpy().sum(), x.sum(-1)[0].tolist()) and x * 2,
     "asserted": lambda n, i, x, s: x if math.isfinite(float(x.detach().sum())) else 1 / 0,
     "topk": lambda n, i, x, s: x + ((best := s.topk(2, -1)).values * best.indices).sum(-1, keepdim=True),
-    "retained": lambda n, i, x, s: (h := x * 1, h.retain_grad())[0],
+    "retained": lambda n, i, x, s: (h := x * 1).retain_grad() or h,
     "function": lambda n, i, x, s: x + (pair := Cube.apply(s * x.tanh(), 0.5))[0] * pair[1],  # type: ignore[no-untyped-call]
     "facts": facts,
     "argmax": lambda n, i, x, s: x + x[:, int(x[0, :, 0].argmax())][:, None],

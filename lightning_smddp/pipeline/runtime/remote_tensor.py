@@ -71,7 +71,8 @@ class RemoteTensor(Tensor):
         ):
             return function(*map_leaves(run.pattern, args), **map_leaves(run.pattern, kwargs))
         if kind is Kind.WATCHER and not run.has_begun:
-            return IdleNode()  # of its gradient: the stage that makes the tensor has the hook
+            # Of its gradient: the stage that makes the tensor has the hook.
+            return None if name_of(function) == "retain_grad" else IdleNode()
         return run.operation(function, args, kwargs, found)
 
     @classmethod
