@@ -118,6 +118,8 @@ def train(task: str, arm: str, out: Path, turns: list[int], quick: bool) -> None
     train_data = Subset(train_data, range(trainer.global_rank, whole_batches, ranks))
     trainer.fit(model, DataLoader(train_data, global_batch // ranks), val)
     losses = trainer.strategy.reduce(torch.stack(stopwatch.losses), reduce_op="mean")
+    if torch.distributed.is_initialized():  # Lightning leaves gloo's group, whose threads may abort the process's end
+        torch.distributed.destroy_process_group()
     if not trainer.is_global_zero:
         return
     report, accuracy = stopwatch.report, trainer.callback_metrics.get("val_accuracy")
