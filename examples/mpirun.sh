@@ -1,5 +1,5 @@
 #!/bin/bash
-# bash examples/mpirun.sh examples/hostfile
+# bash examples/mpirun.sh examples/hostfile     # on the first host of the file: Open MPI puts rank 0 where mpirun runs
 # Open MPI starts as many ranks on each host of the file as it has slots; multinode.py asks how many there are.
 hostfile=${1:?which hostfile, with lines such as "host0 slots=4"?}
 options=(

@@ -122,7 +122,7 @@ def _plan(options: argparse.Namespace) -> int:
         elif options.config is not None:
             module, data, precision = cli_config.from_config(options.config, _load(options.module), data_class)
         else:
-            module, precision = _load(options.module)(**options.kwargs), None
+            module, precision = _made(options), None
             data = None if data_class is None else data_class()
         precision = options.precision or precision
         found = plan(module, options.devices, options.memory, datamodule=data, precision=precision)
@@ -166,14 +166,7 @@ def _number_or_auto(text: str) -> int | str:
 
 def _verify(options: argparse.Namespace) -> int:
     sys.path.insert(0, str(Path.cwd()))
-    made = _load(options.module)
-    try:
-        inspect.signature(made).bind(**options.kwargs)
-    except TypeError as error:
-        raise SystemExit(
-            f"{options.module}: {error}. Give its arguments as --kwargs '{{...}}', a JSON object."
-        ) from None
-    module = made(**options.kwargs)
+    module = _made(options)
     data = None if options.datamodule is None else _load(options.datamodule)()
     from lightning_smddp import PartitionOptions, PipelineStrategy
     from lightning_smddp.strategies.verify import verify
@@ -190,6 +183,18 @@ def _verify(options: argparse.Namespace) -> int:
         raise SystemExit(f"lightning-smddp verify: {error}") from None
     callbacks = [_load(name)() for name in options.callback]
     return verify(module, data, options.stages * options.replicas, pipeline, callbacks)
+
+
+def _made(options: argparse.Namespace) -> Any:
+    """What the class that is given makes of the arguments that are."""
+    made = _load(options.module)
+    try:
+        inspect.signature(made).bind(**options.kwargs)
+    except TypeError as error:
+        raise SystemExit(
+            f"{options.module}: {error}. Give its arguments as --kwargs '{{...}}', a JSON object."
+        ) from None
+    return made(**options.kwargs)
 
 
 def _load(name: str) -> Any:

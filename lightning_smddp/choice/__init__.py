@@ -1,1 +1,1 @@
-"""Which strategy to take: memory and time of each, predicted from one traced batch. See docs/sharding.md."""
+"""Which strategy to take: what a rank of each holds, predicted from one batch. See docs/sharding.md."""

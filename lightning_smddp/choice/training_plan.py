@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import LBFGS
 
 from lightning_smddp.bridge.step import loss_of
 from lightning_smddp.choice.estimates import (
@@ -185,8 +184,8 @@ def _refusal_of_shares(first: FirstBatch) -> str | None:
     """Why the module's optimizers cannot step shares; None if they can."""
     for optimizer in first.optimizers:
         found, why = granularity(optimizer)
-        if found is Granularity.NONE or isinstance(optimizer, LBFGS):
-            return f"{type(optimizer).__name__} cannot be shared: {why or 'it needs all gradients at once'}"
+        if found is Granularity.NONE:
+            return f"{type(optimizer).__name__} cannot be shared: {why}"
     return None
 
 

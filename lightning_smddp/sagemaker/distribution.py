@@ -72,8 +72,9 @@ def distribution_of(environ: Environ) -> dict[str, Any]:
             modern["smp"] = model_parallel
         return modern
     found: dict[str, Any] = {}
+    parameters = parameters_of(environ)
     for flag, name in FLAGS.items():
-        if is_on(parameters_of(environ).get(flag)):
+        if is_on(parameters.get(flag)):
             found[name] = {"enabled": True}
     smdistributed: dict[str, Any] = {}
     if found.pop("smdistributed dataparallel", None):

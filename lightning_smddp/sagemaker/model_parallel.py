@@ -220,6 +220,8 @@ def _read_v1(parameters: Mapping[str, Any], reading: Reading) -> str:
             "cannot both be above 1. smddp_fsdp shards whole layers, and smddp_pipeline divides them: take one.",
         )
     if sharded:
+        if parts > 1:
+            reading.notes.append("microbatches: left out; smddp_fsdp runs a rank's batch as one")
         return "smddp_fsdp"
     if stages == 1 and parts == 1:
         return "smddp"

@@ -71,7 +71,7 @@ def why_not_one_by_one(optimizer: Optimizer) -> str | None:
     """Why a step on some of the parameters does to them something else than a step on all of them; None if it does not.
 
     torch's optimizers, but LBFGS, are known not to. Others are copied, with small parameters, and the copies are
-    stepped once with all of them, once with each half: what is done to each by itself is the same bits. One that uses
+    stepped once with all of them, once with each half: what is done to each by itself is the same. One that uses
     the norm of all gradients, asks for a closure, or draws random numbers shows by that.
     """
     if isinstance(optimizer, LBFGS):

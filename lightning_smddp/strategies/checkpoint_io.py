@@ -96,8 +96,7 @@ class SafeFiles(_Base):
             warnings.warn(
                 f"{path} contains {names}, which is not plain data, and resuming will refuse it. Save it as numbers, "
                 "strings and tensors, leave it out (`save_hyperparameters(ignore=[...])`), or before you resume call "
-                f"`torch.serialization.add_safe_globals([{names}])`; or give `fit` weights_only=False, which runs code "
-                "that the file contains.",
+                f"`torch.serialization.add_safe_globals([{names}])`.",
                 stacklevel=2,
             )
 

@@ -179,6 +179,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert "Small on 1 rank of 1 GiB" in printed
     assert printed.splitlines()[-1].startswith("Trainer(strategy=")
     assert remarks == []
+    with pytest.raises(SystemExit, match="unexpected keyword argument 'depth'. Give its arguments as --kwargs"):
+        main(["plan", f"{MODULES}:make", "--kwargs", '{"depth": 8}', *arguments])
     assert main(["plan", f"{MODULES}:WithoutData", "--datamodule", f"{MODULES}:Data", *arguments]) == 0
     assert main(["plan", f"{MODULES}:Small", "--devices", "1", "--memory", "1e-9"]) == 1
     assert "No strategy fits" in capsys.readouterr().out

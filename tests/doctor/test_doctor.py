@@ -10,6 +10,8 @@ from contextlib import redirect_stdout
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from lightning_smddp.cli import main
 from lightning_smddp.doctor import examination, measuring
@@ -17,7 +19,7 @@ from lightning_smddp.doctor.examination import as_json, as_text
 from lightning_smddp.doctor.facts import look
 from lightning_smddp.doctor.findings import Finding, find, merged
 from tests.devices import on_gpus
-from tests.ranks import run_trainer_ranks
+from tests.ranks import run_in_threads, run_trainer_ranks
 
 HEALTHY: dict[str, Any] = {
     "host": "a",
@@ -166,6 +168,15 @@ def test_the_ranks_of_a_job_are_examined_together() -> None:
     assert set(found["measured"]["all_reduce"]) == {"native", "hierarchical", "balanced"}
     assert all(seconds > 0 for seconds in found["measured"]["all_reduce"].values())
     assert any("500 files open" in finding["what"] for finding in found["findings"])
+
+
+def problems(group: dist.ProcessGroup) -> dict[str, str]:
+    return measuring.measure(group, torch.device("cpu"))["problems"]  # type: ignore[no-any-return]
+
+
+def test_seven_ranks_have_the_right_mean() -> None:
+    """Algorithms that multiply by a seventh round; that is no other value."""
+    assert run_in_threads(problems, 7) == [{}] * 7
 
 
 def with_wrong_sums() -> tuple[int, str]:

@@ -126,6 +126,12 @@ def test_smp_v1_options(parameters: dict[str, Any], strategy: str, options: dict
         found.create().options.grid(8)  # the schedule can do so many micro-batches
 
 
+def test_sharding_has_no_micro_batches() -> None:
+    found = translate(v1(partitions=1, sharded_data_parallel_degree=4, microbatches=4))
+    assert (found.strategy, "microbatches" in found.options) == ("smddp_fsdp", False)
+    assert "microbatches: left out; smddp_fsdp runs a rank's batch as one" in found.notes
+
+
 @pytest.mark.parametrize(
     "distribution",
     [
