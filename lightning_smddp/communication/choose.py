@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.communication.algorithms import Algorithm, TwoLevel
+from lightning_smddp.communication.algorithms import Algorithm
 from lightning_smddp.communication.communicator import Communicator, reduce_once
 from lightning_smddp.communication.compression import Compression
 
@@ -43,6 +43,8 @@ def choose(
     communicator: Communicator, module: nn.Module, compression: Compression | None, bucket_cap_mb: float | None
 ) -> Choice:
     """The fastest algorithm for buckets of ``module``'s gradients, the same on all ranks. Collective."""
+    if compression is not None and compression.method == "powersgd" and communicator.compresses(compression):
+        return Choice("torch's PowerSGD")
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     names = communicator.available()
     if not trained or len(names) == 1:
@@ -56,8 +58,6 @@ def choose(
 
 def time_algorithm(name: str, communicator: Communicator, compression: Compression | None, size: int) -> float:
     """Seconds of an all-reduce of ``size`` bytes by ``name``: the median, of the slowest rank. Collective."""
-    if compression is not None and compression.method == "powersgd":
-        compression = None  # a flat tensor has no matrices: only the algorithms compare
     algorithm = communicator.algorithm(name, compression)
     tensor = torch.zeros(max(size // 4, 1), device=communicator.device)
     # The first call maps memory and connects, the second tells how many more there is time for. That number comes from
@@ -67,10 +67,8 @@ def time_algorithm(name: str, communicator: Communicator, compression: Compressi
     affordable = int(_SECONDS_EACH / max(call_s, 1e-6))
     repeats = max(_LEAST_REPEATS, min(_MOST_REPEATS, affordable))
     seconds = sorted([_call_s(algorithm, tensor) for _ in range(repeats)])
-    if isinstance(algorithm, TwoLevel):
-        algorithm.drain()
-    (median,) = communicator.maximum([seconds[repeats // 2]])
     algorithm.close()
+    (median,) = communicator.maximum([seconds[repeats // 2]])
     return median
 
 

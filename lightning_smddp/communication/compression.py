@@ -36,7 +36,7 @@ class Compression:
         scope: ``"inter_node"`` compresses what goes between nodes; ``"all"`` also what stays inside one, in which
             case the reduction is flat.
         error_feedback: add what compression lost in one step to the next step's gradient (Karimireddy et al., ICML
-            2019). Costs one more buffer of the size of this rank's shard of the gradients.
+            2019). Costs one more buffer of the size of this rank's shard of the gradients, with ``powersgd`` of all.
         block_size: elements that share a scale, for ``int8``.
         rank: of the approximation, for ``powersgd``.
 

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed import GradBucket
 from torch.futures import Future
@@ -50,6 +51,7 @@ class GradientSynchronizer:
     ) -> None:
         self.communicator = communicator
         self.recorder = recorder
+        self._compression = compression
         self._names: dict[int, str] = {}  # of trained parameters, by `id`
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
@@ -62,6 +64,11 @@ class GradientSynchronizer:
         self._steps = 0
         if compression is not None and communicator.compresses(compression):
             if compression.method == "powersgd":
+                if communicator.device.type == "cpu" and torch.cuda.is_available():
+                    raise ValueError(
+                        "compression='powersgd' is torch's hook, which takes gradients of CPUs only where no GPU is "
+                        "visible. Set CUDA_VISIBLE_DEVICES='', or use another compression."
+                    )
                 self._powersgd = PowerSGD(communicator.everyone("powersgd"), communicator.thread, compression)
             elif compression.error_feedback:
                 self._feedback = ErrorFeedback()
@@ -115,11 +122,14 @@ class GradientSynchronizer:
     def _new_step(self) -> None:
         self.watch.begin()
         self._steps += 1
+        if self._powersgd is not None:
+            self._powersgd.new_step()
         memory = self._powersgd or self._feedback
         if memory is not None and memory.restored and self._steps == _SETTLED:
             memory.restored = {}
             warnings.warn(
-                "What compression remembered of some gradients begins at zero: the checkpoint is of other buckets.",
+                "What compression remembered of gradients begins at zero: the checkpoint is of other buckets, or of "
+                "another compression.",
                 stacklevel=2,
             )
 
@@ -147,7 +157,9 @@ class GradientSynchronizer:
         return self.watch.marks and isinstance(self._algorithm, SharedMemoryAllReduce)
 
     def _names_in(self, bucket: GradBucket) -> str:
-        return " ".join([self._names.get(id(parameter), "?") for parameter in bucket.parameters()])
+        """What is remembered of ``bucket`` goes by this: what another compression has left is not taken for it."""
+        names = " ".join([self._names.get(id(parameter), "?") for parameter in bucket.parameters()])
+        return f"{self._compression}: {names}"
 
 
 def _recording(recorder: Recorder) -> Callable[[Future[Any]], Any]:

@@ -64,6 +64,7 @@ class PowerSGD:
     def __init__(self, group: dist.ProcessGroup, thread: ThreadPoolExecutor, compression: Compression) -> None:
         self.restored: dict[str, Any] = {}
         self._thread = thread
+        self._steps = 0
         self._names: dict[int, str] = {}  # of buckets that are compressed
         self._state = PowerSGDState(
             group,
@@ -72,6 +73,11 @@ class PowerSGD:
             use_error_feedback=compression.error_feedback,
             orthogonalization_epsilon=_EPSILON,
         )
+
+    def new_step(self) -> None:
+        """Before a step's first bucket. Torch counts steps by the last, which does not come here where it is sparse."""
+        self._state.iter = self._steps
+        self._steps += 1
 
     def average(self, bucket: GradBucket, names: str) -> Future[Any]:
         """Begin to replace the bucket by its mean; ``names`` are those of its parameters."""

@@ -92,6 +92,7 @@ class SharedMemory:
         self._peers: dict[tuple[int, int], Tensor] = {}  # by local rank and slot
         self._copy: Tensor | None = None
         self._copy_fd = -1
+        self._copied_bytes: dict[int | None, int] = {}  # by slot
 
     def bounds(self, numel: int) -> list[int]:
         """Bounds of all local ranks' shards."""
@@ -193,7 +194,7 @@ class SharedMemory:
         One whose memory is another than before is to be announced again: before it is shared, the old is let go of.
         """
         if slot is None or not self._zero_copy or tensor.numel() == 0:
-            return self._announce_copy(tensor)
+            return self._announce_copy(tensor, slot)
         memory = (tensor.data_ptr(), tensor.nbytes)
         if slot in self._own:
             _, known_memory = self._own[slot]
@@ -206,14 +207,18 @@ class SharedMemory:
         except RuntimeError as error:
             self._zero_copy = False
             warnings.warn(f"Gradients are copied to shared memory from now on: {error}. {HOW_TO_RAISE}", stacklevel=2)
-            return self._announce_copy(tensor)
+            return self._announce_copy(tensor, slot)
         # Holding the tensor keeps its address from going to another one while peers have it mapped.
         self._own[slot] = (tensor, (tensor.data_ptr(), tensor.nbytes))
         offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
         return _MAPPED, descriptor, offset
 
-    def _announce_copy(self, tensor: Tensor) -> tuple[int, int | None, int]:
+    def _announce_copy(self, tensor: Tensor, slot: int | None) -> tuple[int, int | None, int]:
         """The copy's memory goes to the peers where they do not have it yet, or not large enough."""
+        if slot is not None and self._copied_bytes.get(slot, tensor.nbytes) != tensor.nbytes:
+            # DDP has made its buckets anew: the first step's is as large as the whole model.
+            self._copied_bytes, self._copy = {}, None
+        self._copied_bytes[slot] = tensor.nbytes
         if self._copy is not None and self._copy.numel() >= tensor.nbytes:
             return _COPIED, None, 0
         if self._copy_fd >= 0:

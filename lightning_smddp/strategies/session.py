@@ -143,9 +143,7 @@ class GradientCommunication:
         compression = self.options.compression
         check_compression(module, compression)
         self.choice = Choice(options.algorithm)
-        if compression is not None and compression.method == "powersgd" and self.communicator.compresses(compression):
-            self.choice = Choice("torch's PowerSGD")
-        elif options.algorithm == "auto":
+        if options.algorithm == "auto":
             self.choice = choose(self.communicator, module, compression, options.bucket_cap_mb)
         return GradientSynchronizer(self.communicator, module, self.choice.algorithm, compression, self.recorder)
 
@@ -221,7 +219,8 @@ class GradientCommunication:
             return "as the gradients (exact)"
         if not self.communicator.compresses(compression):
             return f"as the gradients (exact): {compression.method} applies between nodes, and there is one node"
-        where = "everywhere" if compression.scope == "all" else "between nodes"
+        among_all = compression.scope == "all" or compression.method == "powersgd"
+        where = "among all ranks" if among_all else "between nodes"
         feedback = "with" if compression.error_feedback else "without"
         return f"{compression.method} {where}, {feedback} error feedback"
 

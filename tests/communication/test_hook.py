@@ -395,6 +395,19 @@ def test_powersgd_takes_any_parameter_and_forgets_an_inf() -> None:
     assert run_ranks(average_odd_shapes, 2) == [[True, True, True, True, False, True, True]] * 2
 
 
+def powersgd_beside_sparse_gradients() -> bool:
+    module = nn.Sequential(nn.Embedding(50, WIDTH, sparse=True), nn.Linear(WIDTH, 16))
+    with hooked("native", Compression("powersgd", scope="all")) as wrapper:
+        ddp = wrapper.wrap(module, find_unused_parameters=True)  # the sparse bucket is the last in each step
+        for step in range(4):
+            ddp(torch.tensor([step, 7])).square().sum().backward()
+        return bool(wrapper.synchronizers[0].state_dict())
+
+
+def test_powersgd_begins_where_the_last_bucket_is_sparse() -> None:
+    assert run_ranks(powersgd_beside_sparse_gradients, 2) == [True, True]
+
+
 def restore_other_buckets() -> list[str]:
     module = Given(*SHAPES)
     with hooked("balanced", METHODS["int8"]) as wrapper, warnings.catch_warnings(record=True) as caught:

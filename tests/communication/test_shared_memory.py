@@ -318,6 +318,22 @@ def test_every_barrier_reports_its_wait() -> None:
         assert all(seconds >= 0 for seconds, _ in waits)
 
 
+def copy_smaller_buckets(group: dist.ProcessGroup) -> tuple[bool, int]:
+    """DDP's first step has one bucket of the whole model, the later ones smaller ones."""
+    with memory_of(group, zero_copy=False) as memory:
+        for numel in (10_000, 100, 100):
+            bucket = torch.full((numel,), float(group.rank()))
+            memory.all_reduce(bucket, 0, 0.5)
+        assert memory._copy is not None
+        return bool((bucket == 0.5).all()), memory._copy.numel()
+
+
+def test_the_copy_is_not_larger_than_the_buckets() -> None:
+    for is_mean, copied in run_in_threads(copy_smaller_buckets, 2):
+        assert is_mean
+        assert copied < 10_000
+
+
 def count_descriptors() -> list[int]:
     counts = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,28 @@ def test_a_checkpoint_with_memory_loads_anywhere(tmp_path: Path) -> None:
     nodes = ["a", "a", "b", "b"]
     steps = run_trainer_ranks(resume_with, 4, Compression("powersgd", scope="all"), path, node_ids=nodes)
     assert steps == [5 + 5] * 4
+
+
+def switch_compressions(pairs: list[tuple[Any, Any]], directory: str) -> list[list[str]]:
+    """What is warned of when each first compression's checkpoint goes on with the second."""
+    found = []
+    for number, (before, after) in enumerate(pairs):
+        save_after_an_epoch(before, f"{directory}/{number}.ckpt")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert resume_with(after, f"{directory}/{number}.ckpt") == 5 + 5
+        found.append([str(one.message) for one in caught if "What compression remembered" in str(one.message)])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The run is not continued exactly")
+def test_what_another_compression_remembered_is_left_out(tmp_path: Path) -> None:
+    pairs = [("powersgd", "bf16"), ("bf16", "powersgd"), ("powersgd", Compression("powersgd", rank=2))]
+    for of_rank in run_trainer_ranks(switch_compressions, 2, pairs, str(tmp_path), node_ids=NODES):
+        for warned in of_rank:
+            assert len(warned) == 1
+            assert "begins at zero: the checkpoint is of other buckets, or of another compression" in warned[0]
 
 
 def fail_on_rank_one(directory: str) -> None:
