@@ -50,10 +50,13 @@ class FlatParameters:
         self._mesh = mesh
         self._rows: list[Tensor] = []  # this rank's memory of each layout
         self._others: list[list[Tensor]] = []  # that of the node's other ranks
-        self._homes: dict[nn.Parameter, Tensor] = {}  # the parameters' places in this rank's memory
+        self._homes: dict[nn.Parameter, Tensor] = {}  # the parameters' places, where a step writes
         if mesh is not None:
             for layout in layouts:
                 self._move(layout, mesh)
+        else:
+            for slot in [slot for layout in layouts for slot in layout.slots]:
+                self._homes[slot.parameter] = slot.parameter.detach()
 
     def _move(self, layout: FlatLayout, mesh: NodeMesh) -> None:
         own, *others = self._map(layout, mesh)
@@ -146,10 +149,14 @@ class FlatParameters:
 
     def close(self) -> None:
         """Give the parameters memory of their own. Not collective."""
-        for parameter in self._homes:
-            parameter.data = parameter.detach().clone()
+        if self._mesh is not None:
+            for parameter in self._homes:
+                parameter.data = parameter.detach().clone()
         self._homes.clear()
+        self._rows, self._others = [], []
 
 
 def _is_trained(layout: FlatLayout) -> bool:
-    return any(slot.parameter.requires_grad for slot in layout.slots)
+    # What was frozen behind its backward pass is stepped, too.
+    parameters = [slot.parameter for slot in layout.slots]
+    return any(parameter.requires_grad or parameter.grad is not None for parameter in parameters)

@@ -139,6 +139,13 @@ class OptimizerShards(StepsParts):
                 values = values.as_strided(parameter.size(), parameter.stride())
             yield ShardedPiece(low, high, nn.Parameter(values))
 
+    def close(self) -> None:
+        """Leave its steps alone. Its state stays that of the pieces, whose values nobody needs now."""
+        super().close()
+        for pieces in self.pieces.values():
+            for piece in pieces:
+                piece.parameter.data = piece.parameter.new_empty(0)
+
     def parts_of(self, parameter: nn.Parameter) -> list[ShardedPiece]:
         """What this rank steps of a parameter: all of it, if it is not sharded."""
         pieces = self.pieces.get(id(parameter))

@@ -58,13 +58,19 @@ def granularity(optimizer: Optimizer) -> tuple[Granularity, str]:
     why = why_not_one_by_one(optimizer)
     if why is not None:
         return Granularity.NONE, why
-    cls = type(optimizer)
-    if cls in _ELEMENTWISE or getattr(cls, "elementwise", False):
+    if is_elementwise(optimizer):
         return Granularity.ELEMENT, ""
+    cls = type(optimizer)
     return Granularity.PARAMETER, (
         f"it is not known to treat each element of a parameter by itself (where it does: `{cls.__name__}.elementwise = "
         "True`)"
     )
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether it is known, or said by its class, to treat each element by itself."""
+    cls = type(optimizer)
+    return cls in _ELEMENTWISE or getattr(cls, "elementwise", False)
 
 
 def why_not_one_by_one(optimizer: Optimizer) -> str | None:
@@ -113,7 +119,7 @@ def _stepped(optimizer: Optimizer, chosen: Iterable[int]) -> list[Tensor]:
     parameters = [small[number] for number in numbers.values()]
     begin = [parameter.detach().clone() for parameter in parameters]
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed the GPUs for good
         for step in range(_STEPS):
             for parameter, values, number in zip(parameters, begin, numbers.values(), strict=True):
                 parameter.grad = _gradient(values, number, step)

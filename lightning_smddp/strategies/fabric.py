@@ -252,5 +252,7 @@ class FabricDataParallel(FabricStrategy):
     def teardown(self) -> None:
         """Free shared memory, threads and sockets."""
         self._frozen = []
+        for sharded in self._sharded:
+            sharded.close()
         self._session.close()
         super().teardown()

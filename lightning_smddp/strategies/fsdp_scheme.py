@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
 from lightning_smddp._compat.fsdp import move_undivided
@@ -27,7 +27,7 @@ from lightning_smddp.pipeline.state.state_dict import broadcast_initial
 from lightning_smddp.sharding.clipping import clip_by_norm
 from lightning_smddp.sharding.fully_sharded import FullySharded, ShardingPlan
 from lightning_smddp.sharding.optimizer_shards import LocalSteps, all_parameters, around_step
-from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
+from lightning_smddp.sharding.optimizer_trial import is_elementwise
 from lightning_smddp.sharding.units import Wrap, find_units
 from lightning_smddp.sharding.whole_states import whole
 from lightning_smddp.sharding.whole_view import WholeView
@@ -150,12 +150,14 @@ class FSDPScheme:
         elif options.cpu_offload:
             _require_no_scaler(precision)
             offload = CPUOffloadPolicy()
-        unit_policy = unit_precision(precision)
+        unit_policy, root_policy = unit_precision(precision), MixedPrecisionPolicy()
         if options.compression is not None:
             for name, parameter in module.named_parameters():
                 if parameter.requires_grad:
                     check_compressible(parameter.dtype, f"The gradient of {name!r}")
-            unit_policy = replace(unit_policy, reduce_dtype=_REDUCE_DTYPES[options.compression])
+            reduce_dtype = _REDUCE_DTYPES[options.compression]
+            unit_policy = replace(unit_policy, reduce_dtype=reduce_dtype)
+            root_policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
 
         # Called before each unit is divided: its layers get memory and values, unit by unit, so that no rank ever holds
         # all of them. The seed of first values is the same on all ranks.
@@ -169,6 +171,7 @@ class FSDPScheme:
             mesh=mesh,
             reshard=options.sharding != "grad_op",
             unit_precision=unit_policy,
+            root_precision=root_policy,
             offload=offload,
             fill=fill,
         )
@@ -276,9 +279,7 @@ class SteppedOptimizer:
         self.optimizer = optimizer
         self.schemes = schemes
         self._view = view
-        with view.inside(False):
-            found, _ = granularity(optimizer)
-        self._shares = [LocalSteps(optimizer)] if found is Granularity.ELEMENT else []
+        self._shares = [LocalSteps(optimizer)] if is_elementwise(optimizer) else []
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

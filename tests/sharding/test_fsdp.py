@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import grad_norm
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_smddp._compat.fsdp import whole_parameters
@@ -345,6 +345,23 @@ def test_gradients_between_nodes(compression):
         assert_equal(actual, expected, tolerance=0.05 if compression else 1e-5)
         differs = actual.weights["net.0.weight"].ne(expected.weights["net.0.weight"]).any()
         assert differs or not compression
+
+
+def train_root_alone() -> list[Tensor]:
+    found = []
+    for compression in (None, "bf16"):
+        model = Learner()
+        torch.manual_seed(5)
+        model.net = nn.Linear(8, 3)  # a module that has no unit of its own
+        make_trainer(fully_sharded(compression=compression), max_steps=1).fit(model)
+        found.append(model.net.weight.detach().clone())
+    return found
+
+
+def test_compression_is_of_parameters_outside_of_units_too() -> None:
+    for exact, compressed in run_trainer_ranks(train_root_alone, 2):
+        assert not torch.equal(exact, compressed)
+        torch.testing.assert_close(exact, compressed, rtol=0.05, atol=1e-2)
 
 
 class Holding(Callback):

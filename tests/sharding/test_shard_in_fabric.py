@@ -56,6 +56,27 @@ def fit(shard: str | None, epochs: int, load: str | None = None, save: str | Non
     return found
 
 
+def freeze_behind_backward() -> Tensor:
+    """As training of two networks in turns does, with `requires_grad_(False)` before the other one's step."""
+    fabric = launched("optimizer")
+    module = network()
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.1))
+    inputs, targets = next(iter(DataLoader(samples(8), batch_size=8)))
+    before = weights(module)
+    fabric.backward(F.cross_entropy(model(inputs), targets))
+    module.requires_grad_(False)
+    optimizer.step()
+    found = weights(module)
+    fabric.strategy.teardown()
+    return found - before
+
+
+def test_what_is_frozen_behind_its_backward_pass_is_stepped_on_all_ranks() -> None:
+    moved, other = run_trainer_ranks(freeze_behind_backward, 2)
+    assert torch.equal(moved, other)
+    assert moved.abs().min() > 0.05
+
+
 def save_and_go_on(folder: str) -> dict[str, Any]:
     results: dict[str, Any] = {str(shard): fit(shard, 2) for shard in BOTH}
     for first in BOTH:
