@@ -321,7 +321,7 @@ class TrainerStrategy(_Base):
                 checkpoint[COMPRESSION_KEY] = of_ranks
         with self._supervision.saves():
             self._saving.save(checkpoint, filepath, storage_options)
-        self._sagemaker.saved(checkpoint, filepath)
+            self._sagemaker.saved(checkpoint, filepath)
 
     def _can_save(self, filepath: Any) -> bool:
         """Whether a checkpoint can be saved now; the first rank warns if not: nobody can gather it."""

@@ -31,6 +31,7 @@ from lightning_smddp.strategies.launchers import end_processes, launcher_pid, ma
 from lightning_smddp.strategies.nonfinite import is_changed_hook
 from lightning_smddp.strategies.tables import say
 from lightning_smddp.supervision.failure import Failure
+from lightning_smddp.supervision.shutdown import SAVING_S
 from lightning_smddp.supervision.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ _PHASE_OF = {"validate": "validation", "test": "test"}
 _AFTER_THE_FIRST_S = 2.0  # launchers show the error of the rank that ends first, which should be the one that failed
 _END = 2**62  # a place to stop at, behind all others
 _GOODBYES_S = 5.0  # for the other ranks' ends
-_SAVING_S = 60.0  # for a checkpoint that is written because of an exception
 
 
 class RunSupervision:
@@ -62,6 +62,7 @@ class RunSupervision:
         self._runs = False  # inside of explained_errors
         self._place = 0  # how many places to stop at this rank has come to: equally many on all ranks
         self._stops_in_validation = False  # if ranks come to the end of it together
+        self._behind_validation = 0  # the place there
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: without what belongs to this process."""
@@ -259,10 +260,14 @@ class RunSupervision:
         if self.supervisor is not None and trains and will_step(trainer):
             batches = sum(trainer.num_val_batches)
             self._stops_in_validation = gather(batches) == [batches] * trainer.world_size and batches != float("inf")
+            if self._stops_in_validation:
+                self._behind_validation = self._place + int(batches)
 
     def validation_ends(self) -> None:
         """Validation inside of fit is a place to stop at, too."""
         trainer = self._trainer
+        if self._stops_in_validation:
+            self._place = self._behind_validation  # also where a loader had fewer batches than its length says
         if not trainer.sanity_checking and trainer.state.fn == "fit" and will_step(trainer):
             self._look_for_stop()
 
@@ -299,11 +304,18 @@ class RunSupervision:
 
     @contextmanager
     def saves(self) -> Iterator[None]:
-        """Around a save; after an exception there must be time for it."""
+        """Around a save, for which there must be time, also when another rank fails meanwhile."""
         self.phase("checkpoint")
-        if self.supervisor is not None and self.supervisor.failure is not None:
-            self.supervisor.shutdown.postpone(_SAVING_S)
-        yield
+        supervisor = self.supervisor
+        if supervisor is not None:
+            supervisor.shutdown.is_saving = self.strategy.is_global_zero  # the others wait for it
+            if supervisor.failure is not None:
+                supervisor.shutdown.postpone(SAVING_S)
+        try:
+            yield
+        finally:
+            if supervisor is not None:
+                supervisor.shutdown.is_saving = False
         self.phase("data")
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 RELEASE_AFTER_S = 0.5  # errors of communication come by themselves within less
 GRACE_S = 3.0  # from a failure on, within which the training thread has to raise
 UNWIND_S = 8.0  # within which it has to come to the end of its run
+SAVING_S = 60.0  # for a checkpoint that is being written
 CLEAN_UP_WITHIN_S = 1.5
 
 
@@ -29,6 +30,7 @@ class Shutdown:
         clean_ups: called before a forced end, in threads of their own.
         release: called once after a failure, in a thread: it sets free a training thread that waits for a device.
         is_handled: it has an error in hand.
+        is_saving: it writes a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -36,7 +38,7 @@ class Shutdown:
         self.thread = threading.get_ident()
         self.clean_ups: list[Callable[[], object]] = [_flush, _kill_workers]
         self.release: Callable[[], object] = _flush
-        self.is_handled = self._is_released = False
+        self.is_handled = self.is_saving = self._is_released = False
         self._error: BaseException | None = None
         self._not_before = self._began = 0.0
 
@@ -62,6 +64,8 @@ class Shutdown:
             _run([self.release])
         if first_runs_hooks and passed < self.hooks_s:
             self.postpone(GRACE_S)
+        if self.is_saving and passed < SAVING_S:
+            self.postpone(UNWIND_S)  # for what comes behind it
         limit = UNWIND_S if self.is_handled else GRACE_S
         return passed > limit and time.monotonic() > self._not_before
 

@@ -111,3 +111,6 @@ class Signals:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self._gate.attention = True
+        if self._first == 0.0:  # not read yet, or somebody has replaced the wakeup descriptor, such as asyncio
+            with contextlib.suppress(OSError):  # full: it is read then
+                os.write(self._pipe[1], bytes([signum]))

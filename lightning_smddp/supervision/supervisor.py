@@ -180,7 +180,7 @@ class Supervisor:
 
     def _guard(self) -> None:
         looked = time.monotonic()
-        while not self._closed.wait(LOOK_S if self.failure is None else _POLL_S):
+        while not self._closed.wait(_POLL_S if self.failure or self.stop_signal else LOOK_S):
             # At most two periods, as this process may have been stopped itself, as the whole machine may.
             now = time.monotonic()
             if self.failure is None:  # before a look at signals, lest a launcher's be taken for a request to stop

@@ -24,9 +24,10 @@ from lightning_smddp import SMDDPStrategy
 from lightning_smddp._compat.trainer import own_stops
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.strategies.launchers import _watch_start
+from tests.programs import run_program
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.grouped import grouped
-from tests.strategies.learners import Learner, make_trainer
+from tests.strategies.learners import Learner, make_trainer, samples
 
 TIMEOUT_S = 25.0
 
@@ -106,6 +107,89 @@ def test_a_signal_in_the_last_batch_ends_the_script(tmp_path: Path, monkeypatch:
     """Which would otherwise go on, to its tests perhaps."""
     monkeypatch.chdir(tmp_path)
     assert run_trainer_ranks(signalled_late, 2) == [128 + signal.SIGTERM] * 2
+
+
+# ---- places to stop at ----
+
+
+class FewerOnRankOne(IterableDataset[Any]):
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Any:
+        return iter(samples(6 if torch.distributed.get_rank() == 1 else 10))
+
+
+class StopsBehindValidations(Learner):
+    """SIGTERM to one rank behind two validations, in which the other one had fewer batches than it said."""
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> Any:
+        if self.trainer.global_step == 5 and self.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        pass
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(FewerOnRankOne(), batch_size=1)
+
+
+def stops_behind_validations(directory: str) -> int:
+    options = {"max_epochs": 20, "val_check_interval": 2, "num_sanity_val_steps": 0, "limit_val_batches": 1.0}
+    trainer = make_trainer(strategy(stop_grace=20.0), default_root_dir=directory, **options)
+    with pytest.raises(SIGTERMException):
+        trainer.fit(StopsBehindValidations())
+    return int(trainer.global_step)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning")
+def test_ranks_stop_at_one_step_where_a_validation_was_shorter_than_it_said(tmp_path: Path) -> None:
+    steps = run_trainer_ranks(stops_behind_validations, 2, str(tmp_path))
+    assert steps[0] == steps[1] < 40
+    assert (tmp_path / "smddp-stop.ckpt").exists()
+
+
+# ---- while a checkpoint is written ----
+
+
+SAVES_WHILE_RANK_ONE_DIES = """
+import os, threading, time
+from lightning.pytorch import Callback, Trainer
+from lightning_smddp.strategies import checkpoint_io
+from tests.strategies.learners import QUIET, Learner
+
+write = checkpoint_io.files.write
+
+
+def slowly(*args):
+    time.sleep(6.0)
+    write(*args)
+
+
+class Saves(Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 2:
+            if trainer.global_rank == 1:
+                threading.Timer(1.0, os._exit, [1]).start()
+            trainer.save_checkpoint("saved/regular.ckpt")
+
+
+checkpoint_io.files.write = slowly
+Trainer(strategy="smddp", devices=2, callbacks=[Saves()], max_epochs=2, **QUIET).fit(Learner())
+"""
+
+
+@pytest.mark.slow
+def test_a_save_is_not_cut_off_where_another_rank_dies(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SAVES_WHILE_RANK_ONE_DIES)
+    result = run_program(["train.py"], tmp_path, {})
+    assert result.returncode == 1
+    assert "Rank 1 (host " in result.stderr
+    assert torch.load(tmp_path / "saved" / "regular.ckpt", weights_only=True)["global_step"] == 2
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["regular.ckpt"]
 
 
 # ---- Lightning's own handling ----

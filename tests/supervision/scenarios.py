@@ -85,7 +85,7 @@ def steps(rank: Rank, watching: Supervisor) -> None:
             if rank["kind"] == "nap":  # in C code, which holds the interpreter
                 ctypes.PyDLL(None).sleep(rank["seconds"])
             elif rank["kind"] is not None:
-                time.sleep(0.6)  # a beat has said where it is
+                time.sleep(1.6)  # a beat has said where it is, and others have read it: each twice a second
                 fault(rank["kind"])
         watching.phase = "backward"
         dist.all_reduce(torch.ones(1))
@@ -97,6 +97,20 @@ def stop_without_gates(rank: Rank) -> None:
     watching.signals.take()
     say("ready")
     time.sleep(60)
+
+
+def replaced_wakeup(rank: Rank) -> None:
+    """As ``asyncio``'s signal handlers do, in the main thread."""
+    watching = rank.start()
+    watching.signals.take()
+    signal.set_wakeup_fd(-1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    began = time.monotonic()
+    step = 0
+    while not watching.gate(step):
+        step += 1
+    say("stopped", time.monotonic() - began)
+    watching.close()
 
 
 def rounds_of_stops(rank: Rank) -> None:

@@ -44,6 +44,30 @@ def test_signals_to_one_rank_or_all_stop_all(tmp_path: Path, signum: int, receiv
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("wait_s", [0.3, 0.6, 0.9])
+def test_signals_within_a_second_are_one(tmp_path: Path, wait_s: float) -> None:
+    with job(tmp_path, scenarios.train, 2, steps=100000, pause=3.0, signals=True) as started:
+        started.until("ready")
+        time.sleep(wait_s)
+        kill(started.ranks[0].pid, signal.SIGTERM)
+        time.sleep(0.9)
+        kill(started.ranks[0].pid, signal.SIGTERM)
+        started.wait()
+        assert started.codes == [143, 143], started.text()
+        assert "came again" not in started.text()
+        stops = [rank.values("stop") for rank in started.ranks]
+        assert stops[0] == stops[1] != []
+
+
+def test_a_signal_is_heard_where_somebody_took_the_wakeup_descriptor(tmp_path: Path) -> None:
+    with job(tmp_path, scenarios.replaced_wakeup, 1) as started:
+        started.wait()
+        assert started.codes == [0], started.text()
+        (seconds,) = started.ranks[0].values("stopped")
+        assert seconds < 10.0  # and not the grace time, at each step
+
+
+@pytest.mark.slow
 def test_a_rank_that_has_ended_its_run_need_not_answer(tmp_path: Path) -> None:
     with job(tmp_path, scenarios.stop_behind_others, 2) as started:
         assert started.wait() < 15.0
