@@ -89,11 +89,6 @@ class ShardedCollectives:
                 scatter: Any = SharedReduceScatter(self._segments, number, self._group)
                 unit.set_custom_reduce_scatter(scatter)
 
-    @property
-    def shared_bytes(self) -> int:
-        """Memory that this node's ranks have in common for gathering and reducing, so far."""
-        return 0 if self._segments is None else self._segments.total_bytes
-
     def describe(self) -> str:
         """How parameters and gradients travel, for logs."""
         if self._group is None:

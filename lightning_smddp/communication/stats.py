@@ -36,7 +36,6 @@ class Totals:
     """Sums over all steps. Times in seconds, of this rank."""
 
     steps: int = 0
-    buckets: int = 0
     gradient_bytes: int = 0
     exposed_s: float = 0.0
     hidden_s: float = 0.0
@@ -78,7 +77,7 @@ class Recorder:
         with self._lock:
             self.step.blocked_s += now - entered
             self.step.hook_left = now
-            self._count(gradient_bytes)
+            self.totals.gradient_bytes += gradient_bytes
 
     def bucket_done(self) -> None:
         """Note that a bucket is reduced; the time without any bucket in flight is not counted as busy."""
@@ -105,10 +104,6 @@ class Recorder:
         exposed = min(exposed, max(step.busy_s, step.blocked_s))
         self._add(exposed, step.busy_s)
         self.step = StepStats()
-
-    def _count(self, gradient_bytes: int) -> None:
-        self.totals.buckets += 1
-        self.totals.gradient_bytes += gradient_bytes
 
     def _add(self, exposed: float, busy: float) -> None:
         self.totals.steps += 1
@@ -169,7 +164,7 @@ class DeviceRecorder(Recorder):
     def hook_left(self, entered: float, gradient_bytes: int) -> None:
         """See :class:`Recorder`. That the host was in the hook tells nothing."""
         with self._lock:
-            self._count(gradient_bytes)
+            self.totals.gradient_bytes += gradient_bytes
 
     def bucket_done(self) -> None:
         """See :class:`Recorder`. Called on a stream that waits for the bucket."""

@@ -50,12 +50,6 @@ else:
 
 
 COMPRESSION_KEY = "smddp"  # of a checkpoint's entry with what compression remembers
-_PRECISION_OF = {  # step -> method of Lightning's precision plugin
-    "training_step": "train_step_context",
-    "validation_step": "val_step_context",
-    "test_step": "test_step_context",
-    "predict_step": "predict_step_context",
-}
 
 
 class TrainerStrategy(_Base):
@@ -218,11 +212,6 @@ class TrainerStrategy(_Base):
         result = self._checks.around_step(optimizer, trained, step)
         self._supervision.phase("data")
         return result
-
-    def _precision_of(self, hook: str) -> AbstractContextManager[None]:
-        """Around the user's code of a step where Lightning's own strategy does not call it: autocast, say."""
-        context: AbstractContextManager[None] = getattr(self.precision_plugin, _PRECISION_OF[hook])()
-        return context
 
     @contextmanager
     def _stepping(self, optimizer: Any) -> Iterator[None]:

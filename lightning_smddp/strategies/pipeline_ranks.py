@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,12 @@ from lightning_smddp.pipeline.mesh import Groups
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.checks import require_samplers_of_replicas
 
-if TYPE_CHECKING:
-    pass
+_PRECISION_OF = {  # step -> method of Lightning's precision plugin
+    "training_step": "train_step_context",
+    "validation_step": "val_step_context",
+    "test_step": "test_step_context",
+    "predict_step": "predict_step_context",
+}
 
 
 class PipelineRanks(TrainerStrategy):
@@ -96,7 +100,8 @@ class PipelineRanks(TrainerStrategy):
         """Around the user's code of a step: precision, and ranks as ``ddp`` would have them, one for each replica."""
         assert self._groups is not None
         replicas = default_group(self._groups.data_parallel_group)
-        with patched([(vars(self), "_in_step", True)]), self._precision_of(hook), replicas:
+        precision = getattr(self.precision_plugin, _PRECISION_OF[hook])()
+        with patched([(vars(self), "_in_step", True)]), precision, replicas:
             yield
 
     @override
