@@ -24,8 +24,7 @@ from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import Compression, ErrorFeedback
 from lightning_smddp.communication.nonfinite import NonFiniteWatch
 from lightning_smddp.communication.powersgd import PowerSGD
-from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.communication.stats import Recorder
+from lightning_smddp.communication.report import CommunicationReport, Recorder
 
 _SETTLED = 4  # by this step each bucket has its parameters for good, and has taken what was restored of them
 
@@ -85,9 +84,9 @@ class GradientSynchronizer:
             self._new_step()
         if self.watch.on and (tensor.is_sparse or not self._looks_itself):
             self.watch.look(bucket)
-        entered = self.recorder.bucket_started(first=bucket.index() == 0)
+        self.recorder.bucket_started(first=bucket.index() == 0)
         future = self._mean(bucket)
-        self.recorder.hook_left(entered, 0 if tensor.is_sparse else tensor.nbytes)
+        self.recorder.hook_left(0 if tensor.is_sparse else tensor.nbytes)
         # Shared memory and a single rank are done by now: then no callback has to be queued. On a device work that is
         # queued counts as done, and `then` calls back on a stream that waits for it.
         done = _recording(self.recorder)

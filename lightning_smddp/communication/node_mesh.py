@@ -29,8 +29,7 @@ from lightning_smddp.communication.topology import Topology
 OnWait = Callable[[float, int | None], None]
 """Takes the seconds that this rank waited inside its node, and the global rank that it waited for last, or None."""
 
-_MESSAGE_BYTES = 256  # the longest message
-_GREETING_S = 1.0  # for what connects to say who it is
+_MESSAGE_BYTES = 1024  # the longest message
 _LEAST_TIMEOUT_S = 1e-3  # a timeout of 0 would not wait at all, and one below it is an error
 _WAITED_S = 50e-6  # a receive that took longer than this is counted as waiting
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
@@ -245,20 +244,16 @@ def _connect_all(
     missing = count * (len(topology.local_ranks) - 1 - topology.local_rank)
     deadline = time.perf_counter() + seconds
     while missing:
-        remaining = deadline - time.perf_counter()
-        listener.settimeout(max(remaining, _LEAST_TIMEOUT_S))
+        remaining = max(deadline - time.perf_counter(), _LEAST_TIMEOUT_S)
+        listener.settimeout(remaining)
         connection, _ = listener.accept()
-        connection.settimeout(_GREETING_S)
-        try:
-            greeting = connection.recv(_MESSAGE_BYTES)
-        except OSError:  # silent, or gone again
-            greeting = b""
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         _pid, uid, _gid = _CREDENTIALS.unpack(credentials)
-        if uid != os.getuid() or len(greeting) != 2:  # some other program on this host
+        if uid != os.getuid():  # some other program on this host
             connection.close()
             continue
-        peer, index = greeting  # the caller's local rank, and the number of the mesh
+        connection.settimeout(remaining)
+        peer, index = connection.recv(_MESSAGE_BYTES)  # the caller's local rank, and the number of the mesh
         sockets[index][peer] = connection
         missing -= 1
     return sockets

@@ -1,14 +1,139 @@
-"""What gradient communication cost, over all ranks."""
+"""What gradient communication cost: the clock of one rank's exchange, and the report over all ranks.
+
+On a device the host only launches: its clock tells nothing of the work. There events are recorded on the streams, and
+read when they have passed, mostly a step later, so that the host waits for none.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
+import threading
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.objects import gather
-from lightning_smddp.communication.stats import Totals
 from lightning_smddp.wording import counted
+
+
+@dataclass
+class Totals:
+    """Sums over all steps. Times in seconds, of this rank."""
+
+    steps: int = 0
+    gradient_bytes: int = 0
+    exposed_s: float = 0.0
+    hidden_s: float = 0.0
+    waited_s: float = 0.0
+    waited_for: Counter[int] = field(default_factory=Counter)
+
+
+@dataclass
+class _Step:
+    """Of one backward pass: when each bucket came, when the hook returned, when a bucket was reduced."""
+
+    # backward     ======[hook]====[hook]======[hook].....|      = computes, . waits for the last bucket
+    # bucket 0           |------------|                   |
+    # bucket 1                     |-----------|          |      busy: time under at least one of these lines
+    # bucket 2                                 |----------|      blocked: in the hook
+    came: list[Any] = field(default_factory=list)
+    left: list[Any] = field(default_factory=list)
+    done: list[Any] = field(default_factory=list)
+
+    def times(self) -> tuple[float, float]:
+        """Seconds that backward stood still, and that at least one bucket was in flight."""
+        first = self.came[0]
+        came, left, done = [[_seconds(first, mark) for mark in marks] for marks in (self.came, self.left, self.done)]
+        # The length of the union: each span counts from where those before it have ended.
+        busy = end = 0.0
+        for began, ended in zip(came, sorted(done), strict=True):
+            busy += max(0.0, ended - max(began, end))
+            end = max(end, ended)
+        # Backward stood still in the hook, and after the last hook until the last bucket was done. That cannot be more
+        # than the time with a bucket in flight, or that in the hook.
+        blocked = sum(left) - sum(came)
+        exposed = blocked + max(0.0, end - left[-1])
+        return min(exposed, max(busy, blocked)), busy
+
+
+class Recorder:
+    """Collects :class:`Totals`; called from the thread of backward and from those that complete buckets.
+
+    Args:
+        device: where the gradients are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.totals = Totals()
+        self.last_exposed_s = 0.0
+        self._by_events = device.type == "cuda"
+        self._lock = threading.Lock()
+        self._step = _Step()
+        self._ended: deque[_Step] = deque()  # whose events have not passed
+
+    def on_wait(self, seconds: float, last: int | None) -> None:
+        """This rank waited inside its node, and came on when rank ``last`` had arrived."""
+        with self._lock:
+            self.totals.waited_s += seconds
+            if last is not None:
+                self.totals.waited_for[last] += 1
+
+    def bucket_started(self, first: bool) -> None:
+        """A bucket came, the ``first`` of this backward pass or a later one. Called on the stream of backward."""
+        with self._lock:
+            if first:
+                self._end_step(wait=False)
+                self._step = _Step()  # an exception may have ended the last one
+            self._step.came.append(self._now())
+
+    def hook_left(self, gradient_bytes: int) -> None:
+        """The hook returned to backward. With a device that the host was in it tells nothing."""
+        with self._lock:
+            self._step.left.append(self._step.came[-1] if self._by_events else self._now())
+            self.totals.gradient_bytes += gradient_bytes
+
+    def bucket_done(self) -> None:
+        """A bucket is reduced. Called on a stream that waits for it."""
+        with self._lock:
+            self._step.done.append(self._now())
+
+    def read(self, wait: bool = False) -> Totals:
+        """Totals up to now; with ``wait`` also of what a device has not come to yet."""
+        with self._lock:
+            self._end_step(wait)
+            return self.totals
+
+    def _now(self) -> Any:
+        if not self._by_events:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _end_step(self, wait: bool) -> None:
+        if len(self._step.came) == len(self._step.done) > 0:
+            self._ended.append(self._step)
+            self._step = _Step()
+        while self._ended:
+            if self._by_events and wait:
+                for event in self._ended[0].done:
+                    event.synchronize()
+            if self._by_events and not all(event.query() for event in self._ended[0].done):
+                return
+            exposed, busy = self._ended.popleft().times()
+            self.totals.steps += 1
+            self.totals.exposed_s += exposed
+            self.totals.hidden_s += max(0.0, busy - exposed)
+            self.last_exposed_s = exposed
+
+
+def _seconds(first: Any, later: Any) -> float:
+    if isinstance(first, float):
+        return float(later - first)
+    return float(first.elapsed_time(later)) / 1e3  # an event's are milliseconds
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import mmap
 import os
-import struct
+import pickle
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
@@ -27,13 +27,12 @@ from torch import Tensor
 from lightning_smddp.communication.node_mesh import Arrival, NodeMesh, OnWait
 from lightning_smddp.wording import counted
 
-_TOLD = struct.Struct("<B")  # how many numbers of segments follow
-_NUMBER = struct.Struct("<I")
-_MAX_TOLD = 50  # in one message; the rest is told in later ones
-_HEADER = struct.Struct("<BiQ")  # kind, unit, bytes
+_MAX_TOLD = 50  # numbers of segments in one message; the rest is told in later ones
+GATHER, REDUCE = "gathers parameters", "reduces gradients"
 _GROW, _NO_MEMORY = "needs more shared memory", "has no memory left"
-_KINDS = ("gathers parameters", "reduces gradients", _GROW, _NO_MEMORY)
-GATHER, REDUCE = _KINDS[:2]
+
+_Header = tuple[str, int, int]
+"""What a rank is about to do, with which unit, and of how many bytes: its peers have to say the same."""
 
 
 @dataclass
@@ -47,23 +46,6 @@ class _Segment:
 
     mapping: mmap.mmap
     holders: set[int] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
-class _Header:
-    """What a rank is about to do: its peers have to say the same."""
-
-    kind: str
-    unit: int
-    size: int
-
-    def encode(self) -> bytes:
-        return _HEADER.pack(_KINDS.index(self.kind), self.unit, self.size)
-
-    @classmethod
-    def decode(cls, message: bytes) -> _Header:
-        kind, unit, size = _HEADER.unpack_from(message)
-        return cls(_KINDS[kind], unit, size)
 
 
 class SharedSegments:
@@ -113,7 +95,7 @@ class SharedSegments:
 
     def begin(self, kind: str, unit: int, size: int) -> None:
         """Tell the peers that this rank has come to that point, without waiting for them."""
-        self._begin(_Header(kind, unit, size))
+        self._begin((kind, unit, size))
 
     def finish_all(self) -> None:
         """Wait until the peers have come to every point that this rank has told of.
@@ -162,7 +144,7 @@ class SharedSegments:
             except OSError:
                 kind = _NO_MEMORY
         try:
-            self._begin(_Header(kind, unit, size), descriptor)
+            self._begin((kind, unit, size), descriptor)
             arrival = self._finish()
             if descriptor is None:
                 descriptor = arrival.descriptors.pop(0, None)
@@ -181,14 +163,10 @@ class SharedSegments:
         return number
 
     def _begin(self, header: _Header, descriptor: int | None = None) -> None:
-        # | header | how many numbers follow (1 byte) | number of a segment that this rank let go (4 bytes) | ...
         told: list[int] = []
         while self._let_go and len(told) < _MAX_TOLD:
             told.append(self._let_go.popleft())
-        message = header.encode() + _TOLD.pack(len(told))
-        for number in told:
-            message += _NUMBER.pack(number)
-        self.mesh.begin(message, descriptor)
+        self.mesh.begin(pickle.dumps((header, told)), descriptor)
         self._begun.append((header, told))
 
     def _finish(self) -> Arrival:
@@ -199,15 +177,13 @@ class SharedSegments:
         # What this rank let go counts from here on only, not since it happened: the peers learn of it now. See `lend`.
         self._note(self.mesh.rank, told)
         for peer, message in arrival.messages.items():
-            try:
-                self._check(peer, header, _Header.decode(message))
-            except ValueError:
+            theirs, peers_told = pickle.loads(message)
+            # Local rank 0 says that it has no memory where the others say that they need more: no difference here, as
+            # all of them raise MemoryError next.
+            is_growth = {header[0], theirs[0]} == {_GROW, _NO_MEMORY}
+            if header != theirs and not (is_growth and header[1:] == theirs[1:]):
                 arrival.close_descriptors()
-                raise
-            (count,) = _TOLD.unpack_from(message, _HEADER.size)
-            begin = _HEADER.size + _TOLD.size
-            end = begin + count * _NUMBER.size
-            peers_told = [number for (number,) in _NUMBER.iter_unpack(message[begin:end])]
+                raise self._differing(peer, header, theirs)
             self._note(peer, peers_told)
         return arrival
 
@@ -217,26 +193,17 @@ class SharedSegments:
             if number in self._segments:
                 self._segments[number].holders.discard(rank)
 
-    def _check(self, peer: int, header: _Header, theirs: _Header) -> None:
-        # Local rank 0 says that it has no memory where the others say that they need more: that is no difference here,
-        # and all of them raise MemoryError next.
-        kinds = {header.kind, theirs.kind}
-        same_kind = len(kinds) == 1 or kinds == {_GROW, _NO_MEMORY}
-        if same_kind and (header.unit, header.size) == (theirs.unit, theirs.size):
-            return
-        us = self.mesh.describe(self.mesh.rank)
-        them = self.mesh.describe(peer)
-        raise ValueError(
-            f"Ranks do different things: {us} {header.kind} of {self._name(header.unit)} "
-            f"({counted(header.size, 'byte')}), {them} {theirs.kind} of {self._name(theirs.unit)} "
-            f"({counted(theirs.size, 'byte')}). The models, or the order in which their layers run, differ between "
-            "ranks: every rank has to run the same layers in the same order, and use the same parameters."
+    def _differing(self, peer: int, header: _Header, theirs: _Header) -> ValueError:
+        does = []
+        for rank, (kind, unit, size) in ((self.mesh.rank, header), (peer, theirs)):
+            does.append(f"{self.mesh.describe(rank)} {kind} of {self._name(unit)} ({counted(size, 'byte')})")
+        return ValueError(
+            f"Ranks do different things: {', '.join(does)}. The models, or the order in which their layers run, differ "
+            "between ranks: every rank has to run the same layers in the same order, and use the same parameters."
         )
 
     def _name(self, unit: int) -> str:
-        if 0 <= unit < len(self._names):
-            return repr(self._names[unit])
-        return f"unit {unit}"
+        return repr(self._names[unit]) if unit < len(self._names) else f"unit {unit}"
 
 
 def create_file(size: int) -> int:

@@ -27,8 +27,7 @@ from lightning_smddp.communication.consistency import (
 )
 from lightning_smddp.communication.groups import backend_timeout, close_all, ends_within
 from lightning_smddp.communication.hook import GradientSynchronizer
-from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.communication.stats import Recorder, recorder_for
+from lightning_smddp.communication.report import CommunicationReport, Recorder
 from lightning_smddp.strategies.options import GradientOptions
 from lightning_smddp.wording import counted
 
@@ -121,7 +120,7 @@ class GradientCommunication:
         assert group is not None
         # Modules that are wrapped one after the other share the groups, and what is measured.
         if self.communicator is None or self.recorder is None:
-            self.recorder = recorder_for(device)
+            self.recorder = Recorder(device)
             gradient_bytes = 0
             for parameter in module.parameters():
                 if parameter.requires_grad:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning_smddp.communication import node_mesh
 from lightning_smddp.communication.errors import RankFailedError, RankTimeoutError
 from lightning_smddp.communication.node_mesh import NodeMesh
+from lightning_smddp.communication.objects import gather
 from lightning_smddp.communication.topology import Topology
 from tests.communication.errors import message_of
 from tests.ranks import RanksFailedError, run_in_threads, run_ranks
@@ -176,47 +177,28 @@ def test_a_peer_that_does_not_come_is_named_after_the_timeout() -> None:
 # ---- strangers ----
 
 
-def connect_beside(group: dist.ProcessGroup, stranger: str) -> dict[int, bytes]:
-    visitors: list[socket.socket] = []
-
-    class Visited(socket.socket):
-        """A listener that a stranger reaches before any rank does."""
-
-        def listen(self, *arguments: int) -> None:
-            super().listen(*arguments)
-            visitor = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            visitor.connect(self.getsockname())
-            visitors.append(visitor)
-            if stranger == "garbage":
-                visitor.send(b"GET / HTTP/1.1")
-            elif stranger == "says too little":
-                visitor.send(b"x")
-            elif stranger == "hangs up":
-                visitor.close()
-
+def connect_beside(group: dist.ProcessGroup) -> dict[int, bytes]:
+    topology = Topology.from_identities(["host"] * group.size(), group.rank())
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind("")
+    listener.listen(3)
+    addresses = [(address, None) for address in gather(listener.getsockname(), group)]
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if group.rank() == 0:
-        original, node_mesh.socket.socket = socket.socket, Visited  # type: ignore[misc]
-        try:
-            (mesh,) = connect(group)
-        finally:
-            node_mesh.socket.socket = original  # type: ignore[misc]
-    else:
-        (mesh,) = connect(group)
+        stranger.connect(listener.getsockname())  # before any rank
+    dist.barrier(group=group)
+    (sockets,) = node_mesh._connect_all(topology, listener, addresses, PATIENCE, 1)
+    mesh = NodeMesh(topology, sockets, PATIENCE)
     received = mesh.exchange(str(group.rank()).encode()).messages
-    mesh.close()
-    for visitor in visitors:
-        visitor.close()
-    assert len(visitors) == (group.rank() == 0)
+    for each in (mesh, listener, stranger):
+        each.close()
     return received
 
 
-def connect_process_beside(stranger: str) -> dict[int, bytes]:
-    return connect_beside(dist.group.WORLD, stranger)
-
-
-@pytest.mark.parametrize("stranger", ["garbage", "says too little", "hangs up", "stays silent"])
-def test_a_stranger_on_the_listener_is_turned_away(stranger: str) -> None:
-    assert run_ranks(connect_process_beside, 2, stranger) == [{1: b"1"}, {0: b"0"}]
+def test_another_users_process_on_the_listener_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    users = iter([os.getuid() + 1])  # the first to connect looks like another user's
+    monkeypatch.setattr(node_mesh.os, "getuid", lambda getuid=os.getuid: next(users, getuid()))
+    assert run_in_threads(connect_beside, 2) == [{1: b"1"}, {0: b"0"}]
 
 
 # ---- refusal, and what is left ----

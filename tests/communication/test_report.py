@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_smddp.communication import stats
-from lightning_smddp.communication.report import CommunicationReport, _straggler
-from lightning_smddp.communication.stats import Recorder, Totals
+from lightning_smddp.communication import report as reports
+from lightning_smddp.communication.report import CommunicationReport, Recorder, Totals, _straggler
 from tests.communication.training import hooked
 from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
 
 
 class Clock:
@@ -22,7 +23,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(stats.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(reports.time, "perf_counter", lambda: self.now)
 
     def __call__(self, now: float) -> None:
         self.now = 100.0 + now
@@ -34,10 +35,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_a_synchronous_bucket_is_exposed_whole(clock: Clock) -> None:
-    recorder = Recorder()
-    entered = recorder.bucket_started(first=True)
+    recorder = Recorder(CPU)
+    recorder.bucket_started(first=True)
     clock(2)
-    recorder.hook_left(entered, 1000)
+    recorder.hook_left(1000)
     recorder.bucket_done()
     clock(9)
     totals = recorder.read()
@@ -47,13 +48,13 @@ def test_a_synchronous_bucket_is_exposed_whole(clock: Clock) -> None:
 
 
 def test_what_runs_behind_backward_is_hidden_and_the_rest_exposed(clock: Clock) -> None:
-    recorder = Recorder()
-    first = recorder.bucket_started(first=True)
-    recorder.hook_left(first, 10)
+    recorder = Recorder(CPU)
+    recorder.bucket_started(first=True)
+    recorder.hook_left(10)
     clock(3)
-    second = recorder.bucket_started(first=False)
+    recorder.bucket_started(first=False)
     clock(4)  # a second in the hook
-    recorder.hook_left(second, 20)
+    recorder.hook_left(20)
     clock(5)
     recorder.bucket_done()
     clock(7)  # three seconds after the last hook
@@ -64,11 +65,11 @@ def test_what_runs_behind_backward_is_hidden_and_the_rest_exposed(clock: Clock) 
 
 
 def test_time_with_nothing_in_flight_is_not_communication(clock: Clock) -> None:
-    recorder = Recorder()
+    recorder = Recorder(CPU)
     for start in (0.0, 10.0):
         clock(start)
-        entered = recorder.bucket_started(first=start == 0.0)
-        recorder.hook_left(entered, 0)
+        recorder.bucket_started(first=start == 0.0)
+        recorder.hook_left(0)
         clock(start + 2)
         recorder.bucket_done()
     totals = recorder.read()
@@ -76,12 +77,12 @@ def test_time_with_nothing_in_flight_is_not_communication(clock: Clock) -> None:
 
 
 def test_steps_add_up_and_reading_twice_counts_once(clock: Clock) -> None:
-    recorder = Recorder()
+    recorder = Recorder(CPU)
     for step in range(3):
         clock(10.0 * step)
-        entered = recorder.bucket_started(first=True)
+        recorder.bucket_started(first=True)
         clock(10.0 * step + 1)
-        recorder.hook_left(entered, 5)
+        recorder.hook_left(5)
         recorder.bucket_done()
     recorder.on_wait(0.5, 1)
     recorder.on_wait(0.25, None)
@@ -93,7 +94,7 @@ def test_steps_add_up_and_reading_twice_counts_once(clock: Clock) -> None:
 
 
 def test_a_fresh_recorder_has_nothing() -> None:
-    assert Recorder().read() == Totals()
+    assert Recorder(CPU).read() == Totals()
 
 
 @pytest.mark.parametrize(

@@ -191,28 +191,6 @@ def test_nodes_with_other_numbers_of_ranks() -> None:
         assert way == "FSDP2's own collectives"
 
 
-def train_with_factor() -> float:
-    """FSDP2 multiplies before the sum then, which gloo cannot: the same by hand."""
-    mesh = init_device_mesh("cpu", (2,))
-    collectives = ShardedCollectives(mesh, PATIENCE)
-    gradients = []
-    for factor in (None, 4.0):
-        model = shard(mesh)
-        collectives.attach(model)
-        if factor is not None:
-            for unit in units_of(model):
-                unit.set_gradient_divide_factor(factor)
-        model(torch.ones(2, 7)).sum().backward()
-        gradients.append(whole(model.head.weight.grad))
-    collectives.close()
-    torch.testing.assert_close(gradients[1] * 2, gradients[0])
-    return float(gradients[0].abs().max())
-
-
-def test_a_factor_for_the_gradients() -> None:
-    assert min(run_ranks(train_with_factor, 2)) > 0
-
-
 def prefetch_everything() -> tuple[float, int, int]:
     """Forward gathers three units ahead, and all at once by hand; then as ever."""
     mesh = init_device_mesh("cpu", (2,))

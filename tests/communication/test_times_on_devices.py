@@ -73,7 +73,7 @@ def train() -> CommunicationReport:
         for step in range(STEPS + 1):
             if step == 1:  # DDP has rebuilt its buckets, and the rest is warm
                 torch.cuda.synchronize()
-                wrapper.recorder.__init__()  # type: ignore[misc]
+                wrapper.recorder.__init__(device)  # type: ignore[misc]
             with slow_all_reduce(), counted() as counts:
                 model(torch.ones(2, 300, device=device)).sum().backward()
             ours = in_package(counts)

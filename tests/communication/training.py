@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import Compression
 from lightning_smddp.communication.hook import GradientSynchronizer
-from lightning_smddp.communication.stats import recorder_for
+from lightning_smddp.communication.report import Recorder
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ class Hooked:
     ) -> None:
         self.algorithm = algorithm
         self.compression = compression
-        self.recorder = recorder_for(device)
+        self.recorder = Recorder(device)
         self.synchronizers: list[GradientSynchronizer] = []
         self.communicator: Communicator | None = None
         if algorithm is not None:

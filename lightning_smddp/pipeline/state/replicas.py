@@ -24,8 +24,7 @@ from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import Compression, check_compressible
 from lightning_smddp.communication.consistency import check_same_model
 from lightning_smddp.communication.hook import GradientSynchronizer
-from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.communication.stats import recorder_for
+from lightning_smddp.communication.report import CommunicationReport, Recorder
 from lightning_smddp.communication.tensors import from_numbers
 
 
@@ -156,7 +155,7 @@ class ReplicaGradients:
         self._parameters = dict(parameters)
         self._compression = compression
         self._device = device
-        self.recorder = recorder_for(device)
+        self.recorder = Recorder(device)
         size = sum(parameter.nbytes for parameter in self._trained().values())
         self.communicator = Communicator(group, device, timeout, self.recorder.on_wait, size, apart=True)
         check_same_model(_Held(self._parameters), group)
