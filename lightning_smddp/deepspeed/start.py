@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import nn
 
 INSTALL = "pip install 'lightning-smddp[deepspeed]'"
 _SHARED_MEMORY_OP = "deepspeed_shm_comm"
@@ -83,6 +84,35 @@ def take_up_writes(engine: Any) -> bool:
         return False
     zero.refresh_fp32_params()
     return True
+
+
+class UnseenWrites:
+    """Finds parameters that were written to in place since the last step, by torch's count of such writes.
+
+    DeepSpeed itself gives parameters other memory, which does not count. Nor does what is written through ``.data``.
+
+    Args:
+        module: whose parameters are trained.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.note()
+
+    def note(self) -> None:
+        """Behind a step: what follows counts."""
+        self._versions = {name: parameter._version for name, parameter in self._module.named_parameters()}
+
+    def require_none(self) -> None:
+        """Before a step. Raises ``ValueError`` if a parameter was written to."""
+        for name, parameter in self._module.named_parameters():
+            if parameter._version != self._versions.get(name, parameter._version):
+                raise ValueError(
+                    f"{name}: written to since the last step, in a hook, say. DeepSpeed steps a copy of its own here "
+                    "(in stage 3, and in 16 bits), and would undo it. Write with "
+                    "`deepspeed.utils.safe_set_full_fp32_param(parameter, value)`, or use stage 1 or 2 with "
+                    "precision='32-true'."
+                )
 
 
 def take_hooks_off(engine: Any) -> None:

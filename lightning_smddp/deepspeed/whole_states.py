@@ -9,9 +9,7 @@ Methods named ``whole_*`` are collective: all ranks call them, and the first one
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +19,6 @@ from torch.optim import Optimizer
 from lightning_smddp.wording import counted
 
 _COUNTS = ("step",)  # no state of elements, though a parameter without dimensions has states of the same shape
-
-_TAG = "checkpoint"  # Lightning's
 
 
 def parameter_groups(optimizer: Optimizer | None, module: nn.Module) -> list[list[nn.Parameter]]:
@@ -299,9 +295,3 @@ def _part_of(value: Tensor, parameter: Any) -> Tensor:
     part = value.new_zeros(size)
     part[: piece.numel()] = piece
     return part
-
-
-def is_deepspeeds(path: str | os.PathLike[str]) -> bool:
-    """Whether there is such a directory at a local path; what else there may be is for others."""
-    directory = Path(path, _TAG)
-    return any(directory.glob("*_model_states.pt"))

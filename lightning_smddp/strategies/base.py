@@ -458,11 +458,11 @@ class TrainerStrategy(_Base):
 
     def _find_nonfinite(self) -> Mapping[str, str] | None:
         """What is wrong with this rank's gradients; None if no rank has found anything. Maybe collective."""
-        raise NotImplementedError
+        return None
 
     def _bad_before_averaging(self) -> Mapping[str, str]:
-        """What was wrong with this rank's own gradients before averaging."""
-        raise NotImplementedError
+        """What was wrong with this rank's own gradients before averaging, where that is known."""
+        return {}
 
     @property
     def _has_equal_gradients(self) -> bool:

@@ -24,7 +24,6 @@ from lightning_smddp.sharding.optimizer_shards import all_parameters, unwrapped
 from lightning_smddp.sharding.optimizer_trial import Granularity, granularity, why_not_one_by_one
 from lightning_smddp.sharding.sharded_optimizers import refuse_own_sharding, splits_parameters
 from lightning_smddp.strategies.nonfinite import is_changed_hook
-from lightning_smddp.strategies.options import ReliabilityOptions
 from lightning_smddp.strategies.tables import without_warning
 from lightning_smddp.wording import USE_INSTEAD, counted
 
@@ -110,22 +109,6 @@ def unit_precision(plugin: Any) -> MixedPrecisionPolicy:
     # The user's step runs in autocast, which would keep a copy in 16 bits of each weight until the backward pass:
     # weights that come in 16 bits are not copied.
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-
-
-def require_checkpoint(checkpoint: Any, resume: str | None, reliability: ReliabilityOptions) -> None:
-    """Raise ``ValueError`` if the options on checkpoints do not go together."""
-    if checkpoint not in ("file", "directory"):
-        raise ValueError(
-            f"checkpoint={checkpoint!r} is unknown. Valid: 'file' (one plain file, for any strategy), 'directory' "
-            "(DeepSpeed's own, of each rank's part)."
-        )
-    if reliability.sharded:
-        raise ValueError(f"sharded=True is for this package's directories: {_NAME} has checkpoint='directory'.")
-    if checkpoint == "directory" and (resume == "auto" or reliability.async_save):
-        raise ValueError(
-            f"checkpoint='directory' is written by DeepSpeed, so resume={resume!r} and "
-            f"async_save={reliability.async_save} would have no effect. Use checkpoint='file', or leave them out."
-        )
 
 
 def require_supported_by_deepspeed(module: Any, trainer: Any, callbacks: Iterable[Any]) -> None:

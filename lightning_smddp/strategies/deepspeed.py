@@ -7,11 +7,9 @@ top of their ``DeepSpeedStrategy``.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,8 +19,8 @@ from typing_extensions import override
 
 from lightning_smddp._compat.trainer import will_step
 from lightning_smddp.communication.nonfinite import agreed, diagnosis
-from lightning_smddp.deepspeed.parameters_watched import GradientsSeen, UnseenWrites
 from lightning_smddp.deepspeed.start import (
+    UnseenWrites,
     for_cpu,
     own_config,
     require_deepspeed,
@@ -32,11 +30,10 @@ from lightning_smddp.deepspeed.start import (
     take_up_writes,
     use_device,
 )
-from lightning_smddp.deepspeed.whole_states import WholeStates, is_deepspeeds, parameter_groups
+from lightning_smddp.deepspeed.whole_states import WholeStates, parameter_groups
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.checks import (
     callbacks_of,
-    require_checkpoint,
     require_elementwise,
     require_one_answer,
     require_supported_by_deepspeed,
@@ -50,7 +47,7 @@ from lightning_smddp.strategies.options import (
     by_name,
     require_known,
 )
-from lightning_smddp.strategies.tables import print_table, without_warning
+from lightning_smddp.strategies.tables import print_table
 from lightning_smddp.wording import counted
 
 if TYPE_CHECKING:
@@ -72,8 +69,6 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
     Args:
         *args: arguments of ``DeepSpeedStrategy``, in its order.
         config: DeepSpeed's configuration: a dict, the path of a JSON file, or None for one made of the arguments.
-        checkpoint: ``"file"``, one plain file that any strategy loads; or ``"directory"``, DeepSpeed's own, of each
-            rank's part, which nothing is gathered for. Both are loaded, whichever is saved.
         resume: ``"auto"`` continues from the newest valid checkpoint when ``fit`` is not given one; None is ``"auto"``
             in a SageMaker job, else ``"never"``.
         communication: timeouts, what is printed.
@@ -89,15 +84,12 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
     # Lightning's `DeepSpeedStrategy` extends `DDPStrategy`, whose start knows devices other than CUDA's.
     _lightnings: ClassVar[type[Any]]
     _engine: Any = None  # until the next run: what was trained can be saved behind its end
-    _gradients_seen: GradientsSeen | None = None  # until the first step
     _unseen_writes: UnseenWrites | None = None
     _loss: Tensor | None = None  # of the last backward pass
-    _loaded_directory = False
 
     def __init__(
         self,
         *args: Any,
-        checkpoint: Literal["file", "directory"] = "file",
         resume: Resume = None,
         communication: CommunicationOptions = CommunicationOptions(),
         reliability: ReliabilityOptions = ReliabilityOptions(),
@@ -106,7 +98,11 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
         require_deepspeed()
         require_known(self, kwargs, arguments_of(self._lightnings))
         options = StrategyOptions.of(communication, reliability, "native", resume=resume)
-        require_checkpoint(checkpoint, resume, options.reliability)
+        if options.reliability.sharded:
+            raise ValueError(
+                "sharded=True cannot be used with strategy='smddp_deepspeed', which saves plain files. Leave it out, "
+                "or use strategy='smddp_fsdp'."
+            )
         kwargs = by_name(super().__init__, args, kwargs)
         require_stage(kwargs.get("stage", 2))
         super().__init__(**kwargs)
@@ -118,14 +114,12 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
             self._sizes_given = frozenset(own.get("zero_optimization", {}))
         self.config = own_config(self.config)
         self._groups: list[list[torch.nn.Parameter]] = []
-        self._saves_directories = checkpoint == "directory"
-        self._hold_parts(replace(options, resume="never") if self._saves_directories else options)
+        self._hold_parts(options)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process."""
-        ended = dict.fromkeys(("_engine", "_loss", "_gradients_seen", "_unseen_writes"))
-        return {**super().__getstate__(), **ended}
+        return {**super().__getstate__(), "_engine": None, "_loss": None, "_unseen_writes": None}
 
     # ---- start, on any device ----
 
@@ -187,7 +181,6 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
         self._groups = parameter_groups(None, model)  # until `_init_optimizers`, which need not come
         super()._initialize_deepspeed_train(model)
         self._engine = self.model
-        self._gradients_seen = GradientsSeen(model)
         self._unseen_writes = UnseenWrites(model)
 
     @override
@@ -259,9 +252,6 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
         # possible, is an error.
         def written() -> Any:
             result = closure()
-            if self._gradients_seen is not None:
-                self._gradients_seen.look(self.is_global_zero)
-                self._gradients_seen = None
             if not take_up_writes(engine):
                 writes.require_none()
             return result
@@ -273,16 +263,6 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
             why = _why_left_out(self._loss, self._checks.where(), self.root_device)
             self._checks.guard.left_out(why)
         return result
-
-    # DeepSpeed keeps gradients to itself: it looks at them in the step.
-
-    @override
-    def _find_nonfinite(self) -> Mapping[str, str] | None:
-        return None
-
-    @override
-    def _bad_before_averaging(self) -> Mapping[str, str]:
-        return {}
 
     # ---- checkpoints ----
 
@@ -299,57 +279,22 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole module's, on the first rank, for a file. Collective."""
-        if self._interrupted or self._saves_directories:
-            return {}
-        return self._states.whole_module_state()
+        return {} if self._interrupted else self._states.whole_module_state()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's, on the first rank, for a file. Collective."""
-        if self._interrupted or self._saves_directories:
-            return {}
-        return self._states.whole_optimizer_state()
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save a file as all strategies do, or DeepSpeed's directory. Collective."""
-        if not self._saves_directories:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        elif self._can_save(filepath):
-            self._exact_resume.take_out(checkpoint)
-            quiet = without_warning("When saving the DeepSpeed Stage 3 checkpoint")  # it was asked for
-            with self._supervision.saves(), quiet:
-                super(TrainerStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
-            self._sagemaker.saved(checkpoint, filepath)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a file or sharded directory of any strategy of this package, or DeepSpeed's directory. Collective."""
-        # A directory of DeepSpeed's is loaded by the engine at once, model and optimizer. What Lightning asks for
-        # behind that (`load_model_state_dict`, the optimizers' states) is there already.
-        self._loaded_directory = is_deepspeeds(checkpoint_path)
-        if self._loaded_directory:
-            return super(TrainerStrategy, self).load_checkpoint(checkpoint_path, weights_only)
-        return super().load_checkpoint(checkpoint_path, weights_only)
-
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a file or a directory."""
-        if not is_deepspeeds(filepath):
-            super().remove_checkpoint(filepath)
-        elif self.is_global_zero:
-            shutil.rmtree(filepath)
+        return {} if self._interrupted else self._states.whole_optimizer_state()
 
     @property
     @override
     def lightning_restore_optimizer(self) -> bool:
-        """Whether the optimizer's state is in what was loaded: DeepSpeed has read that of a directory itself."""
-        return not self._loaded_directory
+        """True: the optimizer's state is in the file."""
+        return True
 
     @override
     def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        if not self._loaded_directory:
-            self._states.load_module_state(checkpoint["state_dict"], strict)
+        self._states.load_module_state(checkpoint["state_dict"], strict)
 
     @override
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -14,13 +14,11 @@ from torch.optim import Optimizer
 
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
-from lightning_smddp.pytree import tensors
 from lightning_smddp.sharding.optimizer_shards import all_parameters
 from lightning_smddp.sharding.units import Wrap
 from lightning_smddp.sharding.whole_states import (
     Keepers,
     divided_model_state,
-    divided_optimizer_state,
     gathered_model,
     gathered_optimizer,
 )
@@ -54,51 +52,21 @@ class DividedForward(nn.Module):
     Attributes:
         module: the user's.
         scheme: how it is divided.
+        was_called: for a backward pass.
     """
 
     def __init__(self, module: nn.Module, scheme: FSDPScheme) -> None:
         super().__init__()
         self.module = module
         self.scheme = scheme
-        self._was_called = self._takes_part = self._is_hidden = False
+        self.was_called = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own ``forward``, on whole parameters; then the backward passes of what it returns are noticed.
-
-        Collective: units are gathered as it comes to them.
-        """
+        """The module's own ``forward``, on whole parameters. Collective: units are gathered as it comes to them."""
         trains = torch.is_grad_enabled()
+        self.was_called |= trains
         with self.scheme.forward(trains):
-            output = self.module(*args, **kwargs)
-        if trains:
-            self._await_backward(output)
-        return output
-
-    def _await_backward(self, output: Any) -> None:
-        """Notice the backward passes that ``output`` takes part in: with several modules, not each has all."""
-        self._was_called = True
-        found = [tensor for tensor in tensors(output) if tensor.requires_grad]
-        # Hooks see the gradients of what is returned. They do not see those of tensors in an object of the user's, nor
-        # of a view, which may be written to in place and is another node of the graph then.
-        self._is_hidden = not found
-        for tensor in found:
-            if tensor._base is not None:
-                self._is_hidden = True
-            tensor.register_hook(self._note)
-
-    def _note(self, _: Tensor) -> None:
-        self._takes_part = True
-
-    def before_backward(self, loss: Tensor, is_alone: bool) -> None:
-        """A backward pass of ``loss`` comes, which has to do with this module, if it is the only one there is."""
-        self._takes_part = self._was_called and (is_alone or self._is_hidden)
-        if self._was_called:
-            self.scheme.before_backward(loss, watches=self._takes_part)
-
-    def after_backward(self, looks: bool) -> None:
-        """See that gradients were averaged, where the pass had to do with this module. Collective then."""
-        if self._takes_part:
-            self.scheme.after_backward(looks)
+            return self.module(*args, **kwargs)
 
 
 class _SyncControl:
@@ -192,11 +160,12 @@ class FabricFullyShardedParallel(FabricStrategy):
         divided = self.setup_module(module)
         parts = dict(module.named_parameters())
         for optimizer, state in zip(optimizers, states, strict=True):
-            for group in optimizer.param_groups:
-                group["params"] = [_part_of(parameter, names, parts) for parameter in group["params"]]
+            for group in optimizer.param_groups:  # parameters of other modules stay
+                group["params"] = [parts.get(names.get(id(p), ""), p) for p in group["params"]]
             optimizer.state.clear()
-            self._load_optimizer(optimizer, optimizer.load_state_dict, state)
-        return divided, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
+            self.setup_optimizer(optimizer)
+            optimizer.load_state_dict(state)
+        return divided, optimizers, scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Let ``optimizer`` step shares from here on.
@@ -206,30 +175,22 @@ class FabricFullyShardedParallel(FabricStrategy):
         """
         optimizer = super().setup_optimizer(optimizer)
         own = {id(parameter) for parameter in all_parameters(optimizer)}
-        known: set[int] = set()
-        modules = []
+        schemes = []
         for divided in self._modules:
             of_module = {id(parameter) for parameter in divided.module.parameters()}
             if not own.isdisjoint(of_module):
-                modules.append(divided)
-            known |= of_module
-        if not own.issubset(known):
+                schemes.append(divided.scheme)
+            own -= of_module
+        if own:
             raise ValueError(
                 f"{type(optimizer).__name__} has parameters of no module that was set up: it would train nothing. "
                 "With strategy='smddp_fsdp' the module comes first: call `fabric.setup(module, optimizer)`, or make "
                 "the optimizer of `model.parameters()` after `model = fabric.setup_module(module)`."
             )
-        schemes = [divided.scheme for divided in modules]
-        self._stepped.append(SteppedOptimizer(optimizer, schemes, self._view))
-        load: Any = partial(self._load_optimizer, optimizer, optimizer.load_state_dict)
-        optimizer.load_state_dict = load  # type: ignore[method-assign]  # the script may call it, too
+        stepped = SteppedOptimizer(optimizer, schemes, self._view)
+        self._stepped.append(stepped)
+        optimizer.load_state_dict = stepped.load_state_dict  # type: ignore[method-assign]  # the script may call it, too
         return optimizer
-
-    def _load_optimizer(
-        self, optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state: Mapping[str, Any]
-    ) -> None:
-        with self._view.inside(False):
-            load(divided_optimizer_state(all_parameters(optimizer), state))
 
     def _of(self, optimizer: Optimizer) -> SteppedOptimizer:
         for stepped in self._stepped:
@@ -241,12 +202,15 @@ class FabricFullyShardedParallel(FabricStrategy):
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """The backward pass, which averages gradients unless it is in ``fabric.no_backward_sync``."""
+        # With several modules FSDP2 sees by what their forwards have returned which of them have to do with the pass.
+        is_alone = len(self._modules) == 1
+        schemes = [divided.scheme for divided in self._modules if divided.was_called]
         with self._view.inside(False):
-            for divided in self._modules:
-                divided.before_backward(tensor, is_alone=len(self._modules) == 1)
+            for scheme in schemes:
+                scheme.before_backward(tensor, watches=is_alone)
             super().backward(tensor, module, *args, **kwargs)
-            for divided in self._modules:
-                divided.after_backward(self._looks)
+            for scheme in schemes:
+                scheme.after_backward(self._looks)
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Look at the gradients as the user's code has left them, then step."""
@@ -268,21 +232,12 @@ class FabricFullyShardedParallel(FabricStrategy):
         assert world is not None
         # Every module is asked, as the question is collective where one has found something. Ranks told each other
         # behind the backward pass, so all of them go on here or none.
-        is_bad = False
-        brought: dict[str, str] = {}
-        for scheme in stepped.schemes:
-            found = scheme.nonfinite()
-            if found is not None:
-                is_bad = True
-                brought |= found
-        if not is_bad:
+        found = [bad for bad in [scheme.nonfinite() for scheme in stepped.schemes] if bad is not None]
+        if not found:
             return
-        own = {id(parameter) for parameter in all_parameters(stepped.optimizer)}
-        named = []
-        for scheme in stepped.schemes:
-            for name, parameter in scheme.module.named_parameters():
-                if id(parameter) in own:
-                    named.append((name, parameter))
+        brought = {name: text for bad in found for name, text in bad.items()}
+        names = {id(p): name for scheme in stepped.schemes for name, p in scheme.module.named_parameters()}
+        named = [(names[id(parameter)], parameter) for parameter in all_parameters(stepped.optimizer)]
         # The script may have cleaned them since: what is left decides.
         with self._view.inside(False):
             now = bad_gradients(named)
@@ -320,15 +275,11 @@ class FabricFullyShardedParallel(FabricStrategy):
         with self._all_divided():
             return super().load_checkpoint(*args, **kwargs)
 
-    @property
-    def _keepers(self) -> Keepers:
-        return Keepers(self.global_rank, self.world_size)
-
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The whole module's state, on global rank 0. Collective."""
         with self._all_divided():
             state = _inner(module).state_dict(keep_vars=True)
-            return gathered_model(state, self._keepers, self.root_device)
+            return gathered_model(state, Keepers(self.global_rank, self.world_size), self.root_device)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a whole module's state."""
@@ -338,7 +289,8 @@ class FabricFullyShardedParallel(FabricStrategy):
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state, on global rank 0. Collective."""
         with self._all_divided():
-            return gathered_optimizer(optimizer.state_dict(), self._keepers, self.root_device)
+            keepers = Keepers(self.global_rank, self.world_size)
+            return gathered_optimizer(optimizer.state_dict(), keepers, self.root_device)
 
     # ---- the end ----
 
@@ -356,15 +308,5 @@ class FabricFullyShardedParallel(FabricStrategy):
         super().teardown()
 
 
-def _part_of(parameter: Any, names: Mapping[int, str], parts: Mapping[str, Any]) -> Any:
-    """What ``parameter`` has become in a divided module; itself if it is another one's."""
-    name = names.get(id(parameter))
-    if name is None:
-        return parameter
-    return parts.get(name, parameter)
-
-
 def _inner(module: nn.Module) -> nn.Module:
-    if isinstance(module, DividedForward):
-        return module.module
-    return module
+    return module.module if isinstance(module, DividedForward) else module

@@ -25,7 +25,6 @@ from lightning_smddp.sharding.units import Wrap
 from lightning_smddp.sharding.whole_states import (
     Keepers,
     divided_model_state,
-    divided_optimizer_state,
     gathered_model,
     gathered_optimizer,
 )
@@ -290,10 +289,6 @@ class FullyShardedParallel(TrainerStrategy):
     def _find_nonfinite(self) -> Mapping[str, str] | None:
         return self._require_scheme().nonfinite()
 
-    @override
-    def _bad_before_averaging(self) -> Mapping[str, str]:
-        return {}
-
     # ---- checkpoints: those of one process ----
 
     @property
@@ -346,9 +341,7 @@ class FullyShardedParallel(TrainerStrategy):
     @override
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            plain = unwrapped(optimizer)
-            divided = divided_optimizer_state(self._optimized(plain), state)
-            plain.load_state_dict(divided)  # Lightning would move all to the GPU, offloaded or not
+            self._of(optimizer).load_state_dict(state)
 
     @property
     @override

@@ -29,7 +29,7 @@ from lightning_smddp.sharding.fully_sharded import FullySharded, ShardingPlan
 from lightning_smddp.sharding.optimizer_shards import LocalSteps, all_parameters, around_step
 from lightning_smddp.sharding.optimizer_trial import is_elementwise
 from lightning_smddp.sharding.units import Wrap, find_units
-from lightning_smddp.sharding.whole_states import whole
+from lightning_smddp.sharding.whole_states import divided_optimizer_state, whole
 from lightning_smddp.sharding.whole_view import WholeView
 from lightning_smddp.strategies.checks import unit_precision
 from lightning_smddp.strategies.options import require_bools
@@ -296,6 +296,13 @@ class SteppedOptimizer:
         scheme = self.schemes[0]
         group, parameters = scheme.sharded.shard_group, all_parameters(self.optimizer)
         return clip_by_norm(parameters, max_norm, group, scheme.device, norm_type, error_if_nonfinite)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a whole optimizer's state, which all ranks have."""
+        with self._view.inside(False):
+            divided = divided_optimizer_state(all_parameters(self.optimizer), state_dict)
+            # Not by Lightning, which would move all to the GPU, offloaded or not, nor by what Fabric's script calls.
+            type(self.optimizer).load_state_dict(self.optimizer, divided)
 
     def close(self) -> None:
         """Its steps are torch's own again."""

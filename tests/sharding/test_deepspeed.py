@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import pickle
 import warnings
 from pathlib import Path
@@ -120,17 +119,6 @@ class Writing(AdamLearner):
         self.net[2].weight.data.clamp_(-0.1, 0.1)
 
 
-class Unused(AdamLearner):
-    """A layer gets no gradient."""
-
-    def build(self, batch_size: int = BATCH, count: int = 24) -> None:
-        super().build(batch_size, count)
-        self.forgotten = nn.Linear(2, 2)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
 class BadBatch(AdamLearner):
     """The loss of one batch of the second rank is NaN."""
 
@@ -240,27 +228,6 @@ def write(stage: int) -> dict[str, Any]:
     return model.state_dict()
 
 
-def forget(stage: int) -> list[str]:
-    """What is warned of."""
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.filterwarnings("always", message="No gradient")
-        make_trainer(SMDDPDeepSpeedStrategy(stage=stage)).fit(Unused())
-    texts = [str(warning.message) for warning in warned]
-    return [text for text in texts if text.startswith("No gradient")]
-
-
-def use_directories(stage: int, folder: Path) -> tuple[list[str], dict[str, Any], bool]:
-    """What is in DeepSpeed's directory, a file of the second epoch that goes on from it, whether it can be removed."""
-    path = str(folder / "directory")
-    fit(SMDDPDeepSpeedStrategy(stage=stage, checkpoint="directory"), 1).save_checkpoint(path)
-    inside = os.listdir(path)
-    trainer = fit(SMDDPDeepSpeedStrategy(stage=stage), 2, path)
-    trainer.save_checkpoint(str(folder / "file.ckpt"))
-    trainer.strategy.remove_checkpoint(path)
-    trainer.strategy.barrier()
-    return inside, parts_of(str(folder / "file.ckpt")), os.path.exists(path)
-
-
 class FailsOnOneRank(AdamLearner):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 2 and self.trainer.global_rank == 1:
@@ -293,8 +260,6 @@ def train_all(directory: str, cases: dict[int, list[str]], stages: tuple[int, ..
     for stage in stages:
         folder = Path(directory, str(stage))
         found[stage] |= {"at once": whole, "going on": go_on(stage, folder), "nan": meet_nan(stage)}
-        found[stage]["directory"] = use_directories(stage, folder)
-        found[stage]["unused"] = forget(stage)
         found[stage]["writing"] = write(stage)
     if 2 in stages:
         found[2]["failure"] = fail()  # in the end, as the ranks part
@@ -361,19 +326,6 @@ class TestOnRanks:
         assert len(others) == 3
         for actual in others.values():
             torch.testing.assert_close(actual, looks[0][stage]["at once"], rtol=1e-5, atol=1e-6)
-
-    @each_stage
-    def test_deepspeeds_directory_is_saved_and_loaded(self, looks, stage):
-        inside, parts, is_left = looks[0][stage]["directory"]
-        assert {"checkpoint", "latest"} <= set(inside)
-        assert not is_left
-        torch.testing.assert_close(parts, looks[0][stage]["at once"], rtol=1e-5, atol=1e-6)
-
-    @each_stage
-    def test_parameters_without_a_gradient_are_named(self, looks, stage):
-        (text,) = looks[0][stage]["unused"]
-        assert text.startswith("No gradient came to forgotten.weight, forgotten.bias in the first step.")
-        assert looks[1][stage]["unused"] == []
 
     @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
     def test_what_a_hook_writes_holds(self, looks, stage):
@@ -478,9 +430,7 @@ def test_without_deepspeed_the_error_says_what_to_install(monkeypatch):
             {"config": {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 4}},
             r"write Trainer\(accumulate_grad_batches=4\)",
         ),
-        ({"checkpoint": "dir"}, "checkpoint='dir' is unknown. Valid: 'file'"),
-        ({"reliability": {"sharded": True}}, "sharded=True is .* checkpoint='directory'"),
-        ({"checkpoint": "directory", "resume": "auto"}, "resume='auto' and async_save=False would have no effect"),
+        ({"reliability": {"sharded": True}}, "sharded=True cannot be used .* use strategy='smddp_fsdp'"),
     ],
 )
 def test_what_shards_nothing_or_is_the_trainers_is_refused(arguments, message):
