@@ -82,7 +82,7 @@ def _switch(strategy: Any, supervisor: Any) -> None:
     mode = "error" if supervisor is not None else "ignore"
     strategy._reliability = replace(strategy._reliability, on_nonfinite=mode)
     if strategy._session.synchronizers:
-        strategy._session.synchronizers[-1].watch.on = supervisor is not None
+        strategy._session.synchronizers[-1].watches = supervisor is not None
     if getattr(strategy, "_pipelined", None) is not None:
         strategy._pipelined.watching = supervisor is not None
 

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.bridge.step_record import StepRecorder
-from lightning_smddp.communication.nonfinite import bad_gradients
+from lightning_smddp.communication.nonfinite import NonFinite, bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
@@ -74,7 +74,7 @@ class RunSetup:
         device: of this rank.
         step_context: makes, for the name of a step, the context that Lightning enters around it (precision).
         timeout: of collectives.
-        checks: know whether gradients are watched for NaN and inf, and who else may change them.
+        checks: know whether gradients are watched for NaN and inf.
     """
 
     module: LightningModule
@@ -330,10 +330,12 @@ class PartitionedModule:
         with self.outside_view():
             clip_by_norm(chosen, self.plan.ownership, setup.groups.pipeline, clip_val, device=setup.device)
 
-    def nonfinite(self) -> dict[str, str] | None:
-        """What is not finite in this rank's gradients, by parameter, before averaging; None if no replica has any."""
-        replicas = self.stash.replicas
-        return replicas.take_nonfinite() if replicas is not None else bad_gradients(self.stash.parameters.items())
+    def nonfinite(self) -> NonFinite | None:
+        """What is not finite in the gradients of this rank's stages, the same on all replicas."""
+        if self.stash.replicas is not None:
+            return self.stash.replicas.nonfinite()
+        own = bad_gradients(self.stash.parameters.items())
+        return None if own is None else NonFinite({}, own)
 
     def report(self) -> CommunicationReport | None:
         """What averaging over replicas cost; None with one. Collective over the replicas."""

@@ -231,7 +231,6 @@ def _replicas(before: Unpartitioned, held: Parameters) -> ReplicaGradients:
         options.bucket_cap_mb,
     )
     replicas.watching = setup.checks.watches_gradients
-    replicas.marking = not setup.checks.changes_gradients
     replicas.load_state_dict(before.remembered)
     return replicas
 

@@ -11,18 +11,18 @@ as soon as its future is done. In shared memory (``SharedMemoryAllReduce``) that
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.futures import Future
 
 from lightning_smddp.communication.algorithms import Algorithm, Native, SharedMemoryAllReduce, completed
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import Compression, ErrorFeedback
-from lightning_smddp.communication.nonfinite import NonFiniteWatch
+from lightning_smddp.communication.nonfinite import NonFinite, bad_gradients, brought
 from lightning_smddp.communication.powersgd import PowerSGD
 from lightning_smddp.communication.report import CommunicationReport, Recorder
 
@@ -55,7 +55,9 @@ class GradientSynchronizer:
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 self._names[id(parameter)] = name
-        self.watch = NonFiniteWatch(self._names)
+        self.watches = False  # for NaN and inf in sums through shared memory, where a look is free
+        self._seen_finite = False  # all gradients of the last backward pass, by such looks
+        self._brought: dict[str, str] = {}  # what was not finite in this rank's own, by parameter
         self._native = Native(communicator.group)
         self._algorithm: Algorithm = self._native
         self._feedback: ErrorFeedback | None = None
@@ -82,8 +84,6 @@ class GradientSynchronizer:
         tensor = bucket.buffer()
         if bucket.index() == 0:
             self._new_step()
-        if self.watch.on and (tensor.is_sparse or not self._looks_itself):
-            self.watch.look(bucket)
         self.recorder.bucket_started(first=bucket.index() == 0)
         future = self._mean(bucket)
         self.recorder.hook_left(0 if tensor.is_sparse else tensor.nbytes)
@@ -94,6 +94,14 @@ class GradientSynchronizer:
             done(future)  # raises what the exchange raised
             return future
         return future.then(done)
+
+    def nonfinite(self, parameters: Iterable[Tensor]) -> NonFinite | None:
+        """What is wrong with the averaged gradients of some ``parameters``: the same answer on all ranks."""
+        if self._seen_finite:
+            return None
+        names = self._names
+        averages = bad_gradients((names[id(each)], each) for each in parameters if id(each) in names)
+        return None if averages is None else NonFinite(averages, self._brought)
 
     def report(self) -> CommunicationReport:
         """What communication cost so far. Collective."""
@@ -119,7 +127,8 @@ class GradientSynchronizer:
             self._powersgd.close()
 
     def _new_step(self) -> None:
-        self.watch.begin()
+        self._seen_finite = self._looks_itself
+        self._brought = {}
         self._steps += 1
         if self._powersgd is not None:
             self._powersgd.new_step()
@@ -135,25 +144,26 @@ class GradientSynchronizer:
     def _mean(self, bucket: GradBucket) -> Future[Any]:
         tensor, slot = bucket.buffer(), bucket.index()
         if tensor.is_sparse:  # gloo adds them up, nobody else does
+            self._seen_finite = False
             return self._native.all_reduce(tensor, None)
         if self._powersgd is not None:
             return self._powersgd.average(bucket, self._names_in(bucket))
         if self._feedback is not None:
             self._feedback.begin(slot, self._names_in(bucket))
-        if not self.watch.on or not self._looks_itself:
+        if not self._looks_itself:
             return self._algorithm.all_reduce(tensor, slot)
         assert isinstance(self._algorithm, SharedMemoryAllReduce)
         if not self._algorithm.mean(tensor, slot, watch=True):
-            self.watch.not_finite(bucket)
+            # All ranks come here. What is not finite is as this rank has brought it; the average of that is what code
+            # of the user's is to see.
+            self._seen_finite = False
+            self._brought |= brought(bucket, self._names)
+            self._algorithm.mean(tensor, slot, watch=False)
         return completed(tensor)
 
     @property
     def _looks_itself(self) -> bool:
-        """Whether averaging itself finds NaN and inf: sums in shared memory do, and leave no average where there are.
-
-        So not where code of the user's is to see that average (``marks`` is False).
-        """
-        return self.watch.marks and isinstance(self._algorithm, SharedMemoryAllReduce)
+        return self.watches and isinstance(self._algorithm, SharedMemoryAllReduce)
 
     def _names_in(self, bucket: GradBucket) -> str:
         """What is remembered of ``bucket`` goes by this: what another compression has left is not taken for it."""

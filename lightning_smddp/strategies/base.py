@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from lightning_smddp._compat.trainer import is_control_flow, is_stop
 from lightning_smddp.communication.compression import gathered_memory, own_memory
+from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.resume.exact_resume import ExactResume
@@ -176,7 +177,7 @@ class TrainerStrategy(_Base):
         self._supervision.training_batch_starts(batch_idx)
         self._saving.raise_failure()
         super().on_train_batch_start(batch, batch_idx)
-        self._checks.training_batch_starts(batch)
+        self._checks.training_batch_starts()
         self._training_batch_starts()
 
     @override
@@ -190,6 +191,8 @@ class TrainerStrategy(_Base):
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The backward pass: gradients are averaged in it. Those of a pipeline come here from its ``training_step``."""
         self._supervision.phase("backward")
+        if self._checks.watches_gradients:
+            self._checks.guard.note(closure_loss)
         with self._averaging(closure_loss):
             return super().backward(closure_loss, *args, **kwargs)
 
@@ -456,18 +459,9 @@ class TrainerStrategy(_Base):
         """All parameters of an optimizer of the whole module."""
         return all_parameters(optimizer)
 
-    def _find_nonfinite(self) -> Mapping[str, str] | None:
-        """What is wrong with this rank's gradients; None if no rank has found anything. Maybe collective."""
+    def _find_nonfinite(self, optimizer: Optimizer) -> NonFinite | None:
+        """What is wrong with the gradients that ``optimizer`` is to step; None if no rank has found anything."""
         return None
-
-    def _bad_before_averaging(self) -> Mapping[str, str]:
-        """What was wrong with this rank's own gradients before averaging, where that is known."""
-        return {}
-
-    @property
-    def _has_equal_gradients(self) -> bool:
-        """Whether all ranks have the same ones after the backward pass."""
-        return False
 
     @property
     def _nonfinite_group(self) -> dist.ProcessGroup | None:

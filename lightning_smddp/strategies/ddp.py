@@ -19,14 +19,14 @@ from typing_extensions import override
 
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
-from lightning_smddp.communication.nonfinite import bad_gradients
+from lightning_smddp.communication.nonfinite import NonFinite, bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.sharding.optimizer_shards import OptimizerShards, unwrapped
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters, unwrapped
 from lightning_smddp.sharding.optimizer_states import whole_state_dict
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.frozen_parameters import FrozenParameters
-from lightning_smddp.strategies.nonfinite import by_asking, by_watch
+from lightning_smddp.strategies.nonfinite import by_asking
 from lightning_smddp.strategies.options import (
     CommunicationOptions,
     ReliabilityOptions,
@@ -130,10 +130,8 @@ class DataParallel(TrainerStrategy):
                 self._ddp_kwargs["bucket_cap_mb"] = self._session.options.bucket_cap_mb
             super().configure_ddp()
             return
-        # A mark is NaN in the average, for all ranks to see. Code of the user's that cleans gradients has to find what
-        # `ddp` would show it: then there are no marks, and gradients are looked at behind that code.
-        looks, marks = self._checks.watches_gradients, not self._checks.changes_gradients
-        self.model = self._session.wrap(self.model, self.root_device, self._ddp_kwargs, self._timeout, looks, marks)
+        looks = self._checks.watches_gradients
+        self.model = self._session.wrap(self.model, self.root_device, self._ddp_kwargs, self._timeout, looks)
 
     @override
     def _training_batch_starts(self) -> None:
@@ -177,25 +175,12 @@ class DataParallel(TrainerStrategy):
         self.model.register_comm_hook(state=self._ddp_comm_state, hook=hook)
 
     @override
-    def _find_nonfinite(self) -> Mapping[str, str] | None:
-        # Our averaging leaves a mark in every rank's average where one rank's part is bad. A communication hook of the
-        # user's own does not: then ranks look at what they have, and ask each other.
-        synchronizers = self._session.synchronizers
-        if synchronizers and synchronizers[-1].watch.marks:
-            return by_watch(synchronizers[-1].watch)
+    def _find_nonfinite(self, optimizer: Optimizer) -> NonFinite | None:
+        if self._session.synchronizers:
+            return self._session.synchronizers[-1].nonfinite(all_parameters(optimizer))
+        # A communication hook of the user's own need not leave the same on all ranks.
         found = bad_gradients(self._module.named_parameters())
-        return by_asking(found, self.root_device)
-
-    @property
-    @override
-    def _has_equal_gradients(self) -> bool:
-        return bool(self._session.synchronizers)
-
-    @override
-    def _bad_before_averaging(self) -> Mapping[str, str]:
-        if not self._session.synchronizers:
-            return {}
-        return self._session.synchronizers[-1].watch.take_findings()
+        return by_asking(None if found is None else NonFinite(found), self.root_device)
 
     # ---- optimizers ----
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_smddp._compat.trainer import will_step
-from lightning_smddp.communication.nonfinite import agreed, diagnosis
+from lightning_smddp.communication.nonfinite import NonFinite, agreed, diagnosis
 from lightning_smddp.deepspeed.start import (
     UnseenWrites,
     for_cpu,
@@ -305,12 +305,12 @@ def _why_left_out(loss: Tensor, where: str, device: torch.device) -> str:
     """What is known about gradients that are not finite: DeepSpeed names neither rank nor parameter. Collective."""
     group = dist.group.WORLD
     assert group is not None
-    found = {}
+    own = {}
     if not bool(loss.isfinite().all()):
-        found["the loss"] = str(loss.tolist())
+        own["the loss"] = str(loss.tolist())
     # All ranks ask, and all go the same way: `diagnosis` is collective, too.
-    if agreed(bool(found), group, device):
-        return diagnosis(found, where, group)
+    if agreed(bool(own), group, device):
+        return diagnosis(NonFinite({}, own), where, group)
     return (
         f"Gradients are not finite in {where}, though each rank's loss is. DeepSpeed does not say in which parameter."
     )

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method, gathered_memory, own_memory
-from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.patches import patched
@@ -22,7 +21,7 @@ from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_param
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict, whole_state_dict
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.strategies.frozen_parameters import FrozenParameters
-from lightning_smddp.strategies.nonfinite import NonFiniteGuard, after_changes, before_step
+from lightning_smddp.strategies.nonfinite import NonFiniteGuard, before_step
 from lightning_smddp.strategies.options import (
     CommunicationOptions,
     ReliabilityOptions,
@@ -138,9 +137,11 @@ class FabricDataParallel(FabricStrategy):
         assert dist.group.WORLD is not None
         self._session.load_state_dict(own_memory(state, dist.group.WORLD))
 
-    def backward(self, *args: Any, **kwargs: Any) -> None:
+    def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         """The backward pass. Raises ``RuntimeError`` where a gradient is not averaged, as it would be silent in DDP."""
-        super().backward(*args, **kwargs)
+        if self._looks:
+            self._guard.note(tensor)
+        super().backward(tensor, *args, **kwargs)
         for frozen in self._frozen:
             frozen.require_no_gradients("Unfreeze them before `fabric.setup`.")
 
@@ -153,21 +154,10 @@ class FabricDataParallel(FabricStrategy):
 
     def _look_at_gradients(self, optimizer: Any) -> None:
         """Raise, or let the step change nothing, if gradients are not finite. Collective if they are not."""
-        watches = [synchronizer.watch for synchronizer in self._session.synchronizers if synchronizer.watch.on]
-        if not watches:
-            return
-        brought: dict[str, str] = {}
-        names: dict[int, str] = {}  # of parameters, by id
-        for watch in watches:
-            brought |= watch.take_findings()
-            names = {**watch.names, **names}  # one that two modules have is called as in the first
-        named = []
-        for parameter in all_parameters(optimizer):
-            name = names.get(id(parameter), "an unnamed parameter")
-            named.append((name, parameter))
-        now = bad_gradients(named)
-        if now is not None and dist.group.WORLD is not None:  # as on all ranks: gradients are averages
-            found = after_changes(brought, now, dist.group.WORLD, self.root_device)
+        if self._looks:
+            found = None
+            for synchronizer in self._session.synchronizers:
+                found = found or synchronizer.nonfinite(all_parameters(optimizer))
             self._guard.check(optimizer, found, "this step")
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
@@ -175,9 +165,7 @@ class FabricDataParallel(FabricStrategy):
         # DDP notes what requires gradients when it wraps a module, and sends the first rank's weights to all. So what
         # is frozen is noted before, and whether models differ is found out before.
         self._frozen.append(FrozenParameters(module))
-        # The user's code has the gradients in its hands between `backward` and the step, and may clean them: averages
-        # are left without marks.
-        model = self._session.wrap(module, self.root_device, self._ddp_kwargs, self._timeout, self._looks, marks=False)
+        model = self._session.wrap(module, self.root_device, self._ddp_kwargs, self._timeout, self._looks)
         self._modules.append(module)
         self._print("smddp: data parallelism", self._session.summary())
         return model

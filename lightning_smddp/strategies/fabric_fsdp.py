@@ -8,11 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
 from lightning_smddp.sharding.optimizer_shards import all_parameters
 from lightning_smddp.sharding.units import Wrap
@@ -34,7 +32,7 @@ from lightning_smddp.strategies.fsdp_scheme import (
     ShardingOptions,
     SteppedOptimizer,
 )
-from lightning_smddp.strategies.nonfinite import after_changes, before_step
+from lightning_smddp.strategies.nonfinite import before_step
 from lightning_smddp.strategies.options import (
     CommunicationOptions,
     ReliabilityOptions,
@@ -202,6 +200,8 @@ class FabricFullyShardedParallel(FabricStrategy):
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """The backward pass, which averages gradients unless it is in ``fabric.no_backward_sync``."""
+        if self._looks:
+            self._guard.note(tensor)
         # With several modules FSDP2 sees by what their forwards have returned which of them have to do with the pass.
         is_alone = len(self._modules) == 1
         schemes = [divided.scheme for divided in self._modules if divided.was_called]
@@ -226,23 +226,9 @@ class FabricFullyShardedParallel(FabricStrategy):
             return closure()
 
     def _look(self, stepped: SteppedOptimizer) -> None:
-        if not self._looks:
-            return
-        device, world = self.root_device, dist.group.WORLD
-        assert world is not None
-        # Every module is asked, as the question is collective where one has found something. Ranks told each other
-        # behind the backward pass, so all of them go on here or none.
-        found = [bad for bad in [scheme.nonfinite() for scheme in stepped.schemes] if bad is not None]
-        if not found:
-            return
-        brought = {name: text for bad in found for name, text in bad.items()}
-        names = {id(p): name for scheme in stepped.schemes for name, p in scheme.module.named_parameters()}
-        named = [(names[id(parameter)], parameter) for parameter in all_parameters(stepped.optimizer)]
-        # The script may have cleaned them since: what is left decides.
-        with self._view.inside(False):
-            now = bad_gradients(named)
-            left = after_changes(brought, now, world, device)
-            self._guard.check(stepped.optimizer, left, "this step")
+        if self._looks:
+            with self._view.inside(False):
+                self._guard.check(stepped.optimizer, stepped.nonfinite(), "this step")
 
     def clip_gradients_norm(
         self,

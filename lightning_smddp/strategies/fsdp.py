@@ -17,6 +17,7 @@ from typing_extensions import Unpack, override
 
 from lightning_smddp._compat.trainer import around_hooks
 from lightning_smddp.communication.consistency import check_trainable
+from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.state.gradients import give_back_clipping, take_over_clipping
 from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
@@ -286,8 +287,9 @@ class FullyShardedParallel(TrainerStrategy):
             yield
 
     @override
-    def _find_nonfinite(self) -> Mapping[str, str] | None:
-        return self._require_scheme().nonfinite()
+    def _find_nonfinite(self, optimizer: Optimizer) -> NonFinite | None:
+        with self._view.inside(False):
+            return self._of(optimizer).nonfinite()
 
     # ---- checkpoints: those of one process ----
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_smddp._compat.fsdp import move_undivided
 from lightning_smddp.communication.compression import check_compressible
-from lightning_smddp.communication.nonfinite import agreed, bad_gradients
+from lightning_smddp.communication.nonfinite import NonFinite, bad_gradients
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.sharded_collectives import ShardedCollectives
 from lightning_smddp.pipeline.partition.costs import fits_on_hosts
@@ -32,6 +33,7 @@ from lightning_smddp.sharding.units import Wrap, find_units
 from lightning_smddp.sharding.whole_states import divided_optimizer_state, whole
 from lightning_smddp.sharding.whole_view import WholeView
 from lightning_smddp.strategies.checks import unit_precision
+from lightning_smddp.strategies.nonfinite import by_asking
 from lightning_smddp.strategies.options import require_bools
 
 Sharding = Literal["full", "grad_op", "hybrid"]
@@ -132,9 +134,7 @@ class FSDPScheme:
         self.device = place.device
         self.view = view
         self._broadcasts_buffers = True
-        self._loss: Tensor | None = None  # of the latest backward pass
-        self._bad: Mapping[str, str] | None = None  # averages that are not finite, on this rank
-        self._is_bad = False  # on any rank
+        self.is_bad = False  # averages on any rank, behind the last backward pass
         world = dist.group.WORLD
         assert world is not None
         with view.inside(False):
@@ -202,7 +202,6 @@ class FSDPScheme:
 
     def before_backward(self, loss: Tensor, watches: bool = True) -> None:
         """A backward pass of ``loss`` comes; see :meth:`FullySharded.before_backward`."""
-        self._loss = loss.detach()
         self.sharded.before_backward(loss, watches)
 
     def after_backward(self, looks: bool) -> None:
@@ -210,30 +209,8 @@ class FSDPScheme:
 
         Collective, unless it accumulates only.
         """
-        self._bad = None
-        if looks and self.sharded.synchronizes:
-            self._bad = bad_gradients(self.module.named_parameters())
-        self._is_bad = self.sharded.after_backward(self._bad is not None, self.device)
-
-    def nonfinite(self) -> Mapping[str, str] | None:
-        """What is wrong on this rank; None if no rank has found anything. Collective where one has.
-
-        What each rank brought is in the average already, but its loss may tell.
-        """
-        if not self._is_bad:
-            return None
-        group = dist.group.WORLD
-        assert group is not None
-        assert self._loss is not None
-        # A rank whose loss is not finite is the cause. Where there is one, the others say nothing.
-        own: dict[str, str] = {}
-        if not bool(self._loss.isfinite().all()):
-            own["the loss"] = str(float(self._loss.sum()))
-        if agreed(bool(own), group, self.device):
-            return own
-        for name, text in (self._bad or {}).items():
-            own[f"the average of {name}"] = text
-        return own
+        bad = looks and self.sharded.synchronizes and bad_gradients(self.module.named_parameters()) is not None
+        self.is_bad = self.sharded.after_backward(bad, self.device)
 
     # ---- the end ----
 
@@ -303,6 +280,18 @@ class SteppedOptimizer:
             divided = divided_optimizer_state(all_parameters(self.optimizer), state_dict)
             # Not by Lightning, which would move all to the GPU, offloaded or not, nor by what Fabric's script calls.
             type(self.optimizer).load_state_dict(self.optimizer, divided)
+
+    def nonfinite(self) -> NonFinite | None:
+        """What is wrong with this rank's shares of the gradients; None if no rank has found anything.
+
+        Outside of the view. Collective where a backward pass has left something, which may have been cleaned since.
+        """
+        if not any(scheme.is_bad for scheme in self.schemes):  # the same answer on all ranks
+            return None
+        stepped = {id(parameter) for parameter in all_parameters(self.optimizer)}
+        named = chain.from_iterable(scheme.module.named_parameters() for scheme in self.schemes)
+        bad = bad_gradients((name, parameter) for name, parameter in named if id(parameter) in stepped)
+        return by_asking(None if bad is None else NonFinite(bad), self.schemes[0].device)
 
     def close(self) -> None:
         """Its steps are torch's own again."""

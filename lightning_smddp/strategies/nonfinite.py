@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_smddp.communication.nonfinite import NonFiniteWatch, agreed, diagnosis, refuse
+from lightning_smddp.communication.nonfinite import NonFinite, agreed, diagnosis, refuse
 from lightning_smddp.wording import counted
 
 
@@ -26,11 +27,16 @@ class NonFiniteGuard:
     def __init__(self, mode: str) -> None:
         self.mode = mode
         self.skipped = 0
+        self._losses: deque[Tensor] = deque(maxlen=100)  # of backward passes since the last step
+
+    def note(self, loss: Tensor) -> None:
+        """A backward pass of ``loss`` begins: it may tell which rank is the cause."""
+        self._losses.append(loss.detach())
 
     def check(
         self,
         optimizer: Any,
-        found: Mapping[str, str] | None,
+        found: NonFinite | None,
         where: str,
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -38,25 +44,36 @@ class NonFiniteGuard:
 
         Args:
             optimizer: about to step.
-            found: what is wrong on this rank, by parameter; None if no rank of ``group`` has found anything.
+            found: what is wrong on this rank; None if no rank of ``group`` has found anything.
             where: the step, in words.
             group: the ranks that come here together; None is all.
 
         Raises:
             NonFiniteGradientError: on every rank of ``group``, with ``mode="error"``.
         """
+        losses = list(self._losses)
+        self._losses.clear()
         if found is None:
             return
-        group = group or dist.group.WORLD
-        assert group is not None
         # The text takes a collective, which all ranks of the group come to: they have skipped as many steps.
         text = ""
         if self.mode == "error" or not self.skipped:
-            text = diagnosis(found, where, group)
+            text = self._diagnosis(found, losses, where, group)
         self.left_out(text)
         for parameters in optimizer.param_groups:
             for parameter in parameters["params"]:
                 parameter.grad = None  # optimizers pass by parameters without a gradient
+
+    def _diagnosis(
+        self, found: NonFinite, losses: Sequence[Tensor], where: str, group: dist.ProcessGroup | None
+    ) -> str:
+        group = group or dist.group.WORLD
+        assert group is not None
+        own = dict(found.own)
+        for loss in losses:
+            if not bool(loss.isfinite().all()):
+                own["the loss"] = str(loss.tolist())
+        return diagnosis(NonFinite(found.averages, own), where, group)
 
     def left_out(self, text: str) -> None:
         """All ranks leave out a step, for the reason ``text``, which is not needed but for the first one.
@@ -77,38 +94,12 @@ class NonFiniteGuard:
         return f"on_nonfinite='skip' left out {counted(self.skipped, 'step')}"
 
 
-def by_watch(watch: NonFiniteWatch) -> Mapping[str, str] | None:
-    """Findings where buckets are averaged over all ranks: no message is needed."""
-    if not watch.spoiled():
-        return None
-    return watch.take_findings()
-
-
-def by_asking(found: Mapping[str, str] | None, device: torch.device) -> Mapping[str, str] | None:
+def by_asking(found: NonFinite | None, device: torch.device) -> NonFinite | None:
     """Findings where ranks have different gradients; ``found``: None if this rank's are fine. Collective."""
     assert dist.group.WORLD is not None
     if not agreed(found is not None, dist.group.WORLD, device):
         return None
-    return found or {}
-
-
-def after_changes(
-    brought: Mapping[str, str], now: Mapping[str, str] | None, group: dist.ProcessGroup, device: torch.device
-) -> Mapping[str, str] | None:
-    """Findings where the user's code has had the averaged gradients in its hands. Collective.
-
-    Args:
-        brought: what was wrong with this rank's own gradients before averaging.
-        now: what is wrong now; None if nothing is.
-        group: the ranks that come here together.
-        device: for messages.
-    """
-    # Answers are the same on all ranks, so all of them ask the second question, or none.
-    if not agreed(now is not None, group, device):
-        return None
-    if agreed(bool(brought), group, device):
-        return brought  # it names the rank; now all ranks have the same
-    return now or {}
+    return found or NonFinite({})
 
 
 @contextmanager
@@ -149,39 +140,8 @@ def is_changed_hook(owner: Any, hook: str) -> bool:
     return not str(module).startswith(("lightning.", "pytorch_lightning."))
 
 
-def changes_gradients(trainer: Any, *hooks: str) -> bool:
-    """Whether the user's code gets the gradients in one of ``hooks``."""
-    for owner in (trainer.lightning_module, *trainer.callbacks):
-        for hook in hooks:
-            if hasattr(owner, hook) and is_changed_hook(owner, hook):
-                return True
-    return False
-
-
 def changes_batch(trainer: Any) -> bool:
     """Whether the user's code moves a batch to the device, or gets it there."""
     owners = [trainer.lightning_module, getattr(trainer, "datamodule", None)]
     hooks = ("transfer_batch_to_device", "on_after_batch_transfer")
     return any(is_changed_hook(owner, hook) for owner in owners if owner is not None for hook in hooks)
-
-
-def loss_watchers(trainer: Any) -> list[Any]:
-    """Callbacks that end a run when the loss is not finite: Lightning's ``SpikeDetection`` and what is made of it."""
-    return [callback for callback in trainer.callbacks if _is_spike_detection(callback)]
-
-
-def _is_spike_detection(callback: Any) -> bool:
-    for cls in type(callback).__mro__:
-        if cls.__name__ == "SpikeDetection" and cls.__module__.endswith("fabric.utilities.spike"):
-            return True
-    return False
-
-
-def let_watchers_judge(trainer: Any, loss: Any, batch: Any) -> None:
-    """Call :func:`loss_watchers` as at the end of the batch, which will not come. Collective where there are any."""
-    if not isinstance(loss, Tensor):
-        return  # manual optimization, where the batch goes on
-    for callback in loss_watchers(trainer):
-        outputs = {"loss": loss.detach()}
-        batch_idx = trainer.fit_loop.epoch_loop.batch_idx
-        callback.on_train_batch_end(trainer, trainer.lightning_module, outputs, batch, batch_idx)

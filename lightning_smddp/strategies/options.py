@@ -210,8 +210,8 @@ class ReliabilityOptions:
         init_timeout: how long ranks wait for each other at the start, in seconds or as a timedelta; None is 10
             minutes, or DDP's ``timeout`` if that is less.
         stop_grace: seconds, or a timedelta, from SIGTERM to the end of the process, checkpoint included.
-        on_nonfinite: when a gradient is NaN or infinite on any rank: ``"error"`` names rank, step and parameter,
-            ``"skip"`` leaves this step out on all ranks, ``"ignore"`` does not look.
+        on_nonfinite: when a gradient is NaN or infinite on any rank: ``"error"`` names step, parameter and,
+            where it can be known, rank, ``"skip"`` leaves this step out on all ranks, ``"ignore"`` does not look.
         async_save: write checkpoints in the background, from a copy.
         sharded: save a directory with a file of each rank, instead of one file gathered on rank 0.
 

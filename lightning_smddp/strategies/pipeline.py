@@ -25,6 +25,7 @@ from lightning_smddp.bridge.partitioned_module import RunSetup, Unpartitioned
 from lightning_smddp.bridge.pipelined_module import PipelinedModule, require_whole
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
+from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.mesh import Groups
@@ -44,7 +45,7 @@ from lightning_smddp.strategies.checks import (
     zeroes_as_usual,
 )
 from lightning_smddp.strategies.hook_view import HookView
-from lightning_smddp.strategies.nonfinite import by_asking, changes_batch, loss_watchers
+from lightning_smddp.strategies.nonfinite import by_asking, changes_batch
 from lightning_smddp.strategies.options import (
     CommunicationOptions,
     ReliabilityOptions,
@@ -337,26 +338,19 @@ class PipelineParallel(PipelineRanks):
             self._accumulates = False
 
     @override
-    def _find_nonfinite(self) -> Mapping[str, str] | None:
+    def _find_nonfinite(self, optimizer: Optimizer) -> NonFinite | None:
         found = self._last_pipelined().state.nonfinite()
         return found if self._nonfinite_group is not None else by_asking(found, self.root_device)
-
-    @override
-    def _bad_before_averaging(self) -> Mapping[str, str]:
-        return self._last_pipelined().state.nonfinite() or {}
 
     @property
     @override
     def _nonfinite_group(self) -> dist.ProcessGroup | None:
         """Those of one stage: the others hear by the supervision, as asking them in each step costs more than looking.
 
-        They may have taken the step by then; nothing is saved after it. All ranks, where hooks that may change the
-        gradients, or callbacks that watch the loss, come in between: these are collective.
+        They may have taken the step by then; nothing is saved after it.
         """
         assert self._groups is not None
         if self._reliability.on_nonfinite != "error" or self._supervision.supervisor is None:
-            return None
-        if self._checks.changes_gradients or loss_watchers(self._trainer):
             return None
         return self._groups.data_parallel_group
 

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from lightning_smddp.communication.consistency import check_same_lengths, check_same_optimizers
-from lightning_smddp.communication.nonfinite import agreed, bad_gradients
-from lightning_smddp.strategies.nonfinite import (
-    NonFiniteGuard,
-    after_changes,
-    before_step,
-    changes_gradients,
-    let_watchers_judge,
-    loss_watchers,
-)
+from lightning_smddp.communication.nonfinite import NonFinite
+from lightning_smddp.strategies.nonfinite import NonFiniteGuard, before_step
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -32,7 +24,6 @@ class SanityChecks:
     def __init__(self, strategy: TrainerStrategy) -> None:
         self.strategy = strategy
         self._compared_epoch: int | None = None
-        self._watched_batch: Any = None  # for callbacks that watch the loss
 
     @cached_property
     def guard(self) -> NonFiniteGuard:
@@ -62,17 +53,15 @@ class SanityChecks:
         """The first epoch's batches are compared, whichever it is."""
         self._compared_epoch = None
 
-    def training_batch_starts(self, batch: Any) -> None:
+    def training_batch_starts(self) -> None:
         """At the first batch of an epoch, compare how many there are on each rank."""
         trainer = self._module.trainer
-        # Kept for callbacks that want it only: it takes memory.
-        self._watched_batch = batch if loss_watchers(trainer) else None
         if trainer.current_epoch != self._compared_epoch:
             self._compared_epoch = trainer.current_epoch
             check_same_lengths(_batches(trainer), trainer.current_epoch)
 
     def around_step(self, optimizer: Any, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
-        """Look at the gradients between the backward pass and the step, behind the hooks that may change them.
+        """Look at the gradients between the backward pass and the update.
 
         Args:
             optimizer: about to step.
@@ -81,71 +70,23 @@ class SanityChecks:
         """
         if not self.watches_gradients or not dist.is_initialized():
             return step(closure)
-        # Lightning's closure is: training step, backward, the hooks behind it. Where the user's code has none of these
-        # hooks, what the averaging noted on its way says it all, and nothing is read twice:
-        #   closure() -> found -> judge -> optimizer
-        # A hook may clip or zero what was bad, so there the verdict waits until optimizer.step() has run the closure:
-        #   optimizer.step: closure() -> found -> hooks -> look again -> judge -> update
-        looks_behind_hooks = self._changes_before_step
-        loss: Any = None
-        found: Mapping[str, str] | None = None
+        # Clipping by norm, behind the closure, spreads what is not finite over all parameters: so names are from before
+        # it. A hook behind the closure may clean gradients: so what was found there is looked for again.
+        #   optimizer.step: closure() -> found -> hooks, clipping -> judge -> update
+        found: NonFinite | None = None
 
-        def watched() -> Any:
-            nonlocal loss, found
-            loss = closure()
-            found = self._find_changed() if self.changes_gradients else self.strategy._find_nonfinite()
-            if not looks_behind_hooks:
-                self._judge(optimizer, found, loss)
-            return loss
+        def looked() -> Any:
+            nonlocal found
+            result = closure()
+            found = self.strategy._find_nonfinite(optimizer)
+            return result
 
-        def look() -> None:
-            if found is not None and agreed(self._bad_now() is not None, self._agreeing_group, device):
-                self._judge(optimizer, found, loss)
+        def judge() -> None:
+            left = None if found is None else self.strategy._find_nonfinite(optimizer)
+            self.guard.check(optimizer, left and found, self.where(), self.strategy._nonfinite_group)
 
-        device = self.strategy.root_device
-        with before_step(optimizer, look) if looks_behind_hooks else nullcontext():
-            return step(watched)
-
-    @property
-    def _changes_before_step(self) -> bool:
-        """Whether the user's code gets the gradients behind Lightning's closure, which ends with the backward pass."""
-        hooks = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
-        return changes_gradients(self._module.trainer, *hooks)
-
-    @property
-    def _changes_after_backward(self) -> bool:
-        """Whether it gets them inside of it, or in a step that optimizes by hand."""
-        module = self._module
-        return not module.automatic_optimization or changes_gradients(module.trainer, "on_after_backward", "backward")
-
-    @property
-    def changes_gradients(self) -> bool:
-        """Whether the user's code gets the gradients before the step."""
-        return self._changes_before_step or self._changes_after_backward
-
-    def _find_changed(self) -> Mapping[str, str] | None:
-        """As the strategy's own, by what the gradients are now. Maybe collective."""
-        brought, now = self.strategy._bad_before_averaging(), self._bad_now()
-        # Where averages are the same on all ranks, and nobody has changed them, the others see that they are fine too.
-        if now is None and self.strategy._has_equal_gradients and not self._changes_after_backward:
-            return None
-        return after_changes(brought, now, self._agreeing_group, self.strategy.root_device)
-
-    def _bad_now(self) -> dict[str, str] | None:
-        named = self._module.named_parameters()
-        return bad_gradients((name, parameter) for name, parameter in named if not parameter.is_meta)  # others' parts
-
-    @property
-    def _agreeing_group(self) -> dist.ProcessGroup:
-        group = self.strategy._nonfinite_group or dist.group.WORLD
-        assert group is not None
-        return group
-
-    def _judge(self, optimizer: Any, found: Mapping[str, str] | None, loss: Any) -> None:
-        """Go on, leave the step out, or raise; but callbacks that watch the loss come before us."""
-        if found is not None and self.guard.mode == "error":
-            let_watchers_judge(self._module.trainer, loss, self._watched_batch)
-        self.guard.check(optimizer, found, self.where(), self.strategy._nonfinite_group)
+        with before_step(optimizer, judge):
+            return step(looked)
 
     def where(self) -> str:
         """The step that runs, in words."""

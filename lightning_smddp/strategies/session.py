@@ -72,7 +72,6 @@ class GradientCommunication:
         ddp_kwargs: Mapping[str, Any],
         timeout: timedelta | None,
         looks: bool,
-        marks: bool,
     ) -> DistributedDataParallel:
         """``module`` in DDP, with our averaging. Collective.
 
@@ -82,7 +81,6 @@ class GradientCommunication:
             ddp_kwargs: DDP's arguments, as the user gave them.
             timeout: the strategy's.
             looks: for NaN and inf in gradients.
-            marks: NaN of one rank is in the average, for all ranks to see.
 
         Raises:
             ValueError: on every rank, when the model or the options do not fit.
@@ -93,8 +91,7 @@ class GradientCommunication:
                 "Use Lightning's DDPStrategy for gradients of a part of the ranks."
             )
         synchronizer = self._synchronizer_of(module, device, timeout)
-        synchronizer.watch.on = looks
-        synchronizer.watch.marks = marks
+        synchronizer.watches = looks
         self.synchronizers.append(synchronizer)
         # Gradients are views of DDP's buckets then: what the hook has averaged in a bucket need not be copied to them.
         arguments = {"gradient_as_bucket_view": True, **ddp_kwargs}

@@ -96,7 +96,8 @@ def test_uneven(batches: list[int], stream: bool, launcher: str, tmp_path: Path)
     ("strategy", "launcher"), [("smddp", "script"), pytest.param(PP, "script", marks=pytest.mark.exhaustive)]
 )
 def test_nan(strategy: str, launcher: str, tmp_path: Path) -> None:
-    result = run(Case([Fault(1, 5, "nan", "backward")], strategy, launcher), tmp_path)
+    options = {"algorithm": "shared_memory"}
+    result = run(Case([Fault(1, 5, "nan", "backward")], strategy, launcher, options=options), tmp_path)
     assert_ended(result)
     for rank in range(2):
         assert "not finite in step 5" in result.said_by(rank), result.describe()

@@ -224,7 +224,7 @@ def test_nan_is_an_error(name: str, device: str) -> None:
     results = run_trainer_ranks(fails, 2, name, {}, 1, float("nan"), {})
     assert results[1][1] == 2  # another stage may have taken the step meanwhile
     for message, _ in results:
-        assert "on rank 1 (host" in message
+        assert name == "smddp" or "on rank 1 (host" in message  # averages tell no rank, and its loss is finite
         assert "net.2.bias (nan in 1 of 3 elements)" in message
 
 

@@ -24,6 +24,7 @@ from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import Compression, check_compressible
 from lightning_smddp.communication.consistency import check_same_model
 from lightning_smddp.communication.hook import GradientSynchronizer
+from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.report import CommunicationReport, Recorder
 from lightning_smddp.communication.tensors import from_numbers
 
@@ -170,8 +171,7 @@ class ReplicaGradients:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_smddp_replicas")
         self._hooks: list[RemovableHandle] = []
         self._pending: list[futures.Future[Any]] = []
-        self.watching = False  # for NaN and inf, before averaging
-        self.marking = True  # see `NonFiniteWatch.marks`
+        self.watching = False  # see `GradientSynchronizer.watches`
         self._launched = 0  # buckets
         # By id of a parameter:
         self._remaining: dict[int, int] = {}  # backward passes to come
@@ -228,15 +228,9 @@ class ReplicaGradients:
         for bucket in self.buckets:
             bucket.hand_out(self._used)
 
-    def take_nonfinite(self) -> dict[str, str] | None:
-        """What was not finite in this rank's own gradients, by parameter; None if no replica's, nor their mean, was.
-
-        After :meth:`finish`, with ``watching``. Without ``marking``: of this rank alone, empty if there is none.
-        """
-        watch = self._synchronizer.watch
-        if self.marking and not watch.spoiled():
-            return None
-        return watch.take_findings()
+    def nonfinite(self) -> NonFinite | None:
+        """What is wrong with the averaged gradients, the same on all replicas; after :meth:`finish`."""
+        return self._synchronizer.nonfinite(self._trained().values())
 
     def report(self) -> CommunicationReport:
         """What communication cost so far. Collective over the replicas."""
@@ -310,9 +304,7 @@ class ReplicaGradients:
 
     def _launch(self, bucket: GradientBucket) -> None:
         bucket.collect()
-        watch = self._synchronizer.watch
-        watch.on = self.watching
-        watch.marks = self.marking
+        self._synchronizer.watches = self.watching
         # On a CPU an average blocks until all replicas have come. Backward must not wait there: its pipeline would
         # stand still, and with it the replica that it waits for. So a thread of this object waits, one bucket after the
         # other.
