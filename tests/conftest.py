@@ -31,7 +31,6 @@ LAST_PATIENCE_S = 15.0
 # Files of 12 seconds and more, the longest first: handed out later, one would keep one worker alone busy.
 LONGEST = [
     "tests/strategies/test_contract.py",
-    "tests/strategies/test_pipeline_compiled.py",
     "tests/strategies/test_launchers.py",
     "tests/test_examples.py",
     "tests/test_registration.py",
@@ -46,14 +45,11 @@ LONGEST = [
     "tests/strategies/test_pipeline_features.py",
     "tests/faults/test_nodes.py",
     "tests/strategies/test_exact_resume.py",
-    "tests/strategies/test_output_hooks.py",
-    "tests/strategies/test_loss_weights.py",
     "tests/pipeline/test_replay.py",
     "tests/supervision/test_failures.py",
     "tests/sharding/test_shard_optimizer.py",
     "tests/strategies/test_pipeline_checkpoints.py",
     "tests/strategies/test_pipeline_schedules.py",
-    "tests/strategies/test_loggers_and_trackers.py",
     "tests/sharding/test_fsdp.py",
     "tests/strategies/test_layouts.py",
     "tests/communication/test_sharded_collectives.py",
@@ -61,7 +57,7 @@ LONGEST = [
     "tests/sharding/test_shard_in_pipeline.py",
     "tests/gpu/test_pipelines.py",
     "tests/sharding/test_fsdp_averaging.py",
-    "tests/strategies/test_control_flow.py",
+    "tests/strategies/test_pipeline_steps.py",
     "tests/strategies/test_pipeline_errors.py",
     "tests/communication/test_hook.py",
     "tests/sharding/test_one_word.py",
@@ -69,14 +65,9 @@ LONGEST = [
     "tests/supervision/test_hooks.py",
     "tests/test_layers.py",
     "tests/strategies/test_compression.py",
-    "tests/strategies/test_hook_view.py",
     "tests/gpu/test_sharded_optimizer.py",
-    "tests/strategies/test_lockstep.py",
     "tests/supervision/test_stops.py",
     "tests/strategies/test_pipeline_replicas.py",
-    "tests/strategies/test_pipeline_randomness.py",
-    "tests/strategies/test_pipeline_batches.py",
-    "tests/strategies/test_external_writes.py",
 ]
 
 

@@ -298,6 +298,11 @@ def run_each(body: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[A
     return [body(*case) for case in cases]
 
 
+def call(body: Callable[..., Any], *args: Any) -> Any:
+    """The body of ``Cases`` of several bodies."""
+    return body(*args)
+
+
 @dataclass
 class Cases:
     """A body's cases, which ranks run one after the other in one start when the first of their results is asked for.
@@ -306,12 +311,14 @@ class Cases:
         body: called with each case's arguments.
         cases: the arguments.
         ranks: how many.
+        node_ids: the node of each, if there are several.
     """
 
     body: Callable[..., Any]
     cases: Sequence[Sequence[Any]]
     ranks: int = 2
     timeout: float = 90.0
+    node_ids: Sequence[str] | None = None
     _results: list[list[Any]] = field(default_factory=list)
     _error: BaseException | None = None
 
@@ -321,7 +328,8 @@ class Cases:
             raise AssertionError("the ranks failed in an earlier case") from self._error
         if not self._results:
             try:
-                self._results = run_trainer_ranks(run_each, self.ranks, self.body, self.cases, timeout=self.timeout)
+                limits: dict[str, Any] = {"timeout": self.timeout, "node_ids": self.node_ids}
+                self._results = run_trainer_ranks(run_each, self.ranks, self.body, self.cases, **limits)
             except BaseException as error:
                 self._error = error
                 raise

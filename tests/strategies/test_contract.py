@@ -26,6 +26,7 @@ from torchmetrics import CatMetric, MeanMetric, MeanSquaredError, MetricCollecti
 from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score, MulticlassPrecision, MulticlassRecall
 
 from lightning_smddp import PipelineStrategy
+from lightning_smddp.pipeline.capture.tracer import trace
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import CLASSES, INPUTS, make_trainer
 from tests.strategies.pipeline_learners import Bench, Cases, Evaluated, Matrix, Net, assert_same, name_of, outcome
@@ -174,6 +175,30 @@ class Chancy(Net):
 def left_to_chance(bench: Bench) -> Any:
     torch.manual_seed(7)
     return watched(bench, Chancy(), THREE)
+
+
+class MadeLate(Tokens):
+    """Its layers have no memory before the sanity check, by whose step they are placed."""
+
+    def __init__(self) -> None:
+        super().__init__("sum")
+        self.net = nn.Sequential()
+
+    def configure_model(self) -> None:
+        if not len(self.net):
+            self.net = nn.Sequential(nn.Linear(INPUTS, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, CLASSES))
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+    val_dataloader = Tokens.train_dataloader
+
+
+def found_after_sanity_check() -> str:
+    trainer = Bench({}).trainer({"meta_init": True, **THREE}, max_epochs=1, num_sanity_val_steps=1)
+    with caught():
+        trainer.fit(MadeLate())
+    return trainer.strategy.chosen_loss_weight
 
 
 # ---- 3. self.log ----
@@ -590,11 +615,24 @@ class WritesParameters(Net):
         return super().training_step(batch, batch_idx)
 
 
+OUTSIDE = torch.zeros(2)
+
+
+class WritesOutside(Net):
+    """Into a tensor that is no attribute of the module."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        out = self.net(batch[0])
+        torch.add(OUTSIDE, out.detach().sum(), out=OUTSIDE)
+        return F.cross_entropy(out, batch[1])
+
+
 REFUSALS: list[tuple[type[Net], str]] = [
     (Manual, "automatic_optimization"),
     (WithLBFGS, "LBFGS"),
     (BackwardInside, "grad"),
     (WritesParameters, "net.0.weight"),
+    (WritesOutside, "Keep it in an attribute of the LightningModule itself"),
 ]
 
 
@@ -653,6 +691,25 @@ def generating(bench: Bench) -> Any:
     is_first = bench.pipeline is not None and torch.distributed.get_rank() == 0
     assert len(texts(said, "`validation_step` runs in lockstep")) == is_first, texts(said)
     return {"seen": [each for each in result["seen"] if isinstance(each, Tensor)], "metrics": result["metrics"]}
+
+
+class WritesInValidation(Evaluated):
+    """Into a tensor of another object: with whole batches."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        out = self.net(batch[0])
+        OUTSIDE.add_(out.sum())
+        return OUTSIDE.clone()
+
+
+def writing_in_validation(bench: Bench) -> Any:
+    OUTSIDE.zero_()
+    options = {"max_epochs": 1, "num_sanity_val_steps": 0}
+    with caught() as said:
+        result = watched(Bench(bench.pipeline), WritesInValidation(), THREE if bench.pipeline else None, **options)
+    is_first = bench.pipeline is not None and torch.distributed.get_rank() == 0
+    assert len(texts(said, "_step` runs", "writes a tensor in place at")) == is_first, texts(said)
+    return {"seen": [each for each in result["seen"] if isinstance(each, Tensor)]}
 
 
 def evaluated(bench: Bench) -> Any:
@@ -723,47 +780,32 @@ def partial(case: Any, **options: Any) -> Any:
     return functools.partial(case, **options)
 
 
-CASES = [
-    *(partial(weighted, kind=kind) for kind in WEIGHTS),
-    weighted_by_function,
-    *(partial(found, kind=kind) for kind in WEIGHTS[:3]),
-    left_to_chance, logging, measured, returning, ragged, counting, stopping, mended, normalised,
-    drawing, cut_by_hand, not_cut, branching, generating, evaluated, hooked,
-    *(partial(skipping, whole=whole) for whole in (0, 2)),
-]  # fmt: skip
-TWO = Matrix(CASES, timeout=300.0)
+RULES: dict[str, list[Any]] = {
+    "1 one weight for losses and means": [*(partial(weighted, kind=kind) for kind in WEIGHTS), weighted_by_function],
+    "1b what has no loss does not count": [partial(skipping, whole=whole) for whole in (0, 2)],
+    "2 auto finds the weight": [*(partial(found, kind=kind) for kind in WEIGHTS[:3]), left_to_chance],
+    "3 logs are reduced over micro-batches": [logging],
+    "4 metrics are called for each micro-batch": [measured],
+    "5 outputs are put together": [returning],
+    "6 attributes go from micro-batch to micro-batch and to all ranks": [counting],
+    "7 an attribute of the module helps": [mended],
+    "8 normalisation, buffers and hooks of parameters see micro-batches": [normalised],
+    "10 random numbers follow from the micro-batch": [drawing],
+    "11 the user's function cuts, and a batch that can be read in two ways is one micro-batch": [cut_by_hand, not_cut],
+    "13 paths by what all ranks know are found before the schedule": [branching],
+    "14 evaluation has the same contract": [evaluated],
+}  # fmt: skip
+AS_WHOLE_BATCHES = [ragged, generating, writing_in_validation]
+CASES = [case for cases in RULES.values() for case in cases]
+TWO = Matrix([*CASES, *AS_WHOLE_BATCHES, stopping, hooked], timeout=300.0)
 SEVERAL_STAGES = Matrix([logging, measured, counting], pipeline={"schedule": "interleaved_1f1b"})
 
 
-@pytest.mark.parametrize("kind", WEIGHTS)
-def test_1_the_loss_and_logged_means_have_one_weight(kind: str) -> None:
-    TWO.compare(next(case for case in CASES if isinstance(case, functools.partial) and case.keywords == {"kind": kind}))
-
-
-def test_1_the_weight_may_be_a_function() -> None:
-    TWO.compare(weighted_by_function)
-
-
-@pytest.mark.parametrize("case", CASES[-2:], ids=["first batch", "third batch"])
-def test_1b_a_micro_batch_without_a_loss_does_not_count_and_a_batch_without_one_is_skipped(case: Any) -> None:
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=f"{rule}-{name_of(case)}") for rule, cases in RULES.items() for case in cases]
+)
+def test_rule(case: Any) -> None:
     TWO.compare(case)
-
-
-@pytest.mark.parametrize("kind", WEIGHTS[:3])
-def test_2_auto_finds_the_weight(kind: str) -> None:
-    TWO.compare(CASES[len(WEIGHTS) + 1 + WEIGHTS.index(kind)])
-
-
-def test_2_auto_counts_rows_where_chance_decides() -> None:
-    TWO.compare(left_to_chance)
-
-
-def test_3_logs_are_reduced_over_micro_batches_also_those_of_inner_modules() -> None:
-    TWO.compare(logging)
-
-
-def test_4_metrics_are_called_for_each_micro_batch() -> None:
-    TWO.compare(measured)
 
 
 @pytest.mark.parametrize("case", SEVERAL_STAGES.cases, ids=name_of)
@@ -771,19 +813,16 @@ def test_3_4_6_also_where_a_rank_has_several_stages(case: Any) -> None:
     SEVERAL_STAGES.compare(case)
 
 
-def test_5_outputs_are_put_together() -> None:
-    TWO.compare(returning)
-
-
-def test_5_evaluation_runs_whole_batches_where_outputs_cannot_be_put_together() -> None:
-    results = TWO.results(ragged)
-    expected = ragged(Bench(None))
+@pytest.mark.parametrize("case", AS_WHOLE_BATCHES, ids=name_of)
+def test_5_14_evaluation_runs_whole_batches_or_in_lockstep_where_it_cannot_be_cut(case: Any) -> None:
+    results = TWO.results(case)
+    expected = case(Bench(None))
     for result in results:
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_6_attributes_go_from_micro_batch_to_micro_batch_and_to_all_ranks() -> None:
-    TWO.compare(counting)
+def test_2_the_weight_is_found_where_a_sanity_check_has_placed_the_module() -> None:
+    assert REFUSED.results(("found_after_sanity_check",)) == ["sum", "sum"]
 
 
 def test_6_a_stop_that_is_asked_for_in_a_step_is_heard() -> None:
@@ -800,14 +839,6 @@ def test_7_what_a_placed_module_keeps_is_on_its_rank_and_raises_elsewhere_with_t
     assert unsaid == []
 
 
-def test_7_the_cure_helps() -> None:
-    TWO.compare(mended)
-
-
-def test_8_normalisation_buffers_and_hooks_of_parameters_see_micro_batches() -> None:
-    TWO.compare(normalised)
-
-
 def test_8_auto_makes_micro_batches_of_sixteen_rows_for_batch_norm() -> None:
     assert REFUSED.results(("rows_of_parts",)) == [2, 2]
 
@@ -815,18 +846,6 @@ def test_8_auto_makes_micro_batches_of_sixteen_rows_for_batch_norm() -> None:
 def test_9_state_for_the_next_micro_batch_is_refused_by_name() -> None:
     for text in REFUSED.results(("refused", "Remembering")):
         assert "memory" in text
-
-
-def test_10_random_numbers_follow_from_the_micro_batch() -> None:
-    TWO.compare(drawing)
-
-
-def test_11_the_users_function_cuts() -> None:
-    TWO.compare(cut_by_hand)
-
-
-def test_11_a_batch_that_can_be_read_in_two_ways_is_one_micro_batch() -> None:
-    TWO.compare(not_cut)
 
 
 @pytest.mark.parametrize(("model", "cause"), REFUSALS, ids=[model.__name__ for model, _ in REFUSALS])
@@ -837,25 +856,24 @@ def test_12_what_cannot_be_cut_is_refused_with_the_word_to_use(model: type[Net],
         assert "smddp_fsdp" in text
 
 
-def test_13_paths_by_what_all_ranks_know_are_found_before_the_schedule() -> None:
-    TWO.compare(branching)
+def test_12_what_a_trace_has_written_outside_is_put_back() -> None:
+    root, other = nn.Linear(2, 2), torch.arange(4.0)
+
+    @torch.no_grad()
+    def step() -> None:
+        other[2:].add_(1)
+        other.mul_(2)  # what was before the first write counts
+        torch.ones(2).zero_()
+
+    (place,) = trace(step, root, torch.device("cpu")).external_writes
+    assert "test_contract.py" in place
+    assert other.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_13_a_path_by_an_activation_that_changes_is_an_error_on_all_ranks() -> None:
     for text in REFUSED.results(("refused", "Deciding")):
         assert "Error" in text
         assert "test_contract.py" in text
-
-
-def test_14_evaluation_has_the_same_contract() -> None:
-    TWO.compare(evaluated)
-
-
-def test_14_what_cannot_be_cut_is_evaluated_in_lockstep() -> None:
-    results = TWO.results(generating)
-    expected = generating(Bench(None))
-    for result in results:
-        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_15_the_check_at_the_start_sees_what_nothing_else_sees() -> None:
@@ -900,6 +918,7 @@ REFUSED = Cases(
     [
         ("attention",),
         ("rows_of_parts",),
+        ("found_after_sanity_check",),
         *(("refused", model.__name__) for model, _ in REFUSALS),
         ("refused", "Remembering"),
         ("refused", "Escaping"),

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from lightning_smddp import PipelineStrategy
-from lightning_smddp.strategies import session
 from tests import devices, rank_processes, simulated_cuda
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.grouped import grouped
@@ -94,10 +92,10 @@ def strategy_and_module(strategy: str, limit_s: float) -> tuple[Any, Any]:
     return PipelineStrategy(**grouped(verbose=False, collective_timeout=limit_s)), Net()
 
 
-REST = pytest.mark.exhaustive
-# The supervision of the two is one: which of them is enough where a kind of fault takes no other way.
-DATA_PARALLEL = pytest.mark.parametrize("strategy", ["smddp", pytest.param("smddp_pipeline", marks=REST)])
-PIPELINE = pytest.mark.parametrize("strategy", [pytest.param("smddp", marks=REST), "smddp_pipeline"])
+# The supervision of the two is one: which of them is enough where a kind of fault takes no other way. `tests/gpu` has
+# both, and what needs no device: a rank that stops, and a data-parallel one that hangs in a kernel.
+DATA_PARALLEL = pytest.mark.parametrize("strategy", ["smddp"])
+PIPELINE = pytest.mark.parametrize("strategy", ["smddp_pipeline"])
 NAMED = r"[Rr]ank 1 \(host \S+, process \d+\) "
 
 
@@ -120,7 +118,7 @@ def test_a_rank_that_raises(strategy: str, tmp_path: Path, monkeypatch: pytest.M
     assert ended.seconds < END_S
 
 
-@REST  # tests/supervision stops a rank without a device
+@pytest.mark.exhaustive
 @PIPELINE
 def test_a_rank_that_stops(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = run(strategy, "stops", tmp_path, monkeypatch)
@@ -128,7 +126,7 @@ def test_a_rank_that_stops(strategy: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert ended.seconds < LIMIT_S + END_S
 
 
-@REST  # a stage that hangs, below, does so in a kernel
+@pytest.mark.exhaustive
 @DATA_PARALLEL
 def test_a_kernel_that_hangs(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing raises by itself; both hosts wait for their devices, and may have come to the same point."""
@@ -183,38 +181,7 @@ def test_long_phases_are_no_hangs_and_nccl_waits_longer_than_the_supervision(str
         assert limit_s == 61.2
 
 
-# ---- the end of a process ----
-
-
-def leave_with_a_message_that_never_comes(failed: bool, directory: str) -> bool:
-    rank, device = int(os.environ["RANK"]), torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    os.dup2(os.open(f"{directory}/{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", rank=rank, world_size=2, device_id=device)
-    dist.barrier()
-    ours = silent()._session
-    ours.failed = failed
-    if rank == 0:
-        dist.irecv(torch.zeros(1, device=device), 1)
-        session._LEAVE_S = 1.0
-        session._leave(weakref.ref(ours))
-    return dist.is_initialized()
-
-
-@pytest.mark.slow
-def test_a_process_that_cannot_let_go_of_its_groups_ends_and_says_where(tmp_path: Path) -> None:
-    with pytest.raises(RanksFailedError) as caught:
-        run_trainer_ranks(leave_with_a_message_that_never_comes, 2, False, str(tmp_path))
-    assert "exited with code 1" in caught.value.tracebacks[0]
-    written = (tmp_path / "0.err").read_text()
-    assert "Timeout (0:00:01)!" in written
-    assert "in destroy_process_group" in written
-
-
-def test_after_a_failure_nothing_is_waited_for(tmp_path: Path) -> None:
-    left, other = run_trainer_ranks(leave_with_a_message_that_never_comes, 2, True, str(tmp_path))
-    assert not left
-    assert other
+# ---- after a failure ----
 
 
 def fit_again() -> list[Any]:

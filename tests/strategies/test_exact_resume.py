@@ -23,16 +23,14 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_smddp import SMDDPFSDPStrategy
 from lightning_smddp.resume.auto_resume import STOP_CHECKPOINT
 from lightning_smddp.resume.exact_resume import CHECKPOINT_KEY
 from lightning_smddp.resume.random_states import RandomStates
 from lightning_smddp.resume.resumable_loader import ResumableLoader
 from lightning_smddp.strategies import checkpoint_io
 from tests.ranks import run_trainer_ranks
-from tests.strategies.grouped import grouped
 from tests.strategies.learners import Learner, make_trainer, samples, silent
-from tests.strategies.resuming import Dropping, Drops, Scenario, all_from_each, differences, resume_from_each, run
+from tests.strategies.resuming import Dropping, Scenario, all_from_each, resume_from_each, run
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),
@@ -79,16 +77,10 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_pipeline(tmp_path: Path) -> None:
-    """Each stage draws its own dropout."""
-    scenario = replace(OFTEN, epochs=2, count=18)
-    assert run_trainer_ranks(resume_from_each, 2, {}, scenario, str(tmp_path), 3) == [{}, {}]
-
-
-@pytest.mark.slow
-def test_pipeline_without_a_check(tmp_path: Path) -> None:
-    """Whose evaluation is traced while it counts: what no step has drawn then, each rank still has for itself."""
-    scenario = Scenario(epochs=1, count=16, validate=3)
-    assert run_trainer_ranks(resume_from_each, 2, {"check": False}, scenario, str(tmp_path), 2) == [{}, {}]
+    """Each stage draws its own dropout; also where, without a check, evaluation is traced while it counts."""
+    unchecked = Scenario(epochs=1, count=16, validate=3)
+    kinds = [({}, replace(OFTEN, epochs=2, count=18)), ({"check": False}, unchecked)]
+    assert run_trainer_ranks(all_from_each, 2, kinds, str(tmp_path), 2, timeout=110) == [{}, {}]
 
 
 @pytest.mark.exhaustive
@@ -103,57 +95,6 @@ def test_smddp_from_every_checkpoint(name: str, ranks: int, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "two loaders"])  # whose batches no pipeline can cut
 def test_pipeline_from_many_checkpoints(name: str, tmp_path: Path) -> None:
     assert run_trainer_ranks(resume_from_each, 2, {}, KINDS[name], str(tmp_path), 10, timeout=110) == [{}, {}]
-
-
-FOUR: list[tuple[Any, Scenario]] = [
-    ("shared_memory", Scenario(accumulate=2, validate=3, count=50)),  # sums of four in one order, whatever the buckets
-    ({"pipeline_parallel_size": 2}, OFTEN),
-    ({"pipeline_parallel_size": 2, "schedule": "interleaved_1f1b"}, Scenario("stream", workers=2)),
-]
-
-
-@pytest.mark.exhaustive
-def test_four_ranks(tmp_path: Path) -> None:
-    assert run_trainer_ranks(all_from_each, 4, FOUR, str(tmp_path), 3, timeout=170) == [{}] * 4
-
-
-def of_fsdp(directory: str) -> list[str]:
-    """The samples and the loss after resuming: weights are on both ranks."""
-
-    def train(**options: Any) -> Any:
-        return run(SMDDPFSDPStrategy(**grouped(verbose=False)), Scenario(epochs=1), **options)
-
-    unbroken = train(directory=directory)
-    return differences(train(ckpt_path=f"{directory}/step2.ckpt"), unbroken)
-
-
-@pytest.mark.slow
-def test_fsdp(tmp_path: Path) -> None:
-    assert run_trainer_ranks(of_fsdp, 2, str(tmp_path)) == [[], []]
-
-
-def of_twin(directory: str) -> list[str]:
-    import pytorch_lightning as pl
-
-    from lightning_smddp.strategies.pytorch_lightning import SMDDPStrategy
-
-    class Module(Drops, pl.LightningModule):
-        def __init__(self, scenario: Scenario) -> None:
-            super().__init__()
-            self.build(scenario)
-
-    def train(**options: Any) -> Any:
-        strategy = SMDDPStrategy(**grouped(verbose=False, algorithm="native"))
-        twin = {"make_model": Module, "trainer_class": pl.Trainer, "checkpoint_class": pl.callbacks.ModelCheckpoint}
-        return run(strategy, replace(OFTEN, epochs=2), **twin, **options)
-
-    unbroken = train(directory=directory)
-    return differences(train(ckpt_path=f"{directory}/step3.ckpt"), unbroken)
-
-
-@pytest.mark.slow
-def test_pytorch_lightning(tmp_path: Path) -> None:
-    assert run_trainer_ranks(of_twin, 2, str(tmp_path)) == [[], []]
 
 
 # ---- what is saved, and what does not fit ----
@@ -189,15 +130,6 @@ def saved_in_mid_step(directory: str) -> list[Any]:
     return found
 
 
-@pytest.mark.slow
-def test_in_mid_step(tmp_path: Path) -> None:
-    """The batch that was at work comes again."""
-    [found] = run_trainer_ranks(saved_in_mid_step, 1, str(tmp_path))
-    for same, texts in found:
-        assert same
-        assert ["has the gradients of 1 of 2 batches" in text for text in texts] == [True]
-
-
 def saved_and_changed(directory: str) -> list[Any]:
     """Resumed by a plain Trainer; from a plain one's file; from one with the record of an earlier version."""
     scenario, path = Scenario(epochs=1), f"{directory}/step2.ckpt"
@@ -214,52 +146,51 @@ def saved_and_changed(directory: str) -> list[Any]:
     return found
 
 
-def test_other_checkpoints(tmp_path: Path) -> None:
-    """Ours is plain, and loads anywhere. Of others the epoch's samples begin anew, which one line says."""
-    [(plain, resized, unknown, earlier)] = run_trainer_ranks(saved_and_changed, 1, str(tmp_path))
+def with_less_data(directory: str) -> str:
+    run("smddp", Scenario("stream", epochs=1), directory)
+    with pytest.raises(ValueError, match="saved after 5 batches") as caught:
+        run("smddp", Scenario("stream", epochs=1, count=10), ckpt_path=f"{directory}/step5.ckpt")
+    return str(caught.value)
+
+
+def alone(directory: str) -> list[Any]:
+    """In one process, as starting it takes longer than they do."""
+    bodies = (saved_in_mid_step, saved_and_changed, with_less_data)
+    return [body(f"{directory}/{body.__name__}") for body in bodies]
+
+
+def test_what_is_saved_and_what_does_not_fit(tmp_path: Path) -> None:
+    """The batch that was at work comes again. Ours is plain, and loads anywhere; of others the samples begin anew."""
+    [(mid_step, (plain, resized, unknown, earlier), shrunk)] = run_trainer_ranks(alone, 1, str(tmp_path))
+    for same, texts in mid_step:
+        assert same
+        assert ["has the gradients of 1 of 2 batches" in text for text in texts] == [True]
     assert (plain[1], ["not resumable" in text for text in plain[2]]) == ((7, 1), [True])
     assert ["batch_size=3 instead of 4. So this epoch's samples begin" in text for text in resized[2]] == [True]
     for seen, steps, texts in (unknown, earlier):
         assert (len(seen), steps) == (5, (7, 1))
         assert ["data not known. So this epoch's samples begin anew" in text for text in texts] == [True]
-    saved = torch.load(tmp_path / "step2.ckpt", weights_only=True)
+    saved = torch.load(tmp_path / "saved_and_changed" / "step2.ckpt", weights_only=True)
     assert len(saved[CHECKPOINT_KEY]["ranks"]) == 1
     assert "combined_loader" not in saved["loops"]["fit_loop"]["state_dict"]  # a Trainer without us would refuse it
+    assert "saved after 5 batches of an epoch, but the training data has only 3" in shrunk
 
 
-OTHER = Scenario(epochs=2, count=48)
-
-
-@pytest.fixture(scope="module")
-def of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of a run of two replicas, with 6 batches in each epoch."""
-    directory = tmp_path_factory.mktemp("of two")
-    run_trainer_ranks(fit_once, 2, "smddp", OTHER, str(directory))
-    return directory
+def in_another_layout(directory: str) -> Any:
+    """Of two replicas, 6 batches in each epoch; then of two stages."""
+    scenario = Scenario(epochs=2, count=48)
+    fit_once("smddp", scenario, directory)
+    return fit_once({}, scenario, None, f"{directory}/step9.ckpt")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "kind"), [(1, "smddp"), (2, {}), pytest.param(4, "smddp", marks=pytest.mark.exhaustive)], ids=str
-)
-def test_other_layouts(ranks: int, kind: Any, of_two: Path) -> None:
+def test_another_layout(tmp_path: Path) -> None:
     """In the middle of the second epoch: its data begin anew, and one rank says so."""
-    first, *others = run_trainer_ranks(fit_once, ranks, kind, OTHER, None, of_two / "step9.ckpt")
+    first, other = run_trainer_ranks(in_another_layout, 2, str(tmp_path))
     [text] = first[2]
     assert "those of the checkpoint's data [2, 2, 'cpu']. So this epoch's samples begin anew" in text
-    assert all(texts == [] for _, _, texts in others)
+    assert other[2] == []
     assert first[1][1] == 2
-
-
-def with_less_data(directory: str) -> None:
-    run("smddp", Scenario("stream", epochs=1), directory)
-    with pytest.raises(ValueError, match="saved after 5 batches of an epoch, but the training data has only 3"):
-        run("smddp", Scenario("stream", epochs=1, count=10), ckpt_path=f"{directory}/step5.ckpt")
-
-
-@pytest.mark.slow
-def test_data_that_has_shrunk(tmp_path: Path) -> None:
-    run_trainer_ranks(with_less_data, 1, str(tmp_path))
 
 
 # ---- the user's loaders ----
@@ -351,7 +282,7 @@ def given(states: RandomStates, batches: Iterator[Any], count: int = 99) -> list
     return found
 
 
-@pytest.mark.parametrize("count", [1, 3, 4])
+@pytest.mark.parametrize("count", [1, 4])
 def test_a_loader_goes_on(count: int, tmp_path: Path) -> None:
     """With random numbers of every kind, which a file has as plain values; nothing is loaded that was seen."""
     states, loader = made(DataLoader(WithSources(), 4, shuffle=True))

@@ -17,6 +17,7 @@ from lightning_smddp import SMDDPFabricStrategy
 from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import CLASSES, INPUTS, local_devices, num_nodes, samples
+from tests.strategies.pipeline_learners import run_each
 
 
 def make_fabric(strategy: Any, package: str = "lightning.fabric") -> Any:
@@ -59,15 +60,13 @@ def train_with(strategy: str, package: str) -> tuple[Tensor, float, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
-def test_equals_ddp(package: str) -> None:
-    stock = run_trainer_ranks(train_with, 2, "ddp", package)
-    ours = run_trainer_ranks(train_with, 2, "smddp", package)
-    for (expected, *_), (actual, mean, _) in zip(stock, ours, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
-        assert mean == 0.5
-    assert "cluster size" in ours[0][2]
-    assert ours[1][2] == ""
+def test_equals_ddp() -> None:
+    names = [("ddp", "lightning.fabric"), ("smddp", "lightning.fabric"), ("smddp", "lightning_fabric")]
+    for rank, ((expected, *_), *ours) in enumerate(run_trainer_ranks(run_each, 2, train_with, names)):
+        for actual, mean, printed in ours:
+            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+            assert mean == 0.5
+            assert ("cluster size" in printed) == (rank == 0)
 
 
 def new_strategy(compression: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
+from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -34,20 +34,6 @@ class WithBackbone(Learner):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.head.parameters(), lr=0.1)
-
-
-class UnfreezesLayer(BaseFinetuning):
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.net[0])
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.05)
-
-
-class HeadFirst(Learner):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.net[2].parameters(), lr=0.1, momentum=0.9)
 
 
 class UnfreezesAtBatch(Callback):
@@ -94,16 +80,14 @@ class Case:
 
 
 CASES = {
-    "a callback of one's own": Case(HeadFirst, callback=UnfreezesLayer),
     "BackboneFinetuning": Case(
         WithBackbone,
         callback=partial(BackboneFinetuning, unfreeze_backbone_at_epoch=1),
         strategy={"algorithm": "auto"},
     ),
     "within accumulation": Case(FrozenFirst, {"accumulate_grad_batches": 2}, UnfreezesAtBatch),
-    "sharded": Case(FrozenFirst, callback=UnfreezesAtBatch, strategy={"shard": "optimizer"}),
-    "sharded, with a new group": Case(HeadFirst, callback=UnfreezesLayer, strategy={"shard": "optimizer"}),
     "parts by turns": Case(Adversaries, strategy={"find_unused_parameters": True}),
+    "sharded": Case(FrozenFirst, callback=UnfreezesAtBatch, strategy={"shard": "optimizer"}),
 }
 
 

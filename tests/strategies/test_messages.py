@@ -5,36 +5,31 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
-import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
 from lightning.pytorch.loggers import CSVLogger
-from rich.console import Console
-from rich.file_proxy import FileProxy
+from torch import nn, optim
 
-from lightning_smddp import CommunicationMonitor, PipelineStrategy, SMDDPFabricStrategy, SMDDPStrategy
+from lightning_smddp import CommunicationMonitor
 from lightning_smddp.strategies import tables
+from lightning_smddp.strategies.ddp import _could_be_fused
 from tests.ranks import run_trainer_ranks
-from tests.strategies.grouped import grouped
 from tests.strategies.learners import Learner, make_trainer, silent
-from tests.strategies.pipeline_learners import Evaluated, Net
 
 
-def fit_and_read(strategy_options: dict[str, Any], rich: bool) -> tuple[list[str], Any]:
+def fit_and_read(strategy_options: dict[str, Any], rich: bool, model: type = Learner) -> tuple[list[str], Any]:
     """What fit prints, as lines without borders and runs of blanks, and the report."""
     find_spec = tables.find_spec
     tables.find_spec = lambda name: find_spec(name) if rich or name != "rich" else None
     trainer = make_trainer(silent(**strategy_options), accumulate_grad_batches=3)
     with contextlib.redirect_stdout(io.StringIO()) as text:
-        trainer.fit(Learner())
+        trainer.fit(model())
     lines = [" ".join(line.replace("│", " ").split()) for line in text.getvalue().splitlines()]
     return lines, trainer.strategy.communication_report
 
@@ -72,67 +67,57 @@ def test_table_and_report(rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(report).splitlines()[0] == "gradient communication over 4 steps"
 
 
+@pytest.mark.parametrize(
+    ("make", "could"),
+    [
+        (optim.AdamW, True),
+        (lambda p: optim.AdamW(p, fused=True), False),
+        (lambda p: optim.AdamW(p, fused=False), False),
+        (lambda p: optim.AdamW(p, foreach=True), False),
+        (lambda p: type("Own", (optim.AdamW,), {})(p), False),
+        (optim.RMSprop, False),
+    ],
+)
+def test_silent_where_it_is_chosen_or_there_is_none(make: Any, could: bool) -> None:
+    assert _could_be_fused(make(nn.Linear(10, 10).parameters())) is could
+
+
+class Plain(Learner):
+    def configure_optimizers(self) -> Any:
+        return optim.AdamW(self.parameters(), lr=0.01)
+
+
 def test_auto_says_what_it_measured_and_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    (lines, _), _ = run_trainer_ranks(fit_and_read, 2, {"verbose": True, "compression": "int8"}, False)
+    (lines, _), _ = run_trainer_ranks(fit_and_read, 2, {"verbose": True, "compression": "int8"}, False, Plain)
     (algorithm,) = [line for line in lines if line.startswith("algorithm ")]
     assert "(measured at " in algorithm
     assert "native " in algorithm
     assert "shared_memory " in algorithm
     (wire,) = [line for line in lines if line.startswith("wire dtype")]
     assert "int8 applies between nodes, and there is one node" in wire
+    assert any("advice AdamW(..., fused=True) passes over memory once a step" in line for line in lines)
 
 
 class Recursing(io.StringIO):
     """As the stdout of rich's progress bar in a notebook: it prints what it is given to show, to itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, behind: Any) -> None:
         super().__init__()
-        self.rich_proxied_file = io.StringIO()
+        self.rich_proxied_file = behind
 
     def write(self, text: str) -> int:
         return self.write(text)
 
 
-def fit_without_stdout(strategy: Any) -> tuple[int, str, str]:
-    closed = io.StringIO()
+def test_what_cannot_be_printed_fails_no_run(capfd: pytest.CaptureFixture[str]) -> None:
+    behind, closed = io.StringIO(), io.StringIO()
     closed.close()
-    with contextlib.redirect_stdout(Recursing()) as stdout:
-        trainer = make_trainer(strategy(), max_steps=1)
-        trainer.fit(Net())
-        with contextlib.redirect_stdout(closed):
-            make_trainer(strategy(), max_steps=1).fit(Net())
-        return trainer.global_step, stdout.rich_proxied_file.getvalue(), str(trainer.strategy.communication_report)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", [SMDDPStrategy, PipelineStrategy])
-def test_a_report_that_cannot_be_printed_fails_no_run(strategy: Any) -> None:
-    first, second = run_trainer_ranks(fit_without_stdout, 2, strategy)
-    assert first[0] == second[0] > 0
-    title = "data parallelism" if strategy is SMDDPStrategy else "pipeline parallelism"
-    assert title in first[1]
-    assert second[1] == ""
-    if strategy is SMDDPStrategy:
-        assert first[2] in first[1]
-
-
-def test_rich_bars_in_a_notebook_show_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """rich 15 in ipykernel 7: showing something flushes stdout, which is rich's own and shows what it still holds."""
-    shown: list[str] = []
-
-    def display(part: Any) -> None:
-        sys.stdout.flush()
-        shown.append(part.text)
-
-    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
-    monkeypatch.setitem(sys.modules, "IPython.display", ModuleType("IPython.display"))
-    monkeypatch.setattr(sys.modules["IPython.display"], "display", display, raising=False)
-    behind = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", FileProxy(Console(force_jupyter=True), behind))
-    tables.say("first\nsecond")
-    assert "\n".join(shown).split() == ["first", "second"]
-    assert behind.getvalue() == ""
+    for stdout in (Recursing(behind), closed, Recursing(closed)):
+        with contextlib.redirect_stdout(stdout):
+            tables.say("text")
+    assert behind.getvalue() == "text\n"
+    assert capfd.readouterr().err.splitlines().count("text") == 2
 
 
 def test_what_is_said_starts_on_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,33 +138,6 @@ def test_plain_tables_fit_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert max(map(len, lines)) <= 80
     assert " ".join(" ".join(lines[1:-1]).split()) == f"name {words}"
     assert lines[-1] == "  other name  value"
-
-
-def fit_then_validate() -> str:
-    short: Any = {"max_steps": 1, "limit_val_batches": 1, "limit_test_batches": 1}
-    trainer, model = make_trainer(PipelineStrategy(**grouped(check=False)), **short), Evaluated()
-    with contextlib.redirect_stdout(io.StringIO()) as text:
-        trainer.fit(model)
-        trainer.validate(model)
-        trainer.test(model)
-    return text.getvalue()
-
-
-@pytest.mark.slow
-def test_the_table_of_a_pipeline_comes_once() -> None:
-    first, second = run_trainer_ranks(fit_then_validate, 2)
-    assert first.count("pipeline parallelism") == 1
-    assert "pipeline parallelism" not in second
-
-
-def test_silence() -> None:
-    for lines, report in run_trainer_ranks(fit_and_read, 2, {"verbose": False}, True):
-        assert lines == []
-        assert report.steps == 4
-
-
-def test_no_report_before_fit() -> None:
-    assert silent().communication_report is None
 
 
 # ---- the monitor ----
@@ -206,11 +164,6 @@ def test_monitor(tmp_path: Path) -> None:
         assert float(row["smddp/waited_ms"]) >= 0
 
 
-def test_monitor_with_another_strategy(tmp_path: Path) -> None:
-    run_trainer_ranks(fit_with_monitor, 2, str(tmp_path), "ddp")
-    assert not (tmp_path / "logs" / "metrics.csv").exists()
-
-
 # ---- strategy.broadcast ----
 
 
@@ -220,15 +173,10 @@ class Release:
     weights: torch.Tensor
 
 
-def broadcast_both(kind: str) -> list[Any]:
-    if kind == "fabric":
-        fabric = Fabric(accelerator="cpu", devices=2, strategy=SMDDPFabricStrategy(**grouped(verbose=False)))
-        fabric.launch()
-        strategy: Any = fabric.strategy
-    else:
-        strategy = make_trainer(silent()).strategy
-        assert strategy.broadcast(print) is print  # alone so far
-        strategy.setup_environment()
+def broadcast_both() -> list[Any]:
+    strategy = make_trainer(silent()).strategy
+    assert strategy.broadcast(print) is print  # alone so far
+    strategy.setup_environment()
     rank = dist.get_rank()
     release = strategy.broadcast(Release(rank, torch.ones(2) * rank), src=1)
     with pytest.raises(ValueError, match="cannot be sent to other ranks"):
@@ -236,6 +184,5 @@ def broadcast_both(kind: str) -> list[Any]:
     return [strategy.broadcast(["version", rank]), release.version, release.weights.tolist()]
 
 
-@pytest.mark.parametrize("kind", ["trainer", "fabric"])
-def test_strategies_broadcast_anything(kind: str) -> None:
-    assert run_trainer_ranks(broadcast_both, 2, kind) == [[["version", 0], 1, [1.0, 1.0]]] * 2
+def test_strategies_broadcast_anything() -> None:
+    assert run_trainer_ranks(broadcast_both, 2) == [[["version", 0], 1, [1.0, 1.0]]] * 2

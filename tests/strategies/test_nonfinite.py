@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_smddp.communication.errors import NonFiniteGradientError, RankFailedError
-from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import Learner, make_trainer, samples
-from tests.strategies.pipeline_learners import Cases, run_each
+from tests.strategies.pipeline_learners import Cases, call
 
 BAD_STEP = 2
 EPOCH = {"max_epochs": 1}
@@ -107,9 +106,7 @@ def test_smddp_names_step_and_parameter_and_through_shared_memory_the_rank(case:
 @pytest.mark.parametrize("size", [2, 1], ids=["stages", "replicas"])
 def test_a_pipeline_names_rank_step_and_parameter(size: int) -> None:
     """The last stage is on rank 1; of two replicas of one stage, rank 1 is the second."""
-    options = {"pipeline_parallel_size": size, "algorithm": "shared_memory"}
-    results = run_trainer_ranks(fails, 2, "pipeline", options, 1, float("nan"), {})
-    (heard, _), (message, step) = results
+    (heard, _), (message, step) = SLOW.results(fails_in_pipeline(size))
     assert step == BAD_STEP
     assert heard == message if size == 1 else f"at step {BAD_STEP} (optimizer): NonFiniteGradientError: " in heard
     for text in (heard, message):
@@ -117,6 +114,10 @@ def test_a_pipeline_names_rank_step_and_parameter(size: int) -> None:
         assert "on rank 1 (host" in text
         assert "on rank 0" not in text
         assert "net.2.bias (nan in 1 of 3 elements)" in text
+
+
+def fails_in_pipeline(size: int) -> Any:
+    return fails, "pipeline", {"pipeline_parallel_size": size, "algorithm": "shared_memory"}, 1, NAN, {}
 
 
 class Huge(Spoiler):
@@ -138,10 +139,16 @@ def overflows(name: str, options: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["smddp", pytest.param("pipeline", marks=pytest.mark.slow)])
-def test_a_sum_that_is_too_large_is_nobodys_fault(name: str) -> None:
-    options = {} if name == "smddp" else {"pipeline_parallel_size": 1, "num_microbatches": 1}
-    first, second = run_trainer_ranks(overflows, 2, name, options)
+OVERFLOWS = [
+    (overflows, "smddp", {}),
+    (overflows, "pipeline", {"pipeline_parallel_size": 1, "num_microbatches": 1}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OVERFLOWS, ids=["smddp", "pipeline"])
+def test_a_sum_that_is_too_large_is_nobodys_fault(case: Any) -> None:
+    first, second = SLOW.results(case)
     assert first == second
     assert f"step {BAD_STEP} " in first
     assert "in the averages net.2.bias (inf in 1 of 3 elements)" in first
@@ -167,26 +174,18 @@ def skips(name: str, options: dict[str, Any]) -> Any:
     return texts, strategy._checks.guard.skipped, model.bad_steps
 
 
-LEFT_OUT = Cases(skips, [("smddp", {"algorithm": "shared_memory"}), ("pipeline", {"pipeline_parallel_size": 2})])
-MORE_LEFT_OUT = Cases(skips, [("smddp", {}), ("pipeline", {"pipeline_parallel_size": 1})])
+LEFT_OUT = [
+    (skips, "smddp", {"algorithm": "shared_memory"}),
+    (skips, "pipeline", {"pipeline_parallel_size": 2}),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", LEFT_OUT.cases, ids=["shared_memory", "stages"])
+@pytest.mark.parametrize("case", LEFT_OUT, ids=["shared_memory", "stages"])
 def test_a_step_is_left_out_on_all_ranks(case: Any) -> None:
-    first, second = LEFT_OUT.results(case)
-    check_what_was_left_out(first, second)
-    assert "on rank 1 (host" in first[0][0]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("case", MORE_LEFT_OUT.cases, ids=["native", "replicas"])
-def test_more_steps_are_left_out(case: Any) -> None:
-    check_what_was_left_out(*MORE_LEFT_OUT.results(case))
-
-
-def check_what_was_left_out(first: Any, second: Any) -> None:
+    first, second = SLOW.results(case)
     assert (len(first[0]), len(second[0])) == (1, 0)  # said once
+    assert "on rank 1 (host" in first[0][0]
     assert "net.2.bias (nan in 1 of 3 elements)" in first[0][0]
     assert first[1] == second[1] == 1
     assert second[2] == 1
@@ -200,14 +199,14 @@ def ignores() -> int:
 
 def test_ignored_it_spreads() -> None:
     """What the option protects from."""
-    assert all(count > 0 for count in SEVERAL.results([ignores]))
+    assert all(count > 0 for count in SEVERAL.results((ignores,)))
 
 
 # ---- code of the user's between the backward pass and the step ----
 
 
-def clean(module: Any, which: slice = slice(None)) -> None:
-    for parameter in list(module.parameters())[which]:
+def clean(module: Any) -> None:
+    for parameter in module.parameters():
         if parameter.grad is not None and not parameter.is_meta:
             parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
 
@@ -217,21 +216,9 @@ class CleansAfterBackward(Spoiler):
         clean(self)
 
 
-class CleansBeforeStep(Spoiler):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        clean(self)
-
-
 class CleansInsteadOfClipping(Spoiler):
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         clean(self)
-
-
-class CleansTheFirst(Spoiler):
-    """Of several parameters in a bucket, whose last stays nan."""
-
-    def on_after_backward(self) -> None:
-        clean(self, slice(1))
 
 
 class CleansAsCallback(Callback):
@@ -239,50 +226,33 @@ class CleansAsCallback(Callback):
         clean(pl_module)
 
 
-CLEANING = [CleansAfterBackward, CleansBeforeStep, CleansInsteadOfClipping]
+CLEANING = [CleansAfterBackward, CleansInsteadOfClipping]
 
 
 def cleans(name: str, options: dict[str, Any], makes: Any = CLEANING) -> list[dict[str, Tensor]]:
     """Weights after training with code that cleans, which is not stopped."""
     found = []
-    for make in makes:
-        model = make(1, float("nan"))
-        make_trainer("ddp" if name == "ddp" else strategy_of(name, **options), **EPOCH).fit(model)
+    for make, callbacks in [*((make, []) for make in makes), (Spoiler, [CleansAsCallback()])]:
+        model = make(1, NAN)
+        strategy = "ddp" if name == "ddp" else strategy_of(name, **options)
+        make_trainer(strategy, callbacks=callbacks, **EPOCH).fit(model)
         found.append({key: value.clone() for key, value in model.state_dict().items()})
-    model = Spoiler(1, float("nan"))
-    strategy = "ddp" if name == "ddp" else strategy_of(name, **options)
-    make_trainer(strategy, callbacks=[CleansAsCallback()], **EPOCH).fit(model)
-    found.append({key: value.clone() for key, value in model.state_dict().items()})
     return found
+
+
+CLEANED = [
+    (cleans, "ddp", {}),
+    (cleans, "smddp", {"algorithm": "shared_memory", "gradient_as_bucket_view": False}),
+    (cleans, "pipeline", {"on_nonfinite": "error"}, [CleansInsteadOfClipping]),
+]
 
 
 @pytest.mark.slow
 def test_gradients_are_looked_at_after_the_users_code_has_cleaned_them() -> None:
-    shared_memory = {"algorithm": "shared_memory", "gradient_as_bucket_view": False}
-    cases = [("ddp", {}), ("smddp", {"algorithm": "native"}), ("smddp", shared_memory)]
-    for expected, *actual in run_trainer_ranks(run_each, 2, cleans, cases):
-        for found in actual:
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["error", pytest.param("skip", marks=pytest.mark.exhaustive)])
-def test_a_pipeline_looks_at_gradients_after_the_users_code_has_cleaned_them(mode: str) -> None:
-    for results in run_trainer_ranks(cleans, 2, "pipeline", {"on_nonfinite": mode}, [CleansInsteadOfClipping]):
-        for weights in results:
-            assert all(bool(value.isfinite().all()) for value in weights.values())
-
-
-def cleans_in_part() -> str:
-    with pytest.raises(NonFiniteGradientError) as caught:
-        make_trainer(strategy_of("smddp", bucket_cap_mb=25)).fit(CleansTheFirst(1, float("nan")))
-    return str(caught.value)
-
-
-def test_what_the_users_code_leaves_is_named() -> None:
-    first, second = SEVERAL.results([cleans_in_part])
-    assert first == second
-    assert "in the averages net.2.bias (nan in 1 of 3 elements)" in first
+    expected, actual, of_pipelines = (SLOW.results(case) for case in CLEANED)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-7)
+    for weights in (weights for results in of_pipelines for weights in results):
+        assert all(bool(value.isfinite().all()) for value in weights.values())
 
 
 class BadLoss(Spoiler):
@@ -298,14 +268,14 @@ class BadLoss(Spoiler):
         return gradient
 
 
-def names_by_loss(options: dict[str, Any]) -> str:
+def names_by_loss() -> str:
     with pytest.raises(NonFiniteGradientError) as caught:
-        make_trainer(strategy_of("smddp", **options), **EPOCH, accumulate_grad_batches=2).fit(BadLoss(1, NAN))
+        make_trainer(strategy_of("smddp"), **EPOCH, accumulate_grad_batches=2).fit(BadLoss(1, NAN))
     return str(caught.value)
 
 
 def test_a_rank_is_named_by_its_loss() -> None:
-    first, second = run_trainer_ranks(names_by_loss, 2, {})
+    first, second = SEVERAL.results((names_by_loss,))
     assert first == second
     assert "on rank 1 (host" in first
     assert "the loss (nan)" in first
@@ -341,16 +311,14 @@ def own_hook() -> str:
     return str(caught.value)
 
 
-def run(body: Callable[[], Any]) -> Any:
-    return body()
-
-
-SEVERAL = Cases(run, [[body] for body in (ignores, cleans_in_part, manual, own_hook)])
+SEVERAL = Cases(call, [(body,) for body in (ignores, names_by_loss, manual, own_hook)])
+# The last one ends with its process, which the other one waits for.
+SLOW = Cases(call, [*OVERFLOWS, *LEFT_OUT, *CLEANED, fails_in_pipeline(1), fails_in_pipeline(2)])
 
 
 @pytest.mark.parametrize("body", [manual, own_hook], ids=["manual optimization", "a hook of the user's"])
 def test_other_ways_to_train(body: Callable[[], str]) -> None:
-    first, second = SEVERAL.results([body])
+    first, second = SEVERAL.results((body,))
     assert first == second
     assert "net.2.bias (nan in 1 of 3 elements)" in first
 
@@ -377,12 +345,13 @@ def with_fabric(strategy: str, by_closure: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("by_closure", [False, True], ids=["backward", "closure"])
-@pytest.mark.parametrize(
-    ("strategy", "found"), [("smddp", "weight (inf in 2 of 2 elements)"), ("smddp_fsdp", "the loss (")]
-)
-def test_fabric(strategy: str, found: str, by_closure: bool) -> None:
-    first, second = run_trainer_ranks(with_fabric, 2, strategy, by_closure)
+LOSS, GRADIENT = "the loss (", "weight (inf in 2 of 2 elements)"
+FABRIC = Cases(with_fabric, [("smddp", False), ("smddp", True), ("smddp_fsdp", False), ("smddp_fsdp", True)])
+
+
+@pytest.mark.parametrize(("strategy", "by_closure"), FABRIC.cases)
+def test_fabric(strategy: str, by_closure: bool) -> None:
+    first, second = FABRIC.results((strategy, by_closure))
     assert first == second
     assert "on rank 1 (host" in first
-    assert found in first
+    assert (GRADIENT if strategy == "smddp" else LOSS) in first

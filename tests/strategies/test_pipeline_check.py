@@ -1,11 +1,13 @@
-"""What a pipeline finds at its start and says in its table; the timeline of a step."""
+"""What a pipeline compares and finds at its start, and says in its table; the timeline of a step."""
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import re
 import warnings
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchmetrics import Metric
 
 from lightning_smddp import PipelineTimeline
+from lightning_smddp.bridge.step import LightningStep
+from lightning_smddp.pipeline.partition.self_check import VerificationError
 from tests.ranks import run_trainer_ranks
-from tests.strategies.pipeline_learners import Bench, Cases, Net
+from tests.strategies.pipeline_learners import Bench, Cases, Gpt, Net, call
 from tests.strategies.test_contract import Escaping, Tokens
 
 
@@ -36,17 +41,79 @@ class Shifted(Tokens):
         super().__init__("shifted_labels")
 
 
-class Normalised(Net):
+class Normed(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.net.insert(2, nn.BatchNorm1d(16))
+        self.net[1] = nn.BatchNorm1d(16)
+
+
+class Wrong(Net):
+    """Of a pipeline whose second micro-batch counts too much."""
+
+    def on_fit_start(self) -> None:
+        original = LightningStep.loss
+
+        def loss(step: LightningStep, microbatch: Any, result: Any) -> Any:
+            found = original(step, microbatch, result)
+            return found if microbatch.weight > 0.5 or found is None else 1.1 * found
+
+        LightningStep.loss = loss  # type: ignore[method-assign]
+        self.put_back = functools.partial(setattr, LightningStep, "loss", original)
+
+    def on_exception(self, *args: Any) -> None:
+        self.put_back()
+
+
+class Undeclared(Metric):
+    """It has a gradient, and does not say so."""
+
+    full_state_update = False
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), "sum")
+
+    def update(self, logits: Tensor) -> None:
+        self.total = self.total + logits.square().mean()
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+class WithMetric(Net):
+    """A metric is a part of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = Undeclared()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        return F.cross_entropy(logits, batch[1]) + self.metric(logits)
+
+
+def checked(make: Callable[[], Any], options: dict[str, Any]) -> Any:
+    """What the check found: its comparisons, or its error."""
+    model = make()
+    trainer = Bench({"num_microbatches": 4, **options}).trainer(max_epochs=1, limit_train_batches=1)
+    findings: list[Any] = []
+    model.on_train_batch_end = lambda *args: findings.extend(trainer.strategy.findings)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*changed inside of modules that are placed whole")
+            trainer.fit(model)
+    except VerificationError as error:
+        getattr(model, "put_back", lambda: None)()
+        return str(error)
+    return [(finding.name, finding.expected, finding.actual) for finding in findings]
 
 
 SCENES: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "unchecked": (Escaping, {"check": False}),
     "between rows": (Contrastive, {}),
     "labels": (Shifted, {}),
-    "BatchNorm": (Normalised, {}),
+    "BatchNorm": (Normed, {}),
 }
 
 
@@ -59,34 +126,90 @@ def shown(name: str) -> str:
     return " ".join(printed.getvalue().replace("│", " ").split())
 
 
-TWO = Cases(shown, [(name,) for name in SCENES])
+RIGHT: list[Any] = [(checked, Normed, {}), (checked, Gpt, {})]
+WRONG: list[Any] = [(checked, Wrong, {}), (checked, WithMetric, {})]
+TWO = Cases(call, [*((shown, name) for name in SCENES), *RIGHT, *WRONG])
+REPLICAS = checked, Net, {"pipeline_parallel_size": 2, "compression": "int8"}
+ON_FOUR = Cases(call, [REPLICAS], 4)
+DIFFERS = "The pipeline does not compute what the step computes on one rank"
 
 
 def test_the_check_can_be_turned_off() -> None:
     """Silently wrong, as it was asked for."""
-    first, _ = TWO.results(("unchecked",))
+    first, _ = TWO.results(
+        (
+            shown,
+            "unchecked",
+        )
+    )
     assert "stage 1 on rank 1" in first
 
 
 def test_a_loss_between_rows_is_noted_with_both_numbers_and_the_cure() -> None:
-    first, second = TWO.results(("between rows",))
+    first, second = TWO.results(
+        (
+            shown,
+            "between rows",
+        )
+    )
     assert "loss weights rows" in first
     assert re.search(r"the loss of the first batch is \d.* and no other weights fit: .* Give loss_weight=", first)
     assert second == ""
 
 
 def test_weights_that_fit_are_in_the_table() -> None:
-    first, _ = TWO.results(("labels",))
+    first, _ = TWO.results(
+        (
+            shown,
+            "labels",
+        )
+    )
     assert "labels that are not -100 in batch['labels'] without its first column" in first
     assert "no other weights fit" not in first
 
 
 def test_the_table_says_what_sees_micro_batches() -> None:
-    first, second = TWO.results(("BatchNorm",))
+    first, second = TWO.results(
+        (
+            shown,
+            "BatchNorm",
+        )
+    )
     assert "stage 1 on rank 1" in first
     assert "4 micro-batches of 2 rows" in first
-    assert "in training net.2 (BatchNorm)" in first
+    assert "in training net.1 (BatchNorm)" in first
     assert second == ""
+
+
+@pytest.mark.parametrize("case", RIGHT, ids=lambda case: case[1].__name__)
+def test_what_is_right_trains(case: Any) -> None:
+    for findings in TWO.results(case):
+        names = [name for name, _, _ in findings]
+        assert names[0] == "loss"
+        assert len(names) > 4
+        for _, expected, actual in findings:
+            assert actual == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_replicas_are_compared_without_compression() -> None:
+    for findings in ON_FOUR.results(REPLICAS):
+        for _, expected, actual in findings:
+            assert actual == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_wrong_weights_of_micro_batches_are_caught() -> None:
+    for text in TWO.results(WRONG[0]):
+        assert DIFFERS in text
+
+
+def test_a_metric_in_the_loss_has_to_say_that_it_is_differentiable() -> None:
+    for text in TWO.results(WRONG[1]):
+        assert DIFFERS in text
+        assert "a metric in the loss that does not say `is_differentiable = True`" in text
+
+
+# ---- the timeline ----
 
 
 def timeline(directory: str) -> int:

@@ -114,37 +114,12 @@ def test_saves_what_one_process_saves(alone: Any, piped: Path) -> None:
 
 
 @pytest.mark.slow
-def test_resumes(alone: Any, piped: Path, tmp_path: Path) -> None:
-    """From two stages to six on three ranks: as if nothing had happened."""
-    unbroken, schedule = alone[1], {"schedule": "interleaved_1f1b"}
-    results = run_trainer_ranks(train, 3, schedule, str(tmp_path), "resumed-{epoch}", str(piped / "epoch=0.ckpt"))
-    for result in results:
-        assert_same({**result, "losses": unbroken["losses"][:STEPS] + result["losses"]}, unbroken)
-        assert_same(result["losses"], unbroken["losses"][STEPS:])
-    assert_same_checkpoint(tmp_path / "resumed-epoch=2.ckpt", alone[0] / "epoch=2.ckpt")
-
-
 def test_goes_on_in_one_process(alone: Any, piped: Path, tmp_path: Path) -> None:
     result = train("auto", str(tmp_path), ckpt_path=str(piped / "epoch=0.ckpt"))
     assert_same(result, {**alone[1], "losses": alone[1]["losses"][STEPS:]})
 
 
-def take_over(directory: str, of_one: str) -> Any:
-    """Body of a rank of two stages: what is left to do after a checkpoint of one process, of smddp."""
-    from_one = train({}, directory, "from-one-{epoch}", of_one)
-    train("smddp", directory, "smddp-{epoch}")
-    return from_one, train({}, directory, "from-smddp-{epoch}", f"{directory}/smddp-epoch=0.ckpt")
-
-
 @pytest.mark.slow
-def test_takes_over(alone: Any, tmp_path: Path) -> None:
-    results = run_trainer_ranks(take_over, 2, str(tmp_path), str(alone[0] / "epoch=0.ckpt"))
-    unbroken = train("auto", str(tmp_path), "alone-{epoch}", str(tmp_path / "smddp-epoch=0.ckpt"))
-    for from_one, from_smddp in results:
-        assert_same(from_one, {**alone[1], "losses": alone[1]["losses"][STEPS:]})
-        assert_same(from_smddp["weights"], unbroken["weights"])
-
-
 def test_load_from_checkpoint(alone: Any, piped: Path) -> None:
     model, expected = (Trained.load_from_checkpoint(path / "epoch=2.ckpt") for path in (piped, alone[0]))
     assert_same(model.state_dict(), expected.state_dict())
@@ -221,7 +196,7 @@ def tied(bench: Bench) -> Any:
     return torch.load(path, weights_only=False)["state_dict"], outcome(other, trainer)
 
 
-CASES: list[Case] = [save_afterwards, fit_again, best_and_last, weights_only, tied]
+CASES: list[Case] = [fit_again, best_and_last, weights_only, tied]
 UNCHECKED = {"check": False}  # how they compute is compared here
 TWO = Matrix(CASES, pipeline=UNCHECKED)
 

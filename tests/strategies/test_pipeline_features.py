@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader
 
 from tests import devices
 from tests.strategies import pipeline_learners
-from tests.strategies.learners import CLASSES, INPUTS
 from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Gpt, Matrix, assert_same, name_of, outcome
 
 pytestmark = pytest.mark.filterwarnings("ignore:The provided params to be frozen:UserWarning")
@@ -41,32 +42,20 @@ def clip_by_value(bench: Bench) -> Any:
     return bench.fit(Net(), gradient_clip_val=0.01, gradient_clip_algorithm="value", accumulate_grad_batches=2)
 
 
-def clip_by_value_without_gradients(bench: Bench) -> Any:
-    """The second stage has none: its only layer is frozen."""
-    model = Net()
-    model.net[6].requires_grad_(False)
-    return bench.fit(model, {"split": ["net.6"]}, gradient_clip_val=0.01, gradient_clip_algorithm="value", max_epochs=1)
+class Own(Net):
+    """A ``backward`` of its own, and a tenth of the gradients stays from step to step."""
 
-
-class OwnClipping(Net):
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-    ) -> None:
-        value = 0.2 / (1 + self.current_epoch)
-        self.clip_gradients(optimizer, gradient_clip_val=value, gradient_clip_algorithm="norm")
-
-
-def own_clipping(bench: Bench) -> Any:
-    return bench.fit(OwnClipping())
-
-
-class OwnBackward(Net):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         (2 * loss).backward(*args, **kwargs)
 
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.1)
+
 
 def own_backward(bench: Bench) -> Any:
-    return bench.fit(OwnBackward(), max_epochs=1)
+    return bench.fit(Own(), max_epochs=1)
 
 
 class Hooked(Net):
@@ -102,10 +91,6 @@ def hooks_on_parameters(bench: Bench) -> Any:
 
 def bf16_mixed(bench: Bench) -> Any:
     return bench.fit(Net(), precision="bf16-mixed")
-
-
-def bf16_true(bench: Bench) -> Any:
-    return bench.fit(Net(), precision="bf16-true", max_epochs=1)
 
 
 def scaled(**options: Any) -> MixedPrecision:
@@ -236,38 +221,6 @@ def gpt_checkpointed(bench: Bench) -> Any:
     return bench.fit(Gpt(), {"activation_checkpointing": True}, max_epochs=1)
 
 
-class Chosen(Net):
-    """A head that depends on the batch, and one that is never used."""
-
-    def __init__(self) -> None:
-        super().__init__(batch_size=4)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(2)
-            self.unused = nn.Linear(CLASSES, INPUTS)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.01, weight_decay=0.1)
-
-
-def unused(bench: Bench) -> Any:
-    return bench.fit(Chosen(), max_epochs=1)
-
-
-class WithoutModules(Net):
-    """Validates without any of its modules."""
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("rows", float(len(batch[0])))
-        self.log("mean", batch[0].mean())
-
-    def val_dataloader(self) -> Any:
-        return self.train_dataloader()
-
-
-def validating_without_modules(bench: Bench) -> Any:
-    return bench.fit(WithoutModules(), max_epochs=1)
-
-
 class Closure(Net):
     """An own ``optimizer_step``: warms the rate up, and skips every other step."""
 
@@ -284,23 +237,129 @@ def own_optimizer_step(bench: Bench) -> Any:
     return bench.fit(Closure(), max_epochs=1)
 
 
+# ---- compiled code: eager where the step is followed, compiled inside units ----
+
+_compilations: list[str] = []
+
+
+def counting(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
+    """A backend that does nothing but count."""
+    _compilations.append("graph")
+    return graph.forward
+
+
+@torch.compile(backend=counting)
+def between(x: Tensor, scale: Tensor) -> Tensor:
+    return torch.tanh(x * 2) * scale + x.mean(1, keepdim=True)
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x * x * gradients[0]
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Cube.apply(self.linear(x)) + between(x, self.linear.bias)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class Modules(pipeline_learners.Net):
+    """Modules compiled in place, one of them with a hook, and wrapped ones."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=5)
+        for place in (2, 4):
+            self.net[place] = Odd()
+            self.net[place].compile(backend=counting)
+        self.net[4].register_forward_hook(lambda module, args, output: output * 2)
+        self.net[6] = torch.compile(self.net[6], backend=counting)
+
+
+def modules_checkpointed(bench: Bench) -> Any:
+    """Some on each rank."""
+    options = {"activation_checkpointing": True, "split": ["net.5"]}
+    with warnings.catch_warnings(action="ignore"):  # dynamo's own are many
+        return bench.fit(Modules(), options, max_epochs=1, limit_train_batches=2)
+
+
+def whole(bench: Bench) -> Any:
+    model: Any = torch.compile(pipeline_learners.Net(), backend=counting)
+    trainer = bench.trainer(max_epochs=1, limit_train_batches=2)
+    with warnings.catch_warnings(action="ignore"):
+        trainer.fit(model)
+    return outcome(model._orig_mod, trainer)
+
+
+def something_was_compiled(bench: Bench) -> Any:
+    return len(_compilations) > 0
+
+
+# ---- forward hooks that transformers installs once, with a flag ----
+
+SIZES = {
+    **{"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "use_cache": False},
+}
+
+
+class Collecting(pipeline_learners.Net):
+    """Counts forward hooks behind each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            from transformers import MixtralConfig, MixtralForCausalLM
+
+            self.net = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2, output_router_logits=True))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        out = self.net(input_ids=batch, labels=batch, output_hidden_states=True)
+        self.log("hidden", sum(hidden.abs().mean() for hidden in out.hidden_states))
+        return out.loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.losses.append(sum(len(module._forward_hooks) for module in self.modules()))
+
+    def train_dataloader(self) -> Any:
+        data = torch.randint(16, (16, 6), generator=torch.Generator().manual_seed(0))
+        return DataLoader(list(data), batch_size=4)  # type: ignore[arg-type]
+
+
+def collecting(bench: Bench) -> Any:
+    return bench.fit(Collecting(), {"num_microbatches": 2, "loss_weight": "rows"}, max_epochs=1)
+
+
 CASES = [
-    hooks_on_parameters,
-    clip_by_value_without_gradients,
-    own_clipping,
     own_backward,
-    bf16_true,
+    hooks_on_parameters,
+    bf16_mixed,
     fp16_with_overflow,
     scheduled,
     groups,
     finetuning,
     gpt,
-    unused,
     own_optimizer_step,
-    validating_without_modules,
+    modules_checkpointed,
+    whole,
+    collecting,
 ]
-TOLERANCE = {bf16_mixed: 0.02, bf16_true: 0.05, fp16_with_overflow: 5e-3, fp16_accumulation: 5e-3}
-TWO = Matrix([*CASES, fp16_scale_too_large])
+TOLERANCE = {bf16_mixed: 0.02, fp16_with_overflow: 5e-3, fp16_accumulation: 5e-3, collecting: 1e-4}
+TWO = Matrix([*CASES, fp16_scale_too_large, something_was_compiled], timeout=200.0)
 
 
 @pytest.mark.slow
@@ -316,3 +375,8 @@ def test_all_stages_skip_overflowing_steps_together() -> None:
     assert_same(first, second, 0.0)
     assert 2**14 <= first["scale"] < 2**24
     assert all(value.isfinite().all() for value in first["weights"].values())
+
+
+@pytest.mark.slow
+def test_units_run_compiled() -> None:
+    assert all(TWO.results(something_was_compiled))

@@ -1,18 +1,26 @@
-"""Lightning's hooks in Lightning's order, and its loops with all limits: the same as in one process."""
+"""Hooks in Lightning's order and with whole parameters, loggers, writers, evaluation in lockstep: as in one process."""
 
 from __future__ import annotations
 
+import csv
 import functools
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BasePredictionWriter, LearningRateMonitor, StochasticWeightAveraging
+from lightning.pytorch.core import hooks as of_modules
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from tests.strategies.learners import samples
-from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Matrix, name_of, outcome
+from tests.strategies.learners import INPUTS, samples
+from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Matrix, Net, name_of, outcome
 
 HOOKS = sorted(
     name
@@ -35,15 +43,11 @@ class Listener(Callback):
 
 
 MODULE_HOOKS = [
-    "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_validation_start", "on_validation_end",
-    "on_train_epoch_start", "on_train_epoch_end", "on_validation_epoch_start", "on_validation_epoch_end",
-    "on_train_batch_start", "on_train_batch_end", "on_validation_batch_start", "on_validation_batch_end",
-    "on_validation_model_eval", "on_validation_model_train", "on_before_zero_grad", "on_before_backward",
-    "on_after_backward", "on_before_optimizer_step", "backward", "optimizer_step", "optimizer_zero_grad",
-    "lr_scheduler_step", "configure_gradient_clipping", "configure_model", "configure_optimizers",
-    "configure_callbacks", "prepare_data", "setup", "teardown", "on_save_checkpoint", "on_load_checkpoint",
-    "transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer", "on_predict_start",
-    "on_predict_end", "on_test_start", "on_test_end", "on_test_batch_end", "on_predict_batch_end",
+    *(name for base in (of_modules.ModelHooks, of_modules.DataHooks, of_modules.CheckpointHooks) for name in vars(base)
+      if name.startswith("on_")),
+    *("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_gradient_clipping"),
+    *("configure_model", "configure_optimizers", "configure_callbacks", "prepare_data", "setup", "teardown"),
+    "transfer_batch_to_device",
 ]  # fmt: skip
 
 
@@ -75,14 +79,6 @@ def hooks(bench: Bench) -> Any:
     return calls, outcome(model, trainer)
 
 
-# ---- limits ----
-
-
-def limits(bench: Bench) -> Any:
-    limited = {"limit_train_batches": 3, "limit_val_batches": 2, "num_sanity_val_steps": -1}
-    return bench.fit(Evaluated(), **limited, val_check_interval=1, check_val_every_n_epoch=2)
-
-
 class SeveralLoaders(Evaluated):
     def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> Any:
         loss = self.loss(batch)
@@ -108,15 +104,177 @@ def several_loaders(bench: Bench) -> Any:
     return before, trainer.validate(model, verbose=False), trainer.predict(model), outcome(model, trainer)
 
 
+# ---- hooks that use parameters ----
+
+
+class Consolidated(Evaluated):
+    """Elastic weight consolidation: buffers that a hook fills, of weights on all stages, and that the step reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, p in self.net.named_parameters():
+            self.register_buffer(f"fisher_{name}".replace(".", "_"), torch.zeros_like(p))
+            self.register_buffer(f"old_{name}".replace(".", "_"), torch.zeros_like(p))
+        self.register_buffer("scale", torch.ones(()))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        pairs = [(name.replace(".", "_"), p) for name, p in self.net.named_parameters()]
+        terms = [getattr(self, f"fisher_{n}") * (p - getattr(self, f"old_{n}")) ** 2 for n, p in pairs]
+        return F.cross_entropy(self.net(batch[0]) * self.scale, batch[1]) + 10 * sum(t.sum() for t in terms)
+
+    def on_train_epoch_end(self) -> None:
+        inputs, labels = next(iter(self.train_dataloader()))
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(F.cross_entropy(self.net(inputs), labels), list(self.net.parameters()))
+        for (name, p), gradient in zip(self.net.named_parameters(), gradients, strict=True):
+            getattr(self, f"fisher_{name}".replace(".", "_")).add_(gradient**2)
+            getattr(self, f"old_{name}".replace(".", "_")).copy_(p.detach())
+
+    def on_validation_batch_start(self, *args: Any) -> None:
+        self.scale.mul_(1 + 0.01 * self.net[0].weight.norm())
+
+
+class Samples(Evaluated):
+    """Calls the model in hooks, and looks at what it returns."""
+
+    def on_train_epoch_end(self) -> None:
+        x = torch.linspace(-1, 1, 3 * INPUTS).view(3, INPUTS)
+        self.net.eval()
+        with torch.no_grad():
+            out = self.net(x)
+        self.net.train()
+        self.log("sampled", out.max())
+        self.losses.append(out[0, int(out[0].argmax())].item())
+
+
+def of_hooks(bench: Bench, module: str) -> Any:
+    return bench.fit(globals()[module](), limit_train_batches=3, limit_val_batches=2)
+
+
+def stochastic_weight_averaging(bench: Bench) -> Any:
+    return bench.fit(Evaluated(), callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=1)], max_epochs=3)
+
+
+# ---- what users look at ----
+
+
+def loggers(bench: Bench) -> Any:
+    found = [CSVLogger(bench.directory, "csv", version=0), TensorBoardLogger(bench.directory, "tensorboard", version=0)]
+    callbacks = [LearningRateMonitor("step")]
+    trainer = bench.trainer(logger=found, callbacks=callbacks, log_every_n_steps=2, enable_model_summary=True)
+    model = Evaluated(count=24)
+    trainer.fit(model)
+    trainer.test(model, verbose=False)
+    for logger in found:
+        logger.finalize("success")
+    torch.distributed.barrier() if torch.distributed.is_initialized() else None
+    with open(Path(bench.directory, "csv", "version_0", "metrics.csv")) as file:
+        return [
+            {name: float(text) for name, text in row.items() if text} for row in csv.DictReader(file)
+        ], trainer.log_dir.removeprefix(bench.directory)
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+        self.seen: list[Any] = []
+
+    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, rows: Any, *rest: Any) -> None:
+        self.seen.append((prediction, None if rows is None else list(rows)))
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, rows: Any) -> None:
+        self.seen.append((predictions, rows))
+
+
+def predictions(bench: Bench) -> Any:
+    writer = Writer()
+    trainer = bench.trainer(callbacks=[writer])
+    return trainer.predict(Evaluated(), DataLoader(samples(20), batch_size=8)), writer.seen
+
+
+# ---- evaluation in lockstep: of whole batches ----
+
+
+class Texts(Net):
+    """Language models, which generate in validation and prediction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.model = GPT2LMHeadModel(
+                GPT2Config(
+                    **{"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 23, "n_positions": 32},
+                    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+                    **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+                )
+            )
+        self.texts: list[Any] = []
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.model(input_ids=batch, labels=batch).loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        texts = self.model.generate(batch[:, :3], max_new_tokens=3, do_sample=False)
+        self.texts.append(texts)
+        self.log("length", float(texts.shape[1]))
+        self.log("sum", texts.sum().float())
+        self.log("val_loss", self.loss(batch))
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.model.generate(batch[:, :3], max_new_tokens=2, num_beams=2)
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        return DataLoader(torch.randint(3, 23, (8, 8), generator=generator), batch_size=4)
+
+    val_dataloader = predict_dataloader = train_dataloader
+
+
+class AsOne(torch.autograd.Function):
+    """A whole model within one function, as reversible layers have it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, model: Any) -> Tensor:
+        return model(x)
+
+
+class OfOneFunction(Evaluated):
+    """The first stage's layers within one function: another stage fails at them, while the first one goes on."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        out = self.net[2:](AsOne.apply(batch[0], self.net[:2]))
+        self.log("val_loss", torch.nn.functional.cross_entropy(out, batch[1]))
+
+
+def in_lockstep(bench: Bench, module: str) -> Any:
+    model = globals()[module]()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        options = {"num_sanity_val_steps": 0, "limit_predict_batches": 1}
+        result = Bench(bench.pipeline).fit(model, max_epochs=1, **options)
+        if module == "Texts":
+            result["generated"] = model.texts, model.trainer.predict(model)
+    said = [str(w.message) for w in caught if "runs in lockstep" in str(w.message)]
+    assert bench.pipeline is None or model.trainer.global_rank != 0 or said
+    return result
+
+
+def partial(case: Any, module: str) -> Case:
+    return functools.partial(case, module=module)
+
+
 CASES: list[Case] = [
-    hooks,
-    limits,
-    several_loaders,
+    *(hooks, several_loaders),
+    *(partial(of_hooks, name) for name in ("Consolidated", "Samples")),
+    *(stochastic_weight_averaging, loggers, predictions),
+    *(partial(in_lockstep, name) for name in ("Texts", "OfOneFunction")),
 ]
-TWO = Matrix(CASES)
+TWO = Matrix(CASES, timeout=150.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_equals_one_process(case: Case) -> None:
-    TWO.compare(case)
+def test_equals_one_process(case: Case, tmp_path_factory: Any) -> None:
+    TWO.compare(case, str(tmp_path_factory.getbasetemp() / "hooks"))

@@ -100,31 +100,24 @@ def saved(
     return metrics, here, module.born_whole, checkpoint.best_model_path
 
 
-@pytest.fixture(scope="module")
-def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run_trainer_ranks(saved, 2, str(tmp_path_factory.mktemp("two")), {"meta_init": True}, WITHOUT_SANITY_CHECK)
-
-
 def saved_and_resumed(directory: str, ckpt_path: str) -> tuple[Any, Any]:
     """From the start, divided by the validation step, and from a checkpoint on."""
-    whole = saved(f"{directory}/whole", {"meta_init": True})
+    whole = saved(f"{directory}/whole", {"meta_init": True, "activation_checkpointing": True})
     return whole, saved(f"{directory}/rest", {"meta_init": True}, WITHOUT_SANITY_CHECK, ckpt_path)
 
 
-@pytest.fixture(scope="module")
-def on_three(tmp_path_factory: pytest.TempPathFactory, on_two: list[Any]) -> list[Any]:
-    first = next(path for path in Path(on_two[0][3]).parent.iterdir() if "epoch=0" in path.name)
-    return run_trainer_ranks(saved_and_resumed, 3, str(tmp_path_factory.mktemp("three")), str(first))
-
-
 @pytest.mark.slow
-def test_a_model_without_memory_is_the_same_for_any_number_of_stages(on_two: list[Any], on_three: list[Any]) -> None:
+def test_a_model_without_memory_is_the_same_for_any_number_of_stages_and_resumes(tmp_path: Path) -> None:
+    """Also with activation checkpointing; and from a checkpoint of another number of stages."""
+    on_two = run_trainer_ranks(saved, 2, str(tmp_path / "two"), {"meta_init": True}, WITHOUT_SANITY_CHECK)
+    first = next(path for path in (tmp_path / "two").iterdir() if "epoch=0" in path.name)
+    on_three = run_trainer_ranks(saved_and_resumed, 3, str(tmp_path / "three"), str(first))
     three = [whole for whole, _ in on_three]
     for results in (on_two, three):
         assert not any(born_whole for _, _, born_whole, _ in results)
         names = [name for _, here, _, _ in results for name in here]
         assert len(names) == len(set(names)) == 4 * 5 + 2  # each parameter on one rank, to the end
-    for metrics, *_ in [*on_two, *three]:
+    for metrics, *_ in [*on_two, *three, *(resumed for _, resumed in on_three)]:
         torch.testing.assert_close(metrics, on_two[0][0], rtol=1e-5, atol=1e-6)
     states = [torch.load(results[0][3], weights_only=True) for results in (on_two, three)]
     torch.testing.assert_close(states[0]["state_dict"], states[1]["state_dict"], rtol=1e-5, atol=1e-6)
@@ -135,37 +128,3 @@ def plain_keys() -> Any:
     module = Configured()
     module.configure_model()
     return module.state_dict()
-
-
-@pytest.mark.slow
-def test_a_model_without_memory_resumes_from_a_checkpoint(on_two: list[Any], on_three: list[Any]) -> None:
-    """In another number of stages."""
-    for _, (metrics, *_) in on_three:
-        torch.testing.assert_close(metrics, on_two[0][0], rtol=1e-5, atol=1e-6)
-
-
-def checkpointed(schedule: str) -> list[Any]:
-    """With all activations kept, and with few."""
-    return [trained(schedule, sparing) for sparing in (False, True)]
-
-
-def trained(schedule: str, sparing: bool) -> Any:
-    from lightning_smddp import PipelineStrategy
-
-    torch.manual_seed(7)
-    module = Configured()
-    strategy = PipelineStrategy(
-        **grouped(num_microbatches=4, verbose=False, schedule=schedule, activation_checkpointing=sparing)
-    )
-    trainer = Trainer(strategy=strategy, devices=2, **{**QUIET, "max_epochs": 1, "num_sanity_val_steps": 0})
-    trainer.fit(module)
-    weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-    return weights, float(trainer.callback_metrics["loss"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.exhaustive), "interleaved_zero_bubble"])
-def test_activation_checkpointing_changes_nothing_but_memory(schedule: str) -> None:
-    for (expected, expected_loss), (weights, loss) in run_trainer_ranks(checkpointed, 2, schedule):
-        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
-        assert loss == pytest.approx(expected_loss, rel=1e-5)

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
-from lightning_smddp import Compression, PipelineStrategy
-from tests.ranks import run_trainer_ranks
-from tests.strategies.grouped import grouped
-from tests.strategies.learners import CLASSES, make_trainer, samples
+from lightning_smddp import Compression
+from tests.strategies.learners import CLASSES, samples
 from tests.strategies.pipeline_learners import Bench, Case, Matrix, Net, assert_same, name_of
 
 # ---- replicas: each has half of every batch ----
@@ -74,30 +69,6 @@ def halves(bench: Bench, options: Any = None, **trainer_options: Any) -> Any:
     return bench.fit(Half(), {"pipeline_parallel_size": 2, **(options or {})}, **trainer_options)
 
 
-class Keeping(Half):
-    """A tenth of the gradients stays from step to step."""
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(0.1)
-
-
-def kept_gradients(bench: Bench) -> Any:
-    return bench.fit(Keeping(), {"pipeline_parallel_size": 2, "algorithm": "shared_memory"}, max_epochs=1, **SHORT)
-
-
-class UnfreezesFirst(Callback):
-    """The first layer is frozen for an epoch."""
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        pl_module.net[0].requires_grad_(trainer.current_epoch > 0)
-
-
-def unfrozen_later(bench: Bench) -> Any:
-    return bench.fit(Half(), {"pipeline_parallel_size": 2}, callbacks=[UnfreezesFirst()], max_epochs=2, **SHORT)
-
-
 def replicas(options: Any = None, **trainer_options: Any) -> Case:
     return functools.partial(halves, options=options or {}, **trainer_options)
 
@@ -106,8 +77,6 @@ CASES = [
     replicas(
         {"algorithm": "native", "schedule": "interleaved_zero_bubble"}, accumulate_grad_batches=2, gradient_clip_val=0.1
     ),
-    kept_gradients,
-    unfrozen_later,
 ]
 COMPRESSED = replicas({"compression": Compression("bf16", scope="all")})
 
@@ -124,38 +93,6 @@ def test_compression() -> None:
     results = FOUR.compare(COMPRESSED, tolerance=0.05)
     for result in results[1:]:
         assert_same(result["weights"], results[0]["weights"], 0.0)
-
-
-def save_and_resume(path: Path) -> dict[str, Any]:
-    """Two epochs; the second one from a file of the first."""
-    found: dict[str, Any] = {}
-    compression = Compression("int8", scope="all", block_size=4)
-    saving: dict[str, Any] = {
-        "callbacks": [ModelCheckpoint(path.parent, "{epoch}", save_top_k=-1)],
-        "enable_checkpointing": True,
-    }
-    for name, start, more in (("whole", None, saving), ("second", path, {})):
-        options = grouped(pipeline_parallel_size=2, compression=compression, verbose=False)
-        module, trainer = Half(count=40), make_trainer(PipelineStrategy(**options), **SHORT, **more)
-        trainer.fit(module, ckpt_path=start)
-        found[name] = {key: value.clone() for key, value in module.state_dict().items()}
-        trainer.save_checkpoint(path.parent / f"behind-{name}.ckpt")
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The run is not continued exactly")
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks:UserWarning")
-def test_what_compression_remembers_is_saved_and_loaded(tmp_path: Path) -> None:
-    path = tmp_path / "epoch=0.ckpt"
-    results = run_trainer_ranks(save_and_resume, 4, path, timeout=100.0)
-    half = torch.load(path, weights_only=True)
-    end, behind = (torch.load(path.parent / name, weights_only=True) for name in ("epoch=1.ckpt", "behind-whole.ckpt"))
-    assert_same(behind["smddp"], end["smddp"], 0.0)
-    assert len(half["smddp"]) == 4
-    assert all(bool(error.any()) for of_rank in half["smddp"] for error in of_rank.values())
-    for result in results:
-        assert_same(result["second"], result["whole"], 0.0)
 
 
 # ---- who gets which sample ----

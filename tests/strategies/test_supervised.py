@@ -9,14 +9,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -28,8 +26,6 @@ from tests.programs import run_program
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import Learner, make_trainer, samples
-
-TIMEOUT_S = 25.0
 
 
 def strategy(**options: Any) -> SMDDPStrategy:
@@ -239,113 +235,6 @@ def told() -> str:
 def test_others_are_told_before_hooks_for_exceptions_and_teardown() -> None:
     """T8: these may take long."""
     assert "kind='failed', message='ValueError: bad'" in run_trainer_ranks(told, 1)[0]
-
-
-# ---- errors while stopping ----
-
-
-class FailsWhileStopping(Learner):
-    """Rank 1 fails in the step that all have agreed to stop behind."""
-
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        if self.trainer.received_sigterm and self.global_rank == 1:
-            raise ValueError("the first cause")
-        if batch_idx == 1 and self.global_rank == 0 and self.trainer.current_epoch == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.1)
-        return super().training_step(batch, batch_idx)
-
-
-def fails_while_stopping() -> str:
-    with pytest.raises((ValueError, RankFailedError)) as caught:
-        make_trainer(strategy(stop_grace=20.0), max_epochs=9).fit(FailsWhileStopping())
-    return str(caught.value)
-
-
-@pytest.mark.slow
-def test_an_error_while_stopping_keeps_its_name() -> None:
-    first, second = run_trainer_ranks(fails_while_stopping, 2)
-    assert second == "the first cause"
-    assert "ValueError: the first cause" in first
-
-
-# ---- several runs ----
-
-
-class Stream(IterableDataset[Any]):
-    """As long as ``count`` says, which no one else knows."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __iter__(self) -> Any:
-        return ((torch.randn(8), torch.tensor(0)) for _ in range(self.count))
-
-
-class Unequal(Learner):
-    """One more batch on rank 1, once ``unequal``."""
-
-    unequal = False
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(Stream(20 + 4 * (self.unequal and self.global_rank)), batch_size=4)
-
-    def val_dataloader(self) -> Any:
-        return DataLoader(Stream(8), batch_size=4)
-
-    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
-        self.log("loss", self.loss(batch), sync_dist=True)
-
-
-def unequal(again: bool, directory: str) -> tuple[str, float]:
-    """What is said about it, and after how long."""
-    model, path = Unequal(), f"{directory}/first.ckpt"
-    options: dict[str, Any] = {} if again else {"val_check_interval": 5, "check_val_every_n_epoch": None}
-    trainer = make_trainer(strategy(timeout=timedelta(seconds=TIMEOUT_S)), num_sanity_val_steps=0, **options)
-    if again:
-        trainer.fit(model)
-        trainer.save_checkpoint(path)
-        trainer.fit_loop.max_epochs = 3
-        trainer.fit(model)
-    model.unequal, begin = True, time.monotonic()
-    trainer.fit_loop.max_epochs = 3
-    with pytest.raises(RankFailedError) as caught:
-        trainer.fit(model, ckpt_path=path if again else None)
-    return str(caught.value), time.monotonic() - begin
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("again", "text"), [(True, "rank 1 has begun 6"), (False, "rank 1 has begun 6 (validation)")],
-    ids=["in another fit", "with a validation in between"],
-)  # fmt: skip
-def test_unequal_numbers_of_batches_are_told_at_once(again: bool, text: str, tmp_path: Path) -> None:
-    for message, seconds in run_trainer_ranks(unequal, 2, again, str(tmp_path)):
-        assert "Rank 0" in message
-        assert "after 5 batches" in message
-        assert text in message
-        assert seconds < TIMEOUT_S / 2
-
-
-class Rated(Learner):
-    """Has what the tuner looks for."""
-
-    lr = 0.1
-
-
-def tuned(directory: str) -> tuple[float, int]:
-    trainer, model = make_trainer(strategy(), default_root_dir=directory), Rated()
-    Tuner(trainer).lr_find(model, num_training=5, attr_name="lr")
-    trainer.fit(model)
-    return model.lr, trainer.global_step
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
-def test_the_tuner_ends_its_runs_without_a_failure(tmp_path: Path) -> None:
-    first, second = run_trainer_ranks(tuned, 2, str(tmp_path))
-    assert first == second
-    assert first[1] > 0
 
 
 # ---- processes that a script has started ----

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
@@ -33,12 +31,6 @@ from tests.strategies.pipeline_learners import Cases, run_each
 
 # Lightning's advice on integers is no reason not to reduce them.
 pytestmark = pytest.mark.filterwarnings("ignore:You called `self.log:UserWarning")
-
-
-class WithSchedule(Learner):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
 
 class Manual(Learner):
@@ -150,36 +142,6 @@ def test_equals_ddp_and_one_process(name: str) -> None:
         assert_equal(Outcome(joined, results[0][1].weights), Outcome(alone.losses, alone.weights), case.single)
 
 
-def test_logged_values_are_those_of_all_ranks() -> None:
-    (first,), (second,) = run_trainer_ranks(fit_with_each, 2, ["smddp"], Logging, {"max_epochs": 1})
-    last = (first.losses[-1] + second.losses[-1]) / 2
-    mean = sum(first.losses + second.losses) / (2 * len(first.losses))
-    assert first.metrics["loss_step"] == pytest.approx(last)
-    assert first.metrics["loss_epoch"] == pytest.approx(mean)
-    assert first.metrics["rank"] == 0.5
-    assert first.metrics["int"] == 1
-    assert first.metrics["largest"] == 1
-    assert first.metrics["total"] == 3 * len(first.losses)
-
-
-# ---- uneven batches of the user's own ----
-
-
-class OwnSampler(Learner):
-    """Ranks have batches of different sizes."""
-
-    def train_dataloader(self) -> Any:
-        data = samples(self.count)
-        sampler: Any = DistributedSampler(data, shuffle=False) if torch.distributed.is_initialized() else None
-        return DataLoader(data, batch_size=2 + 3 * self.global_rank, sampler=sampler)
-
-
-def test_ranks_with_batches_of_different_size() -> None:
-    options = {"use_distributed_sampler": False, "limit_train_batches": 4}
-    for stock, ours in run_trainer_ranks(fit_with_each, 2, ["ddp", "smddp"], OwnSampler, options):
-        assert_equal(ours, stock)
-
-
 # ---- callbacks, evaluation, several runs ----
 
 
@@ -199,38 +161,6 @@ class Evaluated(Logging):
         return self.train_dataloader()
 
     test_dataloader = predict_dataloader = val_dataloader
-
-
-def stop_early(strategy: str) -> int:
-    trainer = make_trainer(strategy, max_epochs=6, callbacks=[EarlyStopping("val_loss", patience=2)])
-    trainer.fit(Evaluated())
-    return trainer.current_epoch
-
-
-@pytest.mark.slow
-def test_early_stopping_stops_all_ranks_at_once() -> None:
-    assert run_trainer_ranks(stop_early, 2, "smddp") == [3, 3]
-
-
-def fit_and_resume(strategy: str, directory: str) -> tuple[Outcome, Outcome, str]:
-    def options(name: str) -> dict[str, Any]:
-        checkpoint = ModelCheckpoint(directory, name, save_top_k=-1)
-        return {"max_epochs": 3, "enable_checkpointing": True, "callbacks": [checkpoint]}
-
-    unbroken = fit(strategy, WithSchedule(), **options("{epoch}"))
-    model = WithSchedule()
-    trainer = make_trainer(strategy, **options("resumed-{epoch}"))
-    trainer.fit(model, ckpt_path=f"{directory}/epoch=0.ckpt")
-    return unbroken, outcome(model, trainer), trainer.checkpoint_callback.best_model_path
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning")
-def test_checkpoint_and_resume(tmp_path: Path) -> None:
-    for unbroken, resumed, best in run_trainer_ranks(fit_and_resume, 2, "smddp", str(tmp_path)):
-        unbroken.losses = unbroken.losses[6:]
-        assert_equal(resumed, unbroken)
-        assert Path(best).parent == tmp_path
-    assert "smddp" not in torch.load(tmp_path / "epoch=2.ckpt")  # nothing of ours without compression
 
 
 def evaluate(strategy: str) -> tuple[float, float, list[int], Outcome]:
@@ -254,44 +184,23 @@ def test_validate_fit_test_predict_and_fit_again() -> None:
         assert len(expected[2]) == 24
 
 
-def fit_twice_with_one_strategy() -> tuple[Outcome, Outcome]:
-    strategy = silent()
-    first, second = Learner(), Learner()
-    fit(strategy, first)
-    strategy.accelerator = strategy.parallel_devices = None  # Lightning sets these once, and refuses to set them again
-    other = make_trainer(strategy, max_epochs=3)
-    other.fit(second)
-    assert strategy.communication_report.steps == 18
-    return outcome(second, other), fit("ddp", Learner(), max_epochs=3)
-
-
-@pytest.mark.slow
-def test_one_strategy_object_in_two_trainers() -> None:
-    for ours, stock in run_trainer_ranks(fit_twice_with_one_strategy, 2):
-        assert_equal(ours, stock)
-
-
 # ---- options of DDP ----
 
 
 def fit_with_options(options: dict[str, Any]) -> tuple[Outcome, dict[str, Any]]:
-    strategy, model = silent(**options), Learner()
-    seen: dict[str, Any] = {}
+    model, seen = Learner(), {}
 
     def remember(*_: Any) -> None:
         wrapped = trainer.strategy.model
-        seen["views"] = wrapped.gradient_as_bucket_view
-        seen["cap"] = wrapped.bucket_bytes_cap
-        seen["static"] = wrapped.static_graph
+        seen.update(views=wrapped.gradient_as_bucket_view, cap=wrapped.bucket_bytes_cap, static=wrapped.static_graph)
 
     model.on_train_start = remember  # type: ignore[method-assign]
-    trainer = make_trainer(strategy)
+    trainer = make_trainer(silent(**options))
     trainer.fit(model)
     return outcome(model, trainer), seen
 
 
 OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"gradient_as_bucket_view": False}, {"views": False}),
     ({"bucket_cap_mb": 3, "static_graph": True}, {"cap": 3 * 2**20, "static": True}),
     ({"bucket_cap_mb": 0.001, "find_unused_parameters": True}, {"cap": 1048, "views": True, "static": False}),
 ]
@@ -339,22 +248,17 @@ def fit_with_pytorch_lightning(strategy: str) -> Outcome:
     return outcome(model, trainer)
 
 
-@pytest.mark.slow
-def test_pytorch_lightning() -> None:
-    ours, _ = run_trainer_ranks(fit_with_pytorch_lightning, 2, "smddp")
-    (stock, _), _ = EVERYDAY.results(("plain",))
-    assert_equal(ours, stock)
+PACKAGE = Cases(fit_with_pytorch_lightning, [("smddp",), ("smddp_pipeline",)])
 
 
 @pytest.mark.slow
-def test_pytorch_lightning_with_a_pipeline() -> None:
+@pytest.mark.parametrize("strategy", ["smddp", "smddp_pipeline"])
+def test_pytorch_lightning(strategy: str) -> None:
+    if strategy == "smddp":
+        (expected, _), _ = EVERYDAY.results(("plain",))
+        assert_equal(PACKAGE.results((strategy,))[0], expected)
+        return
     expected = fit_with_pytorch_lightning("auto")
-    for result in run_trainer_ranks(fit_with_pytorch_lightning, 2, "smddp_pipeline"):
+    for result in PACKAGE.results((strategy,)):
         result.losses = expected.losses  # in a pipeline the step keeps one for each micro-batch
         assert_equal(result, expected, 1e-5)
-
-
-def test_one_rank() -> None:
-    """``devices=1``: DDP of one rank, as with ``ddp``."""
-    ((ours,),) = run_trainer_ranks(fit_with_each, 1, ["smddp"], Learner, {})
-    assert_equal(ours, fit("auto", Learner()))

@@ -1,0 +1,349 @@
+"""Odd steps: batches of any structure, random numbers, paths that change, and values that are read between modules."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from tests.ranks import run_trainer_ranks
+from tests.strategies.learners import samples
+from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Matrix, Net, assert_same, name_of
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:smddp_pipeline runs batches as one micro-batch:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The loss of:UserWarning"),  # rows are mixed with others
+]
+FOUR = {"num_microbatches": 4}
+
+# ---- batches: of any structure, cut as they can be; where ranks have other data, the first rank's batch counts ----
+
+
+def rows_in(collate: Callable[[Tensor, Tensor], Any], count: int = 24, batch_size: int = 6) -> Any:
+    def collated(rows: list[Any]) -> Any:
+        return collate(torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows]))
+
+    return DataLoader(samples(count), batch_size=batch_size, collate_fn=collated)
+
+
+class Dicts(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert batch["tag"] == "train"
+        assert len(batch["names"]) == len(batch["target"])
+        self.names.extend(batch["names"])
+        return self.loss([batch["input"]["x"], batch["target"]])
+
+    def train_dataloader(self) -> Any:
+        def collate(x: Tensor, y: Tensor) -> Any:
+            names = [f"row {int(t)}" for t in y]
+            return {"input": {"x": x}, "target": y, "names": names, "size": len(x), "tag": "train"}
+
+        return rows_in(collate, count=17, batch_size=7)
+
+
+def dicts(bench: Bench) -> Any:
+    model = Dicts()
+    options = {"num_microbatches": 3, "batch_size_fn": lambda batch: len(batch["target"])}
+    return bench.fit(model, options, max_epochs=1), model.names
+
+
+class Opaque:
+    """Nothing is known of it but what it is made of."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.inner, self.me, self.lock = {"x": x, "y": y}, self, threading.Lock()
+
+
+class OfOpaque(Net):
+    """What its step assigns to the batch, and asks of it, is seen by no other run of the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert not batch.inner["x"].requires_grad
+        batch.inner["x"].requires_grad_()
+        batch.inner["x"] = batch.inner["x"] * 2
+        self.seen = len(batch.inner["x"])
+        return self.loss([batch.inner["x"], batch.inner["y"]])
+
+    def train_dataloader(self) -> Any:
+        return rows_in(Opaque, count=22)
+
+
+def opaque(bench: Bench) -> Any:
+    model = OfOpaque()
+    return bench.fit(model, max_epochs=1), model.seen
+
+
+def opaque_cut_by_argument(bench: Bench) -> Any:
+    model = OfOpaque()
+    results = bench.fit(model, {"split_batch": sized_opaque, "num_microbatches": 2}, max_epochs=1)
+    return results, model.seen
+
+
+def sized_opaque(batch: Opaque, count: int) -> list[tuple[Opaque, int]]:
+    parts = zip(batch.inner["x"].tensor_split(count), batch.inner["y"].tensor_split(count), strict=True)
+    return [(Opaque(x, y), len(y)) for x, y in parts if len(y)]
+
+
+# ---- data that differ between ranks ----
+
+
+class Seeded(Net):
+    """Each rank draws other random numbers from the first batch on."""
+
+    def __init__(self) -> None:
+        super().__init__(count=16)
+
+    def on_fit_start(self) -> None:
+        torch.manual_seed(7 + (dist.get_rank() if dist.is_initialized() else 0))
+
+
+class Shuffled(Seeded):
+    def train_dataloader(self) -> Any:
+        return DataLoader(samples(self.count), batch_size=self.batch_size, shuffle=True)
+
+
+def shuffled(bench: Bench) -> Any:
+    return bench.fit(Shuffled())
+
+
+# ---- random numbers: those of accumulation, whoever draws them; the same on all ranks behind a run ----
+
+
+class LayerDrop(Net):
+    """What torch draws decides on modules and sizes; other numbers that it draws are used, and modules draw."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=6)
+        self.dropout = nn.Dropout(0.1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.net[:2](batch[0] + torch.randn_like(batch[0]) / 10)
+        for index in range(2, 8, 2):
+            if torch.rand([]) < 0.4:
+                continue
+            x = self.dropout(self.net[index : index + 2](x))
+        keep = torch.rand(len(x)) < 0.7
+        keep[0] = True
+        shift = int(torch.randint(1, 4, (1,)))
+        x = torch.cat([x[:, shift:], x[:, :shift]], 1)[keep]
+        loss = F.cross_entropy(self.net[8:](F.dropout(x, self.dropout.p)), batch[1][keep])
+        self.losses.append(loss.item())
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.losses.append(torch.rand([]).item())
+
+
+def layer_drop(bench: Bench) -> Any:
+    torch.manual_seed(3)
+    return bench.fit(LayerDrop(), FOUR, max_epochs=1)
+
+
+class DrawingInHooks(Evaluated):
+    """Torch draws on all ranks in hooks; ``dropout`` also on the rank that has it."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(count=16)
+        self.net[3] = nn.Sequential(self.net[3], nn.Dropout(dropout))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.losses.append(torch.rand(()).item())
+
+    def on_validation_epoch_end(self) -> None:
+        self.losses.append(torch.randn(3).sum().item())
+
+
+def behind_runs(bench: Bench, dropout: float) -> list[Any]:
+    torch.manual_seed(3)
+    random.seed(4)
+    model, trainer = DrawingInHooks(dropout), bench.trainer({"num_microbatches": 2}, max_epochs=1)
+    drawn: list[Any] = []
+    for run in (trainer.fit, trainer.validate, trainer.test, trainer.predict):
+        loaders = {} if run == trainer.fit else {"dataloaders": model.train_dataloader()}
+        run(model, **loaders)
+        drawn.append((torch.rand(3), random.random()))
+    return [drawn, model.losses]
+
+
+# ---- paths ----
+
+
+class Selected(Net):
+    """Goes on with some rows of the batch, more or fewer in each: shapes of batches do not tell."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        positive = batch[0][:, 0] > 0
+        x = self.net[:2](batch[0])[positive]
+        x = self.net[2:4](x).index_select(0, (x.shape[0] - 1 - positive[positive].nonzero().flatten()))
+        return F.cross_entropy(self.net[4:](x), batch[1][positive].flip(0), reduction="sum") / len(batch[0])
+
+
+def selected(bench: Bench) -> Any:
+    return bench.fit(Selected(layers=5, count=24), FOUR)
+
+
+class Annealed(Net):
+    """Behind its last module it uses activations of earlier ones, but only later, and by turns."""
+
+    count_down = 2
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.count_down -= 1
+        first = self.net[:2](batch[0])
+        second = self.net[2:4](first)
+        loss = F.cross_entropy(self.net[4:](second), batch[1])
+        beta = max(0.0, -0.1 * self.count_down)
+        if beta > 0:
+            loss = loss + beta * second.pow(2).mean()
+        if self.current_epoch == 2:
+            loss = loss + first.abs().mean()
+        return loss
+
+
+def annealed(bench: Bench) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        bench.fit(Annealed(layers=6, count=16), FOUR, max_epochs=4)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+class Endless(Net):
+    """Goes a longer way with each batch."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.net[:4](batch[0])
+        for _ in range(batch_idx):
+            x = x * 1.01
+        return F.cross_entropy(self.net[4:](x), batch[1])
+
+
+def endless(bench: Bench) -> str:
+    with pytest.raises(ValueError, match="took 16 paths") as caught:
+        bench.fit(Endless(count=160), {"num_microbatches": 2}, max_epochs=1)
+    return str(caught.value)
+
+
+class Plain(Net):
+    """Its path depends on nothing, and no module draws random numbers."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        graph = self.trainer.strategy._pipelined.partitioned.plan.graph
+        self.reads = (graph.reads_batch, graph.draws)
+
+
+def plain(bench: Bench) -> Any:
+    model = Plain(count=16)
+    bench.fit(model, FOUR)
+    return model.reads
+
+
+class Numbers(Net):
+    """Checks an activation, logs a number of it, and computes with others, before more modules."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.net[:4](batch[0])
+        if torch.isnan(x).any():
+            raise ValueError("not a number")
+        assert x.isfinite().all()
+        self.log("mean", x.mean().item())
+        best = x.argmax(1).tolist()
+        x = x * (1 + max(best) / 100 + x.detach().std(1).mean().item())
+        return F.cross_entropy(self.net[4:](x), batch[1])
+
+
+def numbers(bench: Bench) -> Any:
+    return bench.fit(Numbers(layers=6), {"num_microbatches": 1, "schedule": "gpipe"})
+
+
+PLAIN, WITH_DROPOUT = (functools.partial(behind_runs, dropout=dropout) for dropout in (0.0, 0.5))
+CASES: list[Case] = [dicts, opaque, opaque_cut_by_argument, shuffled, layer_drop, PLAIN, selected]
+TWO = Matrix([*CASES, WITH_DROPOUT, plain, annealed, endless])
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_equals_one_process(case: Case) -> None:
+    TWO.compare(case)
+
+
+def test_ranks_draw_the_same_behind_a_run_with_dropout() -> None:
+    first, second = TWO.results(WITH_DROPOUT)
+    assert_same(first, second, 0.0)
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor:UserWarning")
+def test_numbers_pass_through_stages() -> None:
+    Matrix([numbers], 3).compare(numbers)
+
+
+def test_an_activation_that_is_first_used_later_behind_the_last_module_is_an_error_on_all_ranks() -> None:
+    first, second = TWO.results(annealed)
+    assert first == second
+    assert re.match(r"ReplayError: pow at .*test_pipeline_steps.py:\d+ uses a tensor of another stage", first)
+    assert "in every step from the first on" in first
+    assert "last checkpoint" in first
+
+
+def test_nothing_is_taken_for_a_read_of_the_batch() -> None:
+    """Else each micro-batch would be rehearsed for itself, in each step."""
+    assert TWO.results(plain) == [(False, False)] * 2
+
+
+def test_more_paths_than_can_be_traced_are_refused_on_all_ranks() -> None:
+    first, second = TWO.results(endless)
+    assert first == second
+    assert first.count("test_pipeline_steps.py") == 2, first
+
+
+# ---- what is said of batches ----
+
+
+class OtherOnEachRank(OfOpaque):
+    def train_dataloader(self) -> Any:
+        return rows_in(lambda x, y: Opaque(x + dist.get_rank(), y))
+
+
+def refused() -> str:
+    try:
+        Bench({}).fit(OtherOnEachRank(), {"num_microbatches": 1})
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def warned() -> list[str]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        Bench({}).fit(OfOpaque())
+        Bench({}).fit(OfOpaque(), {"num_microbatches": 1})
+    return [str(warning.message) for warning in seen if "micro-batch" in str(warning.message)]
+
+
+def sayings() -> Any:
+    return refused(), warned()
+
+
+def test_what_is_said() -> None:
+    (refusal, first), (other_refusal, second) = run_trainer_ranks(sayings, 2)
+    assert refusal == other_refusal
+    assert "different batches" in refusal
+    assert "cannot pickle '_thread.lock' object" in refusal
+    assert "seed_everything(seed, workers=True)" in refusal
+    assert second == []
+    assert len(first) == 1  # once, and not where one micro-batch was asked for
+    assert "batch is a tests.strategies.test_pipeline_steps.Opaque, which cannot be cut" in first[0]
+    assert "split_batch(batch, num_microbatches)" in first[0]
