@@ -69,6 +69,12 @@ def texts(found: Any, *words: str) -> list[str]:
     return [text for text in said if all(word in text for word in words)]
 
 
+def assert_said_once(bench: Bench, found: Any, *words: str) -> None:
+    """By the first rank of a pipeline."""
+    is_first = bench.pipeline is not None and torch.distributed.get_rank() == 0
+    assert len(texts(found, *words)) == is_first, texts(found)
+
+
 # ---- 1. one weight for a micro-batch's loss and for every logged mean ----
 
 
@@ -343,8 +349,7 @@ def ragged(bench: Bench) -> Any:
         result = watched(
             Bench(bench.pipeline, bench.directory), Ragged(), THREE if bench.pipeline is not None else None
         )
-    is_first = bench.pipeline is not None and torch.distributed.get_rank() == 0
-    assert len(texts(said, "`validation_step`", "shapes")) == is_first, texts(said)
+    assert_said_once(bench, said, "`validation_step`", "shapes")
     return {"seen": [each for each in result["seen"] if isinstance(each, Tensor)]}
 
 
@@ -582,8 +587,7 @@ def not_cut(bench: Bench) -> Any:
     one = {"num_microbatches": 1}
     with caught() as said:
         result = watched(bench, TimeFirst(), THREE if bench.pipeline is not None else one)
-    is_first = bench.pipeline is not None and torch.distributed.get_rank() == 0
-    assert len(texts(said, "one micro-batch", "split_batch")) == is_first, texts(said)
+    assert_said_once(bench, said, "one micro-batch", "split_batch")
     return result
 
 
@@ -688,8 +692,7 @@ def generating(bench: Bench) -> Any:
     model = Generating(layers=5)
     with caught() as said:
         result = watched(Bench(bench.pipeline), model, THREE if bench.pipeline is not None else None, max_epochs=1)
-    is_first = bench.pipeline is not None and torch.distributed.get_rank() == 0
-    assert len(texts(said, "`validation_step` runs in lockstep")) == is_first, texts(said)
+    assert_said_once(bench, said, "`validation_step` runs in lockstep")
     return {"seen": [each for each in result["seen"] if isinstance(each, Tensor)], "metrics": result["metrics"]}
 
 
@@ -707,8 +710,7 @@ def writing_in_validation(bench: Bench) -> Any:
     options = {"max_epochs": 1, "num_sanity_val_steps": 0}
     with caught() as said:
         result = watched(Bench(bench.pipeline), WritesInValidation(), THREE if bench.pipeline else None, **options)
-    is_first = bench.pipeline is not None and torch.distributed.get_rank() == 0
-    assert len(texts(said, "_step` runs", "writes a tensor in place at")) == is_first, texts(said)
+    assert_said_once(bench, said, "_step` runs", "writes a tensor in place at")
     return {"seen": [each for each in result["seen"] if isinstance(each, Tensor)]}
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchmetrics import Metric
+from torchmetrics import MeanSquaredError
 
 from lightning_smddp import PipelineTimeline
 from lightning_smddp.bridge.step import LightningStep
@@ -64,21 +64,10 @@ class Wrong(Net):
         self.put_back()
 
 
-class Undeclared(Metric):
+class OwnSquaredError(MeanSquaredError):
     """It has a gradient, and does not say so."""
 
-    full_state_update = False
-    total: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("total", torch.zeros(()), "sum")
-
-    def update(self, logits: Tensor) -> None:
-        self.total = self.total + logits.square().mean()
-
-    def compute(self) -> Tensor:
-        return self.total
+    is_differentiable = None
 
 
 class WithMetric(Net):
@@ -86,11 +75,11 @@ class WithMetric(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.metric = Undeclared()
+        self.metric = OwnSquaredError()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         logits = self.net(batch[0])
-        return F.cross_entropy(logits, batch[1]) + self.metric(logits)
+        return F.cross_entropy(logits, batch[1]) + self.metric(logits, torch.ones_like(logits))
 
 
 def checked(make: Callable[[], Any], options: dict[str, Any]) -> Any:
