@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from lightning_smddp import Compression
@@ -98,20 +98,6 @@ def test_compression() -> None:
 # ---- who gets which sample ----
 
 
-class Ids(Dataset[Any]):
-    """The last feature of a sample is its number."""
-
-    def __init__(self, count: int) -> None:
-        self.data = samples(count)
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> Any:
-        x, y = self.data[index]
-        return torch.cat([x[:-1], torch.tensor([float(index)])]), y
-
-
 class Watching(Net):
     def __init__(self) -> None:
         super().__init__(batch_size=3)
@@ -122,7 +108,9 @@ class Watching(Net):
         return self.loss([batch[0] / 10, batch[1]])
 
     def train_dataloader(self) -> Any:
-        return DataLoader(Ids(24), batch_size=3, shuffle=True)
+        """The last feature of a sample is its number."""
+        x, y = samples(24).tensors
+        return DataLoader(TensorDataset(torch.cat([x[:, :-1], torch.arange(24.0)[:, None]], 1), y), 3, shuffle=True)
 
 
 def sample_numbers(bench: Bench) -> Any:
