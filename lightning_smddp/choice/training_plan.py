@@ -27,7 +27,7 @@ from lightning_smddp.choice.pipelines import estimate_pipelines
 from lightning_smddp.choice.step_profile import StepProfile, profile_step
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pytree import tensors
-from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
+from lightning_smddp.sharding.optimizer_trial import why_not_one_by_one
 from lightning_smddp.sharding.units import find_units
 from lightning_smddp.wording import counted
 
@@ -183,8 +183,8 @@ def _cases(first: FirstBatch, sizes: Sizes, devices: int) -> list[tuple[str, str
 def _refusal_of_shares(first: FirstBatch) -> str | None:
     """Why the module's optimizers cannot step shares; None if they can."""
     for optimizer in first.optimizers:
-        found, why = granularity(optimizer)
-        if found is Granularity.NONE:
+        why = why_not_one_by_one(optimizer)
+        if why is not None:
             return f"{type(optimizer).__name__} cannot be shared: {why}"
     return None
 

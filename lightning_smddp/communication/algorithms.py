@@ -17,7 +17,6 @@ applies, ``native`` (with ``scope="all"`` every algorithm) is one compressed exc
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, Protocol, get_args
 
@@ -167,7 +166,6 @@ class TwoLevel:
         self.exchange = exchange
         self._thread = thread
         self._closed = False
-        self._submitted: set[futures.Future[None]] = set()
         self._stream: torch.cuda.Stream | None = None
 
     def all_reduce(self, tensor: Tensor, slot: int | None) -> Future[Any]:
@@ -187,22 +185,15 @@ class TwoLevel:
             else:
                 future.set_result(tensor)
 
-        # The thread is shared with other algorithms, so `drain` cannot wait for the thread: it waits for these.
-        submitted = self._thread.submit(run)
-        self._submitted.add(submitted)
-        submitted.add_done_callback(self._submitted.discard)
+        self._thread.submit(run)
         return future
 
-    def drain(self) -> None:
-        """Wait until nothing is in flight; of a device, let the current stream wait."""
-        futures.wait(list(self._submitted))
+    def close(self) -> None:
+        """See :meth:`Algorithm.close`. Waits until nothing is in flight; of a device, lets the current stream wait."""
+        self._closed = True
+        self._thread.submit(lambda: None).result()  # it does one after the other
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-
-    def close(self) -> None:
-        """See :meth:`Algorithm.close`."""
-        self._closed = True
-        self.drain()
         for part in (self.scatter, self.gather):
             if part is not None:
                 part.close()

@@ -108,6 +108,7 @@ class Codec(Protocol):
     """
 
     block_size: int
+    itemsize: float  # bytes of an element on the wire
 
     def encode(self, tensor: Tensor) -> Tensor:
         """1-D ``tensor`` (a multiple of ``block_size`` long) in its form on the wire; ``tensor`` is not changed."""
@@ -117,15 +118,12 @@ class Codec(Protocol):
         """The ``numel`` values of ``wire`` as ``dtype``."""
         ...
 
-    def bytes_per_element(self, dtype: torch.dtype) -> float:
-        """Size on the wire of one element of ``dtype``."""
-        ...
-
 
 class ExactCodec:
     """Values as they are, so that nothing is lost."""
 
     block_size = 1
+    itemsize = float("inf")  # not smaller
 
     def encode(self, tensor: Tensor) -> Tensor:
         """See :meth:`Codec.encode`: ``tensor`` itself."""
@@ -135,10 +133,6 @@ class ExactCodec:
         """See :meth:`Codec.decode`: a view."""
         return wire[:numel]
 
-    def bytes_per_element(self, dtype: torch.dtype) -> float:
-        """See :meth:`Codec.bytes_per_element`."""
-        return dtype.itemsize
-
 
 class CastCodec:
     """Values rounded to a 16-bit type. Finite values beyond the range of fp16 become its largest; inf and nan stay."""
@@ -147,6 +141,7 @@ class CastCodec:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self.itemsize: float = dtype.itemsize
 
     def encode(self, tensor: Tensor) -> Tensor:
         """See :meth:`Codec.encode`."""
@@ -163,10 +158,6 @@ class CastCodec:
         """See :meth:`Codec.decode`."""
         return wire[:numel].to(dtype)
 
-    def bytes_per_element(self, dtype: torch.dtype) -> float:
-        """See :meth:`Codec.bytes_per_element`."""
-        return self.dtype.itemsize
-
 
 class Int8Codec:
     """Blocks of int8 values with one fp32 scale each: the block's largest magnitude is 127.
@@ -177,6 +168,7 @@ class Int8Codec:
 
     def __init__(self, block_size: int = 256) -> None:
         self.block_size = block_size
+        self.itemsize = 1 + 4 / block_size
 
     def encode(self, tensor: Tensor) -> Tensor:
         """See :meth:`Codec.encode`."""
@@ -201,10 +193,6 @@ class Int8Codec:
         values = blocks[:, 4:].contiguous().view(torch.int8).float()
         values = values.mul_(scale).flatten()
         return values[:numel].to(dtype)
-
-    def bytes_per_element(self, dtype: torch.dtype) -> float:
-        """See :meth:`Codec.bytes_per_element`."""
-        return 1 + 4 / self.block_size
 
 
 class ErrorFeedback:

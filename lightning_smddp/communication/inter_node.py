@@ -37,7 +37,7 @@ class InterNodeReduce(Protocol):
 
 def _worthwhile(codec: Codec | None, dtype: torch.dtype) -> Codec:
     """``codec`` if it makes values of ``dtype`` smaller, else ``_EXACT``: what would only round is left out."""
-    if codec is None or codec.bytes_per_element(dtype) >= dtype.itemsize:
+    if codec is None or codec.itemsize >= dtype.itemsize:
         return _EXACT
     return codec
 

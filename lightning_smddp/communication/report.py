@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,19 +44,24 @@ class _Step:
     left: list[Any] = field(default_factory=list)
     done: list[Any] = field(default_factory=list)
 
+    def in_seconds(self) -> _Step:
+        """With times in the place of a device's events."""
+        first = self.came[0]
+        marks = (self.came, self.left, self.done)
+        return _Step(*[[first.elapsed_time(event) / 1e3 for event in events] for events in marks])
+
     def times(self) -> tuple[float, float]:
         """Seconds that backward stood still, and that at least one bucket was in flight."""
-        first = self.came[0]
-        came, left, done = [[_seconds(first, mark) for mark in marks] for marks in (self.came, self.left, self.done)]
         # The length of the union: each span counts from where those before it have ended.
-        busy = end = 0.0
-        for began, ended in zip(came, sorted(done), strict=True):
-            busy += max(0.0, ended - max(began, end))
-            end = max(end, ended)
+        busy, end = 0.0, self.came[0]
+        for began, ended in zip(self.came, sorted(self.done), strict=True):
+            if ended > end:
+                busy += ended - max(began, end)
+                end = ended
         # Backward stood still in the hook, and after the last hook until the last bucket was done. That cannot be more
         # than the time with a bucket in flight, or that in the hook.
-        blocked = sum(left) - sum(came)
-        exposed = blocked + max(0.0, end - left[-1])
+        blocked = sum(self.left) - sum(self.came)
+        exposed = blocked + max(0.0, end - self.left[-1])
         return min(exposed, max(busy, blocked)), busy
 
 
@@ -70,6 +76,7 @@ class Recorder:
         self.totals = Totals()
         self.last_exposed_s = 0.0
         self._by_events = device.type == "cuda"
+        self._now: Callable[[], Any] = _event if self._by_events else time.perf_counter
         self._lock = threading.Lock()
         self._step = _Step()
         self._ended: deque[_Step] = deque()  # whose events have not passed
@@ -106,13 +113,6 @@ class Recorder:
             self._end_step(wait)
             return self.totals
 
-    def _now(self) -> Any:
-        if not self._by_events:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def _end_step(self, wait: bool) -> None:
         if len(self._step.came) == len(self._step.done) > 0:
             self._ended.append(self._step)
@@ -123,17 +123,18 @@ class Recorder:
                     event.synchronize()
             if self._by_events and not all(event.query() for event in self._ended[0].done):
                 return
-            exposed, busy = self._ended.popleft().times()
+            step = self._ended.popleft()
+            exposed, busy = (step.in_seconds() if self._by_events else step).times()
             self.totals.steps += 1
             self.totals.exposed_s += exposed
             self.totals.hidden_s += max(0.0, busy - exposed)
             self.last_exposed_s = exposed
 
 
-def _seconds(first: Any, later: Any) -> float:
-    if isinstance(first, float):
-        return float(later - first)
-    return float(first.elapsed_time(later)) / 1e3  # an event's are milliseconds
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 @dataclass(frozen=True)
@@ -161,30 +162,18 @@ class CommunicationReport:
     @classmethod
     def collect(cls, totals: Totals, communicator: Communicator) -> CommunicationReport:
         """The report of what all ranks have in ``totals``: each has its own numbers in it. Collective."""
-        mine = {
-            "steps": totals.steps,
-            "gradient_bytes": totals.gradient_bytes,
-            "exposed": totals.exposed_s,
-            "hidden": totals.hidden_s,
-            # Without shared memory nobody sees who comes late; then the exposed time is the wait.
-            "waited": totals.waited_s or totals.exposed_s,
-            "for": sorted(totals.waited_for.items()),
-        }
-        ranks = gather(mine, communicator.group)
-        waited = [rank["waited"] for rank in ranks]
-        waited_for = [dict(rank["for"]) for rank in ranks]
-        straggler = _straggler(waited, waited_for, totals.steps)
-        straggler_name = ""
-        if straggler is not None:
-            straggler_name = communicator.topology.describe(straggler)
+        ranks: list[Totals] = gather(totals, communicator.group)
+        # Without shared memory nobody sees who comes late; then the exposed time is the wait.
+        waited = [rank.waited_s or rank.exposed_s for rank in ranks]
+        straggler = _straggler(waited, [rank.waited_for for rank in ranks], totals.steps)
         return cls(
-            steps=ranks[0]["steps"],
-            gradient_bytes=ranks[0]["gradient_bytes"],
-            exposed_s=tuple([rank["exposed"] for rank in ranks]),
-            hidden_s=tuple([rank["hidden"] for rank in ranks]),
+            steps=ranks[0].steps,
+            gradient_bytes=ranks[0].gradient_bytes,
+            exposed_s=tuple([rank.exposed_s for rank in ranks]),
+            hidden_s=tuple([rank.hidden_s for rank in ranks]),
             waited_s=tuple(waited),
             straggler=straggler,
-            straggler_name=straggler_name,
+            straggler_name="" if straggler is None else communicator.topology.describe(straggler),
         )
 
     def __str__(self) -> str:
@@ -201,7 +190,7 @@ class CommunicationReport:
         return "\n".join(lines)
 
 
-def _straggler(waited: list[float], waited_for: list[dict[str, int]], steps: int) -> int | None:
+def _straggler(waited: list[float], waited_for: list[Counter[int]], steps: int) -> int | None:
     """The rank that waited least while the others waited for it, if they waited 1 ms a step at least.
 
     Args:
@@ -210,17 +199,12 @@ def _straggler(waited: list[float], waited_for: list[dict[str, int]], steps: int
         steps: that all of this was in.
     """
     most, least = max(waited), min(waited)
-    if len(waited) < 2:
-        return None
-    if most < 1e-3 * max(steps, 1):
-        return None
-    if least > 0.5 * most:  # all wait, for each other
+    if most < 1e-3 * max(steps, 1) or least > 0.5 * most:  # hardly anybody waits; all do, for each other
         return None
     named: Counter[int] = Counter()
     for seconds, counts in zip(waited, waited_for, strict=True):
         if seconds > 0.5 * most:
-            for other, count in counts.items():
-                named[int(other)] += count
+            named.update(counts)
     if not named:  # without shared memory nobody sees for whom it waits
         return waited.index(least)
     ((rank, _),) = named.most_common(1)

@@ -92,7 +92,7 @@ class ShardedCollectives:
         if topology.world_size == 1 or (not alone and communicator.shared_memory_refusal is not None):
             return
         partners = communicator.partners("sharded") if topology.num_nodes > 1 else None
-        self._group = ShardGroup(dist.get_process_group_ranks(communicator.group), topology, partners)
+        self._group = ShardGroup(topology, partners)
         node_mesh = NodeMesh(topology, {}, timeout) if alone else communicator.node_mesh
         self._segments = SharedSegments(node_mesh, self._names, on_wait)
 
@@ -134,12 +134,10 @@ class ShardGroup:
     """The ranks among which parameters are sharded; each node has equally many of them.
 
     Attributes:
-        ranks: their global ranks.
         topology: the nodes, of ranks within the group.
         partners: those of equal local rank, one a node; None on one node.
     """
 
-    ranks: list[int]
     topology: Topology
     partners: dist.ProcessGroup | None
 
@@ -152,15 +150,6 @@ class ShardGroup:
     def owners(self) -> tuple[int, ...]:
         """The ranks of equal local rank, by node, within the group."""
         return self.topology.shard_owners(self.topology.local_rank)
-
-    def require(self, group: dist.ProcessGroup) -> None:
-        """Raise ``ValueError`` unless ``group`` is this one."""
-        found = dist.get_process_group_ranks(group)
-        if found != self.ranks:
-            raise ValueError(
-                f"FSDP2 asks for a collective among ranks {found}, where parameters are sharded among {self.ranks}. "
-                "This is so with an integer `reshard_after_forward`: set it to True or False."
-            )
 
 
 class SharedAllGather:
@@ -196,7 +185,6 @@ class SharedAllGather:
 
         FSDP2 waits before it copies the parameters out, with ``async_op`` or without: in between it computes.
         """
-        self._group.require(group)
         # The input is this rank's shard within the output.
         own = self._address + self._group.rank * input_tensor.nbytes
         if output_tensor.data_ptr() != self._address or input_tensor.data_ptr() != own:
@@ -242,7 +230,9 @@ class SharedReduceScatter:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP2 asks twice before each call: first for the input, which the others read, then for the output."""
         numel = math.prod(size)
-        if self._parts is not None and self._numel == numel * len(self._group.ranks):  # the output: one rank's slice
+        if (
+            self._parts is not None and self._numel == numel * self._group.topology.world_size
+        ):  # the output: one rank's slice
             return torch.empty(tuple(size), dtype=dtype)
         mesh = self._segments.mesh
         nbytes = numel * dtype.itemsize
@@ -262,7 +252,6 @@ class SharedReduceScatter:
         async_op: bool = False,
     ) -> None:
         """``output_tensor`` becomes this rank's slice of what ``op`` makes of all ranks' inputs."""
-        self._group.require(group)
         parts = self._parts
         self._parts = None
         if parts is None or parts[self._segments.mesh.rank].data_ptr() != input_tensor.data_ptr():
@@ -277,7 +266,7 @@ class SharedReduceScatter:
         sums = output.view(1, -1) if partners is None else output.new_empty(len(owners), output.numel())
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(f"Gradients are reduced by SUM or AVG, not by {op}: leave out set_gradient_divide_factor.")
-        factor = 1.0 / len(self._group.ranks) if op == dist.ReduceOp.AVG else 1.0
+        factor = 1.0 / self._group.topology.world_size if op == dist.ReduceOp.AVG else 1.0
         for owner, total in zip(owners, sums, strict=True):
             low = owner * output.nbytes
             high = low + output.nbytes

@@ -1,14 +1,19 @@
-"""Where the parameters are, and how a step of one rank's share comes to all.
+"""Parameters in a row, cut into shares of which each rank steps one, and how its step comes to all.
 
-CPU ranks of a node have theirs in flat memory that they share, and write what they have stepped into each other's.
-Other ranks broadcast it by the backend.
+CPU ranks of a node have the row in memory that they share, and write what they have stepped into each other's. Other
+ranks leave parameters where they are, and broadcast by the backend.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +22,170 @@ from torch import Tensor, nn
 from lightning_smddp.communication.node_mesh import NodeMesh
 from lightning_smddp.communication.shared_segments import create_file
 from lightning_smddp.communication.tensors import broadcast_tensors
-from lightning_smddp.sharding.flat_layout import FlatLayout, Piece, in_memory_order
 from lightning_smddp.wording import counted
+
+Named = tuple[str, nn.Parameter]
+
+_ALIGNMENT = 64  # bytes: a cache line, and the widest vector of a CPU
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place in the row: elements [start, stop)."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """One behind its last element, in the row of all parameters."""
+        return self.start + self.parameter.numel()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [low, high) of a parameter, counted in the order in which they lie in memory."""
+
+    slot: Slot
+    low: int
+    high: int
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Parameters of one type and device in a row, with gaps for alignment.
+
+    Attributes:
+        bounds: ``shares + 1`` ascending positions: share *i* is [bounds[i], bounds[i + 1]).
+    """
+
+    slots: tuple[Slot, ...]
+    bounds: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The one that all parameters of this layout have."""
+        return self.slots[0].parameter.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The one that all parameters of this layout have."""
+        return self.slots[0].parameter.device
+
+    @property
+    def numel(self) -> int:
+        """Elements of the row, gaps included."""
+        return self.bounds[-1]
+
+    def pieces_of_share(self, share: int) -> Iterator[Piece]:
+        """What of the parameters lies in a share."""
+        # Positions are those in the row; a piece counts from the begin of its parameter.
+        for slot in self.slots:
+            low = max(self.bounds[share], slot.start)
+            high = min(self.bounds[share + 1], slot.stop)
+            if low < high:
+                yield Piece(slot, low - slot.start, high - slot.start)
+
+
+def lay_out(named: Sequence[Named], shares: int, splits: bool) -> list[FlatLayout]:
+    """A layout for each type, device and ``requires_grad``.
+
+    Frozen parameters have shares of their own: a model that is mostly frozen is still cut evenly where it is trained.
+
+    Args:
+        named: parameters that :func:`movable` says can be laid in a row.
+        shares: how many.
+        splits: shares are equal, and may begin within a parameter; else each has whole parameters, and they are
+            balanced by size.
+    """
+    kinds: dict[Any, list[Named]] = {}
+    for name, parameter in named:
+        kind = (parameter.dtype, parameter.device, parameter.requires_grad)
+        kinds.setdefault(kind, []).append((name, parameter))
+    cut = _equal_shares if splits else _whole_parameters
+    return [cut(members, shares) for members in kinds.values()]
+
+
+def movable(named: Sequence[Named]) -> tuple[list[Named], list[str]]:
+    """The parameters whose values can be moved to other memory, and the names of those that stay where they are.
+
+    Moved are dense ones of their own memory. Views of one memory, subclasses of tensors, sparse ones, single numbers
+    and empty ones stay, and are stepped by each rank.
+    """
+    users: Counter[int] = Counter()  # of each memory, by its address
+    for _, parameter in named:
+        if _is_plain(parameter):
+            users[parameter.untyped_storage().data_ptr()] += 1
+    # Views of one memory stay there: moved by itself, a parameter would no longer change with the others.
+    moved = []
+    for name, parameter in named:
+        if _is_plain(parameter) and users[parameter.untyped_storage().data_ptr()] == 1:
+            moved.append((name, parameter))
+    names = dict(moved)
+    return moved, [name for name, _ in named if name not in names]
+
+
+def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
+    """``tensor``, of the shape of ``like``, as one dimension in the order in which ``like`` lies in memory.
+
+    A view where ``tensor`` lies in memory so too, as gradients do; else a copy.
+    """
+    # Dense and without overlap, whatever the order of its dimensions: its memory is one row of all elements, which
+    # `as_strided` shows without a copy.
+    if tensor.stride() != like.stride():
+        copy = torch.empty_strided(like.size(), like.stride(), dtype=tensor.dtype, device=tensor.device)
+        tensor = copy.copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    if type(parameter) is not nn.Parameter or parameter.is_meta or parameter.layout is not torch.strided:
+        return False
+    if parameter.ndim == 0 or parameter.numel() == 0:
+        return False
+    is_dense: bool = torch.ops.aten.is_non_overlapping_and_dense.default(parameter)
+    return is_dense
+
+
+def _aligned(position: int, dtype: torch.dtype) -> int:
+    """The next position, in elements, at which a cache line begins."""
+    step = _ALIGNMENT // dtype.itemsize
+    return math.ceil(position / step) * step
+
+
+def _equal_shares(members: Sequence[Named], shares: int) -> FlatLayout:
+    slots: list[Slot] = []
+    end = _append(slots, members, 0)
+    # Whole cache lines, so that no two ranks write to the same one. So the last shares may be short, or empty.
+    dtype = slots[0].parameter.dtype
+    width = _aligned(math.ceil(end / shares), dtype)
+    bounds = [index * width for index in range(shares + 1)]
+    return FlatLayout(tuple(slots), tuple(bounds))
+
+
+def _whole_parameters(members: Sequence[Named], shares: int) -> FlatLayout:
+    """The largest parameter first, each to the share that has least so far."""
+    loads = [0] * shares  # elements of each share
+    chosen: list[list[Named]] = [[] for _ in range(shares)]
+    for name, parameter in sorted(members, key=lambda member: -member[1].numel()):
+        share = loads.index(min(loads))
+        loads[share] += parameter.numel()
+        chosen[share].append((name, parameter))
+    slots: list[Slot] = []
+    bounds = [0]
+    for part in chosen:
+        bounds.append(_append(slots, part, bounds[-1]))
+    return FlatLayout(tuple(slots), tuple(bounds))
+
+
+def _append(slots: list[Slot], members: Iterable[Named], end: int) -> int:
+    """Put ``members`` behind the ``slots``, which end at position ``end``; returns where they end now."""
+    for name, parameter in members:
+        slot = Slot(name, parameter, end)
+        slots.append(slot)
+        end = _aligned(slot.stop, parameter.dtype)
+    return end
 
 
 class FlatParameters:
@@ -51,12 +218,10 @@ class FlatParameters:
         self._rows: list[Tensor] = []  # this rank's memory of each layout
         self._others: list[list[Tensor]] = []  # that of the node's other ranks
         self._homes: dict[nn.Parameter, Tensor] = {}  # the parameters' places, where a step writes
-        if mesh is not None:
-            for layout in layouts:
+        for layout in layouts:
+            self._homes |= {slot.parameter: slot.parameter.detach() for slot in layout.slots}
+            if mesh is not None:
                 self._move(layout, mesh)
-        else:
-            for slot in [slot for layout in layouts for slot in layout.slots]:
-                self._homes[slot.parameter] = slot.parameter.detach()
 
     def _move(self, layout: FlatLayout, mesh: NodeMesh) -> None:
         own, *others = self._map(layout, mesh)
@@ -114,11 +279,9 @@ class FlatParameters:
                 if home is None or parameter.data_ptr() == home.data_ptr():
                     continue
                 if parameter.shape != home.shape or parameter.dtype != home.dtype:
-                    before = f"{tuple(home.shape)}, {home.dtype}"
-                    now = f"{tuple(parameter.shape)}, {parameter.dtype}"
                     raise ValueError(
-                        f"{slot.name} was {before}, and is {now} now. With shard='optimizer' parameters keep their "
-                        "shapes and types."
+                        f"{slot.name} is {tuple(parameter.shape)}, {parameter.dtype} now, and was {tuple(home.shape)}, "
+                        f"{home.dtype}. With shard='optimizer' parameters keep their shapes and types."
                     )
                 parameter.data = home.copy_(parameter.detach())
 

@@ -104,11 +104,7 @@ class FullySharded:
 
     def _divide(self, module: nn.Module, precision: MixedPrecisionPolicy) -> None:
         # Parameters of units in it are other objects since they were divided, so they have no name here.
-        own: dict[str, nn.Parameter] = {}
-        for parameter in module.parameters():
-            name = self._names.get(id(parameter))
-            if name is not None:
-                own[name] = parameter
+        own = {self._names[id(p)]: p for p in module.parameters() if id(p) in self._names}
         self.plan.fill(list(own))
         _require_one_dtype(own)
         for parameter in own.values():
@@ -187,9 +183,7 @@ class FullySharded:
     def _keep_whole(self, root: bool, units: bool) -> None:
         """Whether the root and the units stay whole behind their forward passes."""
         for module in self._modules:
-            keeps = units
-            if module is self._root:
-                keeps = root
+            keeps = root if module is self._root else units
             module.set_reshard_after_forward(not keeps, recurse=False)
 
     def before_backward(self, loss: Tensor, watches: bool = True) -> None:
@@ -231,14 +225,12 @@ class FullySharded:
                 self._used.add(self._names[id(parameter)])
         # One message of a byte for each parameter, in the order of names: the same order on every rank, whatever it has
         # used.
-        names = list(self._originals)
-        mine = [name in self._used for name in names]
-        told = from_numbers([flag, *mine], torch.uint8, device)
+        told = from_numbers([flag, *[name in self._used for name in self._originals]], torch.uint8, device)
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
         self._used.clear()
         flagged, *used = told.tolist()
         divided = dict(self.root.named_parameters())
-        for name, is_used in zip(names, used, strict=True):
+        for name, is_used in zip(self._originals, used, strict=True):
             if name in self.replicated:
                 if is_used:
                     self._average(self.replicated[name])
@@ -302,9 +294,7 @@ class FullySharded:
         names = self.units.names
         ranks = self.shard_group.size()
         total = sum(original.numel() for original in self._originals.values())
-        in_units = 0
-        for name in names:
-            in_units += sum(parameter.numel() for parameter in self.root.get_submodule(name).parameters())
+        in_units = sum(p.numel() for name in names for p in self.root.get_submodule(name).parameters())
         outside = (total - in_units) / max(1, total)
         when = "gathered for forward and again for backward"
         if not self.plan.reshard:
@@ -348,11 +338,8 @@ class FullySharded:
 
 def _places(root: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """Each parameter with the modules that have it as their own, and its name there."""
-    found = []
-    for module in root.modules():
-        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            found.append((module, key, parameter))
-    return found
+    own = partial(nn.Module.named_parameters, recurse=False, remove_duplicate=False)
+    return [(module, key, parameter) for module in root.modules() for key, parameter in own(module)]
 
 
 def _require_one_dtype(parameters: Mapping[str, nn.Parameter]) -> None:

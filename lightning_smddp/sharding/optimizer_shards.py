@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_smddp._compat.fsdp import divided_like
-from lightning_smddp.sharding.flat_layout import Piece, in_memory_order
-from lightning_smddp.sharding.flat_parameters import FlatParameters
+from lightning_smddp.sharding.flat_parameters import FlatParameters, Piece, in_memory_order
 
 # A step of many operations on such a piece stays in a CPU's level-2 cache. With pieces of 1 MiB glibc gave each result
 # fresh memory: 8192 page faults a step for 8.4 M elements, and twice the time (AdamW). A fused kernel passes over
@@ -149,31 +148,17 @@ class OptimizerShards(StepsParts):
     def parts_of(self, parameter: nn.Parameter) -> list[ShardedPiece]:
         """What this rank steps of a parameter: all of it, if it is not sharded."""
         pieces = self.pieces.get(id(parameter))
-        if pieces is None:
-            return [ShardedPiece(0, parameter.numel(), parameter)]
-        return pieces
+        return [ShardedPiece(0, parameter.numel(), parameter)] if pieces is None else pieces
 
     def gradients(self, of_all: bool) -> list[Tensor]:
         """This rank's share of the gradients; with ``of_all`` also those of parameters that have no shares."""
         found: list[Tensor] = []
         for parameter in all_parameters(self.optimizer):
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            pieces = self.pieces.get(id(parameter))
-            if pieces is None:
-                if of_all:
-                    found.append(gradient)
-            elif self.splits:
-                flat = in_memory_order(gradient, parameter)
-                found += [flat[piece.low : piece.high] for piece in pieces]
-            elif pieces:  # the one that is the whole
-                found.append(gradient)
+            if id(parameter) in self.pieces:
+                found += [gradient for _, gradient in self._gradients_of_pieces(parameter)]
+            elif of_all and parameter.grad is not None:
+                found.append(parameter.grad)
         return found
-
-    def has_pieces(self, parameter: nn.Parameter) -> bool:
-        """Whether ranks step shares of it; each steps all of a parameter that has no share."""
-        return id(parameter) in self.pieces
 
     def _take_parts(self) -> None:
         if self._flat is not None:  # maybe since the closure
@@ -210,23 +195,21 @@ class OptimizerShards(StepsParts):
         # so its state is that of pieces, without being told of them.
         found: list[nn.Parameter] = []
         for parameter in parameters:
-            self._share_gradient(parameter)
+            for piece, gradient in self._gradients_of_pieces(parameter):
+                piece.grad = gradient
             found += [part.parameter for part in self.parts_of(parameter)]
         return found
 
-    def _share_gradient(self, parameter: nn.Parameter) -> None:
-        """Give the pieces of a parameter their part of its gradient."""
+    def _gradients_of_pieces(self, parameter: nn.Parameter) -> list[tuple[nn.Parameter, Tensor]]:
+        """The pieces of a parameter that this rank steps, each with its part of the gradient, if there is one."""
         gradient = parameter.grad
         pieces = self.pieces.get(id(parameter))
         if gradient is None or not pieces:
-            return
-        if not self.splits:
-            for piece in pieces:
-                piece.parameter.grad = gradient
-            return
+            return []
+        if not self.splits:  # one piece, which is the whole
+            return [(pieces[0].parameter, gradient)]
         flat = in_memory_order(gradient, parameter)
-        for piece in pieces:
-            piece.parameter.grad = flat[piece.low : piece.high]
+        return [(piece.parameter, flat[piece.low : piece.high]) for piece in pieces]
 
     def _put_back(self, whole: list[list[nn.Parameter]]) -> None:
         # Pieces' gradients are views of the whole ones, which would stay in memory after the user has dropped them.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_smddp.communication.tensors import gather_structures
 from lightning_smddp.pytree import copied
-from lightning_smddp.sharding.flat_layout import in_memory_order
+from lightning_smddp.sharding.flat_parameters import in_memory_order
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, ShardedPiece, all_parameters
 
 
@@ -36,7 +36,7 @@ def whole_states(
     # number parameters alike, and no two of them step the same elements.
     local = {}
     for number, parameter in enumerate(parameters):
-        if group.rank() != 0 and not shards.has_pieces(parameter):
+        if group.rank() != 0 and id(parameter) not in shards.pieces:
             continue  # every rank has this state; the first one's counts
         for part in shards.parts_of(parameter):
             state = optimizer.state.get(part.parameter)

@@ -12,7 +12,6 @@ import copy
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
-from enum import Enum
 from typing import Any
 
 import torch
@@ -42,35 +41,18 @@ _TOLERANCE = 1e-6
 _CPU = torch.device("cpu")
 
 
-class Granularity(Enum):
-    """What an optimizer treats by itself."""
+def why_not_elementwise(optimizer: Optimizer) -> str | None:
+    """Why ``optimizer`` is not known to treat each element of a parameter by itself; None if it is.
 
-    ELEMENT = "element"
-    PARAMETER = "parameter"
-    NONE = "none"
-
-
-def granularity(optimizer: Optimizer) -> tuple[Granularity, str]:
-    """What ``optimizer`` treats by itself, and why it is not finer.
-
-    Of classes that are not torch's, those with an attribute ``elementwise = True`` treat each element by itself.
+    Of classes that are not torch's, those with an attribute ``elementwise = True`` do.
     """
-    why = why_not_one_by_one(optimizer)
-    if why is not None:
-        return Granularity.NONE, why
-    if is_elementwise(optimizer):
-        return Granularity.ELEMENT, ""
     cls = type(optimizer)
-    return Granularity.PARAMETER, (
-        f"it is not known to treat each element of a parameter by itself (where it does: `{cls.__name__}.elementwise = "
-        "True`)"
+    if cls in _ELEMENTWISE or getattr(cls, "elementwise", False):
+        return None
+    return (
+        "it is not known to treat each element of a parameter by itself (where it does: "
+        f"`{cls.__name__}.elementwise = True`)"
     )
-
-
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether it is known, or said by its class, to treat each element by itself."""
-    cls = type(optimizer)
-    return cls in _ELEMENTWISE or getattr(cls, "elementwise", False)
 
 
 def why_not_one_by_one(optimizer: Optimizer) -> str | None:

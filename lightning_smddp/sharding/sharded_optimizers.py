@@ -20,11 +20,10 @@ from torch.optim import Optimizer
 
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.norms import norm_over_ranks
-from lightning_smddp.sharding.flat_layout import Named, lay_out, movable
-from lightning_smddp.sharding.flat_parameters import FlatParameters
+from lightning_smddp.sharding.flat_parameters import FlatParameters, Named, lay_out, movable
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict
-from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
+from lightning_smddp.sharding.optimizer_trial import why_not_elementwise, why_not_one_by_one
 from lightning_smddp.wording import counted
 
 
@@ -34,24 +33,19 @@ def refuse_own_sharding(optimizer: Optimizer, cure: str) -> None:
         raise ValueError(f"{type(optimizer).__name__} {cure}")
 
 
-def splits_parameters(optimizer: Optimizer) -> tuple[bool, str]:
-    """Whether parts of parameters may be stepped, and why not.
-
-    Raises:
-        ValueError: not even whole ones may be stepped one by one.
-    """
+def require_shareable(optimizer: Optimizer) -> None:
+    """Raise ``ValueError`` if parameters may not be stepped one by one."""
     refuse_own_sharding(
         optimizer,
         "and shard='optimizer' both shard the optimizer. Use one of them: with shard='optimizer', return the "
         "optimizer that it wraps from `configure_optimizers`.",
     )
-    found, why = granularity(optimizer)
-    if found is Granularity.NONE:
+    why = why_not_one_by_one(optimizer)
+    if why is not None:
         raise ValueError(
             f"shard='optimizer' cannot shard {type(optimizer).__name__}: {why}. Use an optimizer that treats "
             "parameters one by one, such as AdamW, or leave out shard='optimizer'."
         )
-    return found is Granularity.ELEMENT, why
 
 
 class ShardedOptimizers:
@@ -75,12 +69,12 @@ class ShardedOptimizers:
         self._communicator = communicator
         self._reasons: dict[str, str] = {}
         self.shards = list(shards)
-        self.splits = True
         for each in shards:
-            splits, why = splits_parameters(each.optimizer)
-            if not splits:  # then the others do not either: all have the same layouts
-                self.splits = False
+            require_shareable(each.optimizer)
+            why = why_not_elementwise(each.optimizer)
+            if why is not None:
                 self._reasons[type(each.optimizer).__name__] = why
+        self.splits = not self._reasons  # all have the same layouts
         moved, self.staying = movable(named)
         self.flat = self._make_flat(moved)
         for each in shards:
@@ -136,9 +130,7 @@ class ShardedOptimizers:
 
     def describe(self) -> list[tuple[str, str]]:
         """What runs here, in rows of name and value."""
-        how = "whole parameters"
-        if self.splits:
-            how = "parts of parameters"
+        how = "parts of parameters" if self.splits else "whole parameters"
         where = "exchanged through shared memory"
         if self._communicator.shared_memory_refusal is not None:
             where = f"broadcast by the backend ({self._communicator.shared_memory_refusal})"

@@ -9,6 +9,7 @@ attributes (``self.down1``, ``self.down2``), modules in attributes are taken as 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -49,20 +50,18 @@ def find_units(model: nn.Module, wrap: Wrap = None) -> Units:
     Raises:
         ValueError: ``wrap`` names what is no module of ``model``, or what cannot be called.
     """
-    if wrap is None:
-        chosen = _found(model)
-    else:
-        chosen = _given(model, wrap)
+    chosen = _found(model) if wrap is None else _given(model, wrap)
     # What is tied to a parameter outside would be freed while the other module still uses it. Of a unit that was found
     # nothing is said, as nobody has asked for it.
-    owners = _owners(model)
+    everywhere = _places(model)
     units = Units()
     for name, module in chosen.items():
-        shared = _shared_outside(module, owners)
-        if shared is None:
+        inside = _places(module)
+        tied = [key for key, p in module.named_parameters() if inside[id(p)] < everywhere[id(p)]]
+        if not tied:
             units.names.append(name)
         elif wrap is not None:
-            units.notes.append(f"{name} stays with the root: {shared} is tied to a parameter outside of it")
+            units.notes.append(f"{name} stays with the root: {name}.{tied[0]} is tied to a parameter outside of it")
     return units
 
 
@@ -102,10 +101,8 @@ def _elements(module: nn.Module, prefix: str, total: int, attributes: bool) -> d
         # A child is one unit, unless it is so large that its own elements are better, and they are nearly all of it:
         # what is in none of them stays with the root, whole for a whole step.
         inside = _elements(child, f"{name}.", total, attributes)
-        is_divided = False
-        if size > _LARGE * total:
-            in_elements = sum(_size(element) for element in inside.values())
-            is_divided = in_elements > _MOST * size
+        in_elements = sum(_size(element) for element in inside.values())
+        is_divided = size > _LARGE * total and in_elements > _MOST * size
         if has_elements and is_callable(child) and not is_divided:
             found[name] = child
         else:
@@ -136,16 +133,10 @@ def _matches(entry: Entry, modules: Mapping[str, nn.Module], model: str, wrap: S
     """Names of the ``modules`` that an entry of ``wrap`` stands for; ``model`` is the root's class."""
     names = []
     for name, module in modules.items():
-        if isinstance(entry, str):
-            is_match = entry in (name, type(module).__name__)
-        else:
-            is_match = isinstance(module, entry)
-        if is_match:
+        if entry in (name, type(module).__name__) or (not isinstance(entry, str) and isinstance(module, entry)):
             names.append(name)
     if not names:
-        written = repr(entry)
-        if not isinstance(entry, str):
-            written = entry.__name__
+        written = repr(entry) if isinstance(entry, str) else entry.__name__
         first = ", ".join(list(modules)[:8])
         raise ValueError(
             f"wrap={list(wrap)!r}: {written} is neither the name of a module in {model} nor the class of one. Its "
@@ -161,28 +152,9 @@ def _matches(entry: Entry, modules: Mapping[str, nn.Module], model: str, wrap: S
     return names
 
 
-def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """For each parameter (by ``id``) the modules that have it as their own, and the name of it."""
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for prefix, module in model.named_modules():
-        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            name = f"{prefix}.{key}".lstrip(".")  # the root has no prefix
-            of_parameter = owners.setdefault(id(parameter), [])
-            of_parameter.append((module, name))
-    return owners
-
-
-def _shared_outside(module: nn.Module, owners: dict[int, list[tuple[nn.Module, str]]]) -> str | None:
-    """A parameter in ``module`` that a module outside of it has too; None if there is none."""
-    modules = set(module.modules())
-    for parameter in module.parameters():
-        names_inside = []
-        is_shared = False
-        for owner, name in owners[id(parameter)]:
-            if owner in modules:
-                names_inside.append(name)
-            else:
-                is_shared = True
-        if is_shared:
-            return names_inside[0]
-    return None
+def _places(module: nn.Module) -> Counter[int]:
+    """In how many places there is each parameter, by ``id``: one that is tied is in several."""
+    found: Counter[int] = Counter()
+    for part in module.modules():
+        found.update(id(p) for _, p in part.named_parameters(recurse=False, remove_duplicate=False))
+    return found

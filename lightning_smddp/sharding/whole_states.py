@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,28 +61,11 @@ def _rows_of_rank(rows: int, mesh: DeviceMesh) -> int:
     return math.ceil(rows / mesh.size(mesh.ndim - 1))
 
 
-@dataclass(frozen=True)
-class Keepers:
-    """Which ranks keep what is gathered, so that it is in memory once.
-
-    Attributes:
-        rank: this one.
-        size: of all.
-        spread: each rank keeps a share of the tensors; else the first keeps all.
-    """
-
-    rank: int
-    size: int
-    spread: bool = False
-
-    def keeps(self, number: int) -> bool:
-        """Whether this rank keeps tensor ``number``, or what is no tensor (0)."""
-        if self.spread:
-            return number % self.size == self.rank
-        return self.rank == 0
+Keeps = Callable[[int], bool]
+"""Whether this rank keeps the tensor of a number, or what is no tensor (0): what is gathered is in memory once."""
 
 
-def gathered_model(state: Mapping[str, Any], keepers: Keepers, device: torch.device) -> dict[str, Any]:
+def gathered_model(state: Mapping[str, Any], keeps: Keeps, device: torch.device) -> dict[str, Any]:
     """What this rank keeps of a ``state_dict(keep_vars=True)``, with whole tensors on the CPU. Collective.
 
     Tied weights are one tensor again.
@@ -92,33 +74,29 @@ def gathered_model(state: Mapping[str, Any], keepers: Keepers, device: torch.dev
     kept: dict[str, Any] = {}
     for name, value in state.items():
         if not isinstance(value, Tensor):
-            if keepers.keeps(0):
+            if keeps(0):
                 kept[name] = value
             continue
         if id(value) not in wholes:
-            gathered: Tensor | None = whole(value, device)  # all ranks gather, also what they do not keep
-            if not keepers.keeps(len(wholes)):
-                gathered = None
-            wholes[id(value)] = gathered
+            gathered = whole(value, device)  # all ranks gather, also what they do not keep
+            wholes[id(value)] = gathered if keeps(len(wholes)) else None
         found = wholes[id(value)]
         if found is not None:
             kept[name] = found
     return kept
 
 
-def gathered_optimizer(state: Mapping[str, Any], keepers: Keepers, device: torch.device) -> dict[str, Any]:
+def gathered_optimizer(state: Mapping[str, Any], keeps: Keeps, device: torch.device) -> dict[str, Any]:
     """What this rank keeps of an optimizer's ``state_dict()``, with whole tensors on the CPU. Collective."""
 
     def of_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return whole(leaf, device)
-        return leaf
+        return whole(leaf, device) if isinstance(leaf, Tensor) else leaf
 
     # All ranks gather every parameter's state, in the same order, and drop at once what others keep.
     kept = {}
     for number, (parameter, values) in enumerate(state["state"].items()):
         gathered = map_leaves(of_leaf, values)
-        if keepers.keeps(number):
+        if keeps(number):
             kept[parameter] = gathered
     return {**state, "state": kept}
 

@@ -21,8 +21,8 @@ from lightning_smddp.communication.consistency import require_initialized
 from lightning_smddp.pipeline.partition.microbatches import looks_at_other_rows
 from lightning_smddp.pytree import leaves
 from lightning_smddp.sharding.optimizer_shards import all_parameters, unwrapped
-from lightning_smddp.sharding.optimizer_trial import Granularity, granularity, why_not_one_by_one
-from lightning_smddp.sharding.sharded_optimizers import refuse_own_sharding, splits_parameters
+from lightning_smddp.sharding.optimizer_trial import why_not_elementwise, why_not_one_by_one
+from lightning_smddp.sharding.sharded_optimizers import refuse_own_sharding, require_shareable
 from lightning_smddp.strategies.nonfinite import is_changed_hook
 from lightning_smddp.strategies.tables import without_warning
 from lightning_smddp.wording import USE_INSTEAD, counted
@@ -165,8 +165,8 @@ def require_elementwise(optimizer: Optimizer) -> None:
     """Raise ``ValueError`` unless an optimizer treats each element of a parameter by itself."""
     if type(optimizer).__module__.startswith("deepspeed."):
         return  # DeepSpeed knows its own
-    found, why = granularity(optimizer)
-    if found is not Granularity.ELEMENT:
+    why = why_not_elementwise(optimizer)
+    if why is not None:
         raise ValueError(
             f"{type(optimizer).__name__} cannot be used with {_NAME}: DeepSpeed cuts the parameters of a group into "
             f"equal parts, wherever that is, and {why}. Use SMDDPStrategy(shard='optimizer'), or an optimizer such as "
@@ -183,7 +183,7 @@ def require_shardable(optimizers: Iterable[Any], shard: str | None) -> None:
             "wraps from `configure_optimizers`: PipelineStrategy(shard='optimizer') shards it over the replicas.",
         )
         if shard is not None:
-            splits_parameters(unwrapped(optimizer))
+            require_shareable(unwrapped(optimizer))
 
 
 def refusal_of_training(module: Any, callbacks: Iterable[Any], optimizers: Sequence[Any] = ()) -> str | None:

@@ -56,11 +56,7 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-_STAGES = {
-    1: "1: optimizer states are sharded",
-    2: "2: optimizer states and gradients are sharded",
-    3: "3: optimizer states, gradients and parameters are sharded",
-}
+_SHARDED = ("optimizer states", "gradients", "parameters")  # from stage 1, 2 and 3 on
 
 
 class DeepSpeedParallel(TrainerStrategy, _Base):
@@ -128,9 +124,7 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
     def root_device(self) -> torch.device:
         """With a number on CPU, too: Lightning hands it to DeepSpeed, which needs one."""
         device = super().root_device
-        if device.type == "cpu":
-            return torch.device("cpu", 0)
-        return device
+        return torch.device("cpu", 0) if device.type == "cpu" else device
 
     @override
     def _set_up_environment(self) -> None:
@@ -215,9 +209,9 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
         assert self._unseen_writes is not None
         self._unseen_writes.note()  # a checkpoint was loaded
         if self._speaks:
-            stage = _STAGES[self.deepspeed_engine.zero_optimization_stage()]
+            stage = self.deepspeed_engine.zero_optimization_stage()
             ranks = f"{counted(self.world_size, 'rank')} on {self.root_device.type}"
-            rows = [("stage", stage), ("cluster size", ranks)]
+            rows = [("stage", f"{stage}: sharded are {', '.join(_SHARDED[:stage])}"), ("cluster size", ranks)]
             print_table("smddp_deepspeed: DeepSpeed's ZeRO", rows, self._trainer)
 
     @property

@@ -15,7 +15,6 @@ from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
 from lightning_smddp.sharding.optimizer_shards import all_parameters
 from lightning_smddp.sharding.units import Wrap
 from lightning_smddp.sharding.whole_states import (
-    Keepers,
     divided_model_state,
     gathered_model,
     gathered_optimizer,
@@ -26,7 +25,6 @@ from lightning_smddp.strategies.fabric import FabricStrategy
 from lightning_smddp.strategies.fsdp import FromFSDP
 from lightning_smddp.strategies.fsdp_scheme import (
     FSDPScheme,
-    Place,
     ReduceType,
     Sharding,
     ShardingOptions,
@@ -137,8 +135,8 @@ class FabricFullyShardedParallel(FabricStrategy):
     def setup_module(self, module: nn.Module) -> DividedForward:  # type: ignore[override]
         """Divide ``module``. Collective; ``ValueError`` on every rank if models differ."""
         require_supported_by_fsdp(module, (), is_fit=True)
-        place = Place(self.root_device, self.num_processes, self._session.limit(self._timeout))
-        scheme = FSDPScheme(module, self._sharding, place, self.precision, self._view)
+        device, limit = self.root_device, self._session.limit(self._timeout)
+        scheme = FSDPScheme(module, self._sharding, self.precision, self._view, device, self.num_processes, limit)
         if not self._modules:  # from here on the script sees gathered values wherever it is
             self._changes.enter_context(self._view.installed())
             self._changes.enter_context(self._view.inside())
@@ -261,11 +259,14 @@ class FabricFullyShardedParallel(FabricStrategy):
         with self._all_divided():
             return super().load_checkpoint(*args, **kwargs)
 
+    def _keeps(self, number: int) -> bool:
+        return self.is_global_zero
+
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The whole module's state, on global rank 0. Collective."""
         with self._all_divided():
             state = _inner(module).state_dict(keep_vars=True)
-            return gathered_model(state, Keepers(self.global_rank, self.world_size), self.root_device)
+            return gathered_model(state, self._keeps, self.root_device)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a whole module's state."""
@@ -275,8 +276,7 @@ class FabricFullyShardedParallel(FabricStrategy):
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state, on global rank 0. Collective."""
         with self._all_divided():
-            keepers = Keepers(self.global_rank, self.world_size)
-            return gathered_optimizer(optimizer.state_dict(), keepers, self.root_device)
+            return gathered_optimizer(optimizer.state_dict(), self._keeps, self.root_device)
 
     # ---- the end ----
 

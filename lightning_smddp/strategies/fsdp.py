@@ -24,7 +24,6 @@ from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
 from lightning_smddp.sharding.optimizer_shards import unwrapped
 from lightning_smddp.sharding.units import Wrap
 from lightning_smddp.sharding.whole_states import (
-    Keepers,
     divided_model_state,
     gathered_model,
     gathered_optimizer,
@@ -39,7 +38,6 @@ from lightning_smddp.strategies.checks import (
 )
 from lightning_smddp.strategies.fsdp_scheme import (
     FSDPScheme,
-    Place,
     ReduceType,
     Sharding,
     ShardingOptions,
@@ -174,8 +172,10 @@ class FullyShardedParallel(TrainerStrategy):
                 self.model = self._layer_sync.apply(self.model)
         self.precision_plugin.convert_module(module)
         # Divided before the optimizers are made: `configure_optimizers` takes what parameters have become.
-        place = Place(self.root_device, self.num_processes, self._session.limit(self._timeout))
-        self._scheme = FSDPScheme(module, self._sharding, place, self.precision_plugin, self._view)
+        limit, precision = self._session.limit(self._timeout), self.precision_plugin
+        self._scheme = FSDPScheme(
+            module, self._sharding, precision, self._view, self.root_device, self.num_processes, limit
+        )
         self._whole_again = {}
         if is_fit:
             self.setup_optimizers(trainer)
@@ -304,18 +304,18 @@ class FullyShardedParallel(TrainerStrategy):
         """The whole module's state, on global rank 0; with ``sharded`` of each rank its share. Collective."""
         if self._interrupted:
             return {}
-        return gathered_model(self._module.state_dict(keep_vars=True), self._keepers, self.root_device)
+        return gathered_model(self._module.state_dict(keep_vars=True), self._keeps, self.root_device)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state, on global rank 0; with ``sharded`` of each rank its share. Collective."""
         if self._interrupted:
             return {}
-        return gathered_optimizer(unwrapped(optimizer).state_dict(), self._keepers, self.root_device)
+        return gathered_optimizer(unwrapped(optimizer).state_dict(), self._keeps, self.root_device)
 
-    @property
-    def _keepers(self) -> Keepers:
-        return Keepers(self.global_rank, self.world_size, spread=self._reliability.sharded)
+    def _keeps(self, number: int) -> bool:
+        """Whether this rank saves what has that number: with ``sharded`` its share, else the first rank all."""
+        return self.global_rank == (number % self.world_size if self._reliability.sharded else 0)
 
     @property
     @override

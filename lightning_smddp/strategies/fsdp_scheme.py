@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import chain
+from itertools import chain, compress
 from typing import Any, Literal
 
 import torch
@@ -15,20 +15,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_smddp._compat.fsdp import move_undivided
 from lightning_smddp.communication.compression import check_compressible
 from lightning_smddp.communication.nonfinite import NonFinite, bad_gradients
+from lightning_smddp.communication.norms import norm_over_ranks
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.sharded_collectives import ShardedCollectives
 from lightning_smddp.pipeline.partition.costs import fits_on_hosts
 from lightning_smddp.pipeline.state.meta_parameters import initialize_deferred
 from lightning_smddp.pipeline.state.state_dict import broadcast_initial
-from lightning_smddp.sharding.clipping import clip_by_norm
 from lightning_smddp.sharding.fully_sharded import FullySharded, ShardingPlan
 from lightning_smddp.sharding.optimizer_shards import LocalSteps, all_parameters, around_step
-from lightning_smddp.sharding.optimizer_trial import is_elementwise
+from lightning_smddp.sharding.optimizer_trial import why_not_elementwise
 from lightning_smddp.sharding.units import Wrap, find_units
 from lightning_smddp.sharding.whole_states import divided_optimizer_state, whole
 from lightning_smddp.sharding.whole_view import WholeView
@@ -100,52 +101,51 @@ class ShardingOptions:
         return self.shard_size
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where modules are divided.
-
-    Attributes:
-        device: of this rank.
-        ranks_per_node: as the strategy was told.
-        limit: how long a collective waits for a rank.
-    """
-
-    device: torch.device
-    ranks_per_node: int
-    limit: timedelta
-
-
 class FSDPScheme:
     """A module that is divided among ranks, from here to :meth:`close`. Creation is collective.
 
     Args:
         module: equal on all ranks, with values or parameters on the meta device.
         options: how to divide it.
-        place: where.
         precision: Lightning's plugin.
         view: in which code of the user's sees whole values.
+        device: of this rank.
+        ranks_per_node: as the strategy was told.
+        limit: how long a collective waits for a rank.
 
     Attributes:
         sharded: the module, divided.
     """
 
-    def __init__(self, module: nn.Module, options: ShardingOptions, place: Place, precision: Any, view: WholeView):
+    def __init__(
+        self,
+        module: nn.Module,
+        options: ShardingOptions,
+        precision: Any,
+        view: WholeView,
+        device: torch.device,
+        ranks_per_node: int,
+        limit: timedelta,
+    ) -> None:
         self.module = module
-        self.device = place.device
+        self.device = device
         self.view = view
         self._broadcasts_buffers = True
         self.is_bad = False  # averages on any rank, behind the last backward pass
         world = dist.group.WORLD
         assert world is not None
         with view.inside(False):
-            broadcast_initial(module, world, device=place.device)
-            self._divide(options, place, precision, broadcast(torch.initial_seed(), group_src=0))
+            broadcast_initial(module, world, device=device)
+            seed = broadcast(torch.initial_seed(), group_src=0)
+            self._divide(options, precision, seed, ranks_per_node, limit)
 
-    def _divide(self, options: ShardingOptions, place: Place, precision: Any, seed: int) -> None:
-        module = self.module
+    def _divide(
+        self, options: ShardingOptions, precision: Any, seed: int, ranks_per_node: int, limit: timedelta
+    ) -> None:
+        module, device = self.module, self.device
         units = find_units(module, options.wrap)
         offload = OffloadPolicy()
-        if options.cpu_offload and place.device.type == "cpu":
+        if options.cpu_offload and device.type == "cpu":
             units.notes.append("cpu_offload=True changes nothing: ranks are on CPUs, and so is all that they have")
         elif options.cpu_offload:
             _require_no_scaler(precision)
@@ -163,10 +163,10 @@ class FSDPScheme:
         # all of them. The seed of first values is the same on all ranks.
         def fill(names: Sequence[str]) -> None:
             if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-                initialize_deferred(module, names, place.device, seed)
+                initialize_deferred(module, names, device, seed)
 
-        mesh = options.make_mesh(place.device.type, place.ranks_per_node)
-        self._collectives = ShardedCollectives(mesh, place.limit)
+        mesh = options.make_mesh(device.type, ranks_per_node)
+        self._collectives = ShardedCollectives(mesh, limit)
         plan = ShardingPlan(
             mesh=mesh,
             reshard=options.sharding != "grad_op",
@@ -179,7 +179,7 @@ class FSDPScheme:
         # so only the rest is moved, such as buffers.
         self.sharded = FullySharded(module, units, plan)
         self._collectives.attach(module)
-        move_undivided(module, place.device)
+        move_undivided(module, device)
 
     def describe(self) -> list[tuple[str, str]]:
         """What runs here, in rows of name and value."""
@@ -256,7 +256,7 @@ class SteppedOptimizer:
         self.optimizer = optimizer
         self.schemes = schemes
         self._view = view
-        self._shares = [LocalSteps(optimizer)] if is_elementwise(optimizer) else []
+        self._shares = [] if why_not_elementwise(optimizer) else [LocalSteps(optimizer)]
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -269,10 +269,19 @@ class SteppedOptimizer:
             yield
 
     def clip_by_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Clip by the norm of the gradients of all ranks' shares. Collective."""
-        scheme = self.schemes[0]
-        group, parameters = scheme.sharded.shard_group, all_parameters(self.optimizer)
-        return clip_by_norm(parameters, max_norm, group, scheme.device, norm_type, error_if_nonfinite)
+        """``torch.nn.utils.clip_grad_norm_`` by the norm of all ranks' shares. Collective."""
+        group, device = self.schemes[0].sharded.shard_group, self.schemes[0].device
+        gradients = [p.grad for p in all_parameters(self.optimizer) if p.grad is not None]
+        local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+        # What all ranks have counts once.
+        counts = [isinstance(gradient, DTensor) or group.rank() == 0 for gradient in gradients]
+        norm = norm_over_ranks([*compress(local, counts)], group, norm_type, device, error_if_nonfinite)
+        # Most steps need no scaling. That is known where the norm is; of a device it would have to be waited for.
+        if device.type != "cpu" or not float(norm) + 1e-6 <= max_norm:
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's
+            for gradient in local:
+                gradient.mul_(factor.to(gradient.device))
+        return norm
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a whole optimizer's state, which all ranks have."""

@@ -83,13 +83,6 @@ def test_int8_is_within_half_a_step_of_each_block(scale: float) -> None:
     assert torch.all(error >= half_step * 0.8)  # nor is it better than it can be
 
 
-def test_int8_does_not_turn_tiny_values_round() -> None:
-    block = torch.tensor([2.5e-43, -2.5e-43, 1e-43, 0.0])  # their scale is rounded to the least number there is
-    result = round_trip(Int8Codec(4), block)
-    assert torch.all(result * block >= 0)
-    assert torch.all((result - block).abs() < 1e-43)
-
-
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 def test_int8_spoils_only_the_block_that_is_not_finite(bad: float) -> None:
     tensor = torch.ones(12)
@@ -169,17 +162,6 @@ def test_nothing_is_lost_with_error_feedback(name: str, members: int) -> None:
     left = sum(residual for _, residual in results)
     assert (arrived - sent).abs().max() > 1e-3  # something was held back
     torch.testing.assert_close(arrived + left, sent, rtol=1e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("name", ["ring bf16", "ring fp16"])
-def test_nothing_that_the_encoding_loses_is_lost_on_a_ring(name: str) -> None:
-    # equal members: the sum of two equal halves is exact, so that the encoding is all that rounds
-    inputs = [[normal(NUMEL, seed=step)] * 2 for step in range(6)]
-    results = run_in_threads(exchange_steps, 2, name, inputs, True)
-    sent = 2 * sum(step[0] for step in inputs)
-    left = sum(residual for _, residual in results)
-    assert (sum(results[0][0]) - sent).abs().max() > 1e-4
-    torch.testing.assert_close(sum(results[0][0]) + left, sent, rtol=1e-5, atol=1e-5)
 
 
 def encode_nothing(group: dist.ProcessGroup, dtype: torch.dtype) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 import time
 import warnings
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_smddp.communication import node_mesh
 from lightning_smddp.communication.compression import Compression
@@ -23,7 +21,6 @@ from tests.ranks import RanksFailedError, run_ranks
 
 Case = Callable[[Hooked], list[Tensor]]
 WIDTH, STEPS = 24, 4
-HAS_BATCHED_COPY = "batched_grad_copy" in inspect.signature(DistributedDataParallel.__init__).parameters
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -138,24 +135,8 @@ def joined(wrapper: Hooked) -> list[Tensor]:
     return values(ddp)
 
 
-def two_modules(wrapper: Hooked) -> list[Tensor]:
-    modules = [wrapper.wrap(network(), bucket_cap_mb=cap) for cap in (0.002, 25)]
-    optimizers = [optimizer_of(module) for module in modules]
-    for step in range(STEPS):
-        sum(module(batch(step)).square().sum() for module in modules).backward()  # in one backward
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        modules[step % 2](batch(step)).square().sum().backward()  # and in one each
-        optimizers[step % 2].step()
-        optimizers[step % 2].zero_grad()
-    return values(*modules)
-
-
 CASES: dict[str, Case] = {
     "plain": with_options(),
-    "gradients as bucket views": with_options(gradient_as_bucket_view=True),
-    "small buckets": with_options(bucket_cap_mb=0.001),
     "small buckets as views": with_options(bucket_cap_mb=0.001, gradient_as_bucket_view=True),
     "static graph": with_options(static_graph=True, gradient_as_bucket_view=True),
     "unused parameters": unused_parameters,
@@ -164,11 +145,7 @@ CASES: dict[str, Case] = {
     "mixed dtypes": mixed_dtypes,
     "sparse embedding": sparse_embedding,
     "join": joined,
-    "two modules": two_modules,
 }
-if HAS_BATCHED_COPY:
-    CASES["batched copy"] = with_options(batched_grad_copy=True)
-    CASES["batched copy to views"] = with_options(batched_grad_copy=True, gradient_as_bucket_view=True)
 
 
 def compare_all(names: list[str], algorithms: list[str], exact: bool, shared: bool) -> None:
@@ -214,13 +191,7 @@ def test_two_ranks_train_bit_by_bit_as_with_stock_ddp(names: list[str], algorith
     run_ranks(compare_all, 2, names, algorithms, True, True)
 
 
-@pytest.mark.slow
-def test_two_nodes_of_one_rank_train_bit_by_bit_as_with_stock_ddp() -> None:
-    names = ["gradients as bucket views", "small buckets", "join", "mixed dtypes"]
-    run_ranks(compare_all, 2, names, ["hierarchical", "balanced"], True, True, node_ids=["a", "b"])
-
-
-ON_TWO_NODES = ["small buckets as views", "unused parameters", "accumulated", "join", "two modules"]
+ON_TWO_NODES = ["small buckets as views", "unused parameters", "accumulated", "join"]
 
 
 EACH = ["hierarchical", "balanced"]
@@ -423,13 +394,3 @@ def restore_other_buckets() -> list[str]:
 def test_what_is_of_other_buckets_is_left_out_with_a_warning() -> None:
     for (message,) in run_ranks(restore_other_buckets, 2, node_ids=["a", "b"]):
         assert "begins at zero: the checkpoint is of other buckets" in message
-
-
-def state_without_compression() -> dict[str, Any]:
-    with hooked("native") as wrapper:
-        wrapper.wrap(network())
-        return wrapper.synchronizers[0].state_dict()
-
-
-def test_without_compression_there_is_nothing_to_save() -> None:
-    assert run_ranks(state_without_compression, 2) == [{}, {}]

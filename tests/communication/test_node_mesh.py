@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -214,22 +213,3 @@ def refused_on_one_rank() -> tuple[int, str | None]:
 
 def test_where_one_rank_cannot_none_does() -> None:
     assert run_ranks(refused_on_one_rank, 3) == [(0, "this is Plan 9")] * 3
-
-
-def count_descriptors() -> list[int]:
-    counts = []
-    for _ in range(3):
-        (mesh,) = connect(dist.group.WORLD)
-        counts.append(len(list(Path("/proc/self/fd").iterdir())))
-        for _ in range(200):
-            mesh.exchange()
-        counts.append(len(list(Path("/proc/self/fd").iterdir())))
-        mesh.close()
-        counts.append(len(list(Path("/proc/self/fd").iterdir())))
-    return counts
-
-
-def test_exchanges_and_closed_meshes_hold_no_descriptors() -> None:
-    for opened, used, closed, *later in run_ranks(count_descriptors, 2):
-        assert opened == used == closed + 1  # a socket
-        assert later == [opened, used, closed] * 2

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.communication.objects import UnsendableError, broadcast, each, first, gather, to_cpu
+from lightning_smddp.communication.objects import UnsendableError, broadcast, each, first, gather
 from tests.communication.errors import message_of
 from tests.devices import on_gpus
 from tests.pipeline.models import assert_same
@@ -42,22 +42,6 @@ def unsendable(group: dist.ProcessGroup) -> list[str]:
 def test_what_cannot_be_pickled_is_an_error_on_every_rank() -> None:
     for messages in run_in_threads(unsendable, 2):
         assert all("TypeError: cannot pickle '_thread.lock' object" in message for message in messages)
-
-
-class Lazy:
-    """Fails when it is pickled."""
-
-    def __reduce__(self) -> Any:
-        raise ValueError("not today")
-
-
-@pytest.mark.parametrize("value", [Lazy(), lambda: None])
-def test_any_error_of_pickling_counts(value: Any) -> None:
-    assert all("cannot be sent" in text for text in run_in_threads(refused, 2, value))
-
-
-def refused(group: dist.ProcessGroup, value: Any) -> str:
-    return message_of(UnsendableError, lambda: gather(value if group.rank() == 0 else Tensor(), group))
 
 
 VALUES: list[Any] = [
@@ -138,13 +122,6 @@ def test_a_process_in_no_job_acts_alone() -> None:
     assert first(lambda: "x") == "x"
     with pytest.raises(KeyError):
         first(lambda: {}["x"])
-
-
-def test_tensors_on_the_host_stay() -> None:
-    tensor = torch.ones(2)
-    moved = to_cpu(Pair([tensor], {"meta": "x"}))
-    assert type(moved) is Pair
-    assert moved.left[0].data_ptr() == tensor.data_ptr()
 
 
 # ---- devices ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -83,11 +84,11 @@ def test_a_device_gets_few_passes_and_large_messages() -> None:
 
 
 def streams_that_wait() -> list[Any]:
-    algorithm, waited = TwoLevel("hierarchical", 1, None, None, None, None), []  # type: ignore[arg-type]
+    algorithm, waited = TwoLevel("hierarchical", 1, ThreadPoolExecutor(1), None, None, None), []
     algorithm.all_reduce(on_device(1.0, 4), None)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda self, other: waited.append(other))
-        algorithm.drain()
+        algorithm.close()
     return [stream is algorithm._stream for stream in waited]
 
 

@@ -191,40 +191,6 @@ def test_nodes_with_other_numbers_of_ranks() -> None:
         assert way == "FSDP2's own collectives"
 
 
-def prefetch_everything() -> tuple[float, int, int]:
-    """Forward gathers three units ahead, and all at once by hand; then as ever."""
-    mesh = init_device_mesh("cpu", (2,))
-    expected = train(shard(mesh))
-    collectives = ShardedCollectives(mesh, PATIENCE)
-    model = shard(mesh)
-    collectives.attach(model)
-    units: list[Any] = [model.first, *model.blocks, model.frozen]
-    for unit, *after in zip(units, units[1:], units[2:], units[3:], strict=False):
-        unit.set_modules_to_forward_prefetch(after)
-        after[-1].set_modules_to_backward_prefetch([unit])
-    handles = [unit.unshard(async_op=True) for unit in units]
-    for handle in reversed(handles):
-        handle.wait()
-    for unit in units:
-        unit.reshard()
-    found = train(model, steps=2)
-    memory = collectives._segments.total_bytes
-    found = train(model, steps=2)
-    later = collectives._segments.total_bytes
-    stock = shard(mesh)
-    expected = train(stock, steps=2)
-    expected = train(stock, steps=2)
-    collectives.close()
-    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)), memory, later
-
-
-@pytest.mark.slow
-def test_units_that_are_gathered_ahead() -> None:
-    for difference, memory, later in run_ranks(prefetch_everything, 2):
-        assert difference == 0.0
-        assert memory == later
-
-
 def die_in_backward() -> None:
     mesh = init_device_mesh("cpu", (2,))
     collectives = ShardedCollectives(mesh, PATIENCE)
@@ -246,21 +212,3 @@ def test_a_rank_that_dies_is_named() -> None:
         run_ranks(die_in_backward, 2)
     assert list(caught.value.tracebacks) == [1]
     assert not caught.value.hung
-
-
-def reshard_to_fewer_ranks() -> str:
-    mesh = init_device_mesh("cpu", (4,))
-    collectives = ShardedCollectives(mesh, PATIENCE)
-    model = shard(mesh, reshard_after_forward=2)
-    collectives.attach(model)
-    loss = model(torch.ones(2, 7)).sum()
-    message = message_of(ValueError, loss.backward)
-    collectives.close()
-    return message
-
-
-@pytest.mark.slow
-def test_parameters_cannot_be_sharded_among_fewer_ranks_after_forward() -> None:
-    messages = run_ranks(reshard_to_fewer_ranks, 4)
-    assert messages[3].startswith("FSDP2 asks for a collective among ranks [2, 3], where parameters are sharded among ")
-    assert "set it to True or False" in messages[3]

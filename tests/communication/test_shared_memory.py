@@ -132,18 +132,6 @@ def test_scatter_and_gather(numel: int, num_shards: int, copied: set[int]) -> No
         assert all(torch.equal(of_ranks[0], other) for other in of_ranks)
 
 
-def overflow(group: dist.ProcessGroup) -> Tensor:
-    with memory_of(group) as memory:
-        tensor = torch.full((1000,), 60000.0, dtype=torch.float16)
-        memory.all_reduce(tensor, 0, 1 / group.size())
-    return tensor
-
-
-def test_fp16_sums_may_overflow_where_the_mean_does_not() -> None:
-    for result in run_in_threads(overflow, 3):
-        assert torch.equal(result, torch.full((1000,), 60000.0, dtype=torch.float16))
-
-
 # ---- without a copy ----
 
 
@@ -182,19 +170,6 @@ def test_a_slots_tensor_may_change_on_one_rank_only() -> None:
     assert run_in_threads(change_tensor_on_rank_one, 2) == [[(value, value) for value in sums]] * 2
 
 
-def drop_tensor(group: dist.ProcessGroup) -> bool:
-    tensor = torch.ones(5000)
-    with memory_of(group) as memory:
-        memory.all_reduce(tensor, 0)
-        address = tensor.data_ptr()
-        del tensor
-        return is_shared(address)
-
-
-def test_the_address_of_a_slots_last_tensor_goes_to_no_other() -> None:
-    assert run_in_threads(drop_tensor, 2) == [True, True]
-
-
 def memory_files() -> set[str]:
     """Device and number of the files that this process has mapped and nobody can open."""
     lines = Path("/proc/self/maps").read_text().splitlines()
@@ -224,20 +199,6 @@ def test_no_rank_keeps_a_slots_last_memory_beside_the_new(monkeypatch: pytest.Mo
     before = memory_files()
     assert run_in_threads(move_bucket, 2) == [4.0, 4.0]
     assert still == [before] * 4
-
-
-def change_size(group: dist.ProcessGroup) -> list[float]:
-    seen = []
-    with memory_of(group) as memory:
-        for numel, slot in [(10, 0), (5000, 0), (20, 0), (5000, None), (200000, None), (3, None)]:
-            tensor = torch.ones(numel)
-            memory.all_reduce(tensor, slot)
-            seen.append(tensor.sum().item() / numel)
-    return seen
-
-
-def test_a_slots_size_may_change_on_all_ranks() -> None:
-    assert run_in_threads(change_size, 2) == [[2.0] * 6] * 2
 
 
 # ---- when sharing fails ----
@@ -303,19 +264,6 @@ def test_different_tensors_are_an_error_on_every_rank(make: Callable[[int], Any]
 
 
 # ---- waiting, and what is left ----
-
-
-def record_waits(group: dist.ProcessGroup) -> list[tuple[float, int | None]]:
-    waits: list[tuple[float, int | None]] = []
-    with memory_of(group, on_wait=lambda seconds, last: waits.append((seconds, last))) as memory:
-        memory.all_reduce(torch.ones(10), None)
-    return waits
-
-
-def test_every_barrier_reports_its_wait() -> None:
-    for waits in run_in_threads(record_waits, 2):
-        assert len(waits) == 2  # two barriers for an all-reduce
-        assert all(seconds >= 0 for seconds, _ in waits)
 
 
 def copy_smaller_buckets(group: dist.ProcessGroup) -> tuple[bool, int]:

@@ -266,29 +266,11 @@ def train_all(directory: str, cases: dict[int, list[str]], stages: tuple[int, ..
     return found
 
 
-# Stages 1 and 2 are one optimizer of DeepSpeed's: what is looked at of the first beside numbers is `exhaustive`.
-LOOKED_AT = (2, 3)
-each_stage = pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), *LOOKED_AT])
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, dict[str, Any]]]:
     """Of each rank."""
     folder = str(tmp_path_factory.mktemp("ranks"))
-    return run_trainer_ranks(train_all, RANKS, folder, OFTEN, LOOKED_AT, timeout=280.0)
-
-
-@pytest.fixture(scope="module")
-def results_of_the_first_stage(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, dict[str, Any]]]:
-    return run_trainer_ranks(train_all, RANKS, str(tmp_path_factory.mktemp("ranks")), {1: []}, (1,), timeout=280.0)
-
-
-@pytest.fixture
-def looks(request: pytest.FixtureRequest, stage: int) -> list[dict[int, dict[str, Any]]]:
-    """The results that have what is looked at of this stage."""
-    name = "results" if stage in LOOKED_AT else "results_of_the_first_stage"
-    found: list[dict[int, dict[str, Any]]] = request.getfixturevalue(name)
-    return found
+    return run_trainer_ranks(train_all, RANKS, folder, OFTEN, (2, 3), timeout=280.0)
 
 
 def assert_as_one_process(case: str, results: list[dict[int, dict[str, Any]]], folder: Path) -> None:
@@ -320,19 +302,18 @@ class TestOnRanks:
     def test_the_numbers_of_one_process(self, results, tmp_path, case):
         assert_as_one_process(case, results, tmp_path)
 
-    @each_stage
-    def test_checkpoints_go_to_and_from_other_strategies(self, looks, stage):
-        others = looks[0][stage]["going on"]
+    @pytest.mark.parametrize("stage", [2, 3])
+    def test_checkpoints_go_to_and_from_other_strategies(self, results, stage):
+        others = results[0][stage]["going on"]
         assert len(others) == 3
         for actual in others.values():
-            torch.testing.assert_close(actual, looks[0][stage]["at once"], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(actual, results[0][stage]["at once"], rtol=1e-5, atol=1e-6)
 
-    @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
-    def test_what_a_hook_writes_holds(self, looks, stage):
+    def test_what_a_hook_writes_holds(self, results):
         model = Writing(RANKS * BATCH)
         make_trainer("auto").fit(model)
-        for result in looks:
-            torch.testing.assert_close(result[stage]["writing"], dict(model.state_dict()), rtol=1e-5, atol=1e-6)
+        for result in results:
+            torch.testing.assert_close(result[2]["writing"], dict(model.state_dict()), rtol=1e-5, atol=1e-6)
 
     def test_what_a_hook_writes_where_deepspeed_does_not_see_it_is_an_error(self, results):
         for result in results:
@@ -340,9 +321,9 @@ class TestOnRanks:
             assert error.startswith("net.0.weight: written to since the last step")
             assert "safe_set_full_fp32_param" in error
 
-    @each_stage
-    def test_a_step_that_deepspeed_leaves_out_is_named(self, looks, stage):
-        for rank, result in enumerate(looks):
+    @pytest.mark.parametrize("stage", [2, 3])
+    def test_a_step_that_deepspeed_leaves_out_is_named(self, results, stage):
+        for rank, result in enumerate(results):
             error, warned, skipped = result[stage]["nan"]
             assert "not finite in step 2 (epoch 0, batch 2): on rank 1" in error
             assert "the loss (nan)" in error
@@ -450,19 +431,6 @@ def test_the_configuration_and_the_trainer_do_not_contradict(config, options, me
     with pytest.raises(ValueError, match=message):
         require_one_answer(config, trainer)
     require_one_answer({"gradient_clipping": 0.5, "bf16": {"enabled": False}}, make_trainer("auto"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"stages": 2}, "SMDDPDeepSpeedStrategy has no argument 'stages'. Did you mean 'stage'?"),
-        ({"find_unused_parameters": True}, "has no argument 'find_unused_parameters'. It is DistributedDataParallel's"),
-        ({"on_nonfinite": "skip"}, r"Did you mean reliability=ReliabilityOptions\(on_nonfinite=...\)"),
-    ],
-)
-def test_arguments_that_there_are_not(arguments, message):
-    with pytest.raises(TypeError, match=message):
-        SMDDPDeepSpeedStrategy(**arguments)
 
 
 def test_the_users_configuration_stays_as_it_is():

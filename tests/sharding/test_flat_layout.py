@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import nn
 
-from lightning_smddp.sharding.flat_layout import in_memory_order, lay_out, movable
+from lightning_smddp.sharding.flat_parameters import in_memory_order, lay_out, movable
 
 
 def named(*sizes, dtype=torch.float32):

@@ -301,9 +301,8 @@ WHOLE_MEANWHILE = ["layouts of memory", "looking at gradients"]
     [
         pytest.param(2, "full", SOME, id="2-full"),
         pytest.param(2, "full", OTHERS, marks=pytest.mark.slow, id="2-full-others"),
-        pytest.param(2, "full", ELSEWHERE, marks=pytest.mark.exhaustive, id="2-full-elsewhere"),
         pytest.param(3, "grad_op", WHOLE_MEANWHILE, marks=pytest.mark.slow, id="3-grad_op"),
-        pytest.param(3, "grad_op", COMPARED, marks=pytest.mark.exhaustive, id="3-grad_op-all"),
+        pytest.param(3, "grad_op", ELSEWHERE, marks=pytest.mark.exhaustive, id="3-grad_op-elsewhere"),
         pytest.param(4, "hybrid", ["accumulation"], marks=pytest.mark.slow, id="4-hybrid"),
     ],
 )

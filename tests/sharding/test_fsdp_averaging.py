@@ -41,7 +41,6 @@ def by_norm(average: torch.Tensor, now: torch.Tensor, count: Any) -> torch.Tenso
 
 CALLBACKS: dict[str, Any] = {
     "ema": lambda: EMAWeightAveraging(decay=0.7),
-    "mean": WeightAveraging,
     "own function": lambda: WeightAveraging(avg_fn=by_norm, use_buffers=False),
     "swa": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1),
 }
@@ -73,8 +72,6 @@ def train_both(case: str, folder: Path, options: dict[str, Any]) -> dict[str, Ou
         ("ema", {}),
         pytest.param("own function", {}, marks=pytest.mark.slow),
         pytest.param("swa", {}, marks=pytest.mark.slow),
-        pytest.param("mean", {}, marks=pytest.mark.exhaustive),
-        pytest.param("ema", {"sharding": "hybrid", "shard_size": 2}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_averages_are_those_of_data_parallelism(case, options, tmp_path):

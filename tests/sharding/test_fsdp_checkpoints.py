@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.ranks import run_trainer_ranks
 from tests.sharding.test_fsdp import Block, Short, Tied, fully_sharded
-from tests.strategies.grouped import grouped
-from tests.strategies.learners import Outcome, assert_equal, make_trainer, outcome, samples, silent
+from tests.strategies.learners import Outcome, assert_equal, make_trainer, outcome, silent
 from tests.strategies.pipeline_learners import run_each
 
 
@@ -25,34 +22,8 @@ class Momentum(Tied):
         return torch.optim.SGD(self.blocks.parameters(), lr=0.05, momentum=0.9)
 
 
-class InRow(Short):
-    """For pipelines, too: what is tied or of no dimension has tests of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.blocks = nn.Sequential(Block(8), Block(8))
-
-    def loss(self, batch: Any) -> Any:
-        return super().loss([self.blocks(batch[0]), batch[1]])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-    def train_dataloader(self) -> Any:
-        options = getattr(self.trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
-        return DataLoader(samples(24), batch_size=4, sampler=DistributedSampler(samples(24), shuffle=False, **options))
-
-
-def pipelined() -> Any:
-    from lightning_smddp import PipelineStrategy
-
-    return PipelineStrategy(**grouped(verbose=False))
-
-
-MODELS = {"adam": Tied, "momentum": Momentum, "in a row": InRow}
+MODELS = {"adam": Tied, "momentum": Momentum}
 STRATEGIES = {
-    "smddp_pipeline": pipelined,
     "smddp": lambda: silent(find_unused_parameters=True),
     "smddp_fsdp": fully_sharded,
     "sharded": lambda: fully_sharded(sharding="grad_op"),
@@ -84,8 +55,6 @@ def save_and_go_on(saving: str, going_on: list[str], model: str, folder: str) ->
     [
         ("smddp_fsdp", "adam", ["smddp", "sharded"]),
         ("smddp", "momentum", ["smddp_fsdp"]),
-        pytest.param("smddp_fsdp", "momentum", ["smddp", "smddp_fsdp", "sharded"], marks=pytest.mark.exhaustive),
-        pytest.param("smddp", "adam", ["smddp", "smddp_fsdp", "sharded"], marks=pytest.mark.exhaustive),
     ],
 )
 def test_training_goes_on_under_each_strategy(saving, model, going_on, tmp_path):
@@ -115,25 +84,6 @@ def test_the_file_is_that_of_plain_training_and_goes_on_in_any_number_of_ranks(t
         found = in_one_start(ranks, *fits)
         for with_mine, with_plain in zip(found[::2], found[1::2], strict=True):
             assert_equal(with_mine, with_plain, tolerance=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The run is not continued exactly")
-def test_training_goes_on_in_a_pipeline_and_back(tmp_path):
-    divided, staged = str(tmp_path / "divided.ckpt"), str(tmp_path / "staged.ckpt")
-    *_, in_pipeline, back, as_back = in_one_start(
-        2,
-        ("smddp_fsdp", "in a row", 1, None, divided),
-        ("smddp_pipeline", "in a row", 1, None, staged),
-        ("smddp_pipeline", "in a row", 2, divided),
-        ("smddp_fsdp", "in a row", 2, staged),
-        ("smddp", "in a row", 2, staged),
-    )
-    # What ranks of a pipeline train on is one process's; what those of smddp_fsdp train on, smddp's.
-    (alone,) = in_one_start(1, ("auto", "in a row", 2, divided))
-    of_batches = torch.tensor(in_pipeline.losses).reshape(len(alone.losses), -1).mean(dim=1)  # of micro-batches alike
-    assert_equal(replace(in_pipeline, losses=of_batches.tolist()), alone, tolerance=1e-5)
-    assert_equal(back, as_back, tolerance=1e-5)
 
 
 class Evaluated(Short):

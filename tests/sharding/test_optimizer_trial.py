@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_smddp.sharding.optimizer_trial import Granularity, granularity, why_not_one_by_one
+from lightning_smddp.sharding.optimizer_trial import why_not_elementwise, why_not_one_by_one
 
 
 class Sign(optim.Optimizer):
@@ -133,7 +133,8 @@ ELEMENTWISE = [
 
 @pytest.mark.parametrize("make", ELEMENTWISE)
 def test_elements(make: Any) -> None:
-    assert granularity(make(module().parameters())) == (Granularity.ELEMENT, "")
+    optimizer = make(module().parameters())
+    assert why_not_elementwise(optimizer) is why_not_one_by_one(optimizer) is None
 
 
 class OwnAdam(optim.Adam):
@@ -142,9 +143,9 @@ class OwnAdam(optim.Adam):
 
 @pytest.mark.parametrize("make", [optim.Adafactor, Sign, OwnAdam, HoldsParameters, LayerScaled])
 def test_whole_parameters(make: Any) -> None:
-    found, why = granularity(make(module().parameters()))
-    assert found is Granularity.PARAMETER
-    assert f"`{make.__name__}.elementwise = True`" in why
+    optimizer = make(module().parameters())
+    assert why_not_one_by_one(optimizer) is None
+    assert f"`{make.__name__}.elementwise = True`" in (why_not_elementwise(optimizer) or "")
 
 
 @pytest.mark.parametrize("make", [GlobalNorm, ClipsItself, Adapts, NeedsClosure, Noisy, optim.LBFGS])
@@ -152,17 +153,15 @@ def test_whole_parameters(make: Any) -> None:
 def test_all_at_once(make: Any, count: int) -> None:
     """Also with a single parameter, where nothing else is there to depend on."""
     optimizer = make(list(module().parameters())[:count])
-    why = why_not_one_by_one(optimizer)
-    assert why
-    assert granularity(optimizer) == (Granularity.NONE, why)
+    assert why_not_one_by_one(optimizer)
 
 
 def test_a_schedule_that_begins_with_zero_hides_nothing() -> None:
-    for make, expected in ((LayerScaled, Granularity.PARAMETER), (GlobalNorm, Granularity.NONE)):
+    for make, is_one_by_one in ((LayerScaled, True), (GlobalNorm, False)):
         optimizer = make(module().parameters())
         optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
         assert optimizer.param_groups[0]["lr"] == 0.0
-        assert granularity(optimizer)[0] is expected
+        assert (why_not_one_by_one(optimizer) is None) is is_one_by_one
 
 
 @pytest.mark.parametrize("kind", [optim.AdamW, Sign, HoldsParameters, GlobalNorm])
@@ -176,7 +175,7 @@ def test_a_trial_changes_nothing(kind: Any) -> None:
         p.grad = torch.ones_like(p)
     before = [p.detach().clone() for p in layers.parameters()]
     drawn = torch.random.get_rng_state()
-    granularity(optimizer)
+    why_not_one_by_one(optimizer)
     assert torch.equal(drawn, torch.random.get_rng_state())
     assert all(torch.equal(a, b) for a, b in zip(before, layers.parameters(), strict=True))
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in layers.parameters() if p.grad is not None)

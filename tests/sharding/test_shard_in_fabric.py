@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_smddp import SMDDPFabricStrategy
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.grouped import grouped
-from tests.strategies.learners import CLASSES, samples
+from tests.strategies.learners import samples
 from tests.strategies.test_fabric import make_fabric, network, weights
 
 BOTH = (None, "optimizer")
@@ -99,38 +99,9 @@ def test_the_same_numbers_and_checkpoints_as_without_it(tmp_path: Any) -> None:
     assert list(sharded["optimizer"]["state"]) == list(plain["optimizer"]["state"])
 
 
-def train_two_modules(shard: str | None) -> Tensor:
-    """As a GAN does: an optimizer each, set up one after the other, with parameters of the same names."""
-    fabric = launched(shard)
-    torch.manual_seed(6)
-    modules = [network(), nn.Sequential(nn.Linear(CLASSES, 16), nn.Linear(16, CLASSES))]
-    wrapped = [fabric.setup(m, torch.optim.Adam(m.parameters(), lr=0.01)) for m in modules]
-    for inputs, targets in fabric.setup_dataloaders(DataLoader(samples(48), batch_size=4)):
-        fabric.backward(F.cross_entropy(wrapped[1][0](wrapped[0][0](inputs)), targets))
-        for _, optimizer in wrapped:
-            optimizer.step()
-            optimizer.zero_grad()
-    return torch.cat([weights(m) for m in modules])
-
-
-def train_both_ways() -> list[Tensor]:
-    return [train_two_modules(shard) for shard in BOTH]
-
-
-def test_two_modules_with_an_optimizer_each() -> None:
-    for expected, actual in run_trainer_ranks(train_both_ways, 2):
-        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
-
-
 def without_a_module() -> None:
     fabric = launched("optimizer")
     fabric.setup_optimizers(torch.optim.AdamW(network().parameters()))
-
-
-def lbfgs() -> None:
-    fabric = launched("optimizer")
-    module = network()
-    fabric.setup(module, torch.optim.LBFGS(module.parameters()))
 
 
 def asked_alone() -> None:
@@ -145,7 +116,6 @@ def asked_alone() -> None:
     ("body", "message"),
     [
         (without_a_module, "With shard='optimizer' the module comes first"),
-        (lbfgs, "cannot shard LBFGS: its step needs all parameters and gradients at once"),
         (asked_alone, "by `fabric.save` and `fabric.load`, on all ranks"),
     ],
 )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.sharding import flat_parameters
-from lightning_smddp.sharding.flat_layout import lay_out
+from lightning_smddp.sharding.flat_parameters import lay_out
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from tests.ranks import run_ranks
