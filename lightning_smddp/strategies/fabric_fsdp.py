@@ -189,10 +189,8 @@ class FabricFullyShardedParallel(FabricStrategy):
         return optimizer
 
     def _of(self, optimizer: Optimizer) -> SteppedOptimizer:
-        for stepped in self._stepped:
-            if stepped.optimizer is optimizer:
-                return stepped
-        raise AssertionError(f"{type(optimizer).__name__} was not set up")
+        (stepped,) = [each for each in self._stepped if each.optimizer is optimizer]
+        return stepped
 
     # ---- steps ----
 

@@ -180,17 +180,6 @@ def test_parameters_that_are_sharded_over_nodes(nodes: str, names: list[str]) ->
             assert difference <= TOLERANCES.get(name, 1e-6), (name, difference)
 
 
-def train_unevenly() -> tuple[float, str]:
-    return differences(init_device_mesh("cpu", (3,)))
-
-
-@pytest.mark.slow
-def test_nodes_with_other_numbers_of_ranks() -> None:
-    for difference, way in run_ranks(train_unevenly, 3, node_ids=["a", "a", "b"]):
-        assert difference == 0.0
-        assert way == "FSDP2's own collectives"
-
-
 def die_in_backward() -> None:
     mesh = init_device_mesh("cpu", (2,))
     collectives = ShardedCollectives(mesh, PATIENCE)

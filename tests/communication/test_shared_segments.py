@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp.communication import shared_segments
-from lightning_smddp.communication.errors import RankTimeoutError
 from lightning_smddp.communication.node_mesh import NodeMesh
 from lightning_smddp.communication.shared_segments import GATHER, REDUCE, SharedSegments
 from lightning_smddp.communication.topology import Topology
@@ -159,19 +158,3 @@ def test_every_rank_says_that_memory_is_short(monkeypatch: pytest.MonkeyPatch) -
     for message, name in zip(messages, names, strict=True):
         assert message.startswith(f"No 1000000 bytes of memory are left on {name}'s node")
         assert "'embedding'" in message
-
-
-def wait_for_nobody(group: dist.ProcessGroup) -> str:
-    with segments_of(group, patience=0.3) as segments:
-        write_and_meet(segments, 0, [1] * group.size())
-        dist.barrier(group=group)
-        message = ""
-        if group.rank() == 0:
-            segments.begin(GATHER, 0, 8)  # returns at once
-            message = message_of(RankTimeoutError, segments.finish_all)
-        dist.barrier(group=group)
-        return message
-
-
-def test_a_rank_that_does_not_come_is_named() -> None:
-    assert run_in_threads(wait_for_nobody, 2)[0].startswith("rank 1 (host host, local rank 1) did not come")

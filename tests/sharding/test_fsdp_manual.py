@@ -17,8 +17,6 @@ from tests.strategies.learners import Learner, Outcome, assert_equal, make_train
 class Adversaries(Learner):
     """A GAN: two optimizers, modules in units and in the root, frozen in turn."""
 
-    toggles = True
-
     def __init__(self, count: int) -> None:
         super().__init__(count=count)
         self.automatic_optimization = False
@@ -36,33 +34,26 @@ class Adversaries(Learner):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         x, (making, judging) = batch[0], self.optimizers()
-        if self.toggles:
-            self.toggle_optimizer(making)
+        self.toggle_optimizer(making)
         loss = F.softplus(-self.judged(self.made(x))).mean()
         making.zero_grad()
         self.manual_backward(loss)
         self.clip_gradients(making, 0.5, "norm")
         making.step()
-        if self.toggles:
-            self.untoggle_optimizer(making)
-            self.toggle_optimizer(judging)
+        self.untoggle_optimizer(making)
+        self.toggle_optimizer(judging)
         other = F.softplus(self.judged(self.made(x).detach())).mean()
         judging.zero_grad()
         self.manual_backward(other)
         self.manual_backward(F.softplus(-self.judged(x)).mean())
         judging.step()
-        if self.toggles:
-            self.untoggle_optimizer(judging)
+        self.untoggle_optimizer(judging)
         self.losses += [loss.item(), other.item()]
 
     def configure_optimizers(self) -> Any:
         making = [*self.generator.parameters(), *self.out.parameters()]
         judging = [*self.critic.parameters(), *self.head.parameters()]
         return torch.optim.AdamW(making, lr=0.01), torch.optim.RMSprop(judging, lr=0.01)
-
-
-class WithoutTurns(Adversaries):
-    toggles = False
 
 
 class Closures(Adversaries):
@@ -88,7 +79,6 @@ class Closures(Adversaries):
 # How each is sharded: what turns change does not depend on it.
 CASES: dict[type[Adversaries], list[str]] = {
     Adversaries: ["full", "grad_op"],
-    WithoutTurns: ["full"],
     Closures: ["full", "grad_op"],
 }
 
