@@ -140,8 +140,7 @@ def is_changed_hook(owner: Any, hook: str) -> bool:
     return not str(module).startswith(("lightning.", "pytorch_lightning."))
 
 
-def changes_batch(trainer: Any) -> bool:
-    """Whether the user's code moves a batch to the device, or gets it there."""
-    owners = [trainer.lightning_module, getattr(trainer, "datamodule", None)]
-    hooks = ("transfer_batch_to_device", "on_after_batch_transfer")
-    return any(is_changed_hook(owner, hook) for owner in owners if owner is not None for hook in hooks)
+def has_changed(trainer: Any, *hooks: str) -> bool:
+    """Whether the user's module, data, or a callback has one of ``hooks`` in place of Lightning's own."""
+    owners = (trainer.lightning_module, getattr(trainer, "datamodule", None), *trainer.callbacks)
+    return any(hasattr(owner, hook) and is_changed_hook(owner, hook) for owner in owners for hook in hooks)

@@ -45,7 +45,7 @@ from lightning_smddp.strategies.checks import (
     zeroes_as_usual,
 )
 from lightning_smddp.strategies.hook_view import HookView
-from lightning_smddp.strategies.nonfinite import by_asking, changes_batch
+from lightning_smddp.strategies.nonfinite import by_asking, has_changed
 from lightning_smddp.strategies.options import (
     CommunicationOptions,
     ReliabilityOptions,
@@ -275,7 +275,9 @@ class PipelineParallel(PipelineRanks):
     def _moves_batch(self, batch: Any) -> None:
         """Note what the host knows of the batch; not of what a hook of the user's makes of it."""
         on_host = self.root_device.type == "cpu"  # where the batch itself can be read
-        if not (self._pipelined is None or on_host or changes_batch(self._trainer)):
+        if self._pipelined is None or on_host:
+            return
+        if not has_changed(self._trainer, "transfer_batch_to_device", "on_after_batch_transfer"):
             self._pipelined.sync.note(batch)
 
     @override

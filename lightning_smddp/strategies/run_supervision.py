@@ -24,14 +24,13 @@ from lightning_smddp._compat.trainer import (
     will_step,
 )
 from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.communication.groups import abort_groups, mark_groups_aborted
+from lightning_smddp.communication.groups import mark_groups_aborted
 from lightning_smddp.communication.objects import gather
 from lightning_smddp.resume.auto_resume import stop_checkpoint
 from lightning_smddp.strategies.launchers import end_processes, launcher_pid, may_be_ended
-from lightning_smddp.strategies.nonfinite import is_changed_hook
+from lightning_smddp.strategies.nonfinite import has_changed
 from lightning_smddp.strategies.tables import say
 from lightning_smddp.supervision.failure import Failure
-from lightning_smddp.supervision.shutdown import SAVING_S
 from lightning_smddp.supervision.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -39,10 +38,9 @@ if TYPE_CHECKING:
 
     from lightning_smddp.strategies.base import TrainerStrategy
 
-_PHASE_OF = {"validate": "validation", "test": "test"}
 _AFTER_THE_FIRST_S = 2.0  # launchers show the error of the rank that ends first, which should be the one that failed
 _END = 2**62  # a place to stop at, behind all others
-_GOODBYES_S = 5.0  # for the other ranks' ends
+_GOODBYES_S = 8.0  # for the other ranks' ends
 
 
 class RunSupervision:
@@ -61,8 +59,7 @@ class RunSupervision:
         self._stopped = False  # by a signal
         self._runs = False  # inside of explained_errors
         self._place = 0  # how many places to stop at this rank has come to: equally many on all ranks
-        self._stops_in_validation = False  # if ranks come to the end of it together
-        self._behind_validation = 0  # the place there
+        self._behind_validation: int | None = None  # the place there, if ranks stop together within it
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: without what belongs to this process."""
@@ -95,9 +92,7 @@ class RunSupervision:
             stream = torch.cuda.default_stream(strategy.root_device)
             self.supervisor.stillness.has_work = lambda: not stream.query()
             self.supervisor.stillness.ask_after_s = min(60.0, timeout_s / 2)
-        # NCCL raises nothing when a peer has gone: its communicators are aborted. Ranks that this process has started
-        # end with it, also where it is ended by force.
-        self.supervisor.shutdown.release = abort_groups
+        # Ranks that this process has started end with it, also where it is ended by force.
         self.supervisor.shutdown.clean_ups.append(lambda: end_processes(self.started_ranks, patience_s=0.0))
         self.joined()
 
@@ -123,7 +118,7 @@ class RunSupervision:
             # in the user's `on_exception`: so this one ends behind it.
             if supervisor.await_first(hooks_s) and may_be_ended():
                 time.sleep(_AFTER_THE_FIRST_S)
-        supervisor.close(max(_GOODBYES_S, hooks_s))
+        supervisor.close()
 
     # ---- errors ----
 
@@ -137,8 +132,8 @@ class RunSupervision:
             yield
             self._end_run()
         except BaseException as error:
-            self.strategy._session.failed = not self._stopped or not is_stop(error)
             explained = self._explain(error)
+            self.strategy._session.failed = not self._stopped or not is_stop(explained)
             if explained is error:
                 raise
             raise explained from error
@@ -153,7 +148,7 @@ class RunSupervision:
         # The last place to hear of what came behind the last step: who ended without a look here would call a run a
         # success that others have seen fail, or stop.
         stops = supervisor.gate(_END)
-        failure = supervisor.close(_GOODBYES_S)
+        failure = supervisor.close()
         if failure is not None:
             raise failure.error()
         if stops:
@@ -167,8 +162,12 @@ class RunSupervision:
             return error
         supervisor.shutdown.postpone(self.hooks_after_exception_s)
         if supervisor.stop_signal is not None and is_stop(error):
-            self._end_by_stop(error, supervisor.stop_signal)
-            return error
+            supervisor.shutdown.take_over(error)
+            try:
+                self._end_by_stop(error, supervisor.stop_signal)
+                return error
+            except Exception as failed:
+                error = failed
         # What follows from another rank's failure, such as gloo's "Connection closed by peer", becomes an error that
         # names the first cause; a rank's own exception stays as it is, and is told to the others.
         explained = supervisor.explain(error)
@@ -185,13 +184,9 @@ class RunSupervision:
     def hooks_after_exception_s(self) -> float:
         """How long the user's own ``on_exception`` may take, such as an upload, before a process is ended by force."""
         module = self.strategy.lightning_module
-        if module is None or module._trainer is None:
+        if module is None or module._trainer is None or not has_changed(module.trainer, "on_exception"):
             return 0.0
-        trainer: Any = module.trainer
-        for owner in (module, trainer.datamodule, *trainer.callbacks):
-            if hasattr(owner, "on_exception") and is_changed_hook(owner, "on_exception"):
-                return self.strategy._reliability.stop_limit.total_seconds()
-        return 0.0
+        return self.strategy._reliability.stop_limit.total_seconds()
 
     def _end_after_first(self, failure: Failure) -> None:
         """Say why this rank ends (it may be killed before its traceback), and let the rank that failed end first."""
@@ -204,17 +199,12 @@ class RunSupervision:
     def _end_by_stop(self, error: BaseException, signum: int) -> None:
         """Save what is needed to go on, give the exception the exit code of a stop, and say what is left."""
         trainer = self._trainer
-        text = "nothing is saved: no training ran"
-        if not self._stopped:
-            text = "the run was over already"
-        elif trainer.state.fn == "fit":
+        text = "nothing is saved: no training was under way"
+        if self._stopped and trainer.state.fn == "fit":
             path = stop_checkpoint(trainer)
             trainer.save_checkpoint(path)
             self.strategy._saving.finish()
-            how = "Start the script again"
-            if self.strategy._resume != "auto":
-                how = "Give it to `fit` as `ckpt_path`, or use resume='auto',"
-            text = f"saved to {path}. {how} to go on"
+            text = f"saved to {path}, from which resume='auto' or `ckpt_path` goes on"
         if isinstance(error, SystemExit):
             error.code = 128 + signum
         if self.strategy.is_global_zero:
@@ -256,17 +246,16 @@ class RunSupervision:
             self.supervisor.batches += 1  # it goes on, which no rank at the end of its epoch can wait for
         self.phase("validation")
         # A place to stop at has to be one that all ranks come to: within a validation only if all have as many batches.
-        self._stops_in_validation = False
+        self._behind_validation = None
         if self.supervisor is not None and trains and will_step(trainer):
-            batches = sum(trainer.num_val_batches)
-            self._stops_in_validation = gather(batches) == [batches] * trainer.world_size and batches != float("inf")
-            if self._stops_in_validation:
-                self._behind_validation = self._place + int(batches)
+            lengths = set(gather(sum(trainer.num_val_batches)))
+            if len(lengths) == 1 and float("inf") not in lengths:
+                self._behind_validation = self._place + int(lengths.pop())
 
     def validation_ends(self) -> None:
         """Validation inside of fit is a place to stop at, too."""
         trainer = self._trainer
-        if self._stops_in_validation:
+        if self._behind_validation is not None:
             self._place = self._behind_validation  # also where a loader had fewer batches than its length says
         if not trainer.sanity_checking and trainer.state.fn == "fit" and will_step(trainer):
             self._look_for_stop()
@@ -297,25 +286,16 @@ class RunSupervision:
         self.supervisor.raise_failure()
         trainer = self._trainer
         if trainer.state.fn != "fit":
-            self.phase(_PHASE_OF.get(str(trainer.state.fn), "predict"))
+            self.phase(str(trainer.state.fn))
             self._look_for_stop()
-        elif trainer.validating and self._stops_in_validation:
+        elif trainer.validating and self._behind_validation is not None:
             self._look_for_stop()  # Lightning ends the run behind this batch
 
     @contextmanager
     def saves(self) -> Iterator[None]:
-        """Around a save, for which there must be time, also when another rank fails meanwhile."""
+        """Around a save, for which there is time in this phase, also when another rank fails meanwhile."""
         self.phase("checkpoint")
-        supervisor = self.supervisor
-        if supervisor is not None:
-            supervisor.shutdown.is_saving = self.strategy.is_global_zero  # the others wait for it
-            if supervisor.failure is not None:
-                supervisor.shutdown.postpone(SAVING_S)
-        try:
-            yield
-        finally:
-            if supervisor is not None:
-                supervisor.shutdown.is_saving = False
+        yield
         self.phase("data")
 
 

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -36,7 +35,7 @@ _SEEN_S = 0.8  # for the end of a process to be seen
 _DOUBT_S = 2.0  # who writes no beat meanwhile is silent
 _KNOWN_S = 1.0  # for a failure to be told
 _LEAVE_S = 2.0  # for the last words
-_live: weakref.WeakSet[Supervisor] = weakref.WeakSet()
+_live: set[Supervisor] = set()
 
 
 class Supervisor:
@@ -91,7 +90,6 @@ class Supervisor:
         self._unanswered_s = self._stop_at = self._ticked_at = 0.0
         self._is_waiting = self._has_noted_hang = False  # the training thread waits, in here
         self._lost = False  # the store is not used any more
-        self._changed = threading.Condition()
         self._wake, self._closed = threading.Event(), threading.Event()
         self._period = LOOK_S * max(1.0, world_size / RANKS_PER_LOOK)
         self._server = None if agent_serves else 0  # the rank that takes the store with it
@@ -99,6 +97,7 @@ class Supervisor:
         local = self._board.local
         self._neighbours = {*local[:NEIGHBOURS], 0} & {*local}
         _live.add(self)
+        atexit.register(self.close, 0.0)  # a thread that comes out of C++ when the interpreter has ended would abort it
         targets = {"smddp-supervisor": self._watch, "smddp-guard": self._guard}
         self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in targets.items()]
         for thread in self._threads:
@@ -139,8 +138,6 @@ class Supervisor:
             self.stillness.tick((self.step, self.phase, self.batches, self.moves), passed, self._is_waiting)
             if self.failure is None and self.stillness.still_s > 1.0:
                 self._look_for_hang(self._board.beats())
-        with self._changed:
-            self._changed.notify_all()
 
     def _own_beat(self) -> Beat:
         self._number += 1
@@ -159,9 +156,7 @@ class Supervisor:
         if failure.kind == "fell silent" and failure.rank in self._board.local:
             self._board.who[failure.rank].kill()  # nobody runs its Python
         self._gate.attention = True
-        with self._changed:
-            self.failure = self.failure or failure
-            self._changed.notify_all()
+        self.failure = self.failure or failure
 
     def _store_ended(self, kind: Kind, how: str) -> None:
         """Nobody can tell the others any more: each names the same rank by itself."""
@@ -186,11 +181,13 @@ class Supervisor:
             if self.failure is None:  # before a look at signals, lest a launcher's be taken for a request to stop
                 self._look_around(min(now - looked, 2 * LOOK_S))
             looked = now
-            for signum, again in self.signals.read():
-                self._signalled(signum, again)
             failure = self.failure
+            if failure is not None or not self._suspects:  # else they wait for what is known of these in a moment
+                for signum, again in self.signals.read():
+                    self._signalled(signum, again)
             if failure is not None:
-                if self.shutdown.due(self._waits_for_first()):
+                is_saving = self.rank == 0 and self.phase == "checkpoint"  # the others wait for it
+                if self.shutdown.due(self._waits_for_first(), is_saving):
                     self._force(failure.describe())
             elif self.stop_signal is not None and now - self._stop_at > self.stop_grace:
                 self._force(f"it did not stop within {self.stop_grace:g} s of {name_of(self.stop_signal)}")
@@ -297,15 +294,15 @@ class Supervisor:
 
     def _wait(self, ready: Callable[[], bool], seconds: float, despite_failure: bool = False) -> bool:
         """Let the training thread wait until ``ready()``, or a failure; whether one of them came."""
-
-        def over() -> bool:
-            return (self.failure is not None and not despite_failure) or ready()
-
         self._is_waiting = True
         self._wake.set()
+        deadline = time.monotonic() + seconds
         try:
-            with self._changed:
-                return self._changed.wait_for(over, seconds)
+            while time.monotonic() < deadline:
+                if ready() or (self.failure is not None and not despite_failure):
+                    return True
+                time.sleep(_POLL_S)
+            return False
         finally:
             self._is_waiting = False
 
@@ -356,14 +353,13 @@ class Supervisor:
 
     def _signalled(self, signum: int, again: bool) -> None:
         """The first signal asks for a stop; a second one, or Ctrl+C after a failure, ends this process."""
-        if not again and self.failure is None and not self._suspects:
+        failure = self.failure
+        if failure is None and not again:
             self._stop_asked(signum)
-        elif again or (self.failure is not None and signum != signal.SIGTERM):  # the first one may be a launcher's
-            reason = f"{name_of(signum)} came again"
-            if self.failure is not None:
-                reason = f"{name_of(signum)} came after this failure: {self.failure.describe()}"
+        elif again or signum != signal.SIGTERM:  # the first one may be a launcher's
+            reason = "again" if failure is None else f"after this failure: {failure.describe()}"
             self.stop_signal = self.stop_signal or signum
-            self._force(reason)
+            self._force(f"{name_of(signum)} came {reason}")
 
     def _stop_asked(self, signum: int) -> None:
         """Here or on another rank; from now on the time is short."""
@@ -445,8 +441,9 @@ class Supervisor:
         self._closed.set()
         self._wake.set()
         for thread in self._threads:
-            thread.join(_LEAVE_S)  # one that comes out of C++ at the interpreter's end would abort it
+            thread.join(_LEAVE_S)
         _live.discard(self)
+        atexit.unregister(self.close)
         return self.failure
 
     def _may_take_store(self) -> bool:
@@ -464,11 +461,4 @@ def _forget_all() -> None:
     _live.clear()
 
 
-def _close_all() -> None:
-    """A thread that comes out of C++ when the interpreter has ended would abort the process."""
-    for supervisor in list(_live):
-        supervisor.close(0.0)
-
-
-atexit.register(_close_all)
 os.register_at_fork(after_in_child=_forget_all)
