@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-import re
 import shutil
 import tempfile
 import zipfile
@@ -59,16 +58,12 @@ def write(dump: Callable[[Any], object], path: AnyPath) -> None:
         OSError: of the kind that the system reported (no space, read-only ...), with ``path`` as its ``filename``.
     """
     fs, name = locate(path)
-    new = temporary_of(name)
     write_new = _write_local if fs is None else partial(_write_remote, fs)
     try:
-        write_new(dump, new, name)
+        write_new(dump, temporary_of(name), name)
     except BaseException as error:
         with suppress(OSError):  # what went wrong first is what matters
-            if fs is None:
-                remove(new)
-            else:
-                fs.rm_file(new)
+            remove(temporary_of(os.fspath(path)))
         # torch replaces an error of the file by a RuntimeError, that does not say what it was.
         cause = error.__context__ if type(error) is RuntimeError else error
         if isinstance(cause, OSError):
@@ -170,21 +165,12 @@ def load(path: AnyPath, map_location: Any = "cpu", weights_only: bool | None = N
         try:
             return torch.load(file, map_location, weights_only=weights_only is not False)
         except pickle.UnpicklingError as error:
-            raise CheckpointError(path, *_refusal(str(error))) from error
+            _, _, message = str(error).rpartition("WeightsUnpickler error: ")  # before it torch advises to load it all
+            why, _, _ = message.strip().partition("\n")
+            reason = f"contains more than tensors and plain data, of which nothing was run: {why}"
+            raise CheckpointError(path, reason, "Use a checkpoint from a source that you trust.") from error
         except RuntimeError as error:
             raise CheckpointError(path, f"cannot be read: {str(error).splitlines()[0]}", ANOTHER) from error
-
-
-def _refusal(message: str) -> tuple[str, str]:
-    """Reason and cure for an object that is not plain data; torch's own message advises to load it regardless."""
-    found = re.search(r"GLOBAL (\S+)", message)
-    if found is None:
-        return "contains something else than tensors and plain data", ANOTHER
-    reason = f"contains `{found[1].rstrip('.,')}`, which is not plain data; nothing of it was run"
-    return reason, (
-        "Use a checkpoint from a source that you trust. A class of your own is allowed by "
-        "`torch.serialization.add_safe_globals`, or left out as by `save_hyperparameters(ignore=[...])`."
-    )
 
 
 def verify(path: AnyPath) -> None:

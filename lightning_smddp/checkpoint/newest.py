@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Callable, Iterable, Iterator
 
 import torch.distributed as dist
@@ -42,17 +41,16 @@ def newest_checkpoint(
     is_first = group is None or group.rank() == 0
     candidates: list[str] = first(lambda: _newest_first(locations), group)
     for path in candidates:
-        told = gather((_damage(path, is_first), socket.gethostname()), group)
-        damage, _ = told[0]
-        if damage is not None:
-            if is_first:
-                report(f"Skipped a newer checkpoint that cannot be used: {damage}")
-            continue
-        blind = [f"rank {rank} on {host} cannot ({why})" for rank, (why, host) in enumerate(told) if why is not None]
-        if blind:
+        damages = gather(_damage(path, is_first), group)
+        damage = damages[0]
+        blind = {rank: why for rank, why in enumerate(damages) if why is not None}
+        if damage is None and blind:
             fix = "Write checkpoints to a directory that all nodes share, or to a URL."
-            raise CheckpointError(path, f"rank 0 can read it, but {', '.join(blind)}", fix)
-        return path
+            raise CheckpointError(path, f"rank 0 can read it, others cannot: {blind}", fix)
+        if damage is None:
+            return path
+        if is_first:
+            report(f"Skipped a newer checkpoint that cannot be used: {damage}")
     return None
 
 

@@ -29,14 +29,12 @@ def checkpoint_locations(trainer: Any) -> list[str]:
     """Directories and files in which a fit may have left checkpoints, each once.
 
     Those of the checkpoint callbacks (not of those that save weights alone), of earlier versions of the same logger,
-    the checkpoint of a stop, the one that ``newest`` names in a SageMaker job's folder, and the one that Lightning
-    writes when Slurm requeues the job.
+    the checkpoint of a stop, and the one that Lightning writes when Slurm requeues the job.
     """
     found: list[str | None] = []
     for directory in _directories(trainer):
         found += _versions(directory)
     found.append(os.path.join(str(trainer.default_root_dir), STOP_CHECKPOINT))
-    found += _named_newest(trainer)
     found.append(requeue_checkpoint(trainer))
     return [location for location in dict.fromkeys(found) if location is not None]
 
@@ -61,7 +59,9 @@ def continuing(trainer: Any) -> None:
             return given
         locations = checkpoint_locations(trainer)
         # SageMaker copies files back from S3 at times of its own: there one file names the newest.
-        path = newest_checkpoint(_named_newest(trainer)) or newest_checkpoint(locations)
+        folder = trainer.strategy.newest_in
+        named = folder and pointed_at(folder)
+        path = newest_checkpoint([named] if named else []) or newest_checkpoint(locations)
         if trainer.is_global_zero:
             text = f"goes on from {path}"
             if path is None:
@@ -70,13 +70,6 @@ def continuing(trainer: Any) -> None:
         return path
 
     at_resume_start(trainer, choose)
-
-
-def _named_newest(trainer: Any) -> list[str]:
-    """The checkpoint that ``newest`` names in a SageMaker job's folder, if there is one."""
-    folder = getattr(trainer.strategy, "newest_in", None)
-    named = None if folder is None else pointed_at(folder)
-    return [] if named is None else [named]
 
 
 def _directories(trainer: Any) -> list[str]:

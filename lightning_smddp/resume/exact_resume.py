@@ -19,7 +19,6 @@ from lightning_smddp.communication.objects import gather
 from lightning_smddp.resume.auto_resume import continuing
 from lightning_smddp.resume.random_states import RandomStates
 from lightning_smddp.resume.resumable_loader import ResumableLoader, warn_of_repetition
-from lightning_smddp.seeding import mix, run_seed
 
 CHECKPOINT_KEY = "smddp_resume"
 _VERSION = 2
@@ -128,10 +127,6 @@ class ExactResume:
             own = saved["ranks"][trainer.global_rank]
             states.pending = own["now"]
             loops["state_dict"]["combined_loader"] = own["loaders"]
-        elif saved:  # other numbers than at the run's begin, on each replica, and the same on all ranks of it
-            replica = trainer.distributed_sampler_kwargs["rank"]
-            states.seed(mix(run_seed(), replica, checkpoint["global_step"]))
-            states.pending = states.capture()
         self._correct(loops)
         begun = loops[_BATCHES]["current"]["completed"] % trainer.accumulate_grad_batches
         if _has_rest(loops) and begun:  # Lightning steps after each multiple of it, and divides by it

@@ -49,10 +49,6 @@ class RandomStates:
         for generator, own in zip(self.of_loaders, state["loaders"], strict=False):
             set_state(generator, own)
 
-    def seed(self, number: int) -> None:
-        """Let the run's numbers follow from ``number``; those of loaders stay as they are."""
-        self._generators.seed(number)
-
 
 def _plain(state: Any) -> Any:
     """Lists for numpy's arrays, which it takes as well."""

@@ -106,14 +106,12 @@ class ResumableLoader:
 
 
 def _skip(iterator: Iterator[Any], count: int) -> None:
-    for done in range(count):
-        try:
+    try:
+        for _ in range(count):
             skip_batch(iterator)
-        except StopIteration:
-            raise ValueError(
-                f"The checkpoint was saved after {counted(count, 'batch')} of an epoch, but the training data has only "
-                f"{done}. Resume with the data that it was saved with."
-            ) from None
+    except StopIteration:
+        text = f"The checkpoint was saved after {counted(count, 'batch')} of an epoch, but the training data has fewer"
+        raise ValueError(f"{text}. Resume with the data that it was saved with.") from None
 
 
 def warn_of_repetition(why: str) -> None:

@@ -9,16 +9,9 @@ from lightning_smddp.communication.errors import RankFailedError
 Kind = Literal["failed", "died", "fell silent", "did not come", "left", "lost the job's store"]
 RUNS_HOOKS: frozenset[Kind] = frozenset({"failed", "left"})  # the rank's process is there, and may be in one
 MAX_MESSAGE_CHARACTERS = 2000
-# In the texts of errors of communication that are plain RuntimeErrors; the last two in the callback of a future.
-_WORDS = (
-    "gloo",
-    "NCCL",
-    "Connection closed by peer",
-    "pair closure",
-    "Timed out waiting",
-    "RankFailedError: ",
-    "RankTimeoutError: ",
-)
+# In errors of communication that are plain RuntimeErrors: gloo's and NCCL's have its name in a path; the last two come
+# from the callback of a future.
+_WORDS = ("gloo", "NCCL", "RankFailedError: ", "RankTimeoutError: ")
 
 
 class Failure(NamedTuple):
@@ -66,16 +59,10 @@ def place(step: int, phase: str) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Type and message of an exception, in one line; a lack of memory is called that."""
-    name = type(error).__name__
-    text = name
+    """Type and message of an exception, in one line."""
+    text = f"{type(error).__name__}: {error}"
     if isinstance(error, SystemExit):
         text = f"it called sys.exit({error.code!r}) in the middle of the run"
-    elif str(error):
-        text = f"{name}: {error}"
-    # torch's allocator for CUDA raises `torch.OutOfMemoryError`; an error of CUDA itself says so in its text only.
-    if isinstance(error, MemoryError) or "OutOfMemory" in name or "out of memory" in text:
-        text = f"out of memory (OOM): {text}"
     return " ".join(text[:MAX_MESSAGE_CHARACTERS].split())
 
 

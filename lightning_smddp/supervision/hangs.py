@@ -13,20 +13,7 @@ _COMMUNICATE = ("torch.distributed", "torch.nn.parallel", "torch.autograd.graph"
 # The phases in the order in which a step comes to them. Other ones count as later than all of these.
 _ORDER = ["", "setup", "forward", "backward", "optimizer", "data", "validation", "checkpoint"]
 _ANSWER_S = 0.05  # for a device
-NO_RANK_IS_BEHIND = (
-    "no rank is behind on its host. With NCCL its flight recorder says which collective does not end: set "
-    "TORCH_FR_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1"
-)
-CURE = (
-    "Give every rank the same number of batches: equally many samples, or `drop_last=True`. If code of yours sets "
-    "`trainer.should_stop`, all ranks have to: `trainer.strategy.reduce_boolean_decision(stop, all=False)`."
-)
-# By what a rank waits for itself.
-WHY_LATE = {
-    "": "it is its host that does not go on",
-    "device": "its device has work left",
-    "communication": "it waits for others, too",
-}
+NO_RANK_IS_BEHIND = "no rank is behind on its host (NCCL's flight recorder says more: TORCH_FR_BUFFER_SIZE=2000)"
 
 
 def behind(beats: Sequence[Beat]) -> int | None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lightning_smddp.supervision.board import Beat, Board
 from lightning_smddp.supervision.failure import RUNS_HOOKS, Failure, Kind, is_of_communication, place, text_of
-from lightning_smddp.supervision.hangs import CURE, NO_RANK_IS_BEHIND, WHY_LATE, Stillness, behind, waited_for
+from lightning_smddp.supervision.hangs import NO_RANK_IS_BEHIND, Stillness, behind, waited_for
 from lightning_smddp.supervision.processes import name_of
 from lightning_smddp.supervision.shutdown import Shutdown, say
 from lightning_smddp.supervision.stop import Signals, StopGate
@@ -131,13 +131,12 @@ class Supervisor:
             self._record(Failure(*json.loads(failure)))
         elif stop or self.stop_signal is not None:
             self._agree(int(stop or self._board.set_once("stop", str(self.stop_signal))), decision)
-        passed = time.monotonic() - self._ticked_at
-        if passed >= LOOK_S:
-            self._ticked_at += passed
-            passed = min(passed, 2 * self._period)  # the whole machine may have been stopped meanwhile
-            self.stillness.tick((self.step, self.phase, self.batches, self.moves), passed, self._is_waiting)
-            if self.failure is None and self.stillness.still_s > 1.0:
-                self._look_for_hang(self._board.beats())
+        now = time.monotonic()
+        passed = min(now - self._ticked_at, 2 * self._period)  # the whole machine may have been stopped meanwhile
+        self._ticked_at = now
+        self.stillness.tick((self.step, self.phase, self.batches, self.moves), passed, self._is_waiting)
+        if self.failure is None and self.stillness.still_s > 1.0:
+            self._look_for_hang(self._board.beats())
 
     def _own_beat(self) -> Beat:
         self._number += 1
@@ -316,7 +315,11 @@ class Supervisor:
         own = self.stillness
         if own.has_work is not None and own.waits and own.still_s > self.collective_timeout and len(beats) > 1:
             cause = behind(beats)
-            why = NO_RANK_IS_BEHIND if cause is None else WHY_LATE[beats[cause].waits]
+            why = "its host does not go on"
+            if cause is None:
+                why = NO_RANK_IS_BEHIND
+            elif beats[cause].waits == "device":
+                why = "its device has work left"
             text = f"{self._where(self.rank)} has waited for {own.still_s:.0f} s; {why}"
             self._declare(self.rank if cause is None else cause, "did not come", text)
         late = waited_for(beats, NOTE_HANG_S)
@@ -410,7 +413,8 @@ class Supervisor:
             for rank, beat in enumerate(beats):
                 begun = {end: beat.ended_batches, end - 1: beat.batches}.get(beat.ended, 0)
                 if begun > batches:  # one that has fewer finds out itself
-                    self._declare(self.rank, "left", f"{own}, and rank {rank} has begun {begun} ({beat.phase}). {CURE}")
+                    text = f"{own}, and rank {rank} has begun {begun} ({beat.phase}). Give all equally many batches"
+                    self._declare(self.rank, "left", f"{text}, and set `trainer.should_stop` on all")
                 elif beat.over and beat.ended < end:
                     self._declare(rank, "left", f"it ended its run, but {own}")
             return all(beat.ended > end or (beat.ended, beat.ended_batches) == (end, batches) for beat in beats)

@@ -241,6 +241,6 @@ def test_saving_says_what_resuming_will_refuse_and_weights_only_false_loads_it(n
     assert len(said) == 1
     assert f"{Thing.__module__}.Thing, which is not plain data, and resuming will refuse it" in said[0]
     assert nothing == []
-    assert f"contains `{Thing.__module__}.Thing`, which is not plain data; nothing of it was run" in refused
+    assert f"of which nothing was run: Unsupported global: GLOBAL {Thing.__module__}.Thing" in refused
     assert "weights_only" not in refused
     assert [refused, got] == others[:2] == [refused, "Thing"]
