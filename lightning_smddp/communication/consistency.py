@@ -44,10 +44,7 @@ def require_same(what: str, lines: Sequence[str], cure: str, group: dist.Process
 
 def check_same_model(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Raise ``ValueError`` on every rank if parameters or buffers differ, naming the first. Collective."""
-    cure = (
-        "Build the same model on every rank: nothing in its construction may depend on the rank, the data of one rank, "
-        "or unordered iteration."
-    )
+    cure = "Build the same one on every rank: nothing in it may depend on the rank, its data, or unordered iteration."
     require_same("models", list(_describe_model(module)), cure, group)
 
 
@@ -106,11 +103,7 @@ def check_same_lengths(batches: float, epoch: int, group: dist.ProcessGroup | No
         group: None: all ranks of the job.
     """
     number = "an unknown number of them" if batches == math.inf else str(int(batches))
-    cure = (
-        "Gradients are averaged after each batch, so the epoch would not end on all ranks. Give every rank as many "
-        "samples (Lightning's own sampler does; DistributedSampler pads, or drops with drop_last=True), or set "
-        "`limit_train_batches` to the least of these numbers."
-    )
+    cure = "Give every rank as many samples, as Lightning's sampler does, or set `limit_train_batches` to the least."
     require_same(f"numbers of training batches in epoch {epoch}", [number], cure, group)
 
 
@@ -120,22 +113,17 @@ def require_initialized(module: nn.Module) -> None:
         if is_lazy(parameter):
             layer, _, _ = name.rpartition(".")
             kind = type(module.get_submodule(layer)).__name__
+            cure = "Call it once with an example in `__init__` or `configure_model`: `self(torch.zeros(1, 8))`."
             raise ValueError(
-                f"{name!r} of {type(module).__name__} has no shape yet: {layer or 'the module'!r} is a {kind}. Ranks "
-                "have to know the model before its first batch. Call the module once with an example in `__init__` or "
-                "`configure_model`, such as `with torch.no_grad(): self(torch.zeros(1, 8))`, the same on every rank."
+                f"{name!r} of {type(module).__name__} has no shape yet: {layer or 'the module'!r} is a {kind}. {cure}"
             )
 
 
 def check_trainable(module: nn.Module) -> None:
     """Raise ``ValueError`` if there is nothing to train."""
-    parameters = list(module.parameters())
-    if not any(parameter.requires_grad for parameter in parameters):
-        raise ValueError(
-            f"{type(module).__name__} has no parameter that requires a gradient "
-            f"({counted(len(parameters), 'parameter')} in all), so there is nothing to synchronise. Unfreeze a "
-            "parameter, or create the layers in `__init__` or `configure_model`."
-        )
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        cure = "Unfreeze one, or create the layers in `__init__` or `configure_model`."
+        raise ValueError(f"{type(module).__name__} has no parameter that requires a gradient. {cure}")
 
 
 def check_compression(module: nn.Module, compression: Compression | None) -> None:

@@ -98,10 +98,8 @@ def join(
         dist.init_process_group(backend, None, to_connect, size, card.rank, store, device_id=device)
     except RuntimeError as error:
         reason, _, _ = str(error).partition("\n")
-        raise StartError(
-            f"All {size} ranks came, but {backend} could not connect {card} to the others: {reason} Name the network "
-            "interface that reaches the other nodes in GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME)."
-        ) from None
+        cure = "Name the interface that reaches the other nodes in GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME)."
+        raise StartError(f"All {size} ranks came, but {backend} could not connect {card}: {reason} {cure}") from None
     store.set_timeout(timeout)
     if resettable:
         set_group_timeout(backend_timeout(timeout, is_nccl()))
@@ -127,13 +125,12 @@ def _in_time(card: RankInfo, address: tuple[str, int], limit: timedelta) -> dist
         reason, _, _ = str(error).partition("\n")
     try:
         socket.create_connection(address, timeout=_FAREWELL_S).close()
-        reason = reason or "something listens there that does not answer as rank 0 does"
     except (OSError, UnicodeError) as error:
         reason = str(error)
     raise StartError(
         f"{card} cannot use the job's store at MASTER_ADDR={address[0]} MASTER_PORT={address[1]}, init_timeout="
-        f"{limit.total_seconds():g} s: {reason}. Look at rank 0's own output. The address has to be of its machine, "
-        "the port open to all ranks, and no other job's or program's."
+        f"{limit.total_seconds():g} s: {reason or 'what listens there does not answer as rank 0 does'}. The address "
+        "has to be of rank 0's machine, and the port open to all ranks and no other program's."
     )
 
 
@@ -141,10 +138,9 @@ def _meet(card: RankInfo, address: tuple[str, int], limit: timedelta) -> dist.St
     """The store of this start, when all ranks are there."""
     deadline = time.monotonic() + limit.total_seconds()
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    names = list(_RUN_VARIABLES)
-    if by_agent:  # its store outlives the ranks; without it a node that came later would count from 0 for itself
-        names.append("TORCHELASTIC_RESTART_COUNT")
-    run = "/".join([os.environ.get(name, "") for name in names])
+    # The agent's store outlives the ranks; without it a node that came later would count from 0 for itself.
+    restarts = "TORCHELASTIC_RESTART_COUNT" if by_agent else ""
+    run = "/".join([os.environ.get(name, "") for name in [*_RUN_VARIABLES, restarts]])
     serves = card.rank == 0 and not by_agent
     listener = _listen(address) if serves else None
     # Multi-tenant: a server that this process has already, for an earlier group, is used again.
@@ -178,21 +174,19 @@ def wait_for_ranks(store: Any, card: RankInfo, deadline: float, limit: timedelta
     came from, for the message.
     """
     store.append("ranks", json.dumps(asdict(card)) + "\n")
-    pause_s = min(0.05 + card.world_size / 500, 1.0)  # each look costs a message as long as all cards
     while True:
         cards, error = read(store.get("ranks").decode().splitlines())
         first, holder = next(iter(cards.values())), cards.get(card.rank)
         if error is None and holder != card:  # the others start, or wait, without this one
-            error = contradiction(first, card) or (
-                f"Two processes are the same rank: {holder}, which goes on, and {card}. Give every process a rank of "
-                "its own (RANK, NODE_RANK), and every job a port (MASTER_PORT)."
-            )
+            cure = "Give every process a rank of its own (RANK, NODE_RANK), and every job a port (MASTER_PORT)."
+            twice = f"Two processes are the same rank: {holder}, which goes on, and {card}. {cure}"
+            error = contradiction(first, card) or twice
         if error is not None or len(cards) == card.world_size:
             return error
         if time.monotonic() > deadline:
             store.append("ranks", json.dumps({"waited": limit.total_seconds()}) + "\n")
         else:
-            time.sleep(pause_s)
+            time.sleep(min(0.05 + card.world_size / 500, 1.0))  # a look costs a message as long as all cards
 
 
 def read(lines: Iterable[str]) -> tuple[dict[int, RankInfo], str | None]:
@@ -213,17 +207,12 @@ def read(lines: Iterable[str]) -> tuple[dict[int, RankInfo], str | None]:
 def contradiction(first: RankInfo, card: RankInfo) -> str | None:
     """Why the two can never be ranks of one job; None if they can."""
     if not 0 <= card.rank < card.world_size:
-        return (
-            f"{card} is outside of a world of {card.world_size} ranks, which are 0 to {card.world_size - 1}. Correct "
-            "the launcher's node rank, or its number of nodes and devices."
-        )
+        return f"{card} is outside of a world of {card.world_size} ranks. Correct the launcher's node rank, or numbers."
     theirs = {"world size": card.world_size, **card.versions}
     for what, value in {"world size": first.world_size, **first.versions}.items():
         if theirs[what] != value:
-            return (
-                f"The ranks disagree about the {what}: {first} has {value}, {card} has {theirs[what]}. Start all with "
-                "the same number of nodes and devices (WORLD_SIZE), and the same versions of packages."
-            )
+            sides = f"{first} has {value}, {card} has {theirs[what]}"
+            return f"The ranks disagree about the {what}: {sides}. Give all one WORLD_SIZE, and the same packages."
     return None
 
 
@@ -235,6 +224,5 @@ def _absent(cards: Sequence[RankInfo], waited_s: float) -> str:
     there = ", ".join([f"{host}: {sorted(ranks)}" for host, ranks in sorted(hosts.items())])
     return (
         f"After init_timeout={waited_s:g} s {len(missing)} of {cards[0].world_size} ranks are missing: "
-        f"{sorted(missing)}. There are, by host, {there}. Look at the missing ranks' own output and at the launcher's "
-        "number of nodes and processes, or raise `init_timeout`."
+        f"{sorted(missing)}. There are, by host, {there}. Look at the missing ranks' own output, or raise the timeout."
     )

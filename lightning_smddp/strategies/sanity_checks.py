@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -97,10 +98,8 @@ class SanityChecks:
 
 def _batches(trainer: Any) -> float:
     """Training batches of this rank in an epoch, as far as is known; inf if it is not."""
-    try:
-        length = float(len(trainer.train_dataloader))
-    except (TypeError, NotImplementedError):  # several loaders, or a stream
-        length = float("inf")
-    if not hasattr(trainer.train_dataloader, "batch_sampler"):
-        length = float("inf")
-    return min(float(trainer.num_training_batches), length)
+    length = float("inf")
+    if hasattr(trainer.train_dataloader, "batch_sampler"):
+        with suppress(TypeError, NotImplementedError):  # several loaders, or a stream
+            length = len(trainer.train_dataloader)
+    return float(min(trainer.num_training_batches, length))

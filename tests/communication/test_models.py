@@ -141,9 +141,9 @@ def test_numbers_of_batches(numbers: list[float], parts: list[str]) -> None:
 
 def test_a_model_without_anything_to_train_is_refused() -> None:
     check_trainable(nn.Linear(1, 1))
-    with pytest.raises(ValueError, match=r"Linear has no parameter that requires a gradient \(2 parameters in all\)"):
+    with pytest.raises(ValueError, match="Linear has no parameter that requires a gradient"):
         check_trainable(nn.Linear(1, 1).requires_grad_(False))
-    with pytest.raises(ValueError, match=r"Identity has no parameter .*\(0 parameters in all\).*configure_model"):
+    with pytest.raises(ValueError, match="Identity has no parameter .*configure_model"):
         check_trainable(nn.Identity())
 
 

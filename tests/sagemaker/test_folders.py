@@ -16,10 +16,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_smddp import PipelineStrategy, SMDDPStrategy
+from lightning_smddp.checkpoint import files
 from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.resume.auto_resume import STOP_CHECKPOINT, checkpoint_locations
+from lightning_smddp.resume import auto_resume
+from lightning_smddp.resume.auto_resume import STOP_CHECKPOINT, continuing
 from lightning_smddp.sagemaker.folders import Folders, failure_file, point_at, pointed_at, write_failure
 from lightning_smddp.strategies import sagemaker_job
 from tests.ranks import run_trainer_ranks
@@ -98,16 +101,20 @@ def test_pointer(tmp_path: Path) -> None:
         assert pointed_at(folder) is None
 
 
-def test_resuming_looks_where_newest_points(tmp_path: Path) -> None:
+def test_resuming_looks_where_newest_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever directories this start's callbacks have."""
     strategy = SMDDPStrategy(**grouped(verbose=False))
     trainer = make_trainer(strategy, default_root_dir=tmp_path)
     strategy._sagemaker.newest_in = tmp_path
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "a.ckpt").touch()
-    assert checkpoint_locations(trainer) == [str(tmp_path / STOP_CHECKPOINT)]
+    trainer.state.fn = TrainerFn.FITTING
+    files.save({}, tmp_path / "old" / "a.ckpt")
+    files.save({}, tmp_path / STOP_CHECKPOINT)
+    chosen: list[Any] = []
+    monkeypatch.setattr(auto_resume, "at_resume_start", lambda trainer, choose: chosen.append(choose(None)))
+    continuing(trainer)
     point_at(tmp_path, tmp_path / "old" / "a.ckpt")
-    assert checkpoint_locations(trainer) == [str(tmp_path / STOP_CHECKPOINT), str(tmp_path / "old" / "a.ckpt")]
+    continuing(trainer)
+    assert chosen == [str(tmp_path / STOP_CHECKPOINT), str(tmp_path / "old" / "a.ckpt")]
 
 
 # ---- with one: every case is a start of a script that knows nothing of SageMaker ----
