@@ -88,7 +88,7 @@ def test_uneven(batches: list[int], stream: bool, launcher: str, tmp_path: Path)
     assert not [path for path in result.left if "torch" not in path], result.describe()
     for rank in range(2):
         said = result.said_by(rank) + result.main_stderr
-        assert re.search("same number of batches|numbers of training batches", said), result.describe()
+        assert re.search("equally many batches|numbers of training batches", said), result.describe()
         assert "10" in said, result.describe()
 
 

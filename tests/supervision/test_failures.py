@@ -1,148 +1,172 @@
-"""Whatever happens to one rank, the others end soon, non-zero, and all name it, its step, and the cause."""
+"""Whatever happens to one rank, the others end and name it. Kinds of faults in real runs: ``tests/faults``."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
 import signal
+import subprocess
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.supervision import scenarios
-from tests.supervision.jobs import Job, job, kill
+from lightning_smddp.supervision import Failure, supervisor
+from tests.supervision.jobs import Rank, end_by, run
 
-BOUND_S = 10.0
-ENDED = "its process (ended|was killed by SIGKILL)"  # how is known until it is waited for
-ENDS = {
-    "exit": ("died", "its process (ended|exited with code 0)"),
-    "sys.exit": ("left", r"it called sys.exit\(0\) in the middle of the run"),
-    "raise": ("failed", "KeyError: 'the first cause'"),
-}
+HEARD_S = 1.6  # a beat has said where a rank is, and others have read it: each twice a second
 
 
-def check_survivors(started: Job, failed: int, verb: str, cause: str) -> None:
-    pattern = rf"ank {failed} \(host \S+, process \d+\) {verb}( at step \d+)? \(\w+\): .*{cause}"
-    for rank in started.ranks:
-        if rank.number != failed:
-            assert rank.code == 1, started.text()
-            assert re.search(pattern, rank.err), (pattern, started.text())
-    assert started.left_over() == []
+def hold_sockets_and_die(rank: Rank) -> None:
+    time.sleep(HEARD_S)
+    if rank.rank == 0:
+        if os.fork() == 0:
+            time.sleep(20)
+            os._exit(0)
+        end_by(signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    ("kind", "failed"),
-    [
-        pytest.param("exit", 0, marks=pytest.mark.slow),
-        pytest.param("sys.exit", 1, marks=pytest.mark.slow),
-        ("raise", 0),  # T12: it serves the store, and its end is not the others' cause
-    ],
-)
-def test_all_ranks_name_the_failed_one_and_its_cause(tmp_path: Path, kind: str, failed: int) -> None:
-    with job(tmp_path, scenarios.train, 3, fails=failed, kind=kind) as started:
-        started.until("ready")
-        assert started.wait() < BOUND_S
-        check_survivors(started, failed, *ENDS[kind])
+def killed_with_children(rank: Rank) -> None:
+    rank.steps(hold_sockets_and_die)
 
 
 @pytest.mark.slow
 def test_children_of_a_killed_rank_0_that_hold_its_store_hide_nothing(tmp_path: Path) -> None:
     """The store's connections do not break, and nobody answers on them."""
-    with job(tmp_path, scenarios.train, 2, fails=0, kind="children") as started:
-        started.until("ready")
-        assert started.wait() < BOUND_S
-        assert re.search(rf"ank 0 .* died at step \d+ \(\w+\): {ENDED}", started.ranks[1].err), started.text()
+    ended = run(killed_with_children, 2, tmp_path)
+    cause = r"died at step \d+ \(\w+\): its process (ended|was killed by SIGKILL)"
+    assert re.search(rf"[Rr]ank 0 .* {cause}", ended.said(1))
 
 
-# ---- stopped, hanging, busy ----
+def hold(rank: Rank) -> None:
+    if rank.rank == 1:
+        ctypes.PyDLL(None).sleep(1000)
 
 
-def test_a_stopped_rank_is_named_within_seconds_and_killed(tmp_path: Path) -> None:
-    """T2: a stopped rank 0 has the store, which holds its clients. Nothing waits for the collective's own timeout."""
-    with job(tmp_path, scenarios.train, 3, fails=0, kind="SIGSTOP") as started:
-        started.until("ready")
-        assert started.wait() < BOUND_S
-        assert started.ranks[0].code == -signal.SIGKILL
-        check_survivors(started, 0, "fell silent", r"its process is stopped \(by SIGSTOP")
+def holds_the_interpreter(rank: Rank) -> None:
+    rank.steps(hold)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "verb"),
-    [
-        ("loop", "did not come"),
-        ("hold the interpreter", "fell silent"),
-    ],
-)
-def test_a_rank_that_hangs_is_named_when_the_collective_times_out(tmp_path: Path, kind: str, verb: str) -> None:
-    with job(tmp_path, scenarios.train, 2, fails=1, kind=kind, gloo_timeout=2.0, collective_timeout=2.0) as started:
-        started.until("ready")
-        assert started.wait() < 2.0 + BOUND_S
-        check_survivors(started, 1, verb, "Timed out waiting")
-        assert started.ranks[1].code == (-signal.SIGKILL if verb == "fell silent" else 1)
+def test_a_rank_that_runs_no_python_is_named_when_the_collective_times_out_and_killed(tmp_path: Path) -> None:
+    ended = run(holds_the_interpreter, 2, tmp_path, gloo=2.0, timeout=2.0)
+    assert "killed by SIGKILL" in ended.ends[1]
+    assert re.search(r"[Rr]ank 1 .* fell silent.*Timed out waiting.*runs no Python", ended.said(0))
 
 
-@pytest.mark.slow
-def test_a_rank_that_all_others_wait_for_says_where_it_is_once(tmp_path: Path) -> None:
-    with job(tmp_path, scenarios.train, 3, fails=1, kind="sleep", note_hang_s=1.5) as started:
-        deadline = time.monotonic() + 20.0
-        while "all others have waited" not in started.ranks[0].err and time.monotonic() < deadline:
-            time.sleep(0.1)
-        time.sleep(1.5)  # in which it would be said again
-        assert started.codes == [None, None, None]  # nothing is ended
-        for number, times in ((0, 1), (1, 1), (2, 0)):
-            text = started.ranks[number].err
-            assert text.count("all others have waited for rank 1") == times, started.text()
-            assert text.count("time.sleep(1000)") == times
-        assert "at step 8 (forward) for 1.5 s. It is here:" in started.ranks[0].err
+def hold_for_long(rank: Rank) -> None:
+    if rank.rank == 1:
+        ctypes.PyDLL(None).sleep(7)
+
+
+def holds_the_interpreter_for_long(rank: Rank) -> int:
+    return rank.steps(hold_for_long, steps=12)
 
 
 @pytest.mark.slow
 def test_a_healthy_rank_whose_interpreter_is_held_for_long_is_left_alone(tmp_path: Path) -> None:
     """T1."""
-    with job(tmp_path, scenarios.train, 2, steps=12, fails=1, kind="nap", seconds=7, collective_timeout=3.0) as started:
-        started.wait(40.0)
-        assert started.codes == [0, 0], started.text()
+    assert run(holds_the_interpreter_for_long, 2, tmp_path, timeout=3.0).results == [-1, -1]
+
+
+def sleep_until_it_is_said(rank: Rank) -> None:
+    until = time.monotonic() + 30.0
+    while rank.rank == 1 and time.monotonic() < until:
+        time.sleep(0.1)
+        if "It is here" in (rank.directory / "0.err").read_text():
+            time.sleep(1.5)  # in which it would be said again
+            return
+
+
+def waited_for(rank: Rank) -> int:
+    supervisor.NOTE_HANG_S = 1.5
+    return rank.steps(sleep_until_it_is_said, steps=12)
+
+
+@pytest.mark.slow
+def test_a_rank_that_all_others_wait_for_says_where_it_is_once(tmp_path: Path) -> None:
+    ended = run(waited_for, 3, tmp_path)
+    assert ended.results == [-1, -1, -1]  # nothing is ended
+    for text, times in zip(ended.written, (1, 1, 0), strict=True):
+        assert text.count("all others have waited for rank 1") == times
+        assert text.count("in sleep_until_it_is_said") == times
+    assert "at step 8 (forward) for 1.5 s. It is here:" in ended.written[0]
+
+
+def stop_all(rank: Rank) -> None:
+    if rank.rank == 0:
+        pids = " ".join(map(str, rank.pids))
+        subprocess.Popen(["sh", "-c", f"kill -STOP {pids}; sleep 4.5; kill -CONT {pids}"]).wait()
+
+
+def stopped_as_a_whole(rank: Rank) -> int:
+    return rank.steps(stop_all)
 
 
 @pytest.mark.slow
 def test_a_job_that_is_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
     """T4."""
-    with job(tmp_path, scenarios.train, 2, steps=60, pause=0.05, collective_timeout=3.0) as started:
-        started.until("ready")
-        for signum in (signal.SIGSTOP, signal.SIGCONT):
-            for rank in started.ranks:
-                kill(rank.pid, signum)
-            time.sleep(4.5 * (signum == signal.SIGSTOP))
-        started.wait(40.0)
-        assert started.codes == [0, 0], started.text()
+    assert run(stopped_as_a_whole, 2, tmp_path, timeout=3.0).results == [-1, -1]
+
+
+def die_and_have_all_told_to_stop(rank: Rank) -> None:
+    if rank.rank == 1:
+        first, own, last = rank.pids
+        subprocess.Popen(["sh", "-c", f"kill -KILL {own}; kill -TERM {first} {last}"]).wait()
+
+
+def told_to_stop_behind_a_death(rank: Rank) -> None:
+    rank.steps(die_and_have_all_told_to_stop, steps=10000)
 
 
 @pytest.mark.slow
 def test_a_launchers_sigterm_behind_a_death_is_no_request_to_stop(tmp_path: Path) -> None:
     """T9: torchrun sends it to all ranks when one has ended."""
-    with job(tmp_path, scenarios.train, 3, steps=10000, signals=True) as started:
-        started.until("ready")
-        kill(started.ranks[1].pid)
-        for rank in (started.ranks[0], started.ranks[2]):
-            kill(rank.pid, signal.SIGTERM)
-        assert started.wait() < BOUND_S
-        check_survivors(started, 1, "died", ENDED)
+    ended = run(told_to_stop_behind_a_death, 3, tmp_path)
+    for survivor in (0, 2):
+        assert re.search(r"[Rr]ank 1 .* died.* its process (ended|was)", ended.said(survivor))
 
 
 # ---- what ranks do when the store has gone ----
 
 
+def silent_store(rank: Rank) -> tuple[str, int]:
+    """It gives no answer for so long that it counts as lost, and then does answer."""
+    watching = rank.supervisor
+    board, answers, asked = watching._board, threading.Event(), []
+    look = board.look
+
+    def late() -> tuple[str, str, str]:
+        answers.wait()
+        board.tell = board.set_once = asked.append  # type: ignore[assignment]
+        return look()
+
+    board.look = late  # type: ignore[method-assign]
+    while watching.failure is None:
+        time.sleep(0.01)
+    answers.set()
+    watching.explain(watching.failure.error())
+    watching.close()
+    kind, watching.failure = watching.failure.kind, None
+    return kind, len(asked)
+
+
 def test_the_store_is_not_asked_again_once_it_was_given_up(tmp_path: Path) -> None:
     """T11: a server that is stopped would hold whoever asks it, and a dead one's clients print frames of C++."""
-    with job(tmp_path, scenarios.silent_store, 1, collective_timeout=3.0) as started:
-        started.wait()
-        assert started.ranks[0].values("asked") == [0], started.text()
-        assert started.ranks[0].values("kind") == ["fell silent"]
+    assert run(silent_store, 1, tmp_path, timeout=3.0).results == [("fell silent", 0)]
+
+
+def failure_behind_the_loss(rank: Rank) -> None:
+    """A collective breaks when the store does, and who was first is known a moment later."""
+    rank.supervisor._lost = True
+    first = Failure(1, "b", 2, 7, "data", "died", "it was killed")
+    threading.Timer(0.4, rank.supervisor._record, [first]).start()
+    raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer")
 
 
 def test_an_error_waits_for_the_failure_that_comes_behind_the_loss_of_the_store(tmp_path: Path) -> None:
     """T10: else it would go on without a name."""
-    with job(tmp_path, scenarios.failure_behind_the_loss, 1) as started:
-        started.wait()
-        assert started.ranks[0].values("error") == ["Rank 1 (host b, process 2) died at step 7 (data): it was killed"]
+    text = "RankFailedError: Rank 1 (host b, process 2) died at step 7 (data): it was killed"
+    assert text in run(failure_behind_the_loss, 1, tmp_path).ends[0]
