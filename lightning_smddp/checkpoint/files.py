@@ -165,9 +165,8 @@ def load(path: AnyPath, map_location: Any = "cpu", weights_only: bool | None = N
         try:
             return torch.load(file, map_location, weights_only=weights_only is not False)
         except pickle.UnpicklingError as error:
-            _, _, message = str(error).rpartition("WeightsUnpickler error: ")  # before it torch advises to load it all
-            why, _, _ = message.strip().partition("\n")
-            reason = f"contains more than tensors and plain data, of which nothing was run: {why}"
+            # torch adds advice to load it all the same.
+            reason = f"contains more than tensors and plain data, of which nothing was run: {error.__context__}"
             raise CheckpointError(path, reason, "Use a checkpoint from a source that you trust.") from error
         except RuntimeError as error:
             raise CheckpointError(path, f"cannot be read: {str(error).splitlines()[0]}", ANOTHER) from error

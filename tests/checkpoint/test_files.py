@@ -193,10 +193,9 @@ def test_malicious_files_are_refused(how: str, variable: str, tmp_path: Path, mo
     files.save({**example(), "callbacks": Malicious(tmp_path / "marker", how)}, tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError) as caught:
         files.load(tmp_path / "a.ckpt")
-    text = (
-        f"{tmp_path}/a.ckpt: contains `{how}`, which is not plain data; nothing of it was run. Use a checkpoint from a"
-    )
-    assert str(caught.value).startswith(text)
+    text = str(caught.value)
+    assert text.startswith(f"{tmp_path}/a.ckpt: contains more than tensors and plain data, of which nothing was run: ")
+    assert how in text
     assert "weights_only" not in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "marker").exists()
@@ -208,7 +207,7 @@ def test_classes_of_the_users_own(tmp_path: Path) -> None:
     files.save({**example(), "hyper_parameters": argparse.Namespace(width=3)}, tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError) as caught:
         files.load(tmp_path / "a.ckpt")
-    assert "contains `argparse.Namespace`, which is not plain data" in caught.value.reason
-    assert "add_safe_globals" in caught.value.fix
+    assert "GLOBAL argparse.Namespace" in caught.value.reason
+    assert "add_safe_globals" in caught.value.reason
     with torch.serialization.safe_globals([argparse.Namespace]):
         assert files.load(tmp_path / "a.ckpt")["hyper_parameters"].width == 3
