@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from tests import devices, rank_processes, simulated_cuda
-from tests.leaks import Snapshot, adopt_orphans
+from tests.leaks import Snapshot, adopt_orphans, name_semaphores
 from tests.simulated_cuda import build
 
 # Side by side (pytest-xdist) nobody knows which test a name in /dev/shm is from: they are looked at in the end.
@@ -73,6 +73,7 @@ LONGEST = [
 
 def pytest_configure(config: pytest.Config) -> None:
     adopt_orphans()
+    name_semaphores()
     config.stash[BEFORE] = Snapshot.take()
 
 

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -21,6 +23,8 @@ TCP_LISTEN = "0A"
 VARIABLES_OF_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 # One of each lives as long as the session: multiprocessing's own helpers.
 HELPER_COMMANDS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+# In the names of semaphores of this session's processes, its workers' too: multiprocessing's own do not tell whose.
+SEMAPHORES = os.environ.setdefault("TESTS_SEMAPHORES", f"tests{os.getpid()}")
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,12 @@ def adopt_orphans() -> None:
         prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def name_semaphores() -> None:
+    """From now on of this process, and of those that it starts through ``multiprocessing``."""
+    process: Any = multiprocessing.current_process()
+    process._config["semprefix"] = f"/mp-{SEMAPHORES}"
+
+
 def child_processes() -> set[str]:
     """Children of this process, and of multiprocessing's fork server, without those two helpers."""
     processes = descendants()
@@ -131,11 +141,12 @@ def _used_elsewhere(name: str) -> bool:
 
 
 def shared_memory() -> set[str]:
-    """Names in /dev/shm."""
+    """Names in /dev/shm, without semaphores of others."""
     try:
-        return set(os.listdir("/dev/shm"))
+        names = os.listdir("/dev/shm")
     except OSError:
         return set()
+    return {name for name in names if not name.startswith("sem.") or SEMAPHORES in name}
 
 
 def sockets() -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -10,13 +11,14 @@ import threading
 import time
 import warnings
 from multiprocessing import shared_memory
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.conftest import LONGEST
-from tests.leaks import Snapshot, child_processes
+from tests.leaks import SEMAPHORES, Snapshot, child_processes
 from tests.programs import ROOT
 from tests.rank_processes import GRACE_S
 from tests.ranks import RanksFailedError, run_in_threads, run_ranks, run_trainer_ranks
@@ -275,6 +277,18 @@ def test_shared_memory_of_an_unrelated_process_is_no_leak(monkeypatch: pytest.Mo
     segment.close()
     segment.unlink()
     assert leaks == []
+
+
+def test_a_semaphore_is_a_leak_of_those_that_made_it() -> None:
+    before = Snapshot.take()
+    own = multiprocessing.get_context("spawn").Semaphore()  # which has a name as long as it is there
+    others = Path("/dev/shm/sem.mp-others")
+    others.touch()
+    leaks = before.leaks(patience_s=0.05)
+    others.unlink()
+    (leak,) = leaks
+    assert leak.startswith(f"/dev/shm/sem.mp-{SEMAPHORES}-")
+    del own
 
 
 def test_leaked_sockets_are_reported() -> None:
