@@ -70,10 +70,8 @@ def create_group(
         try:
             store.wait([f"{name}/member {rank}"], timeout)
         except RuntimeError:
-            raise RankTimeoutError(
-                rank,
-                f"Rank {rank} did not come within {timeout.total_seconds():g} s to make the communicator of {ranks}.",
-            ) from None
+            text = f"Rank {rank} did not come within {timeout.total_seconds():g} s to make the communicator of {ranks}."
+            raise RankTimeoutError(rank, text) from None
     # Without the default group's gloo, as messages are of the device.
     backend = "nccl" if is_nccl() else None
     bound_device = None if by_pairs else device

@@ -50,12 +50,8 @@ class Failure(NamedTuple):
 
 def place(step: int, phase: str) -> str:
     """`` at step 7 (backward)``, as far as either is known: -1 and an empty phase are left out."""
-    text = ""
-    if step >= 0:
-        text += f" at step {step}"
-    if phase:
-        text += f" ({phase})"
-    return text
+    where = f" at step {step}" if step >= 0 else ""
+    return f"{where} ({phase})" if phase else where
 
 
 def text_of(error: BaseException) -> str:

@@ -63,11 +63,10 @@ class Process(NamedTuple):
         if fields[_STATE] not in "ZX":
             return fields[_STATE] == "T", ""
         code = os.waitstatus_to_exitcode(int(fields[_EXIT_CODE]))
-        if code == -signal.SIGKILL:
-            return False, "its process was killed by SIGKILL, which the kernel sends, too, for lack of memory (OOM)"
-        if code < 0:
-            return False, f"its process was killed by {name_of(-code)}"
-        return False, f"its process exited with code {code}"
+        if code >= 0:
+            return False, f"its process exited with code {code}"
+        hint = ", which the kernel sends, too, for lack of memory (OOM)" if code == -signal.SIGKILL else ""
+        return False, f"its process was killed by {name_of(-code)}{hint}"
 
     def kill(self) -> None:
         """SIGKILL, which also ends a stopped one."""

@@ -31,9 +31,8 @@ SAYS_NOTHING_S = 2.0  # that rank does not say where it is
 STORE_S = (3.0, 30.0)  # the least and the most that the store may take to answer: `collective_timeout` in between
 AGREE_WITHIN_S = 20.0  # on a stop, or a quarter of the time: a call into C may keep a rank's interpreter for long
 _POLL_S = 0.05  # while the training thread waits for other ranks
-_SEEN_S = 0.8  # for the end of a process to be seen
 _DOUBT_S = 2.0  # who writes no beat meanwhile is silent
-_KNOWN_S = 1.0  # for a failure to be told
+_TOLD_S = 1.0  # for a failure to be seen, and told
 _LEAVE_S = 2.0  # for the last words
 _live: set[Supervisor] = set()
 
@@ -250,10 +249,10 @@ class Supervisor:
             self._judge(text_of(error))
         elif self._gate.decision is None or isinstance(error, Exception):
             self._declare(self.rank, "left" if isinstance(error, SystemExit) else "failed", text_of(error))
-            self._wait(lambda: False, _KNOWN_S)
+            self._wait(lambda: False, _TOLD_S)
         # The end of the store must not be taken for the cause: others have to know what that is.
         if self.rank == self._server:
-            self._wait(self._may_take_store, _KNOWN_S, despite_failure=True)
+            self._wait(self._may_take_store, _TOLD_S, despite_failure=True)
         failure = self.failure
         if failure is None or not follows or (failure.rank == self.rank and failure.kind == "failed"):
             return error
@@ -261,7 +260,7 @@ class Supervisor:
 
     def _judge(self, text: str) -> None:
         """A collective has failed. If no process of this host has ended: who is silent, has left, or is behind?"""
-        if self._wait(lambda: False, _SEEN_S):
+        if self._wait(lambda: False, _TOLD_S):
             return
         numbers = {rank: beat.number for rank, beat in enumerate(self._board.beats()) if rank != self.rank}
 
@@ -283,7 +282,7 @@ class Supervisor:
             self._declare(self.rank, "failed", f"{text}; {NO_RANK_IS_BEHIND}")
         else:
             self._declare(late, "did not come", text)
-        self._wait(lambda: False, _KNOWN_S)
+        self._wait(lambda: False, _TOLD_S)
 
     def await_first(self, seconds: float) -> bool:
         """Wait until the run of the rank that failed first is over; whether it was not yet."""

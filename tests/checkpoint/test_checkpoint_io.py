@@ -86,14 +86,6 @@ def test_exchanges_checkpoints_with_plain_lightning(kind: str, package: Any, our
     assert sorted(os.listdir(tmp_path / "run"))[-1] == "epoch=2.ckpt"
 
 
-def test_a_damaged_file_in_fit(tmp_path: Path) -> None:
-    fit(tmp_path, SafeCheckpointIO(), 1)
-    path = tmp_path / "epoch=0.ckpt"
-    path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(CheckpointError, match="epoch=0.ckpt: is cut off, damaged"):
-        fit(tmp_path, SafeCheckpointIO(), 2, ckpt_path=path)
-
-
 def test_storage_options() -> None:
     with pytest.raises(TypeError, match="AWS_ENDPOINT_URL"):
         SafeCheckpointIO().save_checkpoint({}, "memory://a.ckpt", storage_options={"key": "x"})
@@ -229,12 +221,6 @@ def test_what_spawn_returns_is_written_at_once(gate: Gate, tmp_path: Path) -> No
     gate.open.set()
     SafeCheckpointIO(asynchronous=True).save_checkpoint({"layer.weight": torch.ones(2)}, tmp_path / "a.ckpt")
     assert os.listdir(tmp_path) == ["a.ckpt"]
-
-
-def test_keeps_the_best_in_the_background(tmp_path: Path) -> None:
-    saved = ModelCheckpoint(tmp_path, "{step}", save_top_k=1, every_n_train_steps=1, monitor="step", mode="max")
-    fit(tmp_path, SafeCheckpointIO(asynchronous=True), 2, callbacks=[saved])
-    assert os.listdir(tmp_path) == ["step=6.ckpt"]
 
 
 def test_links_to_files_that_are_written_in_the_background(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import argparse
 import errno
 import os
 import pickle
-import random
 import resource
 import stat
 import subprocess
@@ -55,25 +54,6 @@ def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     assert [files.load(tmp_path / name)["global_step"] for name in ("first.ckpt", "last.ckpt")] == [1, 2]
 
 
-def test_what_a_killed_writer_left_is_overwritten(tmp_path: Path) -> None:
-    (tmp_path / ".tmp-a.ckpt").mkdir()
-    save(tmp_path / "a.ckpt")
-    (tmp_path / ".tmp-a.ckpt").write_bytes(b"half")
-    save(tmp_path / "a.ckpt", 2)
-    assert os.listdir(tmp_path) == ["a.ckpt"]
-
-
-def test_removes(tmp_path: Path) -> None:
-    save(tmp_path / "a.ckpt")
-    save(tmp_path / "b.ckpt" / "part")
-    (tmp_path / "link.ckpt").symlink_to("b.ckpt")
-    for name in ("a.ckpt", "link.ckpt", "not there.ckpt"):
-        files.remove(tmp_path / name)
-    assert os.listdir(tmp_path) == ["b.ckpt"]
-    files.remove(str(tmp_path / "b.ckpt"))
-    assert os.listdir(tmp_path) == []
-
-
 # ---- failures ----
 
 
@@ -105,22 +85,6 @@ def test_writing_fails_half_way(part: int, tmp_path: Path) -> None:
     assert error.errno == errno.EFBIG
 
 
-@pytest.mark.parametrize(("value", "error"), [(lambda: None, "local object|lambda"), (None, "interrupted")])
-def test_other_errors_leave_the_previous_one(value: Any, error: str, tmp_path: Path) -> None:
-    save(tmp_path / "a.ckpt")
-
-    def dump(file: Any) -> None:
-        file.write(b"half")
-        if value is None:
-            raise KeyboardInterrupt("interrupted")
-        torch.save(value, file)
-
-    with pytest.raises((AttributeError, pickle.PicklingError, KeyboardInterrupt), match=error):
-        files.write(dump, tmp_path / "a.ckpt")
-    assert os.listdir(tmp_path) == ["a.ckpt"]
-    assert_equal(files.load(tmp_path / "a.ckpt"), example())
-
-
 # ---- damage ----
 
 
@@ -136,26 +100,6 @@ def test_a_flipped_bit_in_a_weight(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_flipped_bits_and_missing_ends(tmp_path: Path) -> None:
-    """They are found, or without any effect, as in the padding between tensors."""
-    path, pick = tmp_path / "a.ckpt", random.Random(0)
-    expected = save(path)
-    size, found = path.stat().st_size, 0
-    for place in [*range(40), *pick.sample(range(size), 100), *range(size - 100, size)]:
-        flip(path, place)
-        try:
-            assert_equal(files.load(path), expected)
-        except CheckpointError:
-            found += 1
-        flip(path, place)
-    assert found > 100
-    data = path.read_bytes()
-    for length in [*range(0, size, 97), *range(size - 60, size)]:
-        path.write_bytes(data[:length])
-        with pytest.raises(CheckpointError):
-            files.verify(path)
-
-
 def test_other_files(tmp_path: Path) -> None:
     for contents in (b"", b"<!DOCTYPE html><html></html>", pickle.dumps({"state_dict": {}})):
         (tmp_path / "a.ckpt").write_bytes(contents)
@@ -164,12 +108,6 @@ def test_other_files(tmp_path: Path) -> None:
     for name, kind in ((".", IsADirectoryError), ("gone.ckpt", FileNotFoundError)):
         with pytest.raises(kind, match=name):
             files.load(tmp_path / name)
-
-
-def test_an_error_survives_pickling() -> None:
-    error = pickle.loads(pickle.dumps(CheckpointError("a.ckpt", "is\n empty", "Use another one.")))
-    assert str(error) == "a.ckpt: is empty. Use another one."
-    assert isinstance(error, ValueError)
 
 
 # ---- code ----
@@ -186,10 +124,9 @@ class Malicious:
 
 
 @pytest.mark.parametrize("how", ["posix.system", "commands.run"])  # as pickles name `subprocess`
-@pytest.mark.parametrize("variable", ["0", "1"])
-def test_malicious_files_are_refused(how: str, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malicious_files_are_refused(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one line, which does not advise to run it all the same, as torch's does."""
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", variable)
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     files.save({**example(), "callbacks": Malicious(tmp_path / "marker", how)}, tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError) as caught:
         files.load(tmp_path / "a.ckpt")
