@@ -32,8 +32,7 @@ if TYPE_CHECKING:
         SMDDPFSDPStrategy,
         SMDDPStrategy,
     )
-    from lightning_smddp.strategies.options import CommunicationOptions, ReliabilityOptions
-    from lightning_smddp.strategies.pipeline_options import PartitionOptions
+    from lightning_smddp.strategies.options import CommunicationOptions, PartitionOptions, ReliabilityOptions
 
 __version__ = "0.1.0"
 
@@ -62,27 +61,17 @@ __all__ = [
     "plan",
 ]
 
+_OF_FABRIC = ("MPIRunEnvironment", "SMDDPFabricFSDPStrategy", "SMDDPFabricStrategy", "SageMakerEnvironment")
+# All others are the Trainer's: for `lightning`, or `pytorch_lightning` where that alone is installed.
 _HOMES = {
-    "AccumulationStrategy": "strategies.{namespace}",
     "CheckpointError": "checkpoint.errors",
-    "CommunicationMonitor": "strategies.{namespace}",
     "CommunicationOptions": "strategies.options",
     "CommunicationReport": "communication.report",
     "Compression": "communication.compression",
-    "MPIRunEnvironment": "strategies.{fabric}",
-    "PartitionOptions": "strategies.pipeline_options",
-    "PipelineStrategy": "strategies.{namespace}",
-    "PipelineTimeline": "strategies.{namespace}",
+    "PartitionOptions": "strategies.options",
     "RankFailedError": "communication.errors",
     "RankTimeoutError": "communication.errors",
     "ReliabilityOptions": "strategies.options",
-    "SMDDPDeepSpeedStrategy": "strategies.{namespace}",
-    "SMDDPFSDPStrategy": "strategies.{namespace}",
-    "SMDDPFabricFSDPStrategy": "strategies.{fabric}",
-    "SMDDPFabricStrategy": "strategies.{fabric}",
-    "SMDDPStrategy": "strategies.{namespace}",
-    "SafeCheckpointIO": "strategies.{namespace}",
-    "SageMakerEnvironment": "strategies.{fabric}",
     "from_sagemaker": "sagemaker",
     "plan": "choice.training_plan",
 }
@@ -90,15 +79,14 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562), from whichever Lightning is installed."""
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib.util import find_spec
 
-    unified = find_spec("lightning") is not None
-    home = _HOMES[name].format(
-        namespace="lightning" if unified else "pytorch_lightning",
-        fabric="lightning" if unified else "lightning_fabric",
-    )
+    namespace = "lightning_fabric" if name in _OF_FABRIC else "pytorch_lightning"
+    if find_spec("lightning") is not None:
+        namespace = "lightning"
+    home = _HOMES.get(name, f"strategies.{namespace}")
     value = getattr(import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     return value

@@ -38,7 +38,7 @@ from lightning_smddp.communication.compression import METHODS
 from lightning_smddp.pipeline.runtime.schedules import SCHEDULES, orders
 from lightning_smddp.planner.schedules import Action, parse_action, simulated_bound
 from lightning_smddp.strategies import fsdp
-from lightning_smddp.strategies.pipeline_options import AsDataParallel
+from lightning_smddp.strategies.options import OfPipeline, PipelineOptions
 from tests.programs import run_program
 from tests.ranks import run_trainer_ranks
 from tests.sources import nodes, source_files
@@ -226,9 +226,10 @@ LACKS = {"resume", "gradient_as_bucket_view"}  # Fabric's; the second is DDP's o
 def test_pipeline_arguments_are_the_signature() -> None:
     parameters = inspect.signature(PipelineStrategy.__init__).parameters.values()
     found = documented("## Pipelines")
-    assert list(found) == [*defaults_of(parameters), *AsDataParallel.__annotations__]
+    assert list(found) == [*defaults_of(parameters), *OfPipeline.__annotations__]
     own = {name: text for name, text in found.items() if not text.startswith("as of")}
-    assert own.items() <= defaults_of(parameters).items()
+    of_options = {field.name: repr(field.default) for field in fields(PipelineOptions)}
+    assert own.items() <= {**of_options, **defaults_of(parameters)}.items()
 
 
 def test_arguments_of_full_sharding_are_the_signature() -> None:

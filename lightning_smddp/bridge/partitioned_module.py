@@ -54,7 +54,7 @@ from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-    from lightning_smddp.strategies.pipeline_options import PipelineOptions
+    from lightning_smddp.strategies.options import PipelineOptions
     from lightning_smddp.strategies.sanity_checks import SanityChecks
 
 State: TypeAlias = Mapping[str, Any]

@@ -35,7 +35,7 @@ from lightning_smddp.pipeline.runtime.schedules import parse
 from lightning_smddp.pytree import tensors
 from lightning_smddp.seeding import Generators
 from lightning_smddp.strategies.checks import refusal_of_training
-from lightning_smddp.strategies.pipeline_options import PartitionOptions
+from lightning_smddp.strategies.options import PartitionOptions
 
 _CPU = torch.device("cpu")
 _SCHEDULE = parse("1f1b")

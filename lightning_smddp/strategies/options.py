@@ -1,4 +1,4 @@
-"""Options as users give them to all strategies: arguments, and the groups ``communication=`` and ``reliability=``.
+"""Options as users give them: arguments of strategies; the groups ``communication``, ``reliability``, ``partition``.
 
 A group is checked where it is made and keeps what the user wrote; what follows from that are its properties. Messages
 of checks hold the value, the valid ones, and what to write.
@@ -6,7 +6,6 @@ of checks hold the value, the valid ones, and what to write.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
@@ -16,14 +15,20 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_smddp.communication.algorithms import NAMES
-from lightning_smddp.communication.compression import Compression
+from lightning_smddp.communication.algorithms import NAMES, AlgorithmName
+from lightning_smddp.communication.compression import Compression, Method
+from lightning_smddp.pipeline.mesh import PipelineMesh
+from lightning_smddp.pipeline.partition.microbatches import SplitBatch
+from lightning_smddp.pipeline.runtime.schedules import Schedule, check
+from lightning_smddp.wording import counted
 
 _Group = TypeVar("_Group")
 
 OnNonfinite: TypeAlias = Literal["error", "skip", "ignore"]
 Resume: TypeAlias = Literal["auto", "never"] | None
 Shard: TypeAlias = Literal["optimizer"] | None
+LossWeightOption: TypeAlias = str | Callable[[Any], Any]
+"""``"auto"``, ``"rows"``, ``"labels"``, ``"shifted_labels"``, ``"sum"``, the name of a batch entry, or a function."""
 
 # ---- values ----
 
@@ -42,15 +47,11 @@ def is_positive(value: object) -> bool:
     return 0 < value < float("inf")
 
 
-def duration(name: str, value: Any, otherwise: str = "") -> timedelta:
-    """``value``, seconds or a timedelta, as a timedelta.
-
-    Raises:
-        ValueError: it is not positive; ``otherwise`` is what else the argument ``name`` may be.
-    """
+def duration(name: str, value: Any) -> timedelta:
+    """``value`` of the option ``name``, in seconds or as a timedelta. Raises ``ValueError`` unless it is positive."""
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
     if not is_positive(seconds):
-        raise ValueError(f"{name}={value!r} has to be positive (seconds or a timedelta){otherwise}.")
+        raise ValueError(f"{name}={value!r} has to be positive (seconds or a timedelta).")
     return timedelta(seconds=seconds)
 
 
@@ -72,22 +73,6 @@ def group_of(name: str, kind: type[_Group], value: Any) -> _Group:
     )
 
 
-def with_hints(kind: type[_Group]) -> type[_Group]:
-    """``kind``, a group that says which option was meant by an unknown one."""
-    plain = kind.__init__
-
-    @functools.wraps(plain)
-    def init(self: Any, *args: Any, **given: Any) -> None:
-        known = {name: repr(name) for name in _names(kind)}
-        for name in given:
-            if name not in known:
-                raise TypeError(f"{kind.__name__} has no {name!r}. {_hint(name, known)}")
-        plain(self, *args, **given)
-
-    kind.__init__ = init  # type: ignore[method-assign]
-    return kind
-
-
 def _names(kind: type[Any]) -> list[str]:
     return [field.name for field in fields(kind)]
 
@@ -97,17 +82,21 @@ def _names(kind: type[Any]) -> list[str]:
 
 def require_known(strategy: Any, given: Iterable[str], of_lightning: Iterable[str]) -> None:
     """Raise ``TypeError`` for arguments that are neither in ``of_lightning`` nor in the signature of ``strategy``."""
-    known = {name: repr(name) for name in {*of_lightning, *arguments_of(type(strategy))}}
-    written = dict(known)
+    known = {*of_lightning, *arguments_of(type(strategy))}
+    written = {name: repr(name) for name in known}
     for group, parameter in signature(type(strategy).__init__).parameters.items():
         if is_dataclass(parameter.default):
             kind = type(parameter.default)
             for option in _names(kind):
                 written[option] = f"{group}={kind.__name__}({option}=...)"
-    for name in sorted(set(given) - set(known)):
-        hint = _hint(name, written)
+    for name in sorted(set(given) - known):
+        close = get_close_matches(name, written, 1)
         if name in arguments_of(DistributedDataParallel):
             hint = "It is DistributedDataParallel's, which is not used here. Leave it out."
+        elif close:
+            hint = f"Did you mean {written[close[0]]}?"
+        else:
+            hint = f"Valid: {', '.join(sorted(written))}."
         raise TypeError(f"{type(strategy).__name__} has no argument {name!r}. {hint}")
 
 
@@ -117,14 +106,6 @@ def arguments_of(*classes: type[Any]) -> set[str]:
     for cls in classes:
         found |= set(signature(cls.__init__).parameters)
     return found - {"self", "args", "kwargs", "module"}
-
-
-def _hint(name: str, written: Mapping[str, str]) -> str:
-    """What may have been meant by ``name``: one of the options, in the words in which each is ``written``."""
-    close = get_close_matches(name, written, 1)
-    if close:
-        return f"Did you mean {written[close[0]]}?"
-    return f"Valid: {', '.join(sorted(written))}."
 
 
 def by_name(init: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,10 +121,7 @@ def by_name(init: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str,
     given |= given.pop("kwargs", {})
     accelerator = given.get("accelerator")
     if isinstance(accelerator, str) and accelerator in NAMES:
-        raise ValueError(
-            f"accelerator={accelerator!r} is the name of an algorithm. By position come the arguments of DDPStrategy, "
-            f"of which `accelerator` is the first: write algorithm={accelerator!r}."
-        )
+        raise ValueError(f"accelerator={accelerator!r} is an algorithm's name: write algorithm={accelerator!r}.")
     timeout = given.get("timeout")
     if timeout is not None and not isinstance(timeout, timedelta):
         raise ValueError(f"timeout={timeout!r} has to be a datetime.timedelta, such as timedelta(minutes=30), or None.")
@@ -156,6 +134,11 @@ def by_name(init: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str,
     if backend == "auto":
         given["process_group_backend"] = None  # Lightning's own word for it
     return given
+
+
+def popped(given: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Those of ``given`` that have one of ``names``, taken out."""
+    return {name: given.pop(name) for name in names if name in given}
 
 
 class FromDDP(TypedDict, total=False):
@@ -171,7 +154,6 @@ class FromDDP(TypedDict, total=False):
     start_method: Literal["popen", "spawn", "fork", "forkserver"]
 
 
-@with_hints
 @dataclass(frozen=True)
 class CommunicationOptions:
     """How ranks work together on gradients, beside ``algorithm`` and ``compression``.
@@ -191,7 +173,7 @@ class CommunicationOptions:
     def __post_init__(self) -> None:
         require_bools(verbose=self.verbose)
         if self.collective_timeout is not None:
-            duration("collective_timeout", self.collective_timeout, ", or None for DDP's `timeout`")
+            duration("collective_timeout", self.collective_timeout)
 
     @property
     def limit(self) -> timedelta | None:
@@ -201,7 +183,6 @@ class CommunicationOptions:
         return duration("collective_timeout", self.collective_timeout)
 
 
-@with_hints
 @dataclass(frozen=True)
 class ReliabilityOptions:
     """Faults, stops and checkpoints.
@@ -333,3 +314,139 @@ class StrategyOptions:
         group = group_of("communication", CommunicationOptions, communication)
         gradients = GradientOptions(algorithm, Compression.parse(compression), bucket_cap_mb, group)
         return cls(gradients, group_of("reliability", ReliabilityOptions, reliability), resume, shard)
+
+
+# ---- pipelines ----
+
+
+class OfPipeline(FromDDP, total=False):
+    """Arguments of a pipeline beside those in its signature."""
+
+    activation_checkpointing: bool
+    meta_init: bool
+    algorithm: AlgorithmName
+    compression: Method | Compression | None
+    bucket_cap_mb: float | None
+    resume: Resume
+    shard: Shard
+
+
+@dataclass(frozen=True)
+class PartitionOptions:
+    """How the module is divided into stages, and batches into micro-batches.
+
+    Args:
+        stages_per_rank: ``"auto"`` is 1, and 2 for the schedules that have several.
+        placement: ``"cluster"`` puts a pipeline on neighbouring ranks, ``"spread"`` puts the replicas of a stage
+            there.
+        memory_limit_gb: GiB of a rank for parameters, gradients, optimizer state and activations, when cutting.
+        check: compare the pipeline's loss and gradients with those of a plain loop before training.
+        batch_size_fn: called with a batch, returns its number of rows, for batches that do not show it.
+        split_batch: called with a batch and a number of micro-batches, returns them as a list of batches, or of pairs
+            of a batch and its number of rows; None asks the module's method of this name, if it has one.
+
+    Raises:
+        ValueError: a value is none of the valid ones, which the message lists.
+    """
+
+    stages_per_rank: int | Literal["auto"] = "auto"
+    placement: str = "cluster"
+    memory_limit_gb: float | None = None
+    check: bool = True
+    batch_size_fn: Callable[[Any], int] | None = None
+    split_batch: SplitBatch | None = None
+
+    def __post_init__(self) -> None:
+        if self.stages_per_rank != "auto":
+            _check_count("stages_per_rank", self.stages_per_rank, "'auto'")
+        PipelineMesh.of(1, 1, self.placement)
+        if self.memory_limit_gb is not None and not is_positive(self.memory_limit_gb):
+            raise ValueError(f"memory_limit_gb={self.memory_limit_gb!r} has to be positive (GiB a rank), or None.")
+        require_bools(check=self.check)
+        _check_function("batch_size_fn", self.batch_size_fn, "the number of rows of a batch, which it is called with")
+        _check_function("split_batch", self.split_batch, "a list of batches, called with a batch and a number")
+
+    @property
+    def memory_limit(self) -> float | None:
+        """``memory_limit_gb`` in bytes, for all stages of a rank together; None without a limit."""
+        if self.memory_limit_gb is None:
+            return None
+        return self.memory_limit_gb * 2**30
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """All options of a pipeline: arguments of ``PipelineStrategy``, see there for their meaning, and its groups.
+
+    Attributes:
+        num_microbatches: None is ``"auto"``.
+
+    Raises:
+        ValueError: a value is none of the valid ones, which the message lists.
+    """
+
+    pipeline_parallel_size: int | None
+    num_microbatches: int | None
+    schedule: Schedule
+    split: Sequence[str] | None
+    loss_weight: LossWeightOption
+    partition: PartitionOptions
+    gradients: GradientOptions
+    shard: Shard = None
+    activation_checkpointing: bool = False
+    meta_init: bool = False
+
+    def __post_init__(self) -> None:
+        _check_count("pipeline_parallel_size", self.pipeline_parallel_size, "None for all ranks")
+        _check_count("num_microbatches", self.num_microbatches, "'auto'")
+        if not callable(self.loss_weight) and not (isinstance(self.loss_weight, str) and self.loss_weight):
+            raise ValueError(
+                f"loss_weight={self.loss_weight!r} is unknown. Valid: 'auto', 'rows', 'labels', 'shifted_labels', "
+                "'sum', the name of an entry of the batch (its sum counts, as of a mask), or a function that is given "
+                "a micro-batch and returns how much it counts."
+            )
+        if self.split is not None and not _is_list_of_names(self.split):
+            raise ValueError(
+                f"split={self.split!r} has to be a list of names: the first unit of each stage but the first."
+            )
+        require_bools(activation_checkpointing=self.activation_checkpointing, meta_init=self.meta_init)
+
+    @property
+    def stages_per_rank(self) -> int:
+        """As given, or as the schedule has it."""
+        given = self.partition.stages_per_rank
+        if isinstance(given, str):
+            return self.schedule.default_stages_per_rank
+        return given
+
+    def grid(self, world_size: int) -> PipelineMesh:
+        """The ranks' arrangement, and a last look at what depends on their number. Raises ``ValueError``."""
+        grid = PipelineMesh.of(world_size, self.pipeline_parallel_size or world_size, self.partition.placement)
+        size = len(grid.pipelines[0])
+        check(self.schedule, size, self.stages_per_rank, self.num_microbatches)
+        stages = size * self.stages_per_rank
+        if self.split is not None and len(self.split) != stages - 1:
+            raise ValueError(
+                f"split={list(self.split)} makes {counted(len(self.split) + 1, 'stage')}, but there are {stages} "
+                f"(pipeline_parallel_size={size}, stages_per_rank={self.stages_per_rank}). Name "
+                f"{counted(stages - 1, 'unit')}: the first of each stage but the first."
+            )
+        return grid
+
+
+def _is_list_of_names(value: Any) -> bool:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return False
+    return all(isinstance(name, str) for name in value)
+
+
+def _check_count(name: str, value: Any, otherwise: str) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} has to be a number from 1, or {otherwise}.")
+
+
+def _check_function(name: str, value: Any, returns: str) -> None:
+    if value is not None and not callable(value):
+        raise ValueError(f"{name}={value!r} has to be a function that returns {returns}, or None.")

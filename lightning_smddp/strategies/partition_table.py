@@ -12,7 +12,7 @@ from lightning_smddp.pipeline.partition.costs import Cluster, best_share, proble
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, looks_at_other_rows
 from lightning_smddp.pipeline.partition.plan import PartitionPlan
 from lightning_smddp.planner.advice import Setting, advice
-from lightning_smddp.strategies.pipeline_options import PipelineOptions
+from lightning_smddp.strategies.options import PipelineOptions
 from lightning_smddp.strategies.tables import print_table
 from lightning_smddp.wording import counted
 

@@ -23,8 +23,6 @@ from typing_extensions import Unpack, override
 from lightning_smddp._compat.trainer import finetuning_by_identity, keeps_user_samplers
 from lightning_smddp.bridge.partitioned_module import RunSetup, Unpartitioned
 from lightning_smddp.bridge.pipelined_module import PipelinedModule, require_whole
-from lightning_smddp.communication.algorithms import AlgorithmName
-from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError
@@ -48,21 +46,18 @@ from lightning_smddp.strategies.hook_view import HookView
 from lightning_smddp.strategies.nonfinite import by_asking, has_changed
 from lightning_smddp.strategies.options import (
     CommunicationOptions,
+    LossWeightOption,
+    OfPipeline,
+    PartitionOptions,
+    PipelineOptions,
     ReliabilityOptions,
-    Resume,
     StrategyOptions,
     by_name,
     group_of,
+    popped,
     require_known,
 )
 from lightning_smddp.strategies.partition_table import print_partition
-from lightning_smddp.strategies.pipeline_options import (
-    AsDataParallel,
-    LossWeightOption,
-    PartitionOptions,
-    PipelineOptions,
-    require_few_by_position,
-)
 from lightning_smddp.strategies.pipeline_ranks import PipelineRanks
 
 if TYPE_CHECKING:
@@ -87,14 +82,14 @@ class PipelineParallel(PipelineRanks):
         schedule: ``"1f1b"``, ``"gpipe"`` (``"simple"``), ``"interleaved_1f1b"`` (``"interleaved"``), ``"looped_bfs"``,
             ``"interleaved_zero_bubble"``, ``"zbv_zero_bubble"``, ``"dualpipev"``.
         split: names of the modules that the stages, but the first, begin with; None finds the best ones.
-        activation_checkpointing: keep only the inputs of modules for backward, and run them again in it.
-        meta_init: layers made in ``configure_model`` get no memory until it is known which rank keeps them; their
-            first values come from ``reset_parameters``, the same for any number of ranks.
         partition: how the module and batches are divided, in more detail.
-        algorithm, compression, communication: as of ``SMDDPStrategy``; of the gradients of replicas.
-        resume, reliability: as of ``SMDDPStrategy``.
-        **kwargs: of ``DDPStrategy``: the five above, ``process_group_backend``, ``timeout``, ``start_method``; and
-            ``bucket_cap_mb`` and ``shard``, as of ``SMDDPStrategy``: the replicas of a stage share its optimizer.
+        communication, reliability: as of ``SMDDPStrategy``.
+        **kwargs: ``activation_checkpointing``: keep only the inputs of modules for backward, and run them again in it;
+            ``meta_init``: layers made in ``configure_model`` get no memory until it is known which rank keeps them,
+            their first values come from ``reset_parameters``, the same for any number of ranks. As of
+            ``SMDDPStrategy``: ``algorithm``, ``compression`` and ``bucket_cap_mb``, of the gradients of replicas,
+            ``resume``, and ``shard``: the replicas of a stage share its optimizer. Of ``DDPStrategy``: the five above,
+            ``process_group_backend``, ``timeout``, ``start_method``.
 
     Raises:
         TypeError: an argument is unknown, or belongs into a group of options; the message says what to write.
@@ -109,7 +104,7 @@ class PipelineParallel(PipelineRanks):
     _accumulates = False
     _restored: Mapping[str, Any] | None = None  # a checkpoint's weights, until setup
 
-    def __init__(  # noqa: PLR0913  # what users write: 13 at most, the rest in groups
+    def __init__(
         self,
         *args: Any,
         pipeline_parallel_size: int | None = None,
@@ -117,33 +112,28 @@ class PipelineParallel(PipelineRanks):
         loss_weight: LossWeightOption = "auto",
         schedule: str = "1f1b",
         split: Sequence[str] | None = None,
-        activation_checkpointing: bool = False,
-        meta_init: bool = False,
         partition: PartitionOptions = PartitionOptions(),
-        algorithm: AlgorithmName = "auto",
-        compression: Method | Compression | None = None,
         communication: CommunicationOptions = CommunicationOptions(),
-        resume: Resume = None,
         reliability: ReliabilityOptions = ReliabilityOptions(),
-        **kwargs: Unpack[AsDataParallel],
+        **kwargs: Unpack[OfPipeline],
     ) -> None:
-        require_known(self, kwargs, AsDataParallel.__annotations__)
-        bucket_cap_mb, shard = kwargs.pop("bucket_cap_mb", None), kwargs.pop("shard", None)
-        options = StrategyOptions.of(communication, reliability, algorithm, compression, bucket_cap_mb, resume, shard)
+        given = by_name(super().__init__, args, kwargs)
+        require_known(self, given, OfPipeline.__annotations__)
+        memory = popped(given, "activation_checkpointing", "meta_init")
+        of_all = popped(given, "algorithm", "compression", "bucket_cap_mb", "resume", "shard")
+        options = StrategyOptions.of(communication, reliability, **of_all)
         self.options = PipelineOptions(
             pipeline_parallel_size=pipeline_parallel_size,
             num_microbatches=None if num_microbatches == "auto" else num_microbatches,
+            loss_weight=loss_weight,
             schedule=parse(schedule),
             split=split,
-            activation_checkpointing=activation_checkpointing,
-            meta_init=meta_init,
             partition=group_of("partition", PartitionOptions, partition),
             gradients=options.gradients,
-            shard=shard,
-            loss_weight=loss_weight,
+            shard=options.shard,
+            **memory,
         )
-        require_few_by_position(self, args)
-        super().__init__(**by_name(super().__init__, args, kwargs))
+        super().__init__(**given)
         self._hold_parts(options)
         self._changes = ExitStack()  # of Lightning, until teardown
         self._hook_view = HookView(self, self._current)

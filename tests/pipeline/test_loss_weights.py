@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_smddp import PipelineStrategy
 from lightning_smddp.bridge.loss_weights import (
     EXACT,
     LossWeight,
@@ -18,7 +19,6 @@ from lightning_smddp.bridge.loss_weights import (
     given_weight,
 )
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, rows_of, split
-from lightning_smddp.strategies.pipeline_options import require_loss_weight
 
 ROWS, LENGTH, VOCABULARY = 16, 12, 64
 
@@ -77,7 +77,7 @@ def test_a_function_has_to_return_a_weight(value: Any) -> None:
 @pytest.mark.parametrize("option", [None, 3, ""])
 def test_unknown_options_list_the_valid_ones(option: Any) -> None:
     with pytest.raises(ValueError, match=r"loss_weight=.* is unknown. Valid: 'auto', 'rows', 'labels'"):
-        require_loss_weight(option)
+        PipelineStrategy(loss_weight=option)
 
 
 def test_labels_are_integers_of_minus_100_or_called_so() -> None:

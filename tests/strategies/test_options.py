@@ -99,14 +99,10 @@ def test_what_is_no_group_is_refused(name: str) -> None:
         kind(communication={"verbose": 1})
 
 
-@pytest.mark.parametrize("kind", [CommunicationOptions, PartitionOptions, ReliabilityOptions])
-def test_an_unknown_option_of_a_group_is_refused_in_an_object_and_in_a_dict(kind: type[Any]) -> None:
-    name = fields(kind)[0].name
-    with pytest.raises(TypeError, match=f"{kind.__name__} has no '{name}s'. Did you mean '{name}'?"):
-        kind(**{f"{name}s": 4})
-    (group,) = [group for group, each in GROUPS.items() if each is kind]
-    with pytest.raises(TypeError, match=f"{kind.__name__} has no '{name}s'. Did you mean '{name}'?"):
-        PipelineStrategy(**{group: {f"{name}s": 4}})
+@pytest.mark.parametrize("group", GROUPS)
+def test_an_unknown_option_of_a_group_is_refused(group: str) -> None:
+    with pytest.raises(TypeError, match=f"{GROUPS[group].__name__}.*unexpected keyword argument 'unknown'"):
+        PipelineStrategy(**{group: {"unknown": 4}})
 
 
 def test_fabric_refuses_what_is_the_trainers() -> None:
@@ -117,7 +113,7 @@ def test_fabric_refuses_what_is_the_trainers() -> None:
 def test_by_position_a_pipeline_takes_five() -> None:
     accelerator = object()
     assert PipelineStrategy(accelerator, None, None, None, None)._accelerator is accelerator
-    with pytest.raises(TypeError, match="takes 5 arguments by position, as DDPStrategy does, but 6 were given"):
+    with pytest.raises(TypeError, match="PipelineStrategy has no argument 'ddp_comm_state'"):
         PipelineStrategy(None, None, None, None, None, None)
 
 
