@@ -3,7 +3,7 @@
 Lightning has no entry-point group for strategies. PyTorch, however, calls every entry point of the group
 ``torch.backends`` at the end of ``import torch`` (torch >= 2.5, off with ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``), and
 Lightning imports torch. :func:`autoload` is that entry point: it installs one import hook, which registers factories
-in Lightning's registries right after these are created, and makes the changes of ``_compat/environments.py``. Only the
+in Lightning's registries right after these are created, and makes the change of ``_compat/environments.py``. Only the
 standard library is imported here, and nothing heavier until a name is used.
 """
 
@@ -11,57 +11,49 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# module that creates a registry -> (name of the registry in it, our module, class of `smddp`, whether for a Trainer)
-_REGISTRIES = {
-    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning", "SMDDPStrategy", True),
-    "pytorch_lightning.strategies": ("StrategyRegistry", "pytorch_lightning", "SMDDPStrategy", True),
-    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning", "SMDDPFabricStrategy", False),
-    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "lightning_fabric", "SMDDPFabricStrategy", False),
-}
-# the other strategies of the Trainer and of Fabric: name -> (class, what it is)
 _OF_TRAINER = {
-    "smddp_pipeline": ("PipelineStrategy", "pipeline parallelism"),
-    "smddp_fsdp": ("SMDDPFSDPStrategy", "fully sharded data parallelism"),
+    "smddp": "SMDDPStrategy",
+    "smddp_pipeline": "PipelineStrategy",
+    "smddp_fsdp": "SMDDPFSDPStrategy",
+    "smddp_deepspeed": "SMDDPDeepSpeedStrategy",
 }
-_OF_FABRIC = {"smddp_fsdp": ("SMDDPFabricFSDPStrategy", "fully sharded data parallelism")}
-# module that searches for a cluster environment -> what `_compat/environments.py` does with it
-_CHANGES = {
-    "lightning.fabric.plugins.environments.mpi": "survive_mpi4py_without_mpi",
-    "lightning_fabric.plugins.environments.mpi": "survive_mpi4py_without_mpi",
-    "lightning.pytorch.trainer.connectors.accelerator_connector": "ask_our_strategies",
-    "pytorch_lightning.trainer.connectors.accelerator_connector": "ask_our_strategies",
-    "lightning.fabric.connector": "ask_our_strategies",
-    "lightning_fabric.connector": "ask_our_strategies",
-    "lightning.pytorch.cli": "know_our_classes",
-    "pytorch_lightning.cli": "know_our_classes",
+_OF_FABRIC = {"smddp": "SMDDPFabricStrategy", "smddp_fsdp": "SMDDPFabricFSDPStrategy"}
+# module that creates a registry -> (name of the registry in it, our module, its classes)
+_REGISTRIES = {
+    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning", _OF_TRAINER),
+    "pytorch_lightning.strategies": ("StrategyRegistry", "pytorch_lightning", _OF_TRAINER),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning", _OF_FABRIC),
+    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "lightning_fabric", _OF_FABRIC),
 }
-# Endings of names -> arguments, as Lightning has them for `ddp` and `deepspeed`.
+# modules that search for a cluster environment
+_CONNECTORS = (
+    "lightning.pytorch.trainer.connectors.accelerator_connector",
+    "pytorch_lightning.trainer.connectors.accelerator_connector",
+    "lightning.fabric.connector",
+    "lightning_fabric.connector",
+)
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-_STAGES: dict[str, dict[str, Any]] = {
-    "": {},
-    "_stage_1": {"stage": 1},
-    "_stage_2": {"stage": 2},
-    "_stage_3": {"stage": 3},
-}
 
 
-def _variants() -> dict[str, dict[str, Any]]:
-    """Every name that Lightning has for ``ddp``, with the same meaning."""
-    names: dict[str, dict[str, Any]] = {}
+def _variants(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every ending that Lightning has for ``ddp`` and ``deepspeed``, with the same meaning."""
+    if name == "smddp_deepspeed":
+        yield name, {}
+        for stage in (1, 2, 3):
+            yield f"{name}_stage_{stage}", {"stage": stage}
+        return
     for suffix, start_method in _START_METHODS.items():
-        name = f"smddp{suffix}"
-        names[name] = {"start_method": start_method}
-        for flag in (False, True):
-            key = f"{name}_find_unused_parameters_{str(flag).lower()}"
-            names[key] = {"start_method": start_method, "find_unused_parameters": flag}
-    return names
+        yield f"{name}{suffix}", {"start_method": start_method}
+        for flag in (False, True) if name == "smddp" else ():
+            options = {"start_method": start_method, "find_unused_parameters": flag}
+            yield f"{name}{suffix}_find_unused_parameters_{str(flag).lower()}", options
 
 
 def _factory(home: str, class_name: str) -> Callable[..., Any]:
@@ -74,37 +66,24 @@ def _factory(home: str, class_name: str) -> Callable[..., Any]:
 
 
 def register(module: ModuleType) -> None:
-    """Register all ``smddp`` names in the registry that ``module`` created; a second call changes nothing."""
-    attribute, home, data_parallel, is_trainers = _REGISTRIES[module.__name__]
+    """Register our names in the registry of ``module``; those that are there already stay."""
+    attribute, home, classes = _REGISTRIES[module.__name__]
     registry = getattr(module, attribute, None)
     if registry is None:  # the module is still being executed; its loader calls again when it is done
         return
-
-    def add(name: str, class_name: str, what: str, arguments: dict[str, Any]) -> None:
-        if name not in registry:
-            registry.register(name, _factory(home, class_name), description=f"{what}, {arguments}", **arguments)
-
-    for name, arguments in _variants().items():
-        add(name, data_parallel, "data parallelism", arguments)
-    others = _OF_FABRIC
-    if is_trainers:
-        others = _OF_TRAINER
-    for name, (class_name, what) in others.items():
-        for suffix, start_method in _START_METHODS.items():
-            add(f"{name}{suffix}", class_name, what, {"start_method": start_method})
-    if is_trainers:
-        for suffix, arguments in _STAGES.items():
-            add(f"smddp_deepspeed{suffix}", "SMDDPDeepSpeedStrategy", "DeepSpeed's ZeRO", arguments)
+    for word, class_name in classes.items():
+        for name, arguments in _variants(word):
+            if name not in registry:
+                text = f"{class_name}, {arguments}"
+                registry.register(name, _factory(home, class_name), description=text, **arguments)
 
 
 def change(module: ModuleType) -> None:
-    """Do with ``module`` what the two tables say; a second call changes nothing."""
+    """Register in ``module``, or let it ask our strategies for an environment; a second call changes nothing."""
     if module.__name__ in _REGISTRIES:
         register(module)
     else:
-        changes = import_module("lightning_smddp._compat.environments")
-        change_it = getattr(changes, _CHANGES[module.__name__])
-        change_it(module)
+        import_module("lightning_smddp._compat.environments").ask_our_strategies(module)
 
 
 class _RegisteringLoader(Loader):
@@ -133,12 +112,12 @@ class _RegisteringLoader(Loader):
 
 
 class _RegistryFinder(MetaPathFinder):
-    """Wrap the loaders of the modules in the two tables; every other import passes untouched."""
+    """Wrap the loaders of the modules above; every other import passes untouched."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _REGISTRIES and fullname not in _CHANGES:
+        if fullname not in _REGISTRIES and fullname not in _CONNECTORS:
             return None
         # The finders behind this one are asked as the import system would ask them. What one of them finds stays as it
         # is, but for the loader, which executes the module and then registers in it.
@@ -154,7 +133,7 @@ class _RegistryFinder(MetaPathFinder):
 
 def install() -> None:
     """Register in every Lightning that is imported already, and in the others as soon as they are."""
-    for name in (*_REGISTRIES, *_CHANGES):
+    for name in (*_REGISTRIES, *_CONNECTORS):
         if name in sys.modules:
             change(sys.modules[name])
     if not any(isinstance(finder, _RegistryFinder) for finder in sys.meta_path):

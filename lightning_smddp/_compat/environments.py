@@ -1,40 +1,13 @@
-"""Changes to Lightning's search for cluster environments, and for classes, made when its modules are imported.
+"""Lightning's search for cluster environments asks our strategies; made when its modules are imported.
 
 Nothing is imported here before it is needed: see ``_registration.py``.
 """
 
 from __future__ import annotations
 
-import warnings
 from importlib import import_module
 from types import ModuleType
 from typing import Any
-
-
-def survive_mpi4py_without_mpi(module: ModuleType) -> None:
-    """Let ``MPIEnvironment.detect`` answer False, with a warning, where mpi4py finds no MPI library.
-
-    It catches ``ImportError`` alone, and mpi4py 4.1 raises ``RuntimeError``, which no Trainer survives, whatever its
-    strategy. Remove when the oldest supported Lightning catches it.
-    """
-    environment: Any = getattr(module, "MPIEnvironment", None)
-    if environment is None or environment.detect.__module__ == __name__:  # too early, or done
-        return
-    detect = environment.detect
-
-    def guarded() -> bool:
-        try:
-            return bool(detect())
-        except (ImportError, RuntimeError) as error:
-            first_line, _, _ = str(error).strip().partition("\n")
-            warnings.warn(
-                f"mpi4py is installed, but cannot be used ({first_line}), so it is not asked whether mpirun started "
-                "this process. Install an MPI library, or uninstall mpi4py.",
-                stacklevel=2,
-            )
-            return False
-
-    environment.detect = staticmethod(guarded)
 
 
 def ask_our_strategies(module: ModuleType) -> None:
@@ -43,9 +16,7 @@ def ask_our_strategies(module: ModuleType) -> None:
     Lightning's connectors choose it before there is a strategy, and do not say afterwards whether it was given.
     Remove when a strategy is asked.
     """
-    connector: Any = getattr(module, "_AcceleratorConnector", None)  # the Trainer's
-    if connector is None:
-        connector = getattr(module, "_Connector", None)  # Fabric's
+    connector: Any = getattr(module, "_AcceleratorConnector", getattr(module, "_Connector", None))  # or Fabric's
     if connector is None or connector._choose_and_init_cluster_environment.__module__ == __name__:  # too early, or done
         return
     choose = connector._choose_and_init_cluster_environment
@@ -64,18 +35,6 @@ def ask_our_strategies(module: ModuleType) -> None:
         return environment
 
     connector._choose_and_init_cluster_environment = choose_environment
-
-
-def know_our_classes(module: ModuleType) -> None:
-    """Import our strategies with LightningCLI, which finds the short name of a class among those that are imported.
-
-    So ``class_path: SMDDPStrategy`` works as ``DDPStrategy`` does. Remove when LightningCLI has a registry of classes.
-    """
-    if hasattr(module, "LightningCLI"):  # else too early
-        package = "pytorch_lightning"
-        if module.__name__.startswith("lightning."):
-            package = "lightning"
-        import_module(f"lightning_smddp.strategies.{package}")
 
 
 def _home(strategy: Any, connector: str) -> str | None:

@@ -81,9 +81,9 @@ def compare_runs(alone: Mapping[str, Seen], piped: Mapping[str, Seen]) -> list[D
             if value.shape == piped_value.shape:
                 relative = float((value - piped_value).norm()) / max(float(value.norm()), nothing)
             # The number itself, with its sign, of one element; the norm of several.
-            shown = [float(v if v.numel() == 1 else v.norm()) for v in (value, piped_value)]
+            expected, actual = (float(v if v.numel() == 1 else v.norm()) for v in (value, piped_value))
             tolerance = _UPDATES if name.startswith(_UPDATE) else _VALUES
-            found.append(Difference(step, name, _text(*shown, relative), relative, tolerance))
+            found.append(Difference(step, name, _text(expected, actual, relative), relative, tolerance))
     return found
 
 

@@ -144,8 +144,9 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_cli_shows_groups_and_arguments_of_ddp(package: str, capsys: pytest.CaptureFixture[str]) -> None:
+    home = f"lightning_smddp.strategies.{package.split('.')[0]}"
     for strategy, absent in (("SMDDPStrategy", "--trainer.strategy.partition"), ("PipelineStrategy", "static_graph")):
-        text = said(capsys, "--trainer.strategy.help", strategy, package=package)
+        text = said(capsys, "--trainer.strategy.help", f"{home}.{strategy}", package=package)
         shown = set(GROUPS) if strategy == "PipelineStrategy" else {"communication", "reliability"}
         for group in shown:
             for field in fields(GROUPS[group]):
@@ -207,7 +208,7 @@ def test_cli_reads_groups_and_a_saved_configuration(
 
 def test_cli_writes_and_reads_the_units_of_full_sharding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given, saved = tmp_path / "config.yaml", tmp_path / "saved.yaml"
-    strategy = {"class_path": "SMDDPFSDPStrategy", "init_args": {"wrap": ["net.0", "Linear"]}}
+    strategy = {"class_path": "lightning_smddp.SMDDPFSDPStrategy", "init_args": {"wrap": ["net.0", "Linear"]}}
     given.write_text(yaml.safe_dump({"trainer": {"strategy": strategy, "accelerator": "cpu"}}))
     saved.write_text(said(capsys, "--config", str(given), "--print_config"))
     for path in (given, saved):
