@@ -288,7 +288,7 @@ class TrainerStrategy(_Base):
     @property
     @override
     def checkpoint_io(self) -> Any:
-        """The one that the user gave, or ``SafeFiles`` (``checkpoint_io.py``); made when Lightning first asks."""
+        """The one that the user gave, or ``SafeFiles`` (``saving.py``); made when Lightning first asks."""
         self._checkpoint_io = self._saving.choose_io(self._checkpoint_io)
         return self._checkpoint_io
 

@@ -12,7 +12,6 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from lightning_smddp._compat.trainer import launchers_of
 from lightning_smddp.strategies.accumulation import AccumulateMicroBatches
 from lightning_smddp.strategies.callbacks import MonitorCommunication, RecordTimeline
-from lightning_smddp.strategies.checkpoint_io import SafeFiles
 from lightning_smddp.strategies.ddp import DataParallel
 from lightning_smddp.strategies.deepspeed import DeepSpeedParallel
 from lightning_smddp.strategies.environments import ReadsMPIRun, ReadsPod, ReadsSageMaker
@@ -21,6 +20,7 @@ from lightning_smddp.strategies.fabric_fsdp import FabricFullyShardedParallel
 from lightning_smddp.strategies.fsdp import FullyShardedParallel
 from lightning_smddp.strategies.launchers import ScriptLaunching, SpawnLaunching
 from lightning_smddp.strategies.pipeline import PipelineParallel
+from lightning_smddp.strategies.saving import SafeFiles
 
 _Script, _Spawn = launchers_of(DDPStrategy)
 

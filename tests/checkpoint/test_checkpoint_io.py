@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 
 from lightning_smddp import CheckpointError, SafeCheckpointIO
 from lightning_smddp.strategies import checkpoint_io
-from lightning_smddp.strategies.checkpoint_io import require_trainers
 from lightning_smddp.strategies.pytorch_lightning import SafeCheckpointIO as StandaloneSafeCheckpointIO
+from lightning_smddp.strategies.saving import require_trainers
 from tests.checkpoint.models import assert_equal, example
 
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # imports torch's compiler, which sets environment variables
