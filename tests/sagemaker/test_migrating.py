@@ -49,12 +49,12 @@ def test_the_after_parts_train() -> None:
     assert found[0] == found[1]
     data, pipeline, deepspeed = "SMDDPStrategy", "PipelineStrategy", "SMDDPDeepSpeedStrategy"
     fsdp = "SMDDPFSDPStrategy"
-    assert found[0] == [data, data, pipeline, pipeline, fsdp, data, deepspeed, pipeline, pipeline, data]
+    assert found[0] == [data, pipeline, fsdp, data, deepspeed, pipeline, pipeline, data]
 
 
 def test_before_parts_are_python() -> None:
     before = snippets(PAGE, "py")
-    assert len(before) == 9
+    assert len(before) == 8
     for text in before:
         ast.parse(text)
 
