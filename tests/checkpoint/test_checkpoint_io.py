@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_smddp import CheckpointError, SafeCheckpointIO
-from lightning_smddp.strategies import checkpoint_io
+from lightning_smddp.strategies import saving
 from lightning_smddp.strategies.pytorch_lightning import SafeCheckpointIO as StandaloneSafeCheckpointIO
 from lightning_smddp.strategies.saving import require_trainers
 from tests.checkpoint.models import assert_equal, example
@@ -111,8 +111,8 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.reached, self.error = threading.Event(), threading.Event(), None
-        self._write = checkpoint_io.files.write
-        monkeypatch.setattr(checkpoint_io.files, "write", self)
+        self._write = saving.files.write
+        monkeypatch.setattr(saving.files, "write", self)
 
     error: BaseException | None
 
