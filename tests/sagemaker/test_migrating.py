@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_smddp import from_sagemaker
+from lightning_smddp import PipelineStrategy, from_sagemaker
 from tests.ranks import run_trainer_ranks
 from tests.sagemaker.sdk_requests import HERE
 from tests.strategies.learners import Learner, make_trainer
@@ -60,13 +61,12 @@ def test_before_parts_are_python() -> None:
 
 
 def test_both_ways_to_write_smp_are_the_same() -> None:
-    by_dictionary, by_hand = snippets(PAGE, "python")[2:4]
+    by_dictionary = snippets(PAGE, "python")[1]
+    (by_hand,) = re.findall(r"It is `(PipelineStrategy\(.*?\))`", PAGE.read_text())
     made: list[Any] = []
     trainer = SimpleNamespace(fit=lambda *_: None)
-    names = {"Net": object, "data": None}
     fake = SimpleNamespace(Trainer=lambda strategy, **_: made.append(strategy) or trainer)
-    for text in (by_dictionary, by_hand):
-        exec(compile(text, "snippet", "exec"), {"L": fake, **names})
-    first, second = (strategy.options for strategy in made)
+    exec(compile(by_dictionary, "snippet", "exec"), {"L": fake, "Net": object, "data": None})
+    first, second = made[0].options, eval(by_hand, {"PipelineStrategy": PipelineStrategy}).options
     assert first == second
     assert type(made[0]) is type(from_sagemaker({"mpi": {"enabled": True}}, pipeline_parallel_size=2))
