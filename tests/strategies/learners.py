@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,11 +105,6 @@ def fit(strategy: Any, model: Any, **options: Any) -> Outcome:
     trainer = make_trainer(strategy, **options)
     trainer.fit(model)
     return outcome(model, trainer)
-
-
-def fit_with_each(strategies: list[str], make_model: Callable[[], Any], options: dict[str, Any]) -> list[Outcome]:
-    """Body of a rank: train a new model under each strategy."""
-    return [fit(strategy, make_model(), **options) for strategy in strategies]
 
 
 def silent(**options: Any) -> Any:

@@ -232,6 +232,19 @@ def name_of(case: Case) -> str:
     return case.__name__
 
 
+def once(done: dict[Any, Any], key: Any, run: Callable[[], Any]) -> Any:
+    """What ``run`` returned when it was called first; an error if it raised one then."""
+    if key not in done:
+        try:
+            done[key] = run()
+        except BaseException as error:
+            done[key] = error
+            raise
+    if isinstance(done[key], BaseException):
+        raise AssertionError("the ranks failed in an earlier case") from done[key]
+    return done[key]
+
+
 @dataclass
 class Matrix:
     """Cases with the pipelines that run them; a group runs when the first of its results is asked for.
@@ -242,7 +255,6 @@ class Matrix:
         cases: the group's.
         ranks: how many.
         pipeline: arguments of ``PipelineStrategy``.
-        whole: whether one process runs whole batches instead of micro-batches: for what is a mean over rows alone.
     """
 
     cases: Sequence[Case]
@@ -250,9 +262,7 @@ class Matrix:
     pipeline: Mapping[str, Any] = field(default_factory=dict)
     timeout: float = 90.0
     node_ids: Sequence[str] | None = None
-    whole: bool = False
-    _results: dict[Any, list[dict[str, Any]]] = field(default_factory=dict)
-    _errors: dict[Any, BaseException] = field(default_factory=dict)
+    _done: dict[Any, Any] = field(default_factory=dict)
 
     def results(self, case: Case, directory: str = "") -> list[Any]:
         """Those of each rank."""
@@ -267,22 +277,16 @@ class Matrix:
         return case(Bench(None, f"{directory}/{name_of(case)}/alone", self._accumulation))
 
     @property
-    def _accumulation(self) -> Mapping[str, Any] | None:
-        return None if self.whole else {"ranks": self.ranks, **self.pipeline}
+    def _accumulation(self) -> Mapping[str, Any]:
+        return {"ranks": self.ranks, **self.pipeline}
 
     def _run(self, who: str, ranks: int, *arguments: Any, **nodes: Any) -> list[dict[str, Any]]:
-        key = (who, devices.kind())
-        if key in self._errors:
-            raise AssertionError("the ranks failed in an earlier case") from self._errors[key]
-        if key not in self._results:
-            try:
-                self._results[key] = run_trainer_ranks(
-                    run_cases, ranks, list(self.cases), *arguments, timeout=self.timeout, **nodes
-                )
-            except BaseException as error:
-                self._errors[key] = error
-                raise
-        return self._results[key]
+        everything = list(self.cases), *arguments
+        return once(
+            self._done,
+            (who, devices.kind()),
+            lambda: run_trainer_ranks(run_cases, ranks, *everything, timeout=self.timeout, **nodes),
+        )
 
     def compare(self, case: Case, directory: str = "", tolerance: float = 1e-5) -> list[Any]:
         """Hold each rank's result against that of one process. Returns the ranks' results."""
@@ -319,21 +323,13 @@ class Cases:
     ranks: int = 2
     timeout: float = 90.0
     node_ids: Sequence[str] | None = None
-    _results: list[list[Any]] = field(default_factory=list)
-    _error: BaseException | None = None
+    _done: dict[Any, Any] = field(default_factory=dict)
 
     def results(self, case: Sequence[Any]) -> list[Any]:
         """Those of each rank."""
-        if self._error is not None:
-            raise AssertionError("the ranks failed in an earlier case") from self._error
-        if not self._results:
-            try:
-                limits: dict[str, Any] = {"timeout": self.timeout, "node_ids": self.node_ids}
-                self._results = run_trainer_ranks(run_each, self.ranks, self.body, self.cases, **limits)
-            except BaseException as error:
-                self._error = error
-                raise
-        return [results[self.cases.index(case)] for results in self._results]
+        limits: dict[str, Any] = {"timeout": self.timeout, "node_ids": self.node_ids}
+        found = once(self._done, None, lambda: run_trainer_ranks(run_each, self.ranks, self.body, self.cases, **limits))
+        return [results[self.cases.index(case)] for results in found]
 
 
 def assert_same(actual: Any, expected: Any, tolerance: float = 1e-5, where: str = "result") -> None:

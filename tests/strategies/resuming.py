@@ -53,11 +53,6 @@ class Stream(IterableDataset[Any]):
             yield augmented(x), y, index
 
 
-class SizedStream(Stream):
-    def __len__(self) -> int:
-        return len(self.data)
-
-
 class Buckets(BatchSampler):
     """Batches in an order from a generator that it keeps, which goes on from epoch to epoch."""
 
@@ -73,7 +68,7 @@ class Buckets(BatchSampler):
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a run is like. ``data``: map, stream, sized stream, buckets, generator, two (loaders)."""
+    """What a run is like. ``data``: map, stream, buckets, generator, two (loaders)."""
 
     data: str = "map"
     workers: int = 0
@@ -93,8 +88,6 @@ class Scenario:
             more["multiprocessing_context"] = "fork"
         if self.data == "stream":
             return DataLoader(Stream(self.count), size, **more)
-        if self.data == "sized stream":
-            return DataLoader(SizedStream(self.count), size, **more)
         if self.data == "buckets":
             return DataLoader(
                 Pictures(self.count), batch_sampler=Buckets(RandomSampler(range(self.count)), size, False), **more

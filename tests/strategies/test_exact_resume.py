@@ -36,7 +36,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),  # resumed without callbacks
     pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning"),
     pytest.mark.filterwarnings("ignore:Found [0-9]+ module.*in eval mode:UserWarning"),
 ]
 
@@ -46,11 +45,8 @@ KINDS: dict[str, Scenario] = {
     "accumulation": OFTEN,
     "workers": Scenario(workers=2, accumulate=2, validate=2),
     "stream": Scenario("stream", validate=3),
-    "stream alone": Scenario("stream"),
     "stream in workers": Scenario("stream", workers=2, validate=3),
-    "stream with length": Scenario("sized stream", accumulate=3),
     "batch sampler": Scenario("buckets", validate=3),
-    "batch sampler with workers": Scenario("buckets", workers=2),
     "generator": Scenario("generator", workers=2),
     "two loaders": Scenario("two"),
     "max_steps": Scenario(max_steps=10, validate=2),

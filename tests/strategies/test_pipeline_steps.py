@@ -103,23 +103,18 @@ def sized_opaque(batch: Opaque, count: int) -> list[tuple[Opaque, int]]:
 # ---- data that differ between ranks ----
 
 
-class Seeded(Net):
+class Shuffled(Net):
     """Each rank draws other random numbers from the first batch on."""
-
-    def __init__(self) -> None:
-        super().__init__(count=16)
 
     def on_fit_start(self) -> None:
         torch.manual_seed(7 + (dist.get_rank() if dist.is_initialized() else 0))
 
-
-class Shuffled(Seeded):
     def train_dataloader(self) -> Any:
         return DataLoader(samples(self.count), batch_size=self.batch_size, shuffle=True)
 
 
 def shuffled(bench: Bench) -> Any:
-    return bench.fit(Shuffled())
+    return bench.fit(Shuffled(count=16))
 
 
 # ---- random numbers: those of accumulation, whoever draws them; the same on all ranks behind a run ----

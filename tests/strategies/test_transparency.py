@@ -21,7 +21,6 @@ from tests.strategies.learners import (
     Outcome,
     assert_equal,
     fit,
-    fit_with_each,
     make_trainer,
     outcome,
     samples,
@@ -122,7 +121,7 @@ CASES = {
 
 def fit_case(name: str) -> list[Outcome]:
     case = CASES[name]
-    return fit_with_each([case.ddp, case.smddp], case.make, case.options)
+    return [fit(strategy, case.make(), **case.options) for strategy in (case.ddp, case.smddp)]
 
 
 EVERYDAY = Cases(fit_case, [(name,) for name in CASES])
