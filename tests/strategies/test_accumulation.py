@@ -17,7 +17,6 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_smddp import AccumulationStrategy
 from tests.strategies.learners import CLASSES, INPUTS, QUIET, samples
-from tests.strategies.test_contract import WEIGHTS, Tokens
 
 ROWS, COUNT = 8, 20  # the last batch has 4 rows
 
@@ -118,18 +117,6 @@ def test_gradients_are_those_of_lightnings_accumulation() -> None:
     torch.testing.assert_close(found["parts"], found["batches"])
 
 
-@pytest.mark.parametrize("kind", WEIGHTS)
-def test_weights_make_the_whole_batchs_loss_and_logged_mean(kind: str) -> None:
-    found = []
-    for strategy in (AccumulationStrategy(3, loss_weight=kind), "auto"):
-        model, trainer = Tokens(kind), Trainer(strategy=strategy, max_epochs=2, **QUIET)
-        trainer.fit(model)
-        found.append(
-            (model.state_dict(), trainer.callback_metrics["loss_step"], trainer.callback_metrics["loss_epoch"])
-        )
-    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
-
-
 def test_logs_and_metrics_are_those_of_a_loop() -> None:
     def step(model: Model, batch: Any) -> Tensor:
         logits = model.net(batch[0])
@@ -171,19 +158,6 @@ def test_logs_and_metrics_are_those_of_a_loop() -> None:
     }
     found = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert found == pytest.approx({**expected, "accuracy": expected["accuracy_epoch"]})
-
-
-def test_outputs_are_put_together() -> None:
-    def step(model: Model, batch: Any) -> dict[str, Any]:
-        return {"loss": loss_of(model, batch), "names": [f"row {int(target)}" for target in batch[1]]}
-
-    (batch,) = DataLoader(samples(7), batch_size=7)
-    model, _ = train(step, 3, [batch], max_epochs=1)
-    names = [f"row {int(target)}" for target in batch[1]]
-    assert model.seen[0]["names"] == names
-    predictions = Trainer(strategy=AccumulationStrategy(3), **QUIET).predict(model, DataLoader([batch], None))
-    assert predictions is not None
-    assert predictions[0]["names"] == names
 
 
 def test_outputs_that_cannot_be_put_together_are_refused() -> None:

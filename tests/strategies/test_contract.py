@@ -183,30 +183,6 @@ def left_to_chance(bench: Bench) -> Any:
     return watched(bench, Chancy(), THREE)
 
 
-class MadeLate(Tokens):
-    """Its layers have no memory before the sanity check, by whose step they are placed."""
-
-    def __init__(self) -> None:
-        super().__init__("sum")
-        self.net = nn.Sequential()
-
-    def configure_model(self) -> None:
-        if not len(self.net):
-            self.net = nn.Sequential(nn.Linear(INPUTS, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, CLASSES))
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.training_step(batch, batch_idx)
-
-    val_dataloader = Tokens.train_dataloader
-
-
-def found_after_sanity_check() -> str:
-    trainer = Bench({}).trainer({"meta_init": True, **THREE}, max_epochs=1, num_sanity_val_steps=1)
-    with caught():
-        trainer.fit(MadeLate())
-    return trainer.strategy.chosen_loss_weight
-
-
 # ---- 3. self.log ----
 
 
@@ -823,10 +799,6 @@ def test_5_14_evaluation_runs_whole_batches_or_in_lockstep_where_it_cannot_be_cu
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_2_the_weight_is_found_where_a_sanity_check_has_placed_the_module() -> None:
-    assert REFUSED.results(("found_after_sanity_check",)) == ["sum", "sum"]
-
-
 def test_6_a_stop_that_is_asked_for_in_a_step_is_heard() -> None:
     results = TWO.compare(stopping)
     assert [result["steps"][0] for result in results] == [4, 4]
@@ -920,7 +892,6 @@ REFUSED = Cases(
     [
         ("attention",),
         ("rows_of_parts",),
-        ("found_after_sanity_check",),
         *(("refused", model.__name__) for model, _ in REFUSALS),
         ("refused", "Remembering"),
         ("refused", "Escaping"),

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from lightning_smddp import PipelineStrategy
@@ -150,35 +149,6 @@ def test_a_host_that_hangs(strategy: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 # ---- what is no hang ----
-
-
-class Slow(Callback):
-    """All ranks do something for longer than the limit, outside of communication."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == STEP:
-            time.sleep(self.seconds)
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        time.sleep(self.seconds)
-
-
-def train_slowly(strategy: str) -> tuple[int, float]:
-    made, module = strategy_and_module(strategy, 1.2)
-    fit(made, module, max_epochs=1, limit_train_batches=STEP + 1, callbacks=[Slow(2.6)])
-    assert dist.group.WORLD is not None
-    return module.trainer.global_step, dist.group.WORLD._timeout.total_seconds()
-
-
-@pytest.mark.slow
-@PIPELINE
-def test_long_phases_are_no_hangs_and_nccl_waits_longer_than_the_supervision(strategy: str) -> None:
-    for steps, limit_s in run_trainer_ranks(train_slowly, 2, strategy):
-        assert steps > STEP
-        assert limit_s == 61.2
 
 
 # ---- after a failure ----

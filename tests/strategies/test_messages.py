@@ -120,26 +120,6 @@ def test_what_cannot_be_printed_fails_no_run(capfd: pytest.CaptureFixture[str]) 
     assert capfd.readouterr().err.splitlines().count("text") == 2
 
 
-def test_what_is_said_starts_on_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    class Progressing:
-        progress_bar_callback = object()
-
-    tables.say("text", Progressing())
-    tables.say("more")
-    assert capsys.readouterr().out == "\ntext\nmore\n"
-
-
-def test_plain_tables_fit_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(tables, "find_spec", lambda name: None)
-    words = " ".join(f"word-{index:02}" for index in range(40))
-    tables.print_table("title", [("name", words), ("other name", "value")])
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert " ".join(" ".join(lines[1:-1]).split()) == f"name {words}"
-    assert lines[-1] == "  other name  value"
-
-
 # ---- the monitor ----
 
 

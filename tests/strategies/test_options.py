@@ -10,7 +10,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import lightning
 import pytest
 import yaml
 
@@ -25,7 +24,6 @@ from lightning_smddp import (
     SMDDPFabricStrategy,
     SMDDPStrategy,
 )
-from lightning_smddp.strategies.process_group import lightning_version
 from tests.strategies.grouped import GROUPS, grouped
 
 OTHERS = lightning_smddp.strategies.pytorch_lightning
@@ -216,10 +214,3 @@ def test_cli_writes_and_reads_the_units_of_full_sharding(tmp_path: Path, capsys:
 
 
 # ---- what ranks tell each other at the start ----
-
-
-@pytest.mark.parametrize("name", list(STRATEGIES))
-def test_the_start_compares_lightnings_version_for_a_users_own_class_too(name: str) -> None:
-    kind, _ = STRATEGIES[name]
-    own = type("Own", (kind,), {"__module__": "users_project"})
-    assert lightning_version(own()) == lightning.__version__

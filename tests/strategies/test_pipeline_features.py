@@ -168,28 +168,6 @@ def scheduled(bench: Bench) -> Any:
     return results
 
 
-class Groups(Net):
-    """Groups picked by name, one with frozen parameters; biases without decay."""
-
-    def configure_optimizers(self) -> Any:
-        self.net[2].requires_grad_(False)
-        named = list(self.named_parameters())
-        decayed = [p for name, p in named if name.endswith("weight")]
-        others = [p for name, p in named if not name.endswith("weight") and not name.startswith("net.6")]
-        head = [p for name, p in named if name == "net.6.bias"]
-        groups = [
-            {"params": decayed, "weight_decay": 0.1},
-            {"params": others, "lr": 0.001},
-            {"params": head, "lr": 0.1},
-        ]
-        return torch.optim.AdamW(groups, lr=0.01)
-
-
-def groups(bench: Bench) -> Any:
-    model = Groups()
-    return {**bench.fit(model, max_epochs=1), "frozen": [p.requires_grad for p in model.parameters()]}
-
-
 class UnfreezeLater(BaseFinetuning):
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.net[:4])
@@ -350,7 +328,6 @@ CASES = [
     bf16_mixed,
     fp16_with_overflow,
     scheduled,
-    groups,
     finetuning,
     gpt,
     own_optimizer_step,

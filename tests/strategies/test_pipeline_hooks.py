@@ -232,22 +232,6 @@ class Texts(Net):
     val_dataloader = predict_dataloader = train_dataloader
 
 
-class AsOne(torch.autograd.Function):
-    """A whole model within one function, as reversible layers have it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, model: Any) -> Tensor:
-        return model(x)
-
-
-class OfOneFunction(Evaluated):
-    """The first stage's layers within one function: another stage fails at them, while the first one goes on."""
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        out = self.net[2:](AsOne.apply(batch[0], self.net[:2]))
-        self.log("val_loss", torch.nn.functional.cross_entropy(out, batch[1]))
-
-
 def in_lockstep(bench: Bench, module: str) -> Any:
     model = globals()[module]()
     with warnings.catch_warnings(record=True) as caught:
@@ -269,7 +253,7 @@ CASES: list[Case] = [
     *(hooks, several_loaders),
     *(partial(of_hooks, name) for name in ("Consolidated", "Samples")),
     *(stochastic_weight_averaging, loggers, predictions),
-    *(partial(in_lockstep, name) for name in ("Texts", "OfOneFunction")),
+    partial(in_lockstep, "Texts"),
 ]
 TWO = Matrix(CASES, timeout=150.0)
 

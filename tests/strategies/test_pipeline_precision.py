@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_smddp.pipeline.capture.tracer import trace
-from lightning_smddp.pipeline.partition.costs import cluster_of
-from lightning_smddp.pipeline.runtime.casts import cast_type, kept_casts, look_for_casts, may_keep_casts
+from lightning_smddp.pipeline.runtime.casts import cast_type, may_keep_casts
 from tests.ranks import run_trainer_ranks
 from tests.strategies.pipeline_learners import Bench, Net, assert_same
 
@@ -85,26 +84,6 @@ def test_weights_are_cast_once_for_all_micro_batches() -> None:
             assert_same(results[case][0], dict(model.state_dict()), 2e-2)
 
 
-@pytest.mark.slow
-@pytest.mark.simulated_cuda
-def test_on_devices() -> None:
-    model = Net(layers=6)
-    Bench().trainer(accelerator="cpu").fit(model)
-    results = [found for (found,) in run_trainer_ranks(train_counted, 2, CASES[:1], "16-mixed")]
-    assert_cast([casts for _, casts in results], 1)
-    for weights, _ in results:
-        assert_same(weights, dict(model.state_dict()), 5e-2)
-
-
-def test_the_copies_count_as_memory() -> None:
-    model = Net()
-    model.net[0].requires_grad_(False)  # is cast anew each time
-    plain, mixed = (cluster_of(model, [], [0, 1], [1, 1], (), None, casts) for casts in (False, True))
-    for name, parameter in model.named_parameters():
-        copy = 0 if name.startswith("net.0.") else 2 * parameter.numel()
-        assert mixed.parameter_bytes[name] == plain.parameter_bytes[name] + copy
-
-
 class Steps(nn.Module):
     """Uses its layers as it is told."""
 
@@ -139,15 +118,3 @@ def test_copies_are_kept_where_that_makes_no_difference(uses: str, kind: torch.d
             assert cast_type(trace(lambda: root(torch.randn(2, 4)), root, cpu, functools.partial(lent, root))) == kind
         assert may_keep_casts([found], torch.device("cpu")) == (uses == "once")
     assert not may_keep_casts([found], torch.device("cpu"))
-
-
-def test_a_first_use_without_gradients_does_not_take_them_from_later_ones() -> None:
-    layer, x = nn.Conv2d(3, 4, 2), torch.randn(2, 3, 5, 5)
-    autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
-    with kept_casts(layer.parameters(), autocast):
-        for gradients in (False, True):
-            with autocast(), torch.set_grad_enabled(gradients):
-                look_for_casts()
-                y = layer(x)
-        y.sum().backward()
-    assert layer.weight.grad is not None

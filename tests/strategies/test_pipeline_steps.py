@@ -120,36 +120,6 @@ def shuffled(bench: Bench) -> Any:
 # ---- random numbers: those of accumulation, whoever draws them; the same on all ranks behind a run ----
 
 
-class LayerDrop(Net):
-    """What torch draws decides on modules and sizes; other numbers that it draws are used, and modules draw."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=6)
-        self.dropout = nn.Dropout(0.1)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        x = self.net[:2](batch[0] + torch.randn_like(batch[0]) / 10)
-        for index in range(2, 8, 2):
-            if torch.rand([]) < 0.4:
-                continue
-            x = self.dropout(self.net[index : index + 2](x))
-        keep = torch.rand(len(x)) < 0.7
-        keep[0] = True
-        shift = int(torch.randint(1, 4, (1,)))
-        x = torch.cat([x[:, shift:], x[:, :shift]], 1)[keep]
-        loss = F.cross_entropy(self.net[8:](F.dropout(x, self.dropout.p)), batch[1][keep])
-        self.losses.append(loss.item())
-        return loss
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.losses.append(torch.rand([]).item())
-
-
-def layer_drop(bench: Bench) -> Any:
-    torch.manual_seed(3)
-    return bench.fit(LayerDrop(), FOUR, max_epochs=1)
-
-
 class DrawingInHooks(Evaluated):
     """Torch draws on all ranks in hooks; ``dropout`` also on the rank that has it."""
 
@@ -233,20 +203,6 @@ def endless(bench: Bench) -> str:
     return str(caught.value)
 
 
-class Plain(Net):
-    """Its path depends on nothing, and no module draws random numbers."""
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        graph = self.trainer.strategy._pipelined.partitioned.plan.graph
-        self.reads = (graph.reads_batch, graph.draws)
-
-
-def plain(bench: Bench) -> Any:
-    model = Plain(count=16)
-    bench.fit(model, FOUR)
-    return model.reads
-
-
 class Numbers(Net):
     """Checks an activation, logs a number of it, and computes with others, before more modules."""
 
@@ -266,8 +222,8 @@ def numbers(bench: Bench) -> Any:
 
 
 PLAIN, WITH_DROPOUT = (functools.partial(behind_runs, dropout=dropout) for dropout in (0.0, 0.5))
-CASES: list[Case] = [dicts, opaque, opaque_cut_by_argument, shuffled, layer_drop, PLAIN, selected]
-TWO = Matrix([*CASES, WITH_DROPOUT, plain, annealed, endless])
+CASES: list[Case] = [dicts, opaque, opaque_cut_by_argument, shuffled, PLAIN, selected]
+TWO = Matrix([*CASES, WITH_DROPOUT, annealed, endless])
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
@@ -291,11 +247,6 @@ def test_an_activation_that_is_first_used_later_behind_the_last_module_is_an_err
     assert re.match(r"ReplayError: pow at .*test_pipeline_steps.py:\d+ uses a tensor of another stage", first)
     assert "in every step from the first on" in first
     assert "last checkpoint" in first
-
-
-def test_nothing_is_taken_for_a_read_of_the_batch() -> None:
-    """Else each micro-batch would be rehearsed for itself, in each step."""
-    assert TWO.results(plain) == [(False, False)] * 2
 
 
 def test_more_paths_than_can_be_traced_are_refused_on_all_ranks() -> None:

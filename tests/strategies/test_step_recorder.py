@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import math
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +9,10 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, R2Score
+from torchmetrics import MeanSquaredError, MetricCollection, R2Score
 
 from lightning_smddp.bridge.absent import AbsentValueError
-from lightning_smddp.bridge.step_record import StepRecorder, reduce_logged, reduction_name
+from lightning_smddp.bridge.step_record import StepRecorder
 
 
 class Module(LightningModule):
@@ -37,17 +34,6 @@ class Module(LightningModule):
 
 
 # ---- logged values ----
-
-
-def test_means() -> None:
-    third = torch.tensor([1 / 3] * 3)
-    assert reduce_logged("mean", list(third), [3, 3, 1]).equal(third[0])
-    assert reduce_logged("mean", [0.1, 0.1, 0.1], [3, 3, 1]).equal(torch.tensor(0.1))
-    assert reduce_logged("mean", [torch.tensor(1), torch.tensor(2)], [1, 3]).item() == 1.75
-    assert reduce_logged("mean", [torch.tensor([1.0]), 3], [1, 1]).equal(torch.tensor(2.0))
-    assert reduce_logged("max", [True, False], [1, 1]).equal(torch.tensor(True))
-    assert reduce_logged("mean", [torch.tensor(math.nan), torch.tensor(2.0)], [0, 1]) == 2.0
-    assert reduction_name("product") is None
 
 
 def test_groups_of_the_users_own_are_refused() -> None:
@@ -83,25 +69,3 @@ def test_what_metrics_return_where_the_step_does_not_end_cannot_be_read() -> Non
 
 
 # ---- nothing is left behind ----
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_patches_and_changes_end_with_an_exception(keep: bool) -> None:
-    def step(self: Module, rows: Tensor) -> None:
-        self.mean(rows)
-        self.found.append(rows)
-        raise KeyboardInterrupt
-
-    module = Module(step, mean=MeanMetric(), pair=MetricCollection([MeanSquaredError()]))
-    module.found = []
-    before = [dict(vars(m)) for m in module.modules() if m is not module.mean]
-    recorder = StepRecorder(module)
-    with pytest.raises(KeyboardInterrupt), recorder.microbatch(0, 0, 2, None, keep=keep):
-        module.step(module, torch.zeros(2))
-    recorder.drop()
-    others = [m for m in module.modules() if m is not module.mean]
-    assert all(vars(m)[k] is v for m, old in zip(others, before, strict=True) for k, v in old.items())
-    assert (float(module.mean.mean_value), float(module.mean.weight), module.mean.update_count) == (0, 0, 0)
-    assert module.found == []
-    for copied in (copy.deepcopy(module.mean), pickle.loads(pickle.dumps(module.pair))):
-        assert not {"forward", "reset"} & set(vars(copied))

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -185,32 +184,6 @@ def test_lightnings_signals_neither_broadcast_nor_come_first() -> None:
         assert broadcasts == []
         epoch_loop._broadcast_sigterm_tensor()
         assert broadcasts == [1]
-
-
-class Asks(Callback):
-    """Whether the others know of an error when the user's hooks for it begin."""
-
-    known = ""
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self.known = str(trainer.strategy._supervision.supervisor.failure)
-
-
-class Refuses(Learner):
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        raise ValueError("bad")
-
-
-def told() -> str:
-    asks = Asks()
-    with pytest.raises(ValueError, match="bad"):
-        make_trainer(strategy(), callbacks=[asks]).fit(Refuses())
-    return asks.known
-
-
-def test_others_are_told_before_hooks_for_exceptions_and_teardown() -> None:
-    """T8: these may take long."""
-    assert "kind='failed', message='ValueError: bad'" in run_trainer_ranks(told, 1)[0]
 
 
 # ---- processes that a script has started ----

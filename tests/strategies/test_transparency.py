@@ -24,7 +24,6 @@ from tests.strategies.learners import (
     make_trainer,
     outcome,
     samples,
-    silent,
 )
 from tests.strategies.pipeline_learners import Cases, run_each
 
@@ -181,38 +180,6 @@ def test_validate_fit_test_predict_and_fit_again() -> None:
         assert_equal(ours_trained, trained)
         assert len(trained.losses) == 24
         assert len(expected[2]) == 24
-
-
-# ---- options of DDP ----
-
-
-def fit_with_options(options: dict[str, Any]) -> tuple[Outcome, dict[str, Any]]:
-    model, seen = Learner(), {}
-
-    def remember(*_: Any) -> None:
-        wrapped = trainer.strategy.model
-        seen.update(views=wrapped.gradient_as_bucket_view, cap=wrapped.bucket_bytes_cap, static=wrapped.static_graph)
-
-    model.on_train_start = remember  # type: ignore[method-assign]
-    trainer = make_trainer(silent(**options))
-    trainer.fit(model)
-    return outcome(model, trainer), seen
-
-
-OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"bucket_cap_mb": 3, "static_graph": True}, {"cap": 3 * 2**20, "static": True}),
-    ({"bucket_cap_mb": 0.001, "find_unused_parameters": True}, {"cap": 1048, "views": True, "static": False}),
-]
-WITH_OPTIONS = Cases(fit_with_options, [(options,) for options, _ in OPTIONS])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("options", "expected"), OPTIONS)
-def test_ddp_options(options: dict[str, Any], expected: dict[str, Any]) -> None:
-    (ours, seen), _ = WITH_OPTIONS.results((options,))
-    (stock, _), _ = EVERYDAY.results(("plain",))
-    assert_equal(ours, stock)
-    assert {name: seen[name] for name in expected} == expected
 
 
 # ---- the other package ----
