@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_smddp import Compression
 from tests.ranks import run_trainer_ranks
-from tests.strategies.learners import make_trainer, silent
+from tests.strategies.learners import Learner, make_trainer, silent
 
 NODES = ["a", "b"]
 # Lightning takes every checkpoint callback for a ModelCheckpoint here.
@@ -151,3 +152,29 @@ def test_a_checkpoint_with_memory_loads_anywhere(tmp_path: Path) -> None:
     assert "smddp" in torch.load(path, weights_only=True)
     assert weights(Digits.load_from_checkpoint(path)).isfinite().all()
     assert run_trainer_ranks(resume_on_four, 4, path, node_ids=["a", "a", "b", "b"]) == [5 + 5] * 4
+
+
+class Failing(Learner):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.global_step == 2:
+            raise RuntimeError("no more training")
+        return super().training_step(batch, batch_idx)
+
+
+class Keeping(OnExceptionCheckpoint):
+    def teardown(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def fail(directory: str) -> None:
+    trainer = make_trainer(silent(compression="int8"), callbacks=[Keeping(directory)], enable_checkpointing=True)
+    with pytest.raises(RuntimeError, match="no more training"):
+        trainer.fit(Failing())
+
+
+@pytest.mark.slow
+def test_a_checkpoint_after_an_exception_has_no_memory(tmp_path: Path) -> None:
+    run_trainer_ranks(fail, 2, str(tmp_path), node_ids=NODES, timeout=20)
+    checkpoint = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 2
+    assert "smddp" not in checkpoint

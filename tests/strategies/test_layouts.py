@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
 
 from lightning_smddp import PipelineStrategy, SMDDPStrategy
@@ -189,10 +191,40 @@ def failing(directory: str) -> Any:
     return found
 
 
+class Directories(CheckpointIO):
+    """A user's own, whose checkpoints are directories too."""
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        os.makedirs(path)
+        torch.save(checkpoint, os.path.join(path, "mine.pt"))
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> Any:
+        return torch.load(os.path.join(path, "mine.pt"), weights_only=True)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        shutil.rmtree(path)
+
+
+def of_the_users_own(directory: str) -> list[int]:
+    """Steps at the end of runs that go on from a directory of theirs, and from one of ours."""
+
+    def fit(steps: int, path: str | None = None) -> Any:
+        strategy = SMDDPStrategy(**grouped(verbose=False, algorithm="native", checkpoint_io=Directories()))
+        trainer = make_trainer(strategy, max_steps=steps)
+        trainer.fit(Model("net"), ckpt_path=path)
+        return trainer
+
+    first = fit(1)
+    first.save_checkpoint(f"{directory}/own.ckpt")
+    found = [fit(2, f"{directory}/own.ckpt").global_step, fit(5, f"{directory}/callbacks/afterwards.ckpt").global_step]
+    first.strategy.remove_checkpoint(f"{directory}/own.ckpt")
+    return found
+
+
 def all_cases(directory: str) -> list[Any]:
     """In one process of a rank, as starting it takes longer than they do."""
     os.makedirs(f"{directory}/errors/empty.ckpt", exist_ok=True)
-    return [callbacks_case(f"{directory}/callbacks"), failing(f"{directory}/errors")]
+    return [callbacks_case(f"{directory}/callbacks"), failing(f"{directory}/errors"), of_the_users_own(directory)]
 
 
 @pytest.fixture(scope="module")
@@ -229,12 +261,19 @@ def test_checkpoint_callbacks(cases: Any) -> None:
 @pytest.mark.slow
 def test_errors_are_raised_on_every_rank(cases: Any) -> None:
     directory, results = cases
-    for _, found in results:
+    for _, found, _ in results:
         assert [is_system_error for is_system_error, _ in found] == [True, False, False]
         assert "could not save a checkpoint" in found[0][1]
         assert "storage_options={}" in found[1][1]
         assert "not a complete sharded checkpoint" in found[2][1]
     assert sorted(os.listdir(directory / "errors")) == ["empty.ckpt", "file"]
+
+
+def test_directories_of_another_checkpoint_io(cases: Any) -> None:
+    """Are left to it; those of ours are ours."""
+    directory, results = cases
+    assert [found for *_, found in results] == [[2, 5]] * 2
+    assert not (directory / "own.ckpt").exists()
 
 
 def test_sharded_and_async_save_exclude_each_other() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -226,6 +227,24 @@ def test_a_course_that_depends_on_values() -> None:
     """The check comes to another path with another micro-batch."""
     for error in RUNNING.results((Branching, {}, {})):
         assert error.startswith("VerificationError: The step went on behind mul at test_pipeline_errors.py:")
+
+
+class ByRank(Net):
+    """From the third batch on its path depends on the process."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        x = self.net[:2](batch[0])
+        if batch_idx == 2 and os.environ["RANK"] == "1":
+            x = x * 2
+        return F.cross_entropy(self.net[2:](x), batch[1])
+
+
+@pytest.mark.slow
+def test_a_course_that_depends_on_the_rank() -> None:
+    """No rank waits for messages of another path: all say the same."""
+    first, second = run_trainer_ranks(refused, 2, ByRank, {}, {}, timeout=60)
+    assert first == second
+    assert first.startswith("ReplayError: The step came to mul at ")
 
 
 @pytest.mark.slow

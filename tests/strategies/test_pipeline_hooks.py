@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import BasePredictionWriter, LearningRateMonitor, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BasePredictionWriter,
+    EarlyStopping,
+    LearningRateMonitor,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.core import hooks as of_modules
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
@@ -192,6 +197,17 @@ def predictions(bench: Bench) -> Any:
     return trainer.predict(Evaluated(), DataLoader(samples(20), batch_size=8)), writer.seen
 
 
+class Early(Evaluated):
+    """Gets worse from the second epoch on."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch).detach() * 0 + 1 + float(self.current_epoch))
+
+
+def early_stopping(bench: Bench) -> Any:
+    return bench.fit(Early(count=8), max_epochs=6, callbacks=[EarlyStopping("val_loss", patience=2)])
+
+
 # ---- evaluation in lockstep: of whole batches ----
 
 
@@ -252,7 +268,7 @@ def partial(case: Any, module: str) -> Case:
 CASES: list[Case] = [
     *(hooks, several_loaders),
     *(partial(of_hooks, name) for name in ("Consolidated", "Samples")),
-    *(stochastic_weight_averaging, loggers, predictions),
+    *(stochastic_weight_averaging, loggers, predictions, early_stopping),
     partial(in_lockstep, "Texts"),
 ]
 TWO = Matrix(CASES, timeout=150.0)
