@@ -12,81 +12,58 @@ from typing import TYPE_CHECKING, Any
 from lightning_smddp._registration import install
 
 if TYPE_CHECKING:
-    from lightning_smddp.checkpoint.errors import CheckpointError
-    from lightning_smddp.choice.training_plan import plan
-    from lightning_smddp.communication.compression import Compression
-    from lightning_smddp.communication.errors import RankFailedError, RankTimeoutError
-    from lightning_smddp.communication.report import CommunicationReport
-    from lightning_smddp.sagemaker import from_sagemaker
-    from lightning_smddp.strategies.lightning import (
-        AccumulationStrategy,
-        CommunicationMonitor,
-        MPIRunEnvironment,
-        PipelineStrategy,
-        PipelineTimeline,
-        SafeCheckpointIO,
-        SageMakerEnvironment,
-        SMDDPDeepSpeedStrategy,
-        SMDDPFabricFSDPStrategy,
-        SMDDPFabricStrategy,
-        SMDDPFSDPStrategy,
-        SMDDPStrategy,
-    )
-    from lightning_smddp.strategies.options import CommunicationOptions, PartitionOptions, ReliabilityOptions
+    from lightning_smddp.checkpoint.errors import CheckpointError as CheckpointError
+    from lightning_smddp.choice.training_plan import plan as plan
+    from lightning_smddp.communication.compression import Compression as Compression
+    from lightning_smddp.communication.errors import RankFailedError as RankFailedError
+    from lightning_smddp.communication.errors import RankTimeoutError as RankTimeoutError
+    from lightning_smddp.communication.report import CommunicationReport as CommunicationReport
+    from lightning_smddp.sagemaker import from_sagemaker as from_sagemaker
+    from lightning_smddp.strategies.lightning import AccumulationStrategy as AccumulationStrategy
+    from lightning_smddp.strategies.lightning import CommunicationMonitor as CommunicationMonitor
+    from lightning_smddp.strategies.lightning import MPIRunEnvironment as MPIRunEnvironment
+    from lightning_smddp.strategies.lightning import PipelineStrategy as PipelineStrategy
+    from lightning_smddp.strategies.lightning import PipelineTimeline as PipelineTimeline
+    from lightning_smddp.strategies.lightning import SafeCheckpointIO as SafeCheckpointIO
+    from lightning_smddp.strategies.lightning import SageMakerEnvironment as SageMakerEnvironment
+    from lightning_smddp.strategies.lightning import SMDDPDeepSpeedStrategy as SMDDPDeepSpeedStrategy
+    from lightning_smddp.strategies.lightning import SMDDPFabricFSDPStrategy as SMDDPFabricFSDPStrategy
+    from lightning_smddp.strategies.lightning import SMDDPFabricStrategy as SMDDPFabricStrategy
+    from lightning_smddp.strategies.lightning import SMDDPFSDPStrategy as SMDDPFSDPStrategy
+    from lightning_smddp.strategies.lightning import SMDDPStrategy as SMDDPStrategy
+    from lightning_smddp.strategies.options import CommunicationOptions as CommunicationOptions
+    from lightning_smddp.strategies.options import PartitionOptions as PartitionOptions
+    from lightning_smddp.strategies.options import ReliabilityOptions as ReliabilityOptions
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AccumulationStrategy",
-    "CheckpointError",
-    "CommunicationMonitor",
-    "CommunicationOptions",
-    "CommunicationReport",
-    "Compression",
-    "MPIRunEnvironment",
-    "PartitionOptions",
-    "PipelineStrategy",
-    "PipelineTimeline",
-    "RankFailedError",
-    "RankTimeoutError",
-    "ReliabilityOptions",
-    "SMDDPDeepSpeedStrategy",
-    "SMDDPFSDPStrategy",
-    "SMDDPFabricFSDPStrategy",
-    "SMDDPFabricStrategy",
-    "SMDDPStrategy",
-    "SafeCheckpointIO",
-    "SageMakerEnvironment",
-    "from_sagemaker",
-    "plan",
-]
-
-_OF_FABRIC = ("MPIRunEnvironment", "SMDDPFabricFSDPStrategy", "SMDDPFabricStrategy", "SageMakerEnvironment")
-# All others are the Trainer's: for `lightning`, or `pytorch_lightning` where that alone is installed.
-_HOMES = {
-    "CheckpointError": "checkpoint.errors",
-    "CommunicationOptions": "strategies.options",
-    "CommunicationReport": "communication.report",
-    "Compression": "communication.compression",
-    "PartitionOptions": "strategies.options",
-    "RankFailedError": "communication.errors",
-    "RankTimeoutError": "communication.errors",
-    "ReliabilityOptions": "strategies.options",
-    "from_sagemaker": "sagemaker",
-    "plan": "choice.training_plan",
+_TRAINER = "AccumulationStrategy CommunicationMonitor PipelineStrategy PipelineTimeline SMDDPDeepSpeedStrategy"
+_FABRIC = "MPIRunEnvironment SMDDPFabricFSDPStrategy SMDDPFabricStrategy SageMakerEnvironment"
+_NAMES = {  # of each module; {trainer} and {fabric} are `lightning`, or what is installed in its place
+    "checkpoint.errors": "CheckpointError",
+    "choice.training_plan": "plan",
+    "communication.compression": "Compression",
+    "communication.errors": "RankFailedError RankTimeoutError",
+    "communication.report": "CommunicationReport",
+    "sagemaker": "from_sagemaker",
+    "strategies.options": "CommunicationOptions PartitionOptions ReliabilityOptions",
+    "strategies.{fabric}": _FABRIC,
+    "strategies.{trainer}": f"{_TRAINER} SMDDPFSDPStrategy SMDDPStrategy SafeCheckpointIO",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562), from whichever Lightning is installed."""
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib.util import find_spec
 
-    namespace = "lightning_fabric" if name in _OF_FABRIC else "pytorch_lightning"
+    trainer, fabric = "pytorch_lightning", "lightning_fabric"
     if find_spec("lightning") is not None:
-        namespace = "lightning"
-    home = _HOMES.get(name, f"strategies.{namespace}")
+        trainer = fabric = "lightning"
+    home = _HOMES[name].format(trainer=trainer, fabric=fabric)
     value = getattr(import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     return value

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -86,22 +86,12 @@ def change(module: ModuleType) -> None:
         import_module("lightning_smddp._compat.environments").ask_our_strategies(module)
 
 
-class _RegisteringLoader(Loader):
-    """Execute a module with its own loader, then register in it."""
+def _change_behind(loader: Any) -> None:
+    """Let ``loader`` change the module that it executes next. Nothing of us stays on it, nor on the module."""
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        created: ModuleType | None = self._loader.create_module(spec)
-        return created
-
-    def exec_module(self, module: ModuleType) -> None:
-        # Nothing of us stays on the module: whoever asks it for its loader, to read its source say, gets its own.
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
+    def exec_module(module: ModuleType) -> None:
+        del loader.exec_module
+        loader.exec_module(module)
         try:
             change(module)
         except Exception as error:  # a Lightning that we do not know must not break for it
@@ -110,23 +100,24 @@ class _RegisteringLoader(Loader):
                 stacklevel=2,
             )
 
+    loader.exec_module = exec_module
+
 
 class _RegistryFinder(MetaPathFinder):
-    """Wrap the loaders of the modules above; every other import passes untouched."""
+    """Hears of the imports of the modules above; every other import passes untouched."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname not in _REGISTRIES and fullname not in _CONNECTORS:
             return None
-        # The finders behind this one are asked as the import system would ask them. What one of them finds stays as it
-        # is, but for the loader, which executes the module and then registers in it.
+        # The finders behind this one are asked as the import system would ask them.
         for finder in sys.meta_path:
             if isinstance(finder, _RegistryFinder) or not hasattr(finder, "find_spec"):
                 continue
             spec = finder.find_spec(fullname, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _RegisteringLoader(spec.loader)
+                _change_behind(spec.loader)
                 return spec
         return None
 

@@ -12,7 +12,6 @@ import pkgutil
 import subprocess
 import sys
 import textwrap
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -245,7 +244,8 @@ def test_a_lightning_that_we_do_not_know_can_be_imported(monkeypatch: pytest.Mon
     name = "lightning.pytorch.trainer.connectors.accelerator_connector"
     module = type(sys)(name)
     module._AcceleratorConnector = type("_AcceleratorConnector", (), {})  # type: ignore[attr-defined]
-    loader = _registration._RegisteringLoader(SimpleNamespace(exec_module=lambda module: None))
+    loader = type("Loader", (), {"exec_module": lambda self, module: None})()
+    _registration._change_behind(loader)
     with pytest.warns(UserWarning, match=f"could not register in {name}: AttributeError"):
         loader.exec_module(module)
 
