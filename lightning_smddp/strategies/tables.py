@@ -28,21 +28,15 @@ def say(text: str, trainer: Any = None) -> None:
     """
     if trainer is not None and trainer.progress_bar_callback is not None:
         text = f"\n{text}"
-    behind = getattr(sys.stdout, "rich_proxied_file", None)
-    if not _is_printed(text, sys.stdout) and not _is_printed(text, behind):
-        os.write(2, f"{text}\n".encode(errors="replace"))
-
-
-def _is_printed(text: str, stream: Any) -> bool:
-    if stream is None:
-        return False
-    try:
-        stream.write(f"{text}\n")
-        stream.flush()
-    except Exception as error:
-        os.write(2, f"lightning-smddp: stdout raised {type(error).__name__}\n".encode())
-        return False
-    return True
+    streams: list[Any] = [sys.stdout, getattr(sys.stdout, "rich_proxied_file", None)]
+    for stream in streams:
+        try:
+            stream.write(f"{text}\n")
+            stream.flush()
+            return
+        except Exception as error:
+            os.write(2, f"lightning-smddp: stdout raised {type(error).__name__}\n".encode())
+    os.write(2, f"{text}\n".encode(errors="replace"))
 
 
 def print_table(title: str, rows: list[tuple[str, str]], trainer: Any = None) -> None:
