@@ -79,8 +79,8 @@ def _row(name: str, mib: int, world_size: int, stats: dict[str, Stats]) -> list[
 
 def rank_main(mib: list[int], rounds: float, block: int) -> dict[int, Any]:
     """Samples by size and arm."""
-    from lightning_smddp.communication.algorithms import reference_all_reduce
     from lightning_smddp.communication.communicator import Communicator, reduce_once
+    from tests.communication.training import reference_all_reduce
 
     group = dist.group.WORLD
     assert group is not None

@@ -180,9 +180,9 @@ def _launch(namespaces: list[str], interfaces: list[str], order: str, mib: list[
 
 def rank_main(mib: list[int], rounds: int) -> dict[int, Any]:
     """Samples by size and arm."""
-    from lightning_smddp.communication.algorithms import reference_all_reduce
     from lightning_smddp.communication.communicator import Communicator, reduce_once
     from lightning_smddp.communication.compression import Compression
+    from tests.communication.training import reference_all_reduce
 
     group = dist.group.WORLD
     assert group is not None

@@ -28,7 +28,7 @@ from torch.futures import Future
 from lightning_smddp._compat.torch import is_nccl
 from lightning_smddp.communication.inter_node import InterNodeReduce
 from lightning_smddp.communication.intra_node import IntraNodeGroup
-from lightning_smddp.communication.shared_memory import SharedMemory, sum_dtype
+from lightning_smddp.communication.shared_memory import SharedMemory
 
 AlgorithmName = Literal["auto", "native", "shared_memory", "hierarchical", "balanced"]
 NAMES: tuple[str, ...] = get_args(AlgorithmName)
@@ -53,15 +53,6 @@ class Algorithm(Protocol):
     def close(self) -> None:
         """Free threads and memory; pending futures fail."""
         ...
-
-
-def reference_all_reduce(tensors: list[Tensor]) -> Tensor:
-    """What every exact algorithm has to compute: slow and obvious. ``tensors``: one of each rank."""
-    wide = sum_dtype(tensors[0].dtype)
-    total = torch.zeros_like(tensors[0], dtype=wide)
-    for tensor in tensors:
-        total += tensor.to(wide)
-    return (total / len(tensors)).to(tensors[0].dtype)
 
 
 class Native:
@@ -207,13 +198,8 @@ class TwoLevel:
         #     all      |A0 + A1|B0 + B1|                  after the all-gather
         # The scale is applied in the node, so what is summed over the nodes is of the mean's size already.
         scale = 1.0 / self.world_size
-        if self.scatter is None:
-            shard = tensor.mul_(scale)
-        else:
-            shard = self.scatter.reduce_scatter(tensor, slot, scale)
-        finish = None
-        if self.exchange is not None and shard.numel():
-            finish = self.exchange.start(shard, slot)
+        shard = tensor.mul_(scale) if self.scatter is None else self.scatter.reduce_scatter(tensor, slot, scale)
+        finish = self.exchange.start(shard, slot) if self.exchange is not None and shard.numel() else None
 
         def complete() -> None:
             if finish is not None:
@@ -239,8 +225,6 @@ class TwoLevel:
 
 def completed(tensor: Tensor) -> Future[Any]:
     """A future whose value is there: ``tensor``."""
-    future: Future[Any] = Future()
-    if tensor.is_cuda:
-        future = Future(devices=[tensor.device])
+    future: Future[Any] = Future(devices=[tensor.device] if tensor.is_cuda else [])
     future.set_result(tensor)
     return future

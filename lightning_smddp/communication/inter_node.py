@@ -7,7 +7,7 @@ two phases use a process group each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -68,9 +68,7 @@ class RingExchange:
             # difference of those and of what the wire carries. Nothing is lost for good.
             feedback.add_to(shard, slot)
         sent = []
-        pieces: Sequence[Tensor] = [shard]  # a device encodes fast, and has few large messages
-        if not shard.is_cuda:
-            pieces = shard.split(_ENCODED_AT_ONCE)
+        pieces = [shard] if shard.is_cuda else shard.split(_ENCODED_AT_ONCE)  # a device encodes fast: few messages
         for number, piece in enumerate(pieces):
             wire = codec.encode(piece)
             if feedback is not None:
@@ -125,13 +123,12 @@ class BalancedExchange:
         size = dist.get_world_size(self.scatter_group)
         rank = self.scatter_group.rank()
         numel, dtype = shard.numel(), shard.dtype
-        part = _part(numel, size, codec)
+        # Elements a server: a multiple of the codec's block, so that parts are encoded independently.
+        part = -(-numel // (size * codec.block_size)) * codec.block_size
         if feedback is not None:
             feedback.add_to(shard, slot)
-        padded = shard
         padding = part * size - numel
-        if padding:
-            padded = torch.nn.functional.pad(shard, (0, padding))
+        padded = torch.nn.functional.pad(shard, (0, padding)) if padding else shard
         sent = codec.encode(padded)
         if feedback is not None:
             feedback.remember(shard, codec.decode(sent, numel, dtype), slot)
@@ -157,12 +154,6 @@ class BalancedExchange:
             shard.copy_(sums)
 
         return finish
-
-
-def _part(numel: int, size: int, codec: Codec) -> int:
-    """Elements a server: a multiple of the codec's block, so that parts are encoded independently."""
-    blocks = -(-numel // (size * codec.block_size))  # of a server, rounded up
-    return blocks * codec.block_size
 
 
 def _sum_rows(parts: Tensor) -> Tensor:

@@ -82,9 +82,7 @@ class SharedMemory:
         zero_copy: bool = True,
     ) -> None:
         self.mesh = mesh
-        self.num_shards = mesh.size
-        if num_shards is not None:
-            self.num_shards = num_shards
+        self.num_shards = num_shards or mesh.size
         self._on_wait = on_wait
         self._zero_copy = zero_copy
         # By slot the tensor that is shared, and where it was then: address and bytes.

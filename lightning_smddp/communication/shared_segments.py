@@ -107,11 +107,6 @@ class SharedSegments:
         while self._begun:
             self._finish()
 
-    @property
-    def total_bytes(self) -> int:
-        """Of all segments: of the node, not of each rank."""
-        return sum(len(segment.mapping) for segment in self._segments.values())
-
     def close(self) -> None:
         """Let go of all segments. Tensors that are still there keep theirs. The mesh belongs to the caller."""
         self._segments.clear()

@@ -41,7 +41,7 @@ class Topology:
 
     nodes: tuple[tuple[int, ...], ...]
     rank: int
-    hosts: tuple[str, ...] = ()
+    hosts: tuple[str, ...]
 
     @classmethod
     def from_identities(cls, identities: Sequence[str], rank: int) -> Topology:
@@ -91,11 +91,7 @@ class Topology:
     def describe(self, rank: int) -> str:
         """``rank 3 (host b, local rank 1)``, for messages."""
         node = self._node_of(rank)
-        host = f"node {node}"
-        if self.hosts:
-            host = self.hosts[node]
-        local_rank = self.nodes[node].index(rank)
-        return f"rank {rank} (host {host}, local rank {local_rank})"
+        return f"rank {rank} (host {self.hosts[node]}, local rank {self.nodes[node].index(rank)})"
 
     def _node_of(self, rank: int) -> int:
         for index, ranks in enumerate(self.nodes):

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from lightning_smddp.communication import communicator as communicator_module
 from lightning_smddp.communication import node_mesh
-from lightning_smddp.communication.algorithms import Native, TwoLevel, reference_all_reduce
+from lightning_smddp.communication.algorithms import Native, TwoLevel
 from lightning_smddp.communication.communicator import Communicator, reduce_once
 from lightning_smddp.communication.shared_memory import SharedMemory
 from tests.communication.errors import message_of
+from tests.communication.training import reference_all_reduce
 from tests.ranks import RanksFailedError, run_ranks
 
 CPU = torch.device("cpu")
@@ -157,9 +158,6 @@ class Recorded:
 
     def __init__(self, name: str, log: list[tuple[str, int]]) -> None:
         self.name, self.log = name, log
-
-    def bounds(self, numel: int) -> list[int]:
-        return [0, numel]
 
     def reduce_scatter(self, tensor: Tensor, *_: object) -> Tensor:
         return tensor

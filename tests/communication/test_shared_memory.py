@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp.communication import shared_memory
-from lightning_smddp.communication.algorithms import reference_all_reduce
 from lightning_smddp.communication.node_mesh import NodeMesh
 from lightning_smddp.communication.shared_memory import SharedMemory
 from lightning_smddp.communication.topology import Topology
 from tests.communication.errors import message_of
+from tests.communication.training import reference_all_reduce
 from tests.ranks import run_in_threads, run_ranks
 
 CPU = torch.device("cpu")

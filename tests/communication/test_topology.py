@@ -43,7 +43,6 @@ def test_a_single_rank_node_leaves_one_shard() -> None:
 def test_describe_names_host_and_local_rank() -> None:
     topology = Topology.from_identities(["x/1", "y/1", "y/1"], 0)
     assert topology.describe(2) == "rank 2 (host y, local rank 1)"
-    assert Topology(((0, 1),), 0).describe(1) == "rank 1 (host node 0, local rank 1)"
     with pytest.raises(ValueError, match="rank 3 is not one of the 3 ranks"):
         topology.describe(3)
 

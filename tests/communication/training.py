@@ -8,13 +8,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import Compression
 from lightning_smddp.communication.hook import GradientSynchronizer
 from lightning_smddp.communication.report import Recorder
+from lightning_smddp.communication.shared_memory import sum_dtype
 
 CPU = torch.device("cpu")
 
@@ -83,3 +84,12 @@ class Given(nn.Module):
     def gradient(self) -> torch.Tensor:
         """All gradients in one vector."""
         return torch.cat([parameter.grad.flatten() for parameter in self.parameters_list])
+
+
+def reference_all_reduce(tensors: list[Tensor]) -> Tensor:
+    """What every exact algorithm has to compute: slow and obvious. ``tensors``: one of each rank."""
+    wide = sum_dtype(tensors[0].dtype)
+    total = torch.zeros_like(tensors[0], dtype=wide)
+    for tensor in tensors:
+        total += tensor.to(wide)
+    return (total / len(tensors)).to(tensors[0].dtype)
