@@ -97,7 +97,7 @@ def rank_main(model: str, rounds: int) -> dict[str, Any]:
         if strategy is not None:
             closers.append(strategy)
         if arm == OURS:
-            rows = dict(strategy._session.summary())
+            rows = dict(strategy._scheme.describe())
             plan = f"{rows['algorithm']}; buckets of {rows['bucket size']}"
     samples = interleave(steps, rounds, warmup=2, block=BLOCK)
     flat = {arm: torch.cat([p.detach().flatten() for p in m.parameters()]) for arm, m in modules.items()}

@@ -81,8 +81,8 @@ def _switch(strategy: Any, supervisor: Any) -> None:
     strategy._supervision.supervisor = supervisor
     mode = "error" if supervisor is not None else "ignore"
     strategy._reliability = replace(strategy._reliability, on_nonfinite=mode)
-    if strategy._session.synchronizers:
-        strategy._session.synchronizers[-1].watches = supervisor is not None
+    if getattr(strategy, "_scheme", None) is not None and strategy._scheme.synchronizers:
+        strategy._scheme.synchronizers[-1].watches = supervisor is not None
     if getattr(strategy, "_pipelined", None) is not None:
         strategy._pipelined.watching = supervisor is not None
 

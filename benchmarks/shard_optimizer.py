@@ -197,8 +197,6 @@ class Arm:
     def close(self) -> None:
         """End what the strategy has begun."""
         if self._strategy is not None:
-            for sharded in self._strategy._sharded:
-                sharded.close()
             self._strategy._session.close()
 
 

@@ -217,7 +217,7 @@ RETIRED = {
     "Collective": "IntraNodeGroup",
     "Exchange": "InterNodeReduce",
     "Meeting": "RendezvousConfig",
-    "Session": "GradientCommunication",
+    "Session": "DefaultGroup",
     "Card": "RankInfo",
     "Door": "Acceptor",
     "Ending": "Shutdown",

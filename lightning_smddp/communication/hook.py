@@ -1,7 +1,7 @@
 """DDP's communication hook: bucket in, averaged bucket out.
 
 This is the main flow of data parallelism: DDP fills a bucket and calls :meth:`GradientSynchronizer.average`, which
-has the algorithm average it. ``strategies/session.py`` makes the synchronizer and registers it with DDP.
+has the algorithm average it. ``strategies/ddp_scheme.py`` makes the synchronizer and registers it with DDP.
 
 Gradients are views of DDP's buckets, unless the user says otherwise: so a bucket's mean is in ``.grad`` without a copy
 as soon as its future is done. In shared memory (``SharedMemoryAllReduce``) that is when the call returns. Between nodes
@@ -157,7 +157,7 @@ class GradientSynchronizer:
             # All ranks come here. What is not finite is as this rank has brought it; the average of that is what code
             # of the user's is to see.
             self._seen_finite = False
-            self._brought |= brought(bucket, self._names)
+            self._brought |= brought(bucket.parameters(), tensor, self._names)
             self._algorithm.mean(tensor, slot, watch=False)
         return completed(tensor)
 

@@ -10,14 +10,14 @@ where these are finite nobody looks again, and else each rank knows what it has 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from lightning_smddp.communication.errors import NonFiniteGradientError
@@ -40,13 +40,6 @@ class NonFinite:
 
     averages: Mapping[str, str]
     own: Mapping[str, str] = field(default_factory=dict)
-
-
-class Bucket(Protocol):
-    """What is used of DDP's ``GradBucket``."""
-
-    def buffer(self) -> Tensor: ...  # noqa: D102
-    def parameters(self) -> list[Tensor]: ...  # noqa: D102
 
 
 def bad_gradients(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str] | None:
@@ -116,10 +109,9 @@ def _listed(found: Mapping[str, str]) -> str:
     return f"{shown} and {more} more parameters"
 
 
-def brought(bucket: Bucket, names: Mapping[int, str]) -> dict[str, str]:
-    """What is wrong with this rank's gradients in ``bucket``, by parameter; ``names``: of parameters, by id."""
-    parameters = bucket.parameters()
-    parts = bucket.buffer().split([parameter.numel() for parameter in parameters])
+def brought(parameters: Sequence[Tensor], values: Tensor, names: Mapping[int, str]) -> dict[str, str]:
+    """What is wrong with ``values``, the gradients of ``parameters`` one after the other; ``names`` goes by id."""
+    parts = values.split([parameter.numel() for parameter in parameters])
     titles = [names.get(id(parameter), "an unnamed parameter") for parameter in parameters]
     return _described(zip(titles, parts, strict=True))
 
@@ -145,7 +137,7 @@ def _describe(values: Tensor) -> str | None:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    if hasattr(gradient, "to_local"):  # a DTensor: this rank looks at its own part
+    if isinstance(gradient, DTensor):  # this rank looks at its own part
         gradient = gradient.to_local()
     if gradient.is_sparse:
         return gradient.coalesce().values()

@@ -2,7 +2,7 @@
 
 A strategy holds its parts, which are told what comes and know nothing of each other's order:
 
-- ``_session``: communication of gradients.
+- ``_session``: the process group.
 - ``_supervision``: a fault ends all ranks with one cause, a signal stops all at one step.
 - ``_checks``: ranks have the same model, optimizers and number of batches; gradients are numbers.
 - ``_saving``: files and directories of checkpoints.
@@ -33,14 +33,13 @@ from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.resume.exact_resume import ExactResume
-from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters, around_step
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters, around_step, unwrapped
 from lightning_smddp.strategies.options import StrategyOptions
-from lightning_smddp.strategies.process_group import mean_by_sum, start_process_group
+from lightning_smddp.strategies.process_group import DefaultGroup, start_process_group
 from lightning_smddp.strategies.run_supervision import RunSupervision
 from lightning_smddp.strategies.sagemaker_job import SageMakerJob
 from lightning_smddp.strategies.sanity_checks import SanityChecks
 from lightning_smddp.strategies.saving import Saving
-from lightning_smddp.strategies.session import GradientCommunication, check_devices
 from lightning_smddp.strategies.tables import say
 
 if TYPE_CHECKING:
@@ -62,11 +61,11 @@ class TrainerStrategy(_Base):
     _notebook_name = "smddp_notebook"
     _last_report: CommunicationReport | None = None
 
-    def _hold_parts(self, options: StrategyOptions) -> None:
-        """The last thing that a constructor does."""
+    def _hold_parts(self, options: StrategyOptions, close: Callable[[], None] | None = None) -> None:
+        """The last thing that a constructor does; ``close`` frees what works over the process group."""
         self._reliability = options.reliability
         self._resume = options.resume
-        self._session = GradientCommunication(options.gradients)
+        self._session = DefaultGroup(options.gradients, close)
         self._last_compression_state: Mapping[str, Any] = {}
         self._exact_resume = ExactResume()
         self._supervision = RunSupervision(self)
@@ -77,7 +76,7 @@ class TrainerStrategy(_Base):
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: options and results, not what belongs to this process."""
         state = dict(super().__getstate__())
-        state["_session"] = GradientCommunication(self._session.options)
+        state["_session"] = DefaultGroup(self._session.options)
         state["_exact_resume"] = ExactResume()
         return state
 
@@ -117,11 +116,9 @@ class TrainerStrategy(_Base):
 
     @override
     def setup_environment(self) -> None:
-        """Start the process group and all that needs it, after a look at what the launcher started."""
+        """Start the process group and all that needs it."""
         # First what each rank can judge by itself: an error there needs no other rank. From the process group on the
         # ranks are watched, so that whoever fails in what follows ends all of them.
-        environment = self.cluster_environment
-        check_devices(self.num_processes, environment is not None and environment.creates_processes_externally)
         self._require_layout()
         self._set_up_environment()
         self._supervision.start()
@@ -317,7 +314,7 @@ class TrainerStrategy(_Base):
 
     def _can_save(self, filepath: Any) -> bool:
         """Whether a checkpoint can be saved now; the first rank warns if not: nobody can gather it."""
-        if not self._interrupted or self._elsewhere is None:
+        if not self._is_out_of_reach:
             return True
         if self.is_global_zero:
             warnings.warn(
@@ -326,6 +323,21 @@ class TrainerStrategy(_Base):
                 stacklevel=3,
             )
         return False
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole module's state, on global rank 0; with ``sharded`` of each rank its part. Collective."""
+        return {} if self._is_out_of_reach else self._model_state()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole optimizer's state, on global rank 0; with ``sharded`` of each rank its part. Collective."""
+        return {} if self._is_out_of_reach else self._optimizer_state(unwrapped(optimizer))
+
+    @property
+    def _is_out_of_reach(self) -> bool:
+        """Whether other ranks have parts of a checkpoint, and may be gone."""
+        return self._interrupted and self._elsewhere is not None
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -363,11 +375,6 @@ class TrainerStrategy(_Base):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """``obj`` of rank ``src`` on every rank, or a ``ValueError`` on every rank where it cannot be pickled."""
         return broadcast(obj, group_src=src)
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over ranks; a mean is SUM, then division, as not every backend knows AVG."""
-        return mean_by_sum(super().reduce, tensor, group, reduce_op)
 
     # ---- what a strategy defines ----
 
@@ -443,6 +450,12 @@ class TrainerStrategy(_Base):
         if self._session.options.compression is None or dist.group.WORLD is None:
             return {}
         return own_memory(checkpoint.get(COMPRESSION_KEY), dist.group.WORLD)
+
+    def _model_state(self) -> dict[str, Any]:
+        return super().lightning_module_state_dict()
+
+    def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return super().optimizer_state(optimizer)
 
     def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         super().load_model_state_dict(checkpoint, strict)

@@ -32,18 +32,20 @@ class MonitorCommunication:
 
     def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Log after a batch that ended in an optimizer step."""
-        session = getattr(trainer.strategy, "_session", None)
-        if session is None or not session.synchronizers or not trainer.log_every_n_steps:
+        scheme = getattr(trainer.strategy, "_scheme", None)
+        synchronizers = getattr(scheme, "synchronizers", ())
+        if not synchronizers or not trainer.log_every_n_steps:
             return
         step = trainer.global_step
         is_new = step != self._logged_step  # a batch that only accumulates ends at the step of the one before
         if not is_new or step % trainer.log_every_n_steps != 0:
             return
         self._logged_step = step
-        totals = session.recorder.read()
+        recorder = synchronizers[-1].recorder
+        totals = recorder.read()
         steps = max(totals.steps, 1)
         metrics = {
-            "smddp/exposed_ms": 1e3 * session.recorder.last_exposed_s,
+            "smddp/exposed_ms": 1e3 * recorder.last_exposed_s,
             "smddp/waited_ms": 1e3 * totals.waited_s / steps,
         }
         for logger in trainer.loggers:
@@ -70,10 +72,7 @@ class RecordTimeline:
         if isinstance(paths, (str, Path)):
             paths = [paths]
         self.paths = [Path(path) for path in paths]
-        wrong = []
-        for path in self.paths:
-            if path.suffix not in _SUFFIXES:
-                wrong.append(str(path))
+        wrong = [str(path) for path in self.paths if path.suffix not in _SUFFIXES]
         if wrong or not self.paths:
             raise ValueError(f"paths={wrong}: use files that end in {', '.join(_SUFFIXES)}.")
         if find_spec("matplotlib") is None and any(path.suffix != ".json" for path in self.paths):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,6 @@ from lightning_smddp.sharding.optimizer_shards import all_parameters, unwrapped
 from lightning_smddp.sharding.optimizer_trial import why_not_elementwise, why_not_one_by_one
 from lightning_smddp.sharding.sharded_optimizers import refuse_own_sharding, require_shareable
 from lightning_smddp.strategies.nonfinite import is_changed_hook
-from lightning_smddp.strategies.tables import without_warning
 from lightning_smddp.wording import USE_INSTEAD, counted
 
 if TYPE_CHECKING:
@@ -37,10 +35,6 @@ _MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 _NAME = "strategy='smddp_deepspeed'"
 _CHANGING = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")
-_INSTEAD = {
-    "backward": "return the loss that you want from training_step",
-    "configure_gradient_clipping": "write Trainer(gradient_clip_val=...), a norm",
-}
 
 
 def require_supported_by_fsdp(module: nn.Module, callbacks: Iterable[Any], is_fit: bool) -> None:
@@ -111,20 +105,14 @@ def unit_precision(plugin: Any) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
-def require_supported_by_deepspeed(module: Any, trainer: Any, callbacks: Iterable[Any]) -> None:
-    """Raise ``ValueError`` if a module that is about to be trained, or its Trainer, asks for what would not happen."""
+def require_supported_by_deepspeed(module: Any, callbacks: Iterable[Any]) -> None:
+    """Raise ``ValueError`` if a module that is about to be trained, or a callback, asks for what would not happen."""
     name = type(module).__name__
     if not module.automatic_optimization:
         raise ValueError(
             f"{name} has automatic_optimization=False. DeepSpeed decides by itself when gradients are complete, so "
             f"{_NAME} cannot be used. Use strategy='smddp', or let Lightning take the steps."
         )
-    for hook, cure in _INSTEAD.items():
-        if is_changed_hook(module, hook):
-            raise ValueError(
-                f"{name}.{hook} would not be used: DeepSpeed does that itself. To use {_NAME}, {cure}; "
-                "strategy='smddp' uses the hook."
-            )
     for callback in callbacks:
         if _class_names(callback).intersection(_CHANGING):
             raise ValueError(
@@ -136,28 +124,6 @@ def require_supported_by_deepspeed(module: Any, trainer: Any, callbacks: Iterabl
             raise ValueError(
                 f"The parameter {key!r} of {name} has no dimension, and DeepSpeed cannot send such a one. Give it one: "
                 f"nn.Parameter(torch.tensor([{parameter.item():g}]))."
-            )
-    if trainer.gradient_clip_algorithm == "value" and trainer.gradient_clip_val:
-        raise ValueError(
-            f"gradient_clip_algorithm='value' (gradient_clip_val={trainer.gradient_clip_val}): DeepSpeed clips by norm "
-            f"alone. Leave gradient_clip_algorithm out, or use strategy='smddp' in place of {_NAME}."
-        )
-
-
-def require_one_answer(config: Mapping[str, Any], trainer: Any) -> None:
-    """Raise ``ValueError`` if DeepSpeed's configuration and the Trainer differ on what both can say."""
-    clipping, given = config.get("gradient_clipping"), trainer.gradient_clip_val
-    if clipping is not None and given is not None and clipping != given:
-        raise ValueError(
-            f"config={{'gradient_clipping': {clipping!r}}} and Trainer(gradient_clip_val={given!r}) differ. "
-            "Give one of them."
-        )
-    for bits, key in (("16", "fp16"), ("bf16", "bf16")):
-        is_enabled = config.get(key, {}).get("enabled") is True  # it may be "auto", too
-        if is_enabled and not str(trainer.precision).startswith(f"{bits}-"):
-            raise ValueError(
-                f"config={{{key!r}: {{'enabled': True}}}} and Trainer(precision={trainer.precision!r}) differ, so "
-                f"inputs would have another type than parameters. Write Trainer(precision='{bits}-mixed')."
             )
 
 
@@ -245,16 +211,6 @@ def require_pipelinable(module: LightningModule, callbacks: Iterable[Any], is_fi
                 f"{name}.{hook} takes `dataloader_iter`. A pipeline has to see the batch to cut it into micro-batches: "
                 "take `batch` instead."
             )
-
-
-@contextmanager
-def without_sync_advice(wrong: bool) -> Iterator[None]:
-    """With ``wrong``, Lightning does not advise ``sync_dist=True``: all ranks of a pipeline log equal values."""
-    quiet: AbstractContextManager[None] = nullcontext()
-    if wrong:
-        quiet = without_warning("It is recommended to use `self.log")
-    with quiet:
-        yield
 
 
 def require_samplers_of_replicas(loaders: Any, num_replicas: int) -> None:

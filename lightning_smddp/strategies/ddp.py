@@ -6,27 +6,22 @@ top of their ``DDPStrategy``.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
-from lightning_smddp.communication.nonfinite import NonFinite, bad_gradients
+from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters, unwrapped
-from lightning_smddp.sharding.optimizer_states import whole_state_dict
-from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards, unwrapped
 from lightning_smddp.strategies.base import TrainerStrategy
-from lightning_smddp.strategies.frozen_parameters import FrozenParameters
-from lightning_smddp.strategies.nonfinite import by_asking
+from lightning_smddp.strategies.ddp_scheme import DDPOptions, DDPScheme
 from lightning_smddp.strategies.options import (
     CommunicationOptions,
     ReliabilityOptions,
@@ -37,6 +32,7 @@ from lightning_smddp.strategies.options import (
     by_name,
     require_known,
 )
+from lightning_smddp.strategies.process_group import DefaultGroup
 from lightning_smddp.strategies.tables import print_table, say
 from lightning_smddp.wording import counted
 
@@ -71,9 +67,6 @@ class DataParallel(TrainerStrategy):
         ValueError: an argument is not one of the valid values; the message lists them.
     """
 
-    _sharded: ShardedOptimizers | None = None  # while it trains
-    _frozen: FrozenParameters | None = None  # while it trains
-
     def __init__(
         self,
         *args: Any,
@@ -103,20 +96,19 @@ class DataParallel(TrainerStrategy):
         if gradient_as_bucket_view is not None:
             kwargs["gradient_as_bucket_view"] = gradient_as_bucket_view
         super().__init__(**kwargs)
-        self._hold_parts(options)
-        self._shard = shard
+        self._scheme = DDPScheme(options.gradients, shard)
+        self._hold_parts(options, self._scheme.close)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Without memory that this process shares with others."""
-        return {**super().__getstate__(), "_sharded": None, "_frozen": None}
+        scheme = DDPScheme(self._scheme.options, self._scheme.shard)
+        return {**super().__getstate__(), "_scheme": scheme, "_session": DefaultGroup(scheme.options, scheme.close)}
 
     @property
     def communication_report(self) -> CommunicationReport | None:
         """What gradient communication cost so far; None before fit. Collective: read it on every rank."""
-        if not self._session.synchronizers:
-            return self._last_report
-        return self._session.report()
+        return self._scheme.report() or self._last_report
 
     # ---- gradients ----
 
@@ -124,74 +116,47 @@ class DataParallel(TrainerStrategy):
     def configure_ddp(self) -> None:
         """Choose the communication and wrap the model."""
         assert self.model is not None
-        self._frozen = FrozenParameters(self.model)
+        own_hook = None
         if self._ddp_comm_hook is not None:  # it averages: nothing of ours is made
-            if self._session.options.bucket_cap_mb is not None:
-                self._ddp_kwargs["bucket_cap_mb"] = self._session.options.bucket_cap_mb
-            super().configure_ddp()
-            return
-        looks = self._checks.watches_gradients
-        self.model = self._session.wrap(self.model, self.root_device, self._ddp_kwargs, self._timeout, looks)
+            wrapper = self._ddp_comm_wrapper
+            hook = self._ddp_comm_hook if wrapper is None else wrapper(self._ddp_comm_hook)
+            own_hook = (hook, self._ddp_comm_state)
+        limit, watches = self._session.limit(self._timeout), self._checks.watches_gradients
+        options = DDPOptions(self.root_device, limit, self._ddp_kwargs, watches, own_hook)
+        self.model = self._scheme.wrap(self.model, options)
 
     @override
     def _training_batch_starts(self) -> None:
-        if self._frozen is None:
-            return
-        unfrozen = self._frozen.unfrozen()
-        if unfrozen:
-            self._wrap_again(self._frozen)
+        unfrozen = self._scheme.unfrozen
+        if unfrozen:  # DDP cannot be told of more parameters, so the module is wrapped once more
+            assert isinstance(self.model, DistributedDataParallel)
+            self.model = self.model.module
+            with self._scheme.wrapping_again(self.model):
+                self.configure_ddp()
             if self._speaks:
                 text = f"smddp: averages the gradients of {counted(len(unfrozen), 'parameter')} more, now unfrozen"
                 say(text, self._trainer)
-
-    def _wrap_again(self, frozen: FrozenParameters) -> None:
-        """Let DDP average what was unfrozen, too. Collective."""
-        # DDP cannot be told of more parameters, so the module is wrapped once more, in other buckets. What compression
-        # has not sent yet is left out.
-        assert isinstance(self.model, DistributedDataParallel)
-        self._session.detach()
-        self.model = self.model.module
-        gc.collect()  # DDP objects are cycles, and the old one's buckets are as large as the gradients
-        with frozen.others_require_gradients():
-            self.configure_ddp()
 
     @override
     @contextmanager
     def _averaging(self, loss: Tensor) -> Iterator[None]:
         yield
-        if self._frozen is not None:
-            self._frozen.require_no_gradients(
-                "Unfreeze them before the training step, as in `on_train_epoch_start` or `on_train_batch_start`."
-            )
-
-    @override
-    def _register_ddp_hooks(self) -> None:
-        assert isinstance(self.model, DistributedDataParallel)
-        # As `DDPStrategy` does with CUDA devices alone: on CPUs it ignores the user's hook.
-        hook = self._ddp_comm_hook
-        assert hook is not None
-        if self._ddp_comm_wrapper is not None:
-            hook = self._ddp_comm_wrapper(hook)
-        self.model.register_comm_hook(state=self._ddp_comm_state, hook=hook)
+        self._scheme.require_averaged(
+            "Unfreeze them before the training step, as in `on_train_epoch_start` or `on_train_batch_start`."
+        )
 
     @override
     def _find_nonfinite(self, optimizer: Optimizer) -> NonFinite | None:
-        if self._session.synchronizers:
-            return self._session.synchronizers[-1].nonfinite(all_parameters(optimizer))
-        # A communication hook of the user's own need not leave the same on all ranks.
-        found = bad_gradients(self._module.named_parameters())
-        return by_asking(None if found is None else NonFinite(found), self.root_device)
+        return self._scheme.nonfinite(optimizer, self.root_device)
 
     # ---- optimizers ----
 
     @override
     def _shard_optimizers(self) -> None:
-        self._sharded = None
-        if self._shard is None or self._session.communicator is None:
+        if self._scheme.shard is None or self._scheme.communicator is None:
             return
-        shards = [OptimizerShards(unwrapped(optimizer)) for optimizer in self.optimizers]
-        named = list(self._module.named_parameters())
-        self._sharded = ShardedOptimizers(named, shards, self._session.communicator)
+        optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
+        self._scheme.shard_optimizers(list(self._module.named_parameters()), optimizers)
         # Clipping by norm reads every gradient. They are equal on all ranks, so each rank reads its share, and the
         # ranks add up. A plugin that clips in its own way goes on doing so.
         plugin = self.precision_plugin
@@ -199,96 +164,57 @@ class DataParallel(TrainerStrategy):
             vars(plugin)["clip_grad_by_norm"] = self._clip_by_norm
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        assert self._sharded is not None
-        self._sharded.clip_by_norm(unwrapped(optimizer), clip_val)
+        self._scheme.clip_by_norm(unwrapped(optimizer), clip_val)
 
     @property
     @override
     def _shards(self) -> Sequence[OptimizerShards]:
-        if self._sharded is None:
-            return ()
-        return self._sharded.shards
+        return [shards for sharded in self._scheme.sharded for shards in sharded.shards]
 
     @override
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The state of a whole optimizer; of a sharded one it is on the first rank alone. Collective then."""
-        if self._sharded is None:
-            return super().optimizer_state(optimizer)
-        if self._interrupted:  # others may be gone; see `_can_save`
-            return {}
-        assert dist.group.WORLD is not None
-        shards = self._sharded.of(unwrapped(optimizer))
-        return whole_state_dict(shards, dist.group.WORLD, self.root_device)
+    def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if not self._scheme.sharded:
+            return super()._optimizer_state(optimizer)
+        return self._scheme.optimizer_state(optimizer, self.root_device)
 
     @property
     @override
     def _elsewhere(self) -> str | None:
-        if self._sharded is None:
+        if not self._scheme.sharded:
             return None
         return "with shard='optimizer' the optimizer's state is on all ranks, which may be gone"
 
     @override
     def _release_model(self) -> None:
-        self._frozen = None
-        if self._sharded is not None:
-            self._sharded.close()
+        if self._scheme.sharded:
             vars(self.precision_plugin).pop("clip_grad_by_norm", None)
 
     # ---- a run ----
 
     @override
     def _training_starts(self) -> None:
-        if self._speaks and self._session.communicator is not None:
+        if self._speaks and self._scheme.communicator is not None:
             trainer = self._trainer
-            rows = self._session.summary(_batch_size(trainer), trainer.accumulate_grad_batches)
-            if self._sharded is not None:
-                rows += self._sharded.describe()
-            rows += [("advice", text) for text in self._fused_advice()]
+            rows = self._scheme.describe(_batch_size(trainer), trainer.accumulate_grad_batches)
             print_table("smddp: data parallelism", rows, trainer)
-
-    def _fused_advice(self) -> list[str]:
-        # With a scaler Lightning clips no fused optimizer's gradients, and sparse ones cannot be stepped so.
-        is_sparse = any(getattr(layer, "sparse", False) for layer in self._module.modules())
-        if self.root_device.type != "cpu" or is_sparse or getattr(self.precision_plugin, "scaler", None) is not None:
-            return []
-        names = {type(optimizer).__name__ for optimizer in self.optimizers if _could_be_fused(optimizer)}
-        return [f"{name}(..., fused=True) passes over memory once a step: faster on CPUs" for name in sorted(names)]
 
     @override
     def _training_ends(self) -> None:
-        if self._session.synchronizers:
-            self._last_report = self._session.report()
-            if self._speaks and self.world_size > 1:
-                say(str(self._last_report), self._trainer)
+        self._last_report = self._scheme.report() or self._last_report
+        if self._scheme.synchronizers and self._speaks and self.world_size > 1:
+            say(str(self._last_report), self._trainer)
 
     @override
     def _compression_state(self) -> Mapping[str, Any]:
-        return self._session.state_dict()
+        return self._scheme.state_dict()
 
     @override
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._sharded is None:
+        if not self._scheme.sharded:
             super()._load_optimizers(checkpoint)
-        else:
-            self._sharded.load_whole_state_dicts(checkpoint["optimizer_states"])
-        self._session.load_state_dict(self._saved_compression_state(checkpoint))
-
-    @override
-    def _advise(self, exception: BaseException) -> None:
-        exception.args = tuple(_as_ours(argument) for argument in exception.args)
-
-
-def _as_ours(argument: Any) -> Any:
-    if not isinstance(argument, str) or "find_unused_parameters" not in argument:
-        return argument
-    named = argument.replace("strategy='ddp_find_unused", "strategy='smddp_find_unused")
-    return named.replace("strategy=DDPStrategy(", "strategy=SMDDPStrategy(")
-
-
-def _could_be_fused(optimizer: Optimizer) -> bool:
-    """Whether torch can, and nobody has said how it is to step."""
-    options = [group.get(word) for group in optimizer.param_groups for word in ("fused", "foreach")]
-    return type(optimizer) in (Adam, AdamW, SGD) and all(option is None for option in options)
+        for sharded in self._scheme.sharded:
+            sharded.load_whole_state_dicts(checkpoint["optimizer_states"])
+        self._scheme.load_state_dict(self._saved_compression_state(checkpoint))
 
 
 def _batch_size(trainer: Trainer) -> int | None:

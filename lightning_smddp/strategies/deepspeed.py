@@ -35,7 +35,6 @@ from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.checks import (
     callbacks_of,
     require_elementwise,
-    require_one_answer,
     require_supported_by_deepspeed,
 )
 from lightning_smddp.strategies.options import (
@@ -157,9 +156,7 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
     @override
     def _set_up_model(self, trainer: Trainer) -> None:
         if trainer.state.fn == "fit":
-            require_supported_by_deepspeed(self._module, trainer, callbacks_of(trainer))
-            assert self.config is not None
-            require_one_answer(self.config, trainer)
+            require_supported_by_deepspeed(self._module, callbacks_of(trainer))
         super()._set_up_model(trainer)
 
     @override
@@ -271,14 +268,12 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
         return "DeepSpeed's states are on all ranks, which may be gone"
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's, on the first rank, for a file. Collective."""
-        return {} if self._interrupted else self._states.whole_module_state()
+    def _model_state(self) -> dict[str, Any]:
+        return self._states.whole_module_state()
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole optimizer's, on the first rank, for a file. Collective."""
-        return {} if self._interrupted else self._states.whole_optimizer_state()
+    def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._states.whole_optimizer_state()
 
     @property
     @override

@@ -18,14 +18,17 @@ from lightning_smddp.launchers.launch import Launch
 from lightning_smddp.launchers.mpi import DEFAULT_PORT, in_allocation_only
 from lightning_smddp.launchers.sagemaker import network_variables
 
-# Lightning's own environments that read a launcher's variables -> the launcher, as `detect` calls it.
-_LIGHTNINGS = {"TorchElasticEnvironment": "torchrun", "SLURMEnvironment": "srun", "LSFEnvironment": "jsrun"}
-
 
 class ReadsLaunch:
     """A ``ClusterEnvironment`` that says what :func:`~lightning_smddp.launchers.detection.detect` has found."""
 
     launch: Launch
+    _launcher = ""  # as `detect` of `launchers/` calls it
+
+    @classmethod
+    def detect(cls) -> bool:
+        """Whether this launcher started the process, and no other one in it."""
+        return detect().launcher == cls._launcher
 
     def __init__(self, launch: Launch | None = None) -> None:
         super().__init__()
@@ -94,10 +97,7 @@ class ReadsMPIRun(ReadsLaunch):
     interface; for several nodes ``MASTER_ADDR`` has to be given.
     """
 
-    @staticmethod
-    def detect() -> bool:
-        """Whether mpirun started this process."""
-        return detect().launcher == "mpirun"
+    _launcher = "mpirun"
 
 
 class ReadsSageMaker(ReadsLaunch):
@@ -120,8 +120,8 @@ class ReadsSageMaker(ReadsLaunch):
                 f"{searched}, and no SM_HOSTS. Leave this environment out, or set SAGEMAKER_BASE_DIR."
             )
 
-    @staticmethod
-    def detect() -> bool:
+    @classmethod
+    def detect(cls) -> bool:
         """Whether this process belongs to a SageMaker training job."""
         return bool(detect().platform)
 
@@ -129,10 +129,7 @@ class ReadsSageMaker(ReadsLaunch):
 class ReadsPod(ReadsLaunch):
     """A pod of Kubeflow's PyTorchJob with one process, which Lightning has to be told about."""
 
-    @staticmethod
-    def detect() -> bool:
-        """Whether a PyTorchJob started this process, and no other launcher in it."""
-        return detect().launcher == "kubeflow"
+    _launcher = "kubeflow"
 
 
 def choose(classes: Any) -> Any | None:
@@ -151,23 +148,6 @@ def choose(classes: Any) -> Any | None:
     if launch.launcher == "lightning" and in_allocation_only(os.environ):
         return classes.LightningEnvironment()
     return None
-
-
-def check_numbers(environment: Any, num_devices: int, num_nodes: int) -> None:
-    """Compare what was asked for with what the launcher says, where Lightning's own environment reads it.
-
-    Raises:
-        ValueError: they differ; the message has the values and the cure.
-    """
-    for cls in type(environment).__mro__:
-        launcher = _LIGHTNINGS.get(cls.__name__)
-        if launcher is None:
-            continue
-        # It was given by the user where another launcher is at work, or none: then there is nothing to compare with.
-        launch = detect()
-        if launch.launcher == launcher:
-            launch.check(num_devices, num_nodes)
-        return
 
 
 def before_start(strategy: Any, verbose: bool) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +16,9 @@ from lightning_smddp.communication.compression import Compression, Method, gathe
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.patches import patched
-from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters, around_step
-from lightning_smddp.sharding.optimizer_states import load_whole_state_dict, whole_state_dict
-from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
-from lightning_smddp.strategies.frozen_parameters import FrozenParameters
+from lightning_smddp.sharding.optimizer_shards import all_parameters, around_step
+from lightning_smddp.sharding.optimizer_states import load_whole_state_dict
+from lightning_smddp.strategies.ddp_scheme import DDPOptions, DDPScheme
 from lightning_smddp.strategies.nonfinite import NonFiniteGuard, before_step
 from lightning_smddp.strategies.options import (
     CommunicationOptions,
@@ -31,8 +29,7 @@ from lightning_smddp.strategies.options import (
     by_name,
     require_known,
 )
-from lightning_smddp.strategies.process_group import mean_by_sum, start_process_group
-from lightning_smddp.strategies.session import GradientCommunication, check_devices
+from lightning_smddp.strategies.process_group import DefaultGroup, start_process_group
 from lightning_smddp.strategies.tables import print_table
 
 if TYPE_CHECKING:
@@ -44,22 +41,20 @@ else:
 class FabricStrategy(_Base):
     """The start, and what goes between ranks beside gradients."""
 
-    def _hold_options(self, options: StrategyOptions) -> None:
-        """At the end of a constructor."""
+    def _hold_options(self, options: StrategyOptions, close: Callable[[], None] | None = None) -> None:
+        """At the end of a constructor; ``close`` frees what works over the process group."""
         _refuse_of_trainer(options.reliability)
         self._reliability = options.reliability
-        self._session = GradientCommunication(options.gradients)
+        self._session = DefaultGroup(options.gradients, close)
         self._guard = NonFiniteGuard(options.reliability.on_nonfinite)
 
     @property
     def _looks(self) -> bool:
-        """Whether gradients are looked at. A gradient scaler makes inf on purpose, and skips such steps itself."""
-        return self._guard.mode != "ignore" and getattr(self.precision, "scaler", None) is None
+        """Whether gradients are looked at."""
+        return self._guard.watches(self.precision)
 
     def setup_environment(self) -> None:
-        """Start the process group, after a look at what the launcher started."""
-        environment = self.cluster_environment
-        check_devices(self.num_processes, environment is not None and environment.creates_processes_externally)
+        """Start the process group."""
         super().setup_environment()
         self._session.process_group_started()
 
@@ -72,9 +67,10 @@ class FabricStrategy(_Base):
         """``obj`` of rank ``src`` on every rank, or a ``ValueError`` on every rank where it cannot be pickled."""
         return broadcast(obj, group_src=src)
 
-    def all_reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        """Reduce a tensor over ranks; a mean is SUM, then division, as not every backend knows AVG."""
-        return mean_by_sum(super().all_reduce, tensor, group, reduce_op)
+    def teardown(self) -> None:
+        """Free shared memory, threads and sockets."""
+        self._session.close()
+        super().teardown()
 
     def _print(self, title: str, rows: list[tuple[str, str]]) -> None:
         if self._session.options.communication.verbose and self.global_rank == 0:
@@ -116,61 +112,32 @@ class FabricDataParallel(FabricStrategy):
         require_known(self, kwargs, arguments_of(*type(self).__mro__, DistributedDataParallel))
         options = StrategyOptions.of(communication, reliability, algorithm, compression, bucket_cap_mb, shard=shard)
         super().__init__(**by_name(super().__init__, args, kwargs))
-        self._hold_options(options)
-        self._shard = shard
+        self._scheme = DDPScheme(options.gradients, shard)
+        self._hold_options(options, self._scheme.close)
         self._modules: list[nn.Module] = []  # that were set up
-        self._sharded: list[ShardedOptimizers] = []  # of one optimizer each
-        self._frozen: list[FrozenParameters] = []  # of each module that was set up
 
     @property
     def communication_report(self) -> CommunicationReport | None:
         """What gradient communication cost so far; None before a module is set up. Collective."""
-        return self._session.report()
+        return self._scheme.report()
 
     def communication_state(self) -> list[Mapping[str, Any]]:
         """What compression remembers of the module set up last, by rank; empty but on the first one. Collective."""
         assert dist.group.WORLD is not None
-        return gathered_memory(self._session.state_dict(), dist.group.WORLD, self.root_device)
+        return gathered_memory(self._scheme.state_dict(), dist.group.WORLD, self.root_device)
 
     def load_communication_state(self, state: list[Mapping[str, Any]]) -> None:
         """Continue from a saved :meth:`communication_state`, of as many ranks, given on each."""
         assert dist.group.WORLD is not None
-        self._session.load_state_dict(own_memory(state, dist.group.WORLD))
-
-    def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        """The backward pass. Raises ``RuntimeError`` where a gradient is not averaged, as it would be silent in DDP."""
-        if self._looks:
-            self._guard.note(tensor)
-        super().backward(tensor, *args, **kwargs)
-        for frozen in self._frozen:
-            frozen.require_no_gradients("Unfreeze them before `fabric.setup`.")
-
-    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Look at the gradients as the user's code, or a closure, has left them, then step."""
-        sharded = self._sharded_of(optimizer)
-        shards = [] if sharded is None else sharded.shards
-        with before_step(optimizer, partial(self._look_at_gradients, optimizer)), around_step(shards):
-            return super().optimizer_step(optimizer, *args, **kwargs)
-
-    def _look_at_gradients(self, optimizer: Any) -> None:
-        """Raise, or let the step change nothing, if gradients are not finite. Collective if they are not."""
-        if self._looks:
-            found = None
-            for synchronizer in self._session.synchronizers:
-                found = found or synchronizer.nonfinite(all_parameters(optimizer))
-            self._guard.check(optimizer, found, "this step")
+        self._scheme.load_state_dict(own_memory(state, dist.group.WORLD))
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Choose the communication and wrap ``module``. Collective; ``ValueError`` on every rank if models differ."""
-        # DDP notes what requires gradients when it wraps a module, and sends the first rank's weights to all. So what
-        # is frozen is noted before, and whether models differ is found out before.
-        self._frozen.append(FrozenParameters(module))
-        model = self._session.wrap(module, self.root_device, self._ddp_kwargs, self._timeout, self._looks)
+        limit = self._session.limit(self._timeout)
+        model = self._scheme.wrap(module, DDPOptions(self.root_device, limit, self._ddp_kwargs, self._looks))
         self._modules.append(module)
-        self._print("smddp: data parallelism", self._session.summary())
+        self._print("smddp: data parallelism", self._scheme.describe())
         return model
-
-    # ---- a sharded optimizer ----
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """With ``shard="optimizer"`` each rank steps a share from here on. Collective then.
@@ -179,9 +146,9 @@ class FabricDataParallel(FabricStrategy):
             ValueError: on every rank: the optimizer cannot be sharded, or its module was not set up before.
         """
         optimizer = super().setup_optimizer(optimizer)
-        if self._shard is None:
+        if self._scheme.shard is None:
             return optimizer
-        if self._session.communicator is None:
+        if self._scheme.communicator is None:
             raise ValueError(
                 "With shard='optimizer' the module comes first: call `fabric.setup(module, optimizer)`, or "
                 "`fabric.setup_module(module)` before `fabric.setup_optimizers(optimizer)`."
@@ -193,16 +160,27 @@ class FabricDataParallel(FabricStrategy):
             for name, parameter in module.named_parameters():
                 if id(parameter) in stepped:
                     named.append((f"{prefix}{name}", parameter))
-        sharded = ShardedOptimizers(named, [OptimizerShards(optimizer)], self._session.communicator)
-        self._sharded.append(sharded)
-        self._print("smddp: data parallelism", sharded.describe())
+        self._scheme.shard_optimizers(named, [optimizer])
+        self._print("smddp: data parallelism", self._scheme.sharded[-1].describe())
         return optimizer
 
-    def _sharded_of(self, optimizer: Optimizer) -> ShardedOptimizers | None:
-        for sharded in self._sharded:
-            if sharded.shards[0].optimizer is optimizer:
-                return sharded
-        return None
+    # ---- steps ----
+
+    def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        """The backward pass. Raises ``RuntimeError`` where a gradient is not averaged, as it would be silent in DDP."""
+        if self._looks:
+            self._guard.note(tensor)
+        super().backward(tensor, *args, **kwargs)
+        self._scheme.require_averaged("Unfreeze them before `fabric.setup`.")
+
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Look at the gradients as the user's code, or a closure, has left them, then step."""
+        with before_step(optimizer, partial(self._look, optimizer)), around_step(self._scheme.shards_of(optimizer)):
+            return super().optimizer_step(optimizer, *args, **kwargs)
+
+    def _look(self, optimizer: Any) -> None:
+        if self._looks:
+            self._guard.check(optimizer, self._scheme.nonfinite(optimizer, self.root_device), "this step")
 
     def clip_gradients_norm(
         self,
@@ -213,34 +191,23 @@ class FabricDataParallel(FabricStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Clip by norm; with ``shard="optimizer"`` each rank reads its share for it. Collective then."""
-        sharded = self._sharded_of(optimizer)
-        if sharded is None:
+        if self._scheme.sharded_of(optimizer) is None:
             return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         self.precision.unscale_gradients(optimizer)
-        return sharded.clip_by_norm(optimizer, max_norm, norm_type, error_if_nonfinite)
+        return self._scheme.clip_by_norm(optimizer, max_norm, norm_type, error_if_nonfinite)
+
+    # ---- states ----
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of a whole optimizer; of a sharded one it is on the first rank alone. Collective then."""
-        sharded = self._sharded_of(optimizer)
-        if sharded is None:
+        if self._scheme.sharded_of(optimizer) is None:
             return super().get_optimizer_state(optimizer)
-        assert dist.group.WORLD is not None
-        return whole_state_dict(sharded.shards[0], dist.group.WORLD, self.root_device)
+        return self._scheme.optimizer_state(optimizer, self.root_device)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load states of whole optimizers: of a sharded one this rank's share."""
         # Fabric calls `optimizer.load_state_dict` with the whole state: meanwhile that takes this rank's share of it.
-        with ExitStack() as stack:
-            for sharded in self._sharded:
-                shards = sharded.shards[0]
-                load = partial(load_whole_state_dict, shards)
-                stack.enter_context(patched([(vars(shards.optimizer), "load_state_dict", load)]))
+        shards = [each for sharded in self._scheme.sharded for each in sharded.shards]
+        loads = [(vars(each.optimizer), "load_state_dict", partial(load_whole_state_dict, each)) for each in shards]
+        with patched(loads):
             return super().load_checkpoint(*args, **kwargs)
-
-    def teardown(self) -> None:
-        """Free shared memory, threads and sockets."""
-        self._frozen = []
-        for sharded in self._sharded:
-            sharded.close()
-        self._session.close()
-        super().teardown()

@@ -288,7 +288,6 @@ class FabricFullyShardedParallel(FabricStrategy):
             divided.scheme.make_whole()
             divided.scheme.close()
         self._stepped, self._modules = [], []
-        self._session.close()
         super().teardown()
 
 

@@ -300,18 +300,12 @@ class FullyShardedParallel(TrainerStrategy):
         return self._sharding.meta_init
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's state, on global rank 0; with ``sharded`` of each rank its share. Collective."""
-        if self._interrupted:
-            return {}
+    def _model_state(self) -> dict[str, Any]:
         return gathered_model(self._module.state_dict(keep_vars=True), self._keeps, self.root_device)
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole optimizer's state, on global rank 0; with ``sharded`` of each rank its share. Collective."""
-        if self._interrupted:
-            return {}
-        return gathered_optimizer(unwrapped(optimizer).state_dict(), self._keeps, self.root_device)
+    def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return gathered_optimizer(optimizer.state_dict(), self._keeps, self.root_device)
 
     def _keeps(self, number: int) -> bool:
         """Whether this rank saves what has that number: with ``sharded`` its share, else the first rank all."""

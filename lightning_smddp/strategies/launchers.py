@@ -23,7 +23,6 @@ from torch.multiprocessing import ProcessExitedException
 from lightning_smddp._compat.trainer import is_control_flow, set_num_threads_if_needed
 from lightning_smddp.communication.rendezvous import JOB
 from lightning_smddp.launchers.mpi import started_by_mpirun
-from lightning_smddp.strategies.environments import check_numbers
 
 # popen:        this script is local rank 0, and starts itself again for ranks 1, 2, ...   (`ScriptLaunching`)
 # torchrun ...: every rank is there already, and starts nothing                            (`ScriptLaunching`)
@@ -88,7 +87,6 @@ class ScriptLaunching:
         """Start the other ranks, and run ``function`` in this one; if it fails, they end before this process does."""
         launcher: Any = self
         environment = launcher.cluster_environment
-        check_numbers(environment, launcher.num_processes, launcher.num_nodes)
         environment.validate_settings(num_devices=launcher.num_processes, num_nodes=launcher.num_nodes)
         if not environment.creates_processes_externally:
             os.environ[LAUNCHER_PID] = str(os.getpid())  # for the ranks alone, which inherit it

@@ -29,6 +29,10 @@ class NonFiniteGuard:
         self.skipped = 0
         self._losses: deque[Tensor] = deque(maxlen=100)  # of backward passes since the last step
 
+    def watches(self, precision: Any) -> bool:
+        """Whether to look for NaN and inf. A gradient scaler makes inf on purpose, and skips such steps itself."""
+        return self.mode != "ignore" and getattr(precision, "scaler", None) is None
+
     def note(self, loss: Tensor) -> None:
         """A backward pass of ``loss`` begins: it may tell which rank is the cause."""
         self._losses.append(loss.detach())

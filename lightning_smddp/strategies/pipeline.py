@@ -39,7 +39,6 @@ from lightning_smddp.strategies.checks import (
     refuse_training,
     require_pipelinable,
     require_shardable,
-    without_sync_advice,
     zeroes_as_usual,
 )
 from lightning_smddp.strategies.hook_view import HookView
@@ -59,6 +58,7 @@ from lightning_smddp.strategies.options import (
 )
 from lightning_smddp.strategies.partition_table import print_partition
 from lightning_smddp.strategies.pipeline_ranks import PipelineRanks
+from lightning_smddp.strategies.tables import without_warning
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -165,7 +165,8 @@ class PipelineParallel(PipelineRanks):
         # and what ranks log is equal without `sync_dist`.
         one_replica = self._groups.mesh.num_replicas == 1
         self._changes.enter_context(keeps_user_samplers(trainer, one_replica))
-        self._changes.enter_context(without_sync_advice(one_replica))
+        if one_replica:
+            self._changes.enter_context(without_warning("It is recommended to use `self.log"))
         self._changes.enter_context(finetuning_by_identity(callbacks, self._optimized))
         require_whole(module)
         require_pipelinable(module, callbacks, is_fit)
@@ -376,18 +377,12 @@ class PipelineParallel(PipelineRanks):
         return False
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's state, on global rank 0; with ``sharded`` of each rank what it holds. Collective."""
-        if self._interrupted:
-            return {}
+    def _model_state(self) -> dict[str, Any]:
         return self._last_pipelined().state_dict(gather=not self._reliability.sharded)
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole optimizer's state, on global rank 0; with ``sharded`` of each rank its part. Collective."""
-        if self._interrupted:
-            return {}
-        return self._last_pipelined().state.optimizer_state(unwrapped(optimizer), gather=not self._reliability.sharded)
+    def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._last_pipelined().state.optimizer_state(optimizer, gather=not self._reliability.sharded)
 
     @override
     def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:

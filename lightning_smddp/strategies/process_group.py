@@ -1,9 +1,12 @@
-"""The default process group: how it is started, by ``communication/rendezvous.py``, and means over its ranks."""
+"""The default process group: its start, by ``communication/rendezvous.py``, its limit and its end."""
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -11,13 +14,52 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor
 
-from lightning_smddp.communication.groups import forget_aborted_groups
+from lightning_smddp._compat.torch import is_nccl, set_group_timeout
+from lightning_smddp.communication.groups import backend_timeout, close_all, ends_within, forget_aborted_groups
 from lightning_smddp.communication.rendezvous import NCCL_AND_GLOO, RankInfo, join, start_limit, versions
 from lightning_smddp.strategies.environments import before_start
+from lightning_smddp.strategies.options import GradientOptions
 
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
+
+
+_DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own
+_LEAVE_S = 60.0  # for the groups to end
+_LEAVE_AFTER_FAILURE_S = 5.0
+
+
+class DefaultGroup:
+    """The runs of one strategy object: how long their collectives may wait, and how the process group ends.
+
+    Args:
+        options: of the strategy.
+        close: frees what works over the group, before it ends.
+    """
+
+    def __init__(self, options: GradientOptions, close: Callable[[], None] | None = None) -> None:
+        self.options = options
+        self.close = close or _nothing
+        self.failed = False  # the last run
+
+    def limit(self, timeout: timedelta | None) -> timedelta:
+        """How long a collective may wait for a rank; ``timeout`` is the strategy's, which None leaves to torch."""
+        return self.options.communication.limit or timeout or _DEFAULT_TIMEOUT
+
+    def process_group_started(self) -> None:
+        """Give the default group the collective timeout, now that everyone has started, and see to its end."""
+        if not dist.is_initialized():
+            return
+        # The default group was made with DDP's `timeout`. A limit for collectives holds from here on.
+        limit = self.options.communication.limit
+        if limit is not None:
+            set_group_timeout(backend_timeout(limit, is_nccl()))
+        # A weak reference: the interpreter's list of functions must not keep this object, and memory of it, alive.
+        atexit.register(_leave, weakref.ref(self))
+
+
+def _nothing() -> None:
+    pass
 
 
 def start_process_group(
@@ -51,11 +93,7 @@ def start_process_group(
         device = None
     limit = strategy._session.limit(timeout)
     join(card, address, backend, device, limit, start_limit(init_timeout, timeout))
-    line = "-" * 100
-    rank_zero_info(
-        f"{line}\ndistributed_backend={backend}\n"
-        f"All distributed processes registered. Starting with {card.world_size} processes\n{line}\n"
-    )
+    rank_zero_info(f"{card.world_size} processes are connected, by {backend}.")
 
 
 def lightning_version(strategy: Any) -> str:
@@ -67,19 +105,17 @@ def lightning_version(strategy: Any) -> str:
     return "unknown"
 
 
-def mean_by_sum(reduce: Callable[[Any, Any, Any], Tensor], tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
-    """``reduce``, but a mean is asked for as a sum and divided here.
+def _leave(reference: weakref.ref[DefaultGroup]) -> None:
+    """End the process group before the interpreter ends.
 
-    Lightning asks every backend but gloo for ``ReduceOp.AVG``, which not every one has (MPI's has not):
-    Lightning issue #20409. As there, integer tensors stay integer.
+    Else a thread of gloo's that lets go of its last tensor meanwhile ends the process with SIGABRT, now and then.
+    Lightning does the same for NCCL, which waits for all that was launched: that may never end after a failure.
     """
-    averages = reduce_op == dist.ReduceOp.AVG
-    if isinstance(reduce_op, str):
-        averages = reduce_op.lower() in ("mean", "avg")
-    if not averages or not isinstance(tensor, Tensor) or not dist.is_initialized():
-        return reduce(tensor, group, reduce_op)
-    total = reduce(tensor, group, "sum")
-    size = dist.get_world_size(group)
-    if total.is_floating_point() or total.is_complex():
-        return total.div_(size)
-    return total.copy_(total / size)
+    session = reference()
+    failed = session is not None and session.failed
+    patience_s = _LEAVE_AFTER_FAILURE_S if failed else _LEAVE_S
+    with ends_within(patience_s):
+        if session is not None:
+            session.close()
+        close_all(failed)
+        gc.collect()

@@ -43,8 +43,8 @@ class SageMakerJob:
         self._folders: Folders | None = None
         self._number = 1  # of the Trainer among the script's
         self._made_in = ""  # the working directory at that time
-        self._resumes_by_default = True  # in the next fit
-        self._resumed_by_default = False  # in the last one
+        self._given_resume = strategy._resume
+        self._is_first_fit = True
         self._trainer: Any = None  # until the run ends
         self._saved: dict[str, int] | None = None  # checkpoint -> its step
 
@@ -69,9 +69,7 @@ class SageMakerJob:
         if supervisor is not None:
             supervisor.shutdown.clean_ups.append(self.write_failure)
         moved = self._take_folders(self._folders)
-        self.newest_in = None
-        if moved:
-            self.newest_in = self._folders.checkpoints
+        self.newest_in = self._folders.checkpoints if moved else None
         if self._trainer.state.fn == "fit":
             self._begin_fit(self._folders, moved)
 
@@ -81,18 +79,12 @@ class SageMakerJob:
         # The script's own directories may be shared by several Trainers: only the first one may go on from what is
         # there. Those below SageMaker's folder are each Trainer's own.
         has_own_directory = moved or self._number == 1
-        by_default = self._resumes_by_default and strategy._resume is None and has_own_directory
-        self._resumes_by_default = False
-        if by_default:
-            strategy._resume = "auto"
-        elif self._resumed_by_default:
-            strategy._resume = None  # as the user gave it
-        self._resumed_by_default = by_default
+        by_default = self._is_first_fit and self._given_resume is None and has_own_directory
+        self._is_first_fit = False
+        strategy._resume = "auto" if by_default else self._given_resume
         if strategy.is_global_zero:
             where = str(folders.checkpoints) if moved else "the script's own directories"
-            how = ""
-            if by_default:
-                how = "; resume='auto', as the script does not say ('never' starts from scratch)"
+            how = "; resume='auto', as the script does not say ('never' starts from scratch)" if by_default else ""
             say(f"SageMaker: checkpoints in {where}, the final model in {folders.model}{how}.")
 
     def _take_folders(self, folders: Folders) -> bool:
@@ -211,22 +203,15 @@ def _is_inside(callback: Any, folder: Path) -> bool:
 
 def _best(trainer: Any) -> list[str]:
     """Checkpoints with the best value of a metric."""
-    found = []
-    for callback in trainer.checkpoint_callbacks:
-        if getattr(callback, "monitor", None) is not None and callback.best_model_path:
-            found.append(callback.best_model_path)
-    return found
+    callbacks = [each for each in trainer.checkpoint_callbacks if getattr(each, "monitor", None) is not None]
+    return [callback.best_model_path for callback in callbacks if callback.best_model_path]
 
 
 def _last(trainer: Any) -> list[str]:
     """The last checkpoints: without a metric, the best one is the last one."""
-    found = []
-    for callback in trainer.checkpoint_callbacks:
-        for attribute in ("best_model_path", "last_model_path"):
-            path = getattr(callback, attribute, "")
-            if path:
-                found.append(path)
-    return found
+    attributes = ("best_model_path", "last_model_path")
+    paths = [getattr(each, name, "") for each in trainer.checkpoint_callbacks for name in attributes]
+    return [path for path in paths if path]
 
 
 def _exists(path: str) -> bool:

@@ -38,9 +38,8 @@ class SanityChecks:
 
     @property
     def watches_gradients(self) -> bool:
-        """Whether to look for NaN and inf. A gradient scaler makes inf on purpose, and skips such steps itself."""
-        scaler = getattr(self.strategy.precision_plugin, "scaler", None)
-        return self.strategy._reliability.on_nonfinite != "ignore" and scaler is None
+        """Whether to look for NaN and inf."""
+        return self.guard.watches(self.strategy.precision_plugin)
 
     def require_same_optimizers(self) -> None:
         """Raise ``ValueError`` on every rank if their optimizers or schedules differ. Collective."""

@@ -395,7 +395,7 @@ def ask_for_state() -> tuple[list[int], str]:
     whole = trainer.strategy.optimizer_state(trainer.optimizers[0])
     with pytest.raises(RuntimeError) as refused:
         trainer.optimizers[0].state_dict()
-    assert copy.deepcopy(trainer.strategy)._sharded is None
+    assert copy.deepcopy(trainer.strategy)._scheme.sharded == []
     return list(whole["state"]), str(refused.value)
 
 

@@ -1,23 +1,18 @@
-"""The process group's backend, means without ReduceOp.AVG, and communication hooks of the user's own."""
+"""The process group's backend, and communication hooks of the user's own."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from lightning_smddp import PipelineStrategy, SMDDPFabricStrategy, SMDDPStrategy
-from tests.ranks import run_ranks, run_trainer_ranks
-from tests.strategies.grouped import grouped
+from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import Learner, Outcome, assert_equal, fit, make_trainer, silent
 
 # ---- backend ----
-
-CPU = torch.device("cpu")
 
 
 def test_the_closed_library_of_aws_is_refused_with_the_cure() -> None:
@@ -43,46 +38,6 @@ def test_gloo_on_cpu(backend: str | None) -> None:
 def test_gloo_beside_nccl_on_gpus(backend: str) -> None:
     found = run_trainer_ranks(backends, 2, {"process_group_backend": backend})
     assert found == [("cpu:gloo,cuda:nccl", "nccl")] * 2
-
-
-# ---- means ----
-
-
-def reduce_values() -> list[str]:
-    """Reduce through both strategies, while the group says it has another backend; which operations arrive?"""
-    operations = []
-    all_reduce, rank = dist.all_reduce, dist.get_rank()
-
-    def recorded(tensor: Any, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
-        operations.append(str(op))
-        return all_reduce(tensor, op, *args, **kwargs)
-
-    trainer, fabric = silent(), SMDDPFabricStrategy(**grouped(verbose=False))
-    trainer.parallel_devices = [CPU] * 2
-    trainer.cluster_environment = LightningEnvironment()
-    trainer.set_world_ranks()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", recorded)
-        patch.setattr(dist, "get_backend", lambda group=None: "mpi")
-        for reduce in (trainer.reduce, fabric.all_reduce):
-            assert reduce(torch.tensor([1.0, 2.0]) + rank).tolist() == [1.5, 2.5]
-            assert reduce(torch.tensor(1.0 + rank), reduce_op="avg") == 1.5
-            assert reduce(torch.tensor(1.0 + rank), reduce_op=dist.ReduceOp.AVG) == 1.5
-            assert reduce(torch.tensor(1.0 + rank, dtype=torch.bfloat16)) == 1.5
-            assert reduce(torch.tensor(1.0 + rank), group=dist.group.WORLD) == 1.5
-            assert reduce(torch.tensor([3, 5]) + 2 * rank).equal(torch.tensor([4, 6]))
-            assert reduce(torch.tensor(1 + rank), reduce_op="sum") == 3
-            assert reduce(torch.tensor(1 + rank), reduce_op="max") == 2
-            assert reduce("no tensor") == "no tensor"
-        assert not trainer.reduce_boolean_decision(rank == 0)
-        assert trainer.reduce_boolean_decision(rank == 0, all=False)
-        assert trainer.reduce_boolean_decision(True)
-    return operations
-
-
-def test_means_do_not_need_avg() -> None:
-    for operations in run_ranks(reduce_values, 2):
-        assert not any("AVG" in operation for operation in operations)
 
 
 # ---- hooks ----

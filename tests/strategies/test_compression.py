@@ -94,7 +94,7 @@ def fit_save_and_resume(compression: Any, path: str) -> dict[str, Any]:
     resumed = Digits()
     again = make_trainer(silent(compression=compression), max_epochs=2)
     loaded: dict[str, Any] = {}
-    resumed.on_train_start = lambda: loaded.update(again.strategy._session.state_dict())  # type: ignore[method-assign]
+    resumed.on_train_start = lambda: loaded.update(again.strategy._scheme.state_dict())  # type: ignore[method-assign]
     again.fit(resumed, ckpt_path=path)
     return {
         "half": weights(first),

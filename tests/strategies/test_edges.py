@@ -157,29 +157,11 @@ def test_lazy_layers_are_refused_with_the_cure_and_barriers_in_a_step_do_not_han
 # ---- what Lightning advises ----
 
 
-class Partly(Evaluated):
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Linear(2, 2)
-
-
-def advised(name: str) -> str:
-    return error_of(lambda: trainer_for(name).fit(Partly()))
-
-
-@pytest.mark.slow
-def test_advice_on_unused_parameters_names_this_strategy() -> None:
-    for error in SLOW.results((advised, "smddp")):
-        assert "`strategy='smddp_find_unused_parameters_true'`" in error
-        assert "`strategy=SMDDPStrategy(find_unused_parameters=True)`" in error
-
-
 SLOW = Cases(
     call,
     [
         *((body, name) for body in (copies, refuses) for name in BOTH),
         *((goes_on, name) for name in ("ddp", "smddp")),
-        (advised, "smddp"),
     ],
 )
 

@@ -90,7 +90,7 @@ def save_and_continue() -> dict[str, Any]:
     fabric.launch()
     fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
     other.load_communication_state(state)
-    loaded = other._session.state_dict()
+    loaded = other._scheme.state_dict()
     other.teardown()
     return {"state": state, "loaded": loaded, "steps": report.steps, "half": half}
 

@@ -14,22 +14,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
-from torch import nn, optim
 
 from lightning_smddp import CommunicationMonitor
 from lightning_smddp.strategies import tables
-from lightning_smddp.strategies.ddp import _could_be_fused
 from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import Learner, make_trainer, silent
 
 
-def fit_and_read(strategy_options: dict[str, Any], rich: bool, model: type = Learner) -> tuple[list[str], Any]:
+def fit_and_read(strategy_options: dict[str, Any], rich: bool) -> tuple[list[str], Any]:
     """What fit prints, as lines without borders and runs of blanks, and the report."""
     find_spec = tables.find_spec
     tables.find_spec = lambda name: find_spec(name) if rich or name != "rich" else None
     trainer = make_trainer(silent(**strategy_options), accumulate_grad_batches=3)
     with contextlib.redirect_stdout(io.StringIO()) as text:
-        trainer.fit(model())
+        trainer.fit(Learner())
     lines = [" ".join(line.replace("│", " ").split()) for line in text.getvalue().splitlines()]
     return lines, trainer.strategy.communication_report
 
@@ -67,36 +65,15 @@ def test_table_and_report(rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(report).splitlines()[0] == "gradient communication over 4 steps"
 
 
-@pytest.mark.parametrize(
-    ("make", "could"),
-    [
-        (optim.AdamW, True),
-        (lambda p: optim.AdamW(p, fused=True), False),
-        (lambda p: optim.AdamW(p, fused=False), False),
-        (lambda p: optim.AdamW(p, foreach=True), False),
-        (lambda p: type("Own", (optim.AdamW,), {})(p), False),
-        (optim.RMSprop, False),
-    ],
-)
-def test_silent_where_it_is_chosen_or_there_is_none(make: Any, could: bool) -> None:
-    assert _could_be_fused(make(nn.Linear(10, 10).parameters())) is could
-
-
-class Plain(Learner):
-    def configure_optimizers(self) -> Any:
-        return optim.AdamW(self.parameters(), lr=0.01)
-
-
 def test_auto_says_what_it_measured_and_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    (lines, _), _ = run_trainer_ranks(fit_and_read, 2, {"verbose": True, "compression": "int8"}, False, Plain)
+    (lines, _), _ = run_trainer_ranks(fit_and_read, 2, {"verbose": True, "compression": "int8"}, False)
     (algorithm,) = [line for line in lines if line.startswith("algorithm ")]
     assert "(measured at " in algorithm
     assert "native " in algorithm
     assert "shared_memory " in algorithm
     (wire,) = [line for line in lines if line.startswith("wire dtype")]
     assert "int8 applies between nodes, and there is one node" in wire
-    assert any("advice AdamW(..., fused=True) passes over memory once a step" in line for line in lines)
 
 
 class Recursing(io.StringIO):

@@ -1,0 +1,298 @@
+"""How ``smddp`` averages gradients and shards optimizers: the same for the Trainer and for Fabric."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_smddp.communication.choose import Choice, choose
+from lightning_smddp.communication.communicator import Communicator
+from lightning_smddp.communication.consistency import (
+    check_compression,
+    check_same_model,
+    check_trainable,
+    require_initialized,
+    require_same,
+)
+from lightning_smddp.communication.hook import GradientSynchronizer
+from lightning_smddp.communication.nonfinite import NonFinite, bad_gradients
+from lightning_smddp.communication.report import CommunicationReport, Recorder
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
+from lightning_smddp.sharding.optimizer_states import whole_state_dict
+from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
+from lightning_smddp.strategies.nonfinite import by_asking
+from lightning_smddp.strategies.options import GradientOptions, Shard
+from lightning_smddp.wording import counted
+
+_SHOWN = 4  # parameters, in messages
+
+
+@dataclass(frozen=True)
+class DDPOptions:
+    """How a module is put into DDP.
+
+    Attributes:
+        device: of this rank.
+        limit: how long a collective waits for a rank.
+        arguments: DDP's, as the user gave them.
+        watches: whether gradients are to be looked at for NaN and inf.
+        own_hook: a communication hook of the user's with its state, instead of our averaging.
+    """
+
+    device: torch.device
+    limit: timedelta
+    arguments: Mapping[str, Any]
+    watches: bool
+    own_hook: tuple[Callable[..., Any], Any] | None = None
+
+
+class DDPScheme:
+    """Modules in DDP, until :meth:`close`, and the optimizers whose work ranks share.
+
+    Args:
+        options: how gradients are averaged.
+        shard: ``"optimizer"``, or None.
+
+    Attributes:
+        synchronizers: what averages, for each module.
+        sharded: with ``shard``, the optimizers.
+    """
+
+    def __init__(self, options: GradientOptions, shard: Shard = None) -> None:
+        self.options = options
+        self.shard = shard
+        self.communicator: Communicator | None = None  # modules share its groups
+        self.synchronizers: list[GradientSynchronizer] = []
+        self.sharded: list[ShardedOptimizers] = []
+        self._choice: Choice | None = None
+        self._recorder: Recorder | None = None
+        self._frozen: list[dict[str, nn.Parameter]] = []  # of each module: what required no gradient
+        self._names: dict[int, str] = {}  # of parameters, by `id`
+
+    # ---- modules ----
+
+    def wrap(self, module: nn.Module, options: DDPOptions) -> DistributedDataParallel:
+        """``module`` in DDP, with our averaging. Collective.
+
+        Raises:
+            ValueError: on every rank, when the model or the options do not fit.
+        """
+        given, device = options.arguments, options.device
+        arguments = dict(given)
+        if self.options.bucket_cap_mb is not None and not given.get("bucket_cap_mb_list"):
+            arguments["bucket_cap_mb"] = self.options.bucket_cap_mb
+        # DDP averages for good what requires gradients now; what is unfrozen later it leaves alone, without a word.
+        self._frozen.append({name: p for name, p in module.named_parameters() if not p.requires_grad})
+        self._names |= {id(parameter): name for name, parameter in module.named_parameters()}
+        state: Any = None
+        if options.own_hook is not None:
+            hook, state = options.own_hook
+        else:
+            if given.get("process_group") is not None or given.get("device_mesh") is not None:
+                raise ValueError(
+                    "`process_group` and `device_mesh` are not supported: the gradients of all ranks are averaged. "
+                    "Use Lightning's DDPStrategy for gradients of a part of the ranks."
+                )
+            synchronizer = self._make_synchronizer(module, options)
+            # Gradients are views of DDP's buckets then: what is averaged in a bucket need not be copied to them.
+            arguments.setdefault("gradient_as_bucket_view", True)
+
+            # DDP calls it in the backward pass, when all gradients of a bucket are there, and sums nothing itself: what
+            # the hook's future brings is the average.
+            def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+                return synchronizer.average(bucket)
+
+        device_ids = None if device.type == "cpu" else [device.index]
+        model = DistributedDataParallel(module, device_ids=device_ids, **arguments)
+        model.register_comm_hook(state=state, hook=hook)
+        return model
+
+    def _make_synchronizer(self, module: nn.Module, options: DDPOptions) -> GradientSynchronizer:
+        """Check the model, and choose what averages its gradients."""
+        require_initialized(module)
+        group = dist.group.WORLD
+        assert group is not None
+        if self.communicator is None or self._recorder is None:
+            self.sharded = []  # until now those of an ended run, whose state can be saved
+            self._recorder = Recorder(options.device)
+            size = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+            self.communicator = Communicator(group, options.device, options.limit, self._recorder.on_wait, size)
+        # Each check is collective and raises on all ranks, so that none waits in the first all-reduce for one that
+        # has left. Options come first, as they decide which messages follow.
+        ours = self.options
+        told = f"algorithm={ours.algorithm!r}, {ours.compression}, bucket_cap_mb={ours.bucket_cap_mb}"
+        require_same("strategy's options", [told], "Give every rank the same ones.")
+        check_same_model(module)
+        check_trainable(module)
+        check_compression(module, ours.compression)
+        self._choice = Choice(ours.algorithm)
+        if ours.algorithm == "auto":
+            self._choice = choose(self.communicator, module, ours.compression, ours.bucket_cap_mb)
+        synchronizer = GradientSynchronizer(
+            self.communicator, module, self._choice.algorithm, ours.compression, self._recorder
+        )
+        synchronizer.watches = options.watches
+        self.synchronizers.append(synchronizer)
+        return synchronizer
+
+    @property
+    def unfrozen(self) -> list[str]:
+        """Names of what was frozen when its module was wrapped, and requires gradients by now."""
+        return [name for frozen in self._frozen for name, parameter in frozen.items() if parameter.requires_grad]
+
+    def require_averaged(self, cure: str) -> None:
+        """Raise ``RuntimeError``, with ``cure``, if a backward pass has made gradients that are not averaged."""
+        frozen = [pair for of_module in self._frozen for pair in of_module.items()]
+        trained = [name for name, parameter in frozen if parameter.requires_grad and parameter.grad is not None]
+        if trained:
+            names = ", ".join(trained[:_SHOWN]) + (", ..." if len(trained) > _SHOWN else "")
+            raise RuntimeError(
+                f"{counted(len(trained), 'parameter')} ({names}) with new gradients were frozen when the module was "
+                f"wrapped, so these gradients are not averaged: each rank would train its own copy. {cure}"
+            )
+
+    @contextmanager
+    def wrapping_again(self, module: nn.Module) -> Iterator[None]:
+        """Around wrapping the last ``module`` anew, in other buckets, with what was unfrozen: its DDP object is gone.
+
+        What compression has not sent yet is left out.
+        """
+        frozen = self._frozen.pop()
+        if self.synchronizers:
+            self.synchronizers.pop().close()
+        gc.collect()  # DDP objects are cycles, and the old one's buckets are as large as the gradients
+        # Steps may freeze what was wrapped for a while (`toggle_optimizer`), and DDP takes what requires gradients now.
+        paused = [p for name, p in module.named_parameters() if name not in frozen and not p.requires_grad]
+        for parameter in paused:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for parameter in paused:
+                parameter.requires_grad_(False)
+
+    # ---- steps ----
+
+    def nonfinite(self, optimizer: Optimizer, device: torch.device) -> NonFinite | None:
+        """What is wrong with the gradients that ``optimizer`` is to step; None if no rank has found anything."""
+        for synchronizer in self.synchronizers:
+            found = synchronizer.nonfinite(all_parameters(optimizer))
+            if found is not None:
+                return found
+        if self.synchronizers or not self._frozen:
+            return None
+        # A communication hook of the user's own need not leave the same on all ranks.
+        bad = bad_gradients((self._names.get(id(p), "an unnamed parameter"), p) for p in all_parameters(optimizer))
+        return by_asking(None if bad is None else NonFinite(bad), device)
+
+    def shard_optimizers(self, named: Sequence[tuple[str, nn.Parameter]], optimizers: Sequence[Optimizer]) -> None:
+        """Each rank steps a share of what ``optimizers`` have of ``named`` from here on. Collective.
+
+        Raises:
+            ValueError: on every rank: an optimizer cannot be sharded.
+        """
+        assert self.communicator is not None
+        shards = [OptimizerShards(optimizer) for optimizer in optimizers]
+        self.sharded.append(ShardedOptimizers(list(named), shards, self.communicator))
+
+    def sharded_of(self, optimizer: Optimizer) -> ShardedOptimizers | None:
+        """What ``optimizer`` is sharded by; None if it is not."""
+        for sharded in self.sharded:
+            if any(shards.optimizer is optimizer for shards in sharded.shards):
+                return sharded
+        return None
+
+    def shards_of(self, optimizer: Optimizer) -> list[OptimizerShards]:
+        """This rank's share of ``optimizer``; empty if it is not sharded."""
+        sharded = self.sharded_of(optimizer)
+        return [] if sharded is None else [sharded.of(optimizer)]
+
+    def clip_by_norm(
+        self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the gradients of a sharded optimizer, of which each rank reads its share. Collective."""
+        sharded = self.sharded_of(optimizer)
+        assert sharded is not None
+        return sharded.clip_by_norm(optimizer, max_norm, norm_type, error_if_nonfinite)
+
+    # ---- states ----
+
+    def optimizer_state(self, optimizer: Optimizer, device: torch.device) -> dict[str, Any]:
+        """The state of a whole optimizer that is sharded, on the first rank. Collective."""
+        (shards,) = self.shards_of(optimizer)
+        assert dist.group.WORLD is not None
+        return whole_state_dict(shards, dist.group.WORLD, device)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What compression remembers on this rank; empty without compression."""
+        return self.synchronizers[-1].state_dict() if self.synchronizers else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from this rank's :meth:`state_dict`."""
+        if self.synchronizers:
+            self.synchronizers[-1].load_state_dict(state)
+
+    # ---- what users see, and the end ----
+
+    def report(self) -> CommunicationReport | None:
+        """What communication cost so far; None before the first module. Collective."""
+        return self.synchronizers[-1].report() if self.synchronizers else None
+
+    def describe(self, batch: int | None = None, accumulate: int = 1) -> list[tuple[str, str]]:
+        """What runs here, in rows of name and value."""
+        assert self.communicator is not None
+        topology, world = self.communicator.topology, self.communicator.topology.world_size
+        sizes = sorted({len(ranks) for ranks in topology.nodes})
+        cap = self.options.bucket_cap_mb
+        rows = [
+            ("nodes", f"{topology.num_nodes} ({', '.join(topology.hosts)})"),
+            ("ranks per node", " to ".join([str(sizes[0]), *map(str, sizes[1:][-1:])])),
+            ("cluster size", f"{counted(world, 'rank')} on {self.communicator.device.type}"),
+            ("replicas", str(world)),
+        ]
+        if batch is not None:
+            rows += [
+                ("per-replica batch", str(batch)),
+                ("accumulation", str(accumulate)),
+                ("global batch", f"{world * batch * accumulate} for each optimizer step"),
+            ]
+        rows += [
+            ("backend", str(dist.get_backend(self.communicator.group))),
+            ("algorithm", str(self._choice)),
+            ("bucket size", "DDP's default" if cap is None else f"{cap:g} MiB"),
+            ("wire dtype", self._wire(self.communicator)),
+        ]
+        rows += [("note", note) for note in self.communicator.notes]
+        return rows + [row for sharded in self.sharded for row in sharded.describe()]
+
+    def _wire(self, communicator: Communicator) -> str:
+        compression = self.options.compression
+        if compression is None:
+            return "as the gradients (exact)"
+        if not communicator.compresses(compression):
+            return f"as the gradients (exact): {compression.method} applies between nodes, and there is one node"
+        among_all = compression.scope == "all" or compression.method == "powersgd"
+        where = "among all ranks" if among_all else "between nodes"
+        feedback = "with" if compression.error_feedback else "without"
+        return f"{compression.method} {where}, {feedback} error feedback"
+
+    def close(self) -> None:
+        """Free shared memory, threads and sockets; the next :meth:`wrap` starts anew. Not collective."""
+        for sharded in self.sharded:
+            sharded.close()
+        for synchronizer in self.synchronizers:  # before the communicator, over whose groups and memory it works
+            synchronizer.close()
+        if self.communicator is not None:
+            self.communicator.close()
+        self.synchronizers, self._frozen = [], []
+        self.communicator = None
