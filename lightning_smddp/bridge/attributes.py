@@ -192,7 +192,7 @@ class Watch:
                 continue
             for key in container.keys() - members.keys() - self._ignored.get(place, frozenset()):
                 del container[key]
-            container.update(members)
+            dict.update(container, members)  # of whatever class: one may refuse to be changed
 
     def changes(self, contents: Contents, copies: Copies) -> Iterator[Change]:
         """How ``contents`` came to be. ``copies`` stood for tensors, to see which of these are written in place."""

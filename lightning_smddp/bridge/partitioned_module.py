@@ -29,11 +29,9 @@ from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules
 from lightning_smddp.pipeline.mesh import Groups
 from lightning_smddp.pipeline.partition.assignment import follow, nodes_by_stage
-from lightning_smddp.pipeline.partition.costs import Cluster
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, MicroBatches
-from lightning_smddp.pipeline.partition.plan import PartitionPlan, build_on_all, own_error, record, require_same
+from lightning_smddp.pipeline.partition.plan import PartitionPlan, own_error, record, same_graph
 from lightning_smddp.pipeline.partition.self_check import Finding
-from lightning_smddp.pipeline.partition.split import is_within
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.runtime.stage_program import StagedStep, StagePlan, TracedPath
 from lightning_smddp.pipeline.runtime.trace_cache import TraceCache
@@ -200,7 +198,7 @@ class PartitionedModule:
         setup: of the run.
         recorder: keeps what steps do.
         plan: which stage has what.
-        cluster: that it was planned for.
+
         stash: gradients between the schedule, which makes them, and Lightning's backward.
         runtime: runs this rank's stages.
         view: the whole module, for hooks.
@@ -217,7 +215,6 @@ class PartitionedModule:
     setup: RunSetup
     recorder: StepRecorder
     plan: PartitionPlan
-    cluster: Cluster
     stash: GradientStash
     runtime: PipelineRuntime
     view: GlobalView
@@ -238,8 +235,7 @@ class PartitionedModule:
             self.buffers.before_training()
         else:
             self.buffers.share()
-        if step.seed is None:
-            step.seed = seed_of_batch(self.setup, step, self.run_seed)
+
         if step.key not in self.traces:
             self.remember(self._trace(step, microbatches[0], 0), step, microbatches[0], 0)
         return self.traces[step.key].find(step, microbatches)
@@ -266,8 +262,7 @@ class PartitionedModule:
             if step.trains:
                 raise own_error(error) from None
             raise  # of the same kind on all ranks, which then go on alike
-        graph = build_on_all(traced, Modules(traced, setup.module), is_within(self._units()), group)
-        require_same(graph, group)
+        graph = same_graph(traced, Modules(traced, setup.module), self._units(), group)
         cuts = follow(graph, self.plan.parameter_stages, self.plan.ownership, self.runtime.rank_of_stage)
         self.recorder.scopes.learn(units_here(graph, cuts, setup))
         return self.stage(step, graph, cuts)
@@ -352,7 +347,7 @@ class PartitionedModule:
             return {}
         if not gather:
             return partial_state_dict(module, ownership, groups.pipeline_rank)
-        return full_state_dict(module, ownership, groups.pipeline, False, self.setup.device)
+        return full_state_dict(module, ownership, groups.pipeline, self.setup.device)
 
     def load_state_dict(self, state: State, strict: bool) -> None:
         """Load a whole module's state: this rank takes what it holds. Names that differ are an error if ``strict``."""
@@ -374,7 +369,7 @@ class PartitionedModule:
         with allowed:
             if not gather:
                 return partition.partial_state_dict(states)
-            return partition.full_state_dict(groups.pipeline, False, device, states)
+            return partition.full_state_dict(groups.pipeline, device, states)
 
     def load_optimizer_states(self, states: Sequence[State]) -> None:
         """Load the states of whole optimizers, one for each: each rank takes its part."""

@@ -32,21 +32,16 @@ from lightning_smddp.bridge.partitioned_module import (
     units_here,
 )
 from lightning_smddp.bridge.step import LightningStep, loss_of
-from lightning_smddp.communication.objects import broadcast, gather
+from lightning_smddp.communication.objects import broadcast, first, gather
 from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.mesh import held_parameters
-from lightning_smddp.pipeline.partition.costs import (
-    Cluster,
-    cluster_of,
-    explained_shortage,
-    in_flight,
-    links_between,
-)
+from lightning_smddp.pipeline.partition.assignment import nodes_by_stage
+from lightning_smddp.pipeline.partition.costs import cluster_of, explained_shortage, in_flight, links_between
 from lightning_smddp.pipeline.partition.microbatches import MicroBatches
-from lightning_smddp.pipeline.partition.plan import PartitionPlan, Trial, decided_by_first, divide
+from lightning_smddp.pipeline.partition.plan import PartitionPlan, Trial, divide
 from lightning_smddp.pipeline.partition.self_check import (
     EXACT,
     MIXED,
@@ -99,7 +94,7 @@ def partition(
     setup = before.setup
     seed = broadcast(run_seed() % 2**31, setup.world)
     step.seed = seed_of_batch(setup, step, seed)
-    plan, cluster = _plan(before, step, microbatches, known, seed)
+    plan = _plan(before, step, microbatches, known, seed)
     step.recorder.scopes.learn(units_here(plan.graph, plan.stages, setup))
     expected: Numbers | None = None
     trial = step.unscaled()
@@ -107,7 +102,7 @@ def partition(
     pairs = zip(microbatches, _WEIGHTS, strict=False)
     checked = [replace(part, weight=part.weight and weight) for part, weight in pairs]
     if step.trains and setup.options.partition.check and setup.is_whole():
-        expected = decided_by_first(lambda: _in_a_loop(trial, checked, setup, plan.graph), setup.world)
+        expected = first(lambda: _in_a_loop(trial, checked, setup, plan.graph), setup.world)
     # Up to here every rank has the whole module, and nothing of it has changed.
     stash = _stash(before, plan, _keep_own_parameters(before, plan, seed))
     view = GlobalView(setup.module, plan.ownership, setup.groups.pipeline, setup.device, setup.groups.host)
@@ -120,7 +115,7 @@ def partition(
         setup.options.activation_checkpointing,
     )
     buffers = SharedBuffers(view)
-    partitioned = PartitionedModule(setup, step.recorder, plan, cluster, stash, runtime, view, buffers, seed)
+    partitioned = PartitionedModule(setup, step.recorder, plan, stash, runtime, view, buffers, seed)
     # The traced path is the step's first one, and its numbers have to be right.
     try:
         staged = partitioned.stage(step, plan.graph, plan.stages)
@@ -145,8 +140,8 @@ def _plan(
     microbatches: MicroBatches,
     known: State | None,
     seed: int,
-) -> tuple[PartitionPlan, Cluster]:
-    """Stages for the step: traced on every rank, decided by the first; and what they were planned for."""
+) -> PartitionPlan:
+    """Stages for the step: traced on every rank, decided by the first."""
     setup, options, ranks = before.setup, before.setup.options, before.setup.rank_of_stage
     hosts = gather(node_identity(), setup.world)
     with step.precision():  # autocast keeps a copy of weights in 16 bits
@@ -164,7 +159,7 @@ def _plan(
     fetch = None if setup.is_whole() else partial(_first_values, before, seed)
     last = len(microbatches) - 1
     with step.alone(microbatches[last], Generators(setup.module, setup.device), last) as run:
-        plan = divide(
+        return divide(
             Trial(run, partial(step.loss, microbatches[last]), fetch),
             setup.module,
             setup.device,
@@ -174,7 +169,6 @@ def _plan(
             options.activation_checkpointing,
             known,
         )
-    return plan, cluster
 
 
 def _first_values(before: Unpartitioned, seed: int, name: str) -> Tensor:
@@ -261,11 +255,7 @@ def _in_a_loop(step: LightningStep, parts: MicroBatches, setup: RunSetup, graph:
         seeds_modules = wrappers.active([graph])
     log = (vars(module), "log", lambda *args, **kwargs: None)
     total = 0.0
-    with (
-        explained_shortage(),
-        preserve_state(module, setup.device),
-        _without_own_dropout(module),
-    ):
+    with explained_shortage(), preserve_state(module, setup.device), _without_own_dropout(module):
         with step.recorder.scopes.within(None, 0), patched([log]), seeds_modules:
             for index, part in enumerate(parts):
                 seed = step.seed_of(index)
@@ -304,7 +294,7 @@ def _check(partitioned: PartitionedModule, step: LightningStep, parts: MicroBatc
     if setup.groups.replica == 0:
         try:
             loss, norms = _in_the_pipeline(partitioned, step, parts)
-            findings = compare(plan.graph.nodes, plan.stage_of_node, expected[0], loss, expected[1], norms)
+            findings = compare(nodes_by_stage(plan.graph, plan.stages), expected[0], loss, expected[1], norms)
             require_equal(findings, EXACT if plan.is_exact else MIXED)
         except (ReplayError, VerificationError) as error:
             text = str(error)

@@ -8,9 +8,8 @@ one micro-batch where those of parts cannot be put together, or in *lockstep* wh
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from lightning_smddp.bridge.partitioned_module import (
     RunSetup,
     State,
     Unpartitioned,
+    seed_of_batch,
     warn_on_first_rank,
 )
 from lightning_smddp.bridge.partitioning import partition
@@ -40,8 +40,10 @@ from lightning_smddp.pipeline.partition.plan import StepFailedError, own_error
 from lightning_smddp.pipeline.runtime.casts import kept_casts, may_keep_casts
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.stage_program import TracedPath
-from lightning_smddp.pipeline.state.gradients import give_back_clipping, share_overflow, take_over_clipping
+from lightning_smddp.pipeline.state.gradients import clipping_by, share_overflow
+from lightning_smddp.pipeline.state.meta_parameters import AbsentParameter
 from lightning_smddp.pipeline.state.state_dict import unshard
+from lightning_smddp.seeding import Generators, seeded_modules
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 from lightning_smddp.wording import USE_INSTEAD
 
@@ -81,7 +83,7 @@ class PipelinedModule:
         self._in_lockstep: set[Any] = set()  # keys of steps
         self._has_trained = False
         self._share = 1.0  # of the last training batch, see `StepResults`
-        self._precision_plugin: Any = None
+        self._changes = ExitStack()  # of the precision plugin
         self._scaler: Any = None  # of losses, where the plugin has one
 
     @property
@@ -260,7 +262,14 @@ class PipelinedModule:
         """
         whole = self.batcher.whole(batch)
         plain = partitioned.view.plain
-        with partitioned.inside_view(waits=False):
+        generators = partitioned.runtime.wrappers.generators
+        with (
+            generators.preserved(),
+            seeded_modules(self.module, Generators(self.module, self.setup.device, python=False)),
+            partitioned.inside_view(waits=False),
+            torch.compiler.set_stance("force_eager"),  # dynamo would follow compiled code into the view
+        ):
+            generators.seed(step.seed_of(0))
             try:
                 with self.recorder.microbatch(0, 0, whole.size, None, keep=True, plain=plain):
                     output = step(whole)
@@ -274,7 +283,10 @@ class PipelinedModule:
 
     def _step(self, hook: str, arguments: Sequence[Any], scale: Scale = 1.0) -> LightningStep:
         context = functools.partial(self.setup.step_context, hook)
-        return LightningStep(self.module, hook, arguments, context, self.recorder, scale)
+        step = LightningStep(self.module, hook, arguments, context, self.recorder, scale)
+        if self.partitioned is not None:
+            step.seed = seed_of_batch(self.setup, step, self.partitioned.run_seed)
+        return step
 
     def _partition_by(self, step: LightningStep, batch: Any) -> PartitionedModule:
         """The module with its stages, which it gets by ``step`` if it has none. Collective over all ranks then.
@@ -339,8 +351,12 @@ class PipelinedModule:
         self.state.optimizers = list(optimizers)
         if self.setup.options.shard is not None:
             self.shards = self.state.shards = [OptimizerShards(optimizer) for optimizer in optimizers]
-        self._precision_plugin, self._scaler = plugin, getattr(plugin, "scaler", None)
-        take_over_clipping(plugin, lambda *args: self.state.clip_by_norm(*args))  # type: ignore[union-attr]  # by then
+        self._scaler = getattr(plugin, "scaler", None)
+        self._changes.enter_context(clipping_by(plugin, self._clip_by_norm))
+
+    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        assert self.partitioned is not None
+        self.partitioned.clip_by_norm(optimizer, clip_val)
 
     def close(self, gather: bool) -> None:
         """Give back a whole module (unless it never was), and free what this object holds. Collective if ``gather``.
@@ -352,9 +368,7 @@ class PipelinedModule:
             shards.close()
         if partitioned is not None:
             partitioned.close()
-            if not gather:
-                _in_parts.add(module)
-            elif not setup.options.meta_init:
+            if gather and not setup.options.meta_init:
                 self.metrics.share()
                 # Each rank gets the whole module on its host, where it goes after a run in any case.
                 if fits_on_hosts(module, setup.world):
@@ -362,12 +376,10 @@ class PipelinedModule:
                     unshard(module, partitioned.plan.ownership, setup.groups.pipeline, setup.device, to=CPU)
                     partitioned.is_gathered = True
                 else:
-                    _in_parts.add(module)
                     warn_on_first_rank(f"{type(module).__name__} stays in parts, each on its rank: {_BY_MEMORY}.")
         self.sync.on_host = None
         self.metrics.close()
-        if self._precision_plugin is not None:
-            give_back_clipping(self._precision_plugin)
+        self._changes.close()
 
     # ---- state: the rest is `state`'s ----
 
@@ -386,13 +398,11 @@ class PipelinedModule:
         return decision
 
 
-_in_parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of which ranks have their own stages only
-
-
 def require_whole(module: nn.Module) -> None:
     """Raise ``ValueError`` if an earlier run has left ``module`` in parts, of which this rank has its own."""
-    if module in _in_parts and any(parameter.is_meta for parameter in module.parameters()):
+    if any(isinstance(parameter, AbsentParameter) for parameter in module.parameters()):
         raise ValueError(
-            f"{type(module).__name__} is in parts: an exception ended the run that had divided it, or {_BY_MEMORY}. So "
-            "this rank has its own stages only. Make a new module, and give `fit` the last checkpoint as `ckpt_path`."
+            f"{type(module).__name__} is in parts: an exception ended the run that had divided it, it had `meta_init`, "
+            f"or {_BY_MEMORY}. So this rank has its own stages only. Make a new module, and give `fit` the last "
+            "checkpoint as `ckpt_path`."
         )

@@ -29,7 +29,7 @@ from lightning_smddp.pipeline.partition.assignment import cut_into_stages, param
 from lightning_smddp.pipeline.partition.costs import LOOPBACK, cluster_of, in_flight, time_nodes
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, rows_of
 from lightning_smddp.pipeline.partition.plan import refuse_external_writes
-from lightning_smddp.pipeline.partition.split import choose_units, is_within, partition
+from lightning_smddp.pipeline.partition.split import choose_units, partition
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.schedules import parse
 from lightning_smddp.pytree import tensors
@@ -121,7 +121,7 @@ def _divided(first: FirstBatch, ranks: int, checkpointing: bool) -> _Pipeline:
         refuse_external_writes(traced.external_writes)
         modules = Modules(traced, module)
         units = choose_units(traced, modules, cluster, None, checkpointing).units
-        graph = build_graph(traced, modules, is_within(units))
+        graph = build_graph(traced, modules, units)
         with preserve_state(module, _CPU):
             times = time_nodes(graph, run, loss_of, module, _CPU)
         cuts = partition(graph, cluster, times, None, checkpointing).cuts

@@ -19,7 +19,7 @@ from lightning_smddp._compat.trainer import around_hooks
 from lightning_smddp.communication.consistency import check_trainable
 from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.pipeline.state.gradients import give_back_clipping, take_over_clipping
+from lightning_smddp.pipeline.state.gradients import clipping_by
 from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
 from lightning_smddp.sharding.optimizer_shards import unwrapped
 from lightning_smddp.sharding.units import Wrap
@@ -180,7 +180,7 @@ class FullyShardedParallel(TrainerStrategy):
         if is_fit:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        take_over_clipping(self.precision_plugin, self._clip_by_norm)
+        self._changes.enter_context(clipping_by(self.precision_plugin, self._clip_by_norm))
         # A step that does its backward passes itself goes on behind them, when FSDP2 has divided the root again.
         if is_fit and not module.automatic_optimization:
             self._scheme.sharded.watch_calls()
@@ -212,7 +212,7 @@ class FullyShardedParallel(TrainerStrategy):
         """Give back a whole module, if there is room for it and no rank has gone."""
         self._changes.close()
         self._close_stepped()
-        give_back_clipping(self.precision_plugin)
+
         scheme, self._scheme = self._scheme, None
         if scheme is not None:
             if not self._interrupted:

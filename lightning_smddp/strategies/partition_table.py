@@ -51,7 +51,7 @@ def _schedule(partitioned: PartitionedModule, microbatches: Sequence[MicroBatch]
     sizes = sorted({microbatch.size for microbatch in microbatches}, reverse=True)
     rows = "1 row" if sizes == [1] else " or ".join(map(str, sizes)) + " rows"
     count = counted(len(microbatches), "micro-batch")
-    share = best_share(schedule, partitioned.cluster.rank_of_stage, len(microbatches))
+    share = best_share(schedule, partitioned.plan.cluster.rank_of_stage, len(microbatches))
     return f"{schedule.name}, {count} of {rows}; ranks compute {share:.0%} of the time at best"
 
 
@@ -70,7 +70,7 @@ def _stages(partitioned: PartitionedModule) -> Iterator[tuple[str, str]]:
         if stage.sends:
             sent = sum(plan.graph.values[value].nbytes for value in stage.sends)
             text += f", sends {sent / 2**10:.1f} KiB a micro-batch"
-        yield f"stage {number} on rank {partitioned.cluster.rank_of_stage[number]}", text
+        yield f"stage {number} on rank {partitioned.plan.cluster.rank_of_stage[number]}", text
 
 
 def _notes(partitioned: PartitionedModule, num_microbatches: int) -> Iterator[str]:
@@ -86,7 +86,7 @@ def _notes(partitioned: PartitionedModule, num_microbatches: int) -> Iterator[st
 
 
 def _setting(partitioned: PartitionedModule, microbatches: Sequence[MicroBatch]) -> Setting:
-    options, plan, cluster = partitioned.setup.options, partitioned.plan, partitioned.cluster
+    options, plan, cluster = partitioned.setup.options, partitioned.plan, partitioned.plan.cluster
     ranks = max(cluster.rank_of_stage) + 1
     return Setting(
         nodes=problem_of(plan.graph, cluster, plan.times, options.activation_checkpointing).nodes,

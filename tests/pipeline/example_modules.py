@@ -92,7 +92,8 @@ def record(net: nn.Module) -> tuple[Trace, Modules]:
 def graph_of(
     body: Callable[..., Tensor], is_small: Callable[[str], bool] = children, **modules: nn.Module
 ) -> StepGraph:
-    return build_graph(*record(Net(body, **modules)), is_small)
+    found, known = record(Net(body, **modules))
+    return build_graph(found, known, filter(is_small, known.calls))
 
 
 def example(name: str) -> nn.Module:
@@ -108,18 +109,6 @@ def step_of(root: nn.Module) -> Callable[[], Tensor]:
 
 
 @member
-def views_of_the_batch() -> nn.Module:
-    def body(s: Net, x: Tensor) -> Tensor:
-        mask = (x[:, :1] > 0).float()
-        h = s.a(x)
-        h = s.c(s.b(h * mask.expand_as(h)) + mask)
-        h, wide = torch.broadcast_tensors(h, mask)
-        return ((s.d(h * wide) - x.view_as(h)).square() * mask + x.abs()).mean()
-
-    return Net(body)
-
-
-@member
 def batch_norms() -> nn.Module:
     def body(s: Net, x: Tensor) -> Tensor:
         h = s.bn1(s.a(x))
@@ -127,30 +116,6 @@ def batch_norms() -> nn.Module:
         return F.cross_entropy(s.d(s.relu(s.c(h))), torch.zeros(len(x), dtype=torch.long))
 
     return Net(body, bn1=nn.BatchNorm1d(D), bn2=nn.BatchNorm1d(D), relu=nn.ReLU())
-
-
-@member
-def recurrent() -> nn.Module:
-    def body(s: Net, x: Tensor) -> Tensor:
-        h, (last, _) = s.lstm(s.a(x)[None])
-        h, _ = s.gru(h, last)
-        return s.b(h).square().mean() + last.mean()
-
-    return Net(body, lstm=nn.LSTM(D, D, 2, batch_first=True), gru=nn.GRU(D, D, 2, batch_first=True, dropout=0.2))
-
-
-@member
-def attention() -> nn.Module:
-    def body(s: Net, x: Tensor) -> Tensor:
-        h, weights = s.attention(s.a(x)[None], x[None], x[None])
-        return s.decoder(s.encoder(h), h).square().mean() + weights.std()
-
-    return Net(
-        body,
-        attention=nn.MultiheadAttention(D, 2, batch_first=True),
-        encoder=nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, 8, 0.1, batch_first=True), 2),
-        decoder=nn.TransformerDecoder(nn.TransformerDecoderLayer(D, 2, 8, 0.1, batch_first=True), 2),
-    )
 
 
 @member
@@ -166,29 +131,6 @@ def tied_embedding_and_parameters_between_units() -> nn.Module:
         emb=nn.Embedding(5, D),
         cls=nn.Parameter(torch.randn(1, 1, D)),
         positions=nn.Parameter(torch.randn(8, D)),
-    )
-
-
-@member
-def shared_units() -> nn.Module:
-    def body(s: Net, x: Tensor) -> Tensor:
-        for _ in range(3):
-            x = s.norm(x + s.a(x))
-        return (s.alias(x) + s.b(x)).square().mean()
-
-    net = Net(body, norm=nn.LayerNorm(D))
-    net.alias = net.a
-    return net
-
-
-@member
-def without_parameters() -> nn.Module:
-    def body(s: Net, x: Tensor) -> Tensor:
-        h = s.identity(s.flat(s.drop(s.act(s.a(x)))))
-        return s.loss(s.b(h), torch.zeros(len(x), dtype=torch.long))
-
-    return Net(
-        body, act=nn.GELU(), drop=nn.Dropout(0.3), flat=nn.Flatten(), identity=nn.Identity(), loss=nn.CrossEntropyLoss()
     )
 
 
@@ -226,70 +168,10 @@ def structures() -> nn.Module:
     )
 
 
-@member
-def vmapped_batch() -> nn.Module:
-    def body(s: Net, x: Tensor) -> Tensor:
-        weights = torch.vmap(lambda row: row.softmax(-1) * 2)(x)
-        return s.b(s.a(x) * weights).square().mean()
-
-    return Net(body)
-
-
-@member
-def unseen_in_a_module() -> nn.Module:
-    def body(s: Layer, x: Tensor) -> Tensor:
-        h = torch.vmap(lambda row: row.softmax(-1) * 2)(s.linear(x))
-        return Cube.apply(h, 1.0)[0]
-
-    return Net(lambda s, x: s.b(Cube.apply(s.inner(s.a(x)), 0.5)[0]).square().mean(), inner=Layer(body))
-
-
-@member
-def filled_by_a_value() -> nn.Module:
-    """In the likeness of one tensor, with a value that a module made: by keyword, behind the first argument."""
-
-    def body(s: nn.Module, x: Tensor) -> Tensor:
-        h = s.a(x)
-        level = h.detach().mean()
-        h = s.b(h) + torch.full_like(x, fill_value=level)
-        return s.d(s.c(h)).square().mean()
-
-    return Net(body)
-
-
 # ---- random numbers ----
 
 
-@member
-def a_generator() -> nn.Module:
-    def body(s: Net, x: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(3)
-        mask = torch.rand(x.shape, generator=generator) > 0.5
-        h = s.b(s.a(x) * mask)
-        return (s.c(h) * torch.rand(x.shape, generator=generator)).square().mean()
-
-    return Net(body)
-
-
 # ---- changes in place ----
-
-
-@member
-def in_place() -> nn.Module:
-    def body(s: Net, x: Tensor) -> Tensor:
-        h = s.a(x)
-        h += x
-        h = h * 1
-        h[x > 0] = 0
-        h.masked_fill_(x < -1, 1.0)
-        total = torch.zeros(D, D)
-        total.index_add_(0, torch.arange(len(x)), s.b(h))
-        total[0] += s.c(total[:1].clone())[0]
-        rows = s.d(total)
-        rows.mul_(2).add_(total)
-        return rows.square().mean() + total.mean()
-
-    return Net(body)
 
 
 @member
@@ -321,18 +203,6 @@ def in_place_in_units() -> nn.Module:
         return s.c(h + g).square().mean()
 
     return Net(body, change=Layer(change), relu=nn.ReLU(inplace=True))
-
-
-@member
-def an_old_value_is_gone() -> nn.Module:
-    def body(s: Net, x: Tensor) -> Tensor:
-        h = s.a(x).mean(-1, keepdim=True)
-        wide = h.expand(-1, D) + 0
-        with torch.no_grad():
-            h.mul_(3)
-        return s.c(s.b(wide)).mean() + h.mean()
-
-    return Net(body)
 
 
 # ---- other ways for tensors ----
@@ -378,19 +248,6 @@ def weight_norm() -> nn.Module:
     net.b = nn.utils.parametrizations.weight_norm(net.b)
     net.c = nn.utils.parametrizations.spectral_norm(net.c)
     return net
-
-
-@member
-def matching_in_python() -> nn.Module:
-    def match(s: Layer, h: Tensor) -> Tensor:
-        with torch.no_grad():
-            return torch.as_tensor([max(range(D), key=row.__getitem__) for row in h.tolist()])
-
-    def body(s: Net, x: Tensor) -> Tensor:
-        h = s.b(s.a(x))
-        return F.cross_entropy(s.c(h), s.match(h)) + s.d(h).mean()
-
-    return Net(body, match=Layer(match))
 
 
 @member

@@ -62,7 +62,8 @@ def program_of(root: nn.Module, step: Step, is_small: Callable[[str], bool]) -> 
     Generators(root, CPU).seed(SEED)
     record = trace(step, root, CPU)
     _put_back(root, buffers)
-    return build_graph(record, Modules(record, root), is_small)
+    modules = Modules(record, root)
+    return build_graph(record, modules, filter(is_small, modules.calls))
 
 
 def even_cuts(graph: StepGraph, num_stages: int) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -92,23 +91,6 @@ def test_two_parts_equal_the_whole(case: str, autocast: bool) -> None:
     assert all(leaf.grad is None for leaf in (*whole.leaves(), *split.leaves()))
 
 
-class Counted(torch.autograd.Function):
-    """A layer that notes when its backward runs."""
-
-    ran: list[float] = []
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        Counted.ran.append(weight.item())
-        return gradient * weight, (gradient * x).sum()
-
-
 def test_a_way_that_parameters_share_is_gone_through_once() -> None:
     net, calls = Two(lambda net, x: (x,)), []
     (x,) = net.leaves()
@@ -123,20 +105,3 @@ def test_a_way_that_parameters_share_is_gone_through_once() -> None:
     assert calls == []
     parts.weights()
     assert len(calls) == 2
-
-
-def test_each_layer_is_gone_through_once_in_each_part() -> None:
-    weights = [torch.tensor(float(n), requires_grad=True) for n in range(1, 6)]
-    x = torch.ones(3, requires_grad=True)
-    out = x
-    for weight in weights:
-        out = Counted.apply(out, weight)
-    Counted.ran.clear()
-    parts = SplitBackward([(get_gradient_edge(out), torch.ones(3))], [x])
-    parts.inputs()
-    assert Counted.ran == [5, 4, 3, 2, 1]
-    assert all(weight.grad is None for weight in weights)
-    Counted.ran.clear()
-    parts.weights()
-    assert sorted(Counted.ran) == [1, 2, 3, 4, 5]
-    assert [weight.grad for weight in weights] == [360, 180, 120, 90, 72]

@@ -89,18 +89,6 @@ def test_of_what_is_compared_in_full(make: Callable[[], Any], other: Callable[[]
     assert digest_of(make(), 256) == digest_of(make(), 256)
 
 
-def test_memory_is_not_what_a_digest_is_of() -> None:
-    for sampled in (None, 256):
-        assert digest_of(X.t().contiguous().t(), sampled) == digest_of(X, sampled)
-        assert digest_of(torch.cat([X, X])[:4], sampled) == digest_of(X, sampled)
-
-
-def test_a_sample_is_of_the_whole_tensor() -> None:
-    large = torch.zeros(100_000)
-    large[-500:] = 1
-    assert digest_of(large, 256) != digest_of(torch.zeros(100_000), 256)
-
-
 def test_a_copy_that_shares_memory() -> None:
     """Objects of any kind are copied without their memory: what a step does to one, the next one does not see."""
     own = Own(x=X.clone(), sizes=[5, 5])
@@ -152,14 +140,3 @@ def test_ranks_meet_for_the_first_batches_and_for_those_that_differ() -> None:
     assert first["alike"][1][3] != first["alike"][1][4]
     assert "cannot pickle" in first["refused"]
     assert first["refused"] == second["refused"]
-
-
-def test_generators_can_be_run_through_again() -> None:
-    assert run_ranks(generated, 1) == [[[0, 1, 2], [0, 1, 2]]]
-
-
-def generated() -> Any:
-    assert dist.group.WORLD is not None
-    sync = BatchSync(*[Channel(dist.group.WORLD, torch.device("cpu"))] * 2)
-    batch = sync.same({"rows": (row for row in range(3))}, "training_step")
-    return [list(batch["rows"]), list(batch["rows"])]

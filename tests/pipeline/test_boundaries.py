@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_smddp.pipeline.capture.boundaries import boundary_values, possible_cuts
 from lightning_smddp.pipeline.capture.graph import StepGraph
-from tests.pipeline.example_modules import EXAMPLES, D, Net, children, example, graph_of, leaf_modules, step_of
+from tests.pipeline.example_modules import EXAMPLES, D, Net, example, graph_of, leaf_modules, step_of
 from tests.pipeline.stage_emulation import program_of
 
 
@@ -42,23 +42,6 @@ def test_a_mask_crosses_before_it_is_expanded() -> None:
     assert {graph.nodes[i].name.partition(" at")[0] for i in again} == {"expand", "exp", "mul"}
     needed = sum(graph.values[value].nbytes for value in graph.needed_after(cut))
     assert sum(graph.values[value].nbytes for value in live) < needed
-
-
-def test_a_skip_passes_through_the_stages_between() -> None:
-    graph = graph_of(lambda s, x: (s.d(s.c(s.b(h := s.a(x)).relu()).relu()) + h).mean())
-    cuts = [item(graph, name) for name in ("net.b", "net.c", "net.d")]
-    live, again = boundary_values(graph, cuts)
-    (h,) = graph.nodes[0].outputs
-    assert [h in values for values in live] == [True, True, True]
-    assert [len(values) for values in live] == [1, 2, 2]
-    assert not again[1]
-
-
-def test_an_overwritten_value_is_not_sent() -> None:
-    root = example("an_old_value_is_gone")
-    graph = program_of(root, step_of(root), children)
-    ((live,), _) = boundary_values(graph, [item(graph, "net.b")])
-    assert sorted(graph.values[v].shape for v in live) == [(4, 1), (4, D)]
 
 
 def test_random_values_and_watched_ones_are_sent() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.capture.graph import StepGraph
@@ -52,30 +51,6 @@ class Case:
 
 def chain(s: Net, x: Tensor) -> Tensor:
     return s.d(s.c(s.b(s.a(x)).relu())).square().mean()
-
-
-def test_the_tail_is_free() -> None:
-    seen: list[Any] = []
-
-    def body(s: Net, x: Tensor) -> Tensor:
-        h = s.d(s.c(s.b(a := s.a(x))) + a)
-        if seen:
-            seen.append(h.argmax(-1).tolist())
-            if h.mean() < 100:
-                h = h * 3
-            h[0] += 1
-        return F.dropout(h, 0.0).square().mean() + (h.std() if seen else 0)
-
-    case = Case(body)
-    seen.append("different from now on")
-    case.equals_a_plain_step()
-
-
-def test_a_shorter_tail() -> None:
-    flag: list[int] = []
-    case = Case(lambda s, x: chain(s, x) if flag else chain(s, x) * 2)
-    flag.append(1)
-    case.equals_a_plain_step()
 
 
 def other_operation(s: Net, x: Tensor, later: bool) -> Tensor:
@@ -152,35 +127,6 @@ def test_constants_of_another_signature() -> None:
     torch.testing.assert_close(case.run(again), case.step())
 
 
-def test_units_are_run_again_in_backward() -> None:
-    calls: list[str] = []
-
-    def count(s: Layer, x: Tensor) -> Tensor:
-        calls.append("inner")
-        return F.dropout(s.linear(x), 0.5).sin()
-
-    case = Case(
-        lambda s, x: s.d(s.c(s.relu(s.b(s.inner(s.a(x)))))).square().mean(),
-        checkpointing=True,
-        inner=Layer(count),
-        relu=nn.ReLU(inplace=True),
-    )
-    calls.clear()
-    case.equals_a_plain_step()
-    assert len(calls) == 3  # in one process, and twice in its stage
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_another_forward_between_steps_is_the_one_that_runs(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(chain)
-    case.run()
-    if own:
-        case.net.b.forward = lambda x: F.linear(x, case.net.b.weight)  # type: ignore[method-assign]
-    else:
-        monkeypatch.setattr(nn.Linear, "forward", lambda self, x: F.linear(x, self.weight))
-    torch.testing.assert_close(case.run(), case.step())
-
-
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_errors_leave_no_patch(error: type[BaseException]) -> None:
     flag: list[int] = []
@@ -226,12 +172,3 @@ def test_nothing_is_kept() -> None:
         assert all(reference() is None for reference in made)
     finally:
         gc.enable()
-
-
-def test_a_device_context_of_the_steps_own() -> None:
-    def body(s: Net, x: Tensor) -> Tensor:
-        with torch.device("cpu"):
-            return chain(s, x) + torch.zeros(())
-
-    case = Case(body)
-    torch.testing.assert_close(case.run(), case.step())

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_smddp.pipeline.runtime.remote import TensorSpec
-from lightning_smddp.pipeline.runtime.schedules import SCHEDULES, parse
+from lightning_smddp.pipeline.runtime.schedules import SCHEDULES
 from lightning_smddp.pipeline.runtime.spans import Span, SpanRecorder
 from tests.pipeline import pipeline_chains
 from tests.pipeline.pipeline_chains import CPU, HIDDEN, Engine, two_stages
-from tests.ranks import RanksFailedError, run_ranks
+from tests.ranks import run_ranks
 
 # Sizes differ within a step, lengths between steps; some numbers of micro-batches need a substitute schedule.
 STEPS = [
@@ -67,56 +66,6 @@ def test_ranks_equal_one_process(case: str) -> None:
         assert found == []
 
 
-def gradient_that_does_not_matter(name: str) -> float:
-    """The last stage uses what it received without its gradient."""
-    bodies = two_stages(last=lambda microbatch, hidden: (bodies[1].module(hidden.detach()).sum(),))
-    Engine(name, bodies).train([[[HIDDEN]]] * 2)
-    gradient = bodies[dist.get_rank()].module.weight.grad
-    return float(gradient.abs().sum())
-
-
-def empty_and_absent_tensors(name: str) -> list[Any]:
-    """Boundaries of no tensor at all, and of a tensor without elements."""
-    empty = TensorSpec((0, 3), torch.float32, True)
-    weight = nn.Parameter(torch.ones(3))
-    bodies = two_stages(
-        first=lambda microbatch: () if microbatch == 0 else (weight.expand(0, 3),),
-        last=lambda microbatch, *received: (bodies[1].module(torch.cat([*received, torch.ones(1, 3)])).sum(),),
-    )
-    engine = Engine(name, bodies)
-    losses = engine.train([[[]], [[empty]]])
-    engine.evaluate([[[]], [[empty]]])
-    return [loss.item() for loss in losses]
-
-
-def without_loss(name: str) -> list[float]:
-    """The second of three micro-batches has no loss; what the gradients lack against those of the other two."""
-    bodies = two_stages()
-    full = bodies[1].function
-    bodies[1].function = lambda microbatch, hidden: () if microbatch == 1 else full(microbatch, hidden)
-    Engine(name, bodies).train([[[HIDDEN]]] * 3)
-    layers = [body.module for body in bodies]
-    loss = sum(full(microbatch, *bodies[0](microbatch, ()))[0] for microbatch in (0, 2))
-    wanted = torch.autograd.grad(loss, list(layers[dist.get_rank()].parameters()))
-    ours = [parameter.grad for parameter in layers[dist.get_rank()].parameters()]
-    return [float((mine - other).abs().max()) for mine, other in zip(ours, wanted, strict=True)]
-
-
-def little(names: list[str]) -> dict[str, tuple[float, list[Any], list[float]]]:
-    checks = (gradient_that_does_not_matter, empty_and_absent_tensors, without_loss)
-    return {name: tuple(check(name) for check in checks) for name in names}
-
-
-@pytest.mark.slow
-def test_boundaries_that_carry_little_and_microbatches_without_loss() -> None:
-    first, last = run_ranks(little, 2, ["gpipe", "1f1b", "interleaved_zero_bubble"])
-    for name in first:
-        (unused, losses, errors), (last_unused, last_losses, last_errors) = first[name], last[name]
-        assert unused == 0 < last_unused, name
-        assert (len(losses), len(last_losses)) == (0, 2), name
-        assert max(errors + last_errors) < 1e-6, name
-
-
 class Token:
     pass
 
@@ -132,89 +81,6 @@ class Held(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-class UserError(Exception):
-    pass
-
-
-def failing(name: str, rank: int, in_backward: bool) -> str:
-    """The error of the user; what the step had begun is let go of."""
-    graphs: weakref.WeakSet[Token] = weakref.WeakSet()
-
-    def fail(*_: Any) -> None:
-        raise UserError("the user's own")
-
-    def broken(microbatch: int, *received: Tensor) -> tuple[Tensor, ...]:
-        outputs = healthy(microbatch, *received)
-        if microbatch == 1:
-            outputs[0].register_hook(fail) if in_backward else fail()
-        graphs.add(token := Token())
-        return (Held.apply(outputs[0], token),)
-
-    bodies = two_stages()
-    healthy = bodies[rank].function
-    bodies[rank].function = broken
-    engine = Engine(name, bodies)
-    try:
-        engine.train([[[HIDDEN]]] * 2)
-    except UserError as error:
-        message = str(error)
-    assert len(graphs) == 0
-    if dist.get_world_size() == 1:  # an engine of one rank can go on
-        bodies[rank].function = healthy
-        assert len(engine.train([[[HIDDEN]]] * 2)) == 2
-    return message
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_an_error_in_a_body_comes_out_as_it_is(in_backward: bool) -> None:
-    assert run_ranks(failing, 1, "interleaved_zero_bubble", 1, in_backward) == ["the user's own"]
-    for name in ("gpipe", "1f1b", "looped_bfs"):
-        with pytest.raises(RanksFailedError) as failed:
-            run_ranks(failing, 2, name, 1, in_backward)
-        # The rank with the error returned; its peer found the connection closed.
-        assert list(failed.value.tracebacks) == [0]
-        assert not failed.value.hung
-
-
-def modes() -> list[bool]:
-    bodies = two_stages()
-    seen = []
-    whole = bodies[1].function
-
-    def note(microbatch: int, hidden: Tensor) -> tuple[Tensor, ...]:
-        seen.append(torch.is_grad_enabled())
-        return whole(microbatch, hidden)
-
-    bodies[1].function = note
-    engine = Engine("looped_bfs", bodies)
-    engine.evaluate([[[HIDDEN]]])
-    with torch.no_grad():
-        engine.train([[[HIDDEN]]])
-    return [*seen, all(parameter.grad is not None for body in bodies for parameter in body.module.parameters())]
-
-
-def test_only_training_computes_gradients_whatever_the_caller_has_set() -> None:
-    assert run_ranks(modes, 1) == [[False, True, True]]
-
-
-def hook_calls(name: str) -> int:
-    stages_per_rank = parse(name).default_stages_per_rank
-    model = pipeline_chains.network(2 * stages_per_rank)
-    batches = pipeline_chains.batches_of(0, (1, 1, 1, 1), 3)
-    _, boundaries = pipeline_chains.in_one_process(model, batches, training=False)
-    fired = []
-    parameter = model[-1 if name != "1f1b" else dist.get_rank()].linear.weight
-    parameter.register_post_accumulate_grad_hook(lambda _: fired.append(1))
-    Engine(name, [pipeline_chains.Body(piece, batches) for piece in model]).train(boundaries)
-    return len(fired)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zbv_zero_bubble"])
-def test_hooks_on_parameters_fire_once_per_micro_batch_also_where_backward_is_split(name: str) -> None:
-    assert run_ranks(hook_calls, 2, name)[0] == 4
 
 
 def kept(name: str, microbatches: int) -> tuple[int, int, int]:
@@ -291,13 +157,3 @@ def test_spans_tell_what_each_rank_did_and_for_whom_it_waited() -> None:
     assert seconds[1, "forward"] >= 0.3
     assert seconds[0, "wait"] > 0.15  # for the last rank's two forwards before its first backward
     assert seconds[0, "forward"] < 0.25
-
-
-def split_kinds() -> set[str]:
-    recorder = SpanRecorder(0, CPU)
-    Engine("interleaved_zero_bubble", two_stages(), recorder=recorder).train([[[HIDDEN]]] * 2)
-    return {span.kind for span in recorder.take()}
-
-
-def test_spans_of_split_backwards() -> None:
-    assert run_ranks(split_kinds, 1) == [{"forward", "backward_input", "backward_weight", "wait", "send"}]

@@ -42,15 +42,14 @@ def divided(group: dist.ProcessGroup) -> Tied:
     return model
 
 
-@pytest.mark.parametrize("to_all", [False, True])
-def test_state_is_that_of_the_whole_model(to_all: bool) -> None:
-    run_in_threads(compare_state, 2, to_all)
+def test_state_is_that_of_the_whole_model() -> None:
+    run_in_threads(compare_state, 2)
 
 
-def compare_state(group: dist.ProcessGroup, to_all: bool) -> None:
+def compare_state(group: dist.ProcessGroup) -> None:
     model, expected = divided(group), trained().state_dict()
-    state = full_state_dict(model, OWNERSHIP, group, to_all)
-    if not to_all and group.rank() != 0:
+    state = full_state_dict(model, OWNERSHIP, group)
+    if group.rank() != 0:
         assert state == {}
         return
     assert_same(state, expected)
@@ -62,22 +61,6 @@ def compare_state(group: dist.ProcessGroup, to_all: bool) -> None:
     assert bool((model.norm.running_mean == 0).all()) is (group.rank() == 0)  # its own is as it was
 
 
-def fuse(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    state["fused"] = state["body.weight"] @ state["head.weight"].T
-
-
-def test_state_hooks_see_all_values() -> None:
-    """Those that compute with parameters."""
-    run_in_threads(fused_state, 2)
-
-
-def fused_state(group: dist.ProcessGroup) -> None:
-    model, whole = divided(group), trained()
-    for each in (model, whole):
-        each.register_state_dict_post_hook(fuse)
-    assert_same(full_state_dict(model, OWNERSHIP, group, to_all=True), whole.state_dict())
-
-
 def test_a_state_loads_into_the_parts() -> None:
     run_in_threads(load_state, 2)
 
@@ -87,7 +70,7 @@ def load_state(group: dist.ProcessGroup) -> None:
     other.note = "loaded"
     load_full_state_dict(model, other.state_dict())
     assert model.note == "loaded"
-    assert_same(full_state_dict(model, OWNERSHIP, group, to_all=True), other.state_dict())
+    assert_same(full_state_dict(model, OWNERSHIP, group), other.state_dict() if group.rank() == 0 else {})
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -146,17 +129,6 @@ def start(group: dist.ProcessGroup, build: Callable[[int], Tied]) -> dict[str, A
     broadcast_initial(model, group)
     with without_torch_function():
         return model.state_dict()
-
-
-def test_what_has_no_memory_is_not_broadcast() -> None:
-    def build(rank: int) -> Tied:
-        model = tied(seed=rank)
-        release(model, OWNERSHIP, 0)
-        return model
-
-    states = run_in_threads(start, 2, build)
-    assert_same(states[1]["body.weight"], tied(seed=0).body.weight.detach())
-    assert states[1]["head.bias"].is_meta
 
 
 def test_different_models_are_refused_on_every_rank() -> None:

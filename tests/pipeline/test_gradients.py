@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from math import inf, nan
 
 import pytest
@@ -15,14 +14,12 @@ from lightning_smddp.pipeline.mesh import Ownership, held_parameters
 from lightning_smddp.pipeline.state.gradients import (
     TiedGradients,
     clip_by_norm,
-    create_tied_groups,
     share_overflow,
 )
 from lightning_smddp.pipeline.state.meta_parameters import release
 from lightning_smddp.pipeline.state.optimizer import OptimizerPartition
-from tests.communication.errors import message_of
 from tests.pipeline.models import OWNERSHIP, seeded, tied, train_step
-from tests.ranks import run_in_threads, run_ranks
+from tests.ranks import run_in_threads
 
 CPU = torch.device("cpu")
 TIED = Ownership({"0": (0, 1), "1": (1, 0), "2": (0,), "3": (0, 1), "4": (0, 1)}, {}, 2)
@@ -55,27 +52,6 @@ def test_tied_gradients_are_summed_over_their_holders(sparse: bool) -> None:
 
 
 THREE = Ownership({"a": (0, 2), "b": (1, 2), "c": (2, 0), "d": (1,)}, {}, 3)
-
-
-def tied_in_two_replicas() -> dict[str, float]:
-    pipelines = [[0, 2, 4], [1, 3, 5]]
-    rank, replica = divmod(dist.get_rank(), 2)
-    groups = create_tied_groups(THREE, pipelines[replica], timedelta(seconds=20), torch.device("cpu"))
-    assert set(groups) == {ranks for ranks in [(0, 2), (1, 2)] if rank in ranks}
-    model = nn.ParameterDict({name: torch.zeros(1) for name in "abcd"})
-    for name in THREE.held_by(rank):
-        model[name].grad = torch.full((1,), 100.0**replica * 10.0**rank)
-    TiedGradients(model, THREE, rank, groups).sum()
-    return {name: model[name].grad.item() for name in THREE.held_by(rank)}
-
-
-def test_each_replica_has_groups_of_its_own() -> None:
-    results = run_ranks(tied_in_two_replicas, 6)
-    for replica, factor in enumerate((1, 100)):
-        of_rank = results[replica::2]
-        assert of_rank[0] == {"a": 101 * factor, "c": 101 * factor}
-        assert of_rank[1] == {"b": 110 * factor, "d": 10 * factor}
-        assert of_rank[2] == {"a": 101 * factor, "b": 110 * factor, "c": 101 * factor}
 
 
 def gradients(scale: float = 1.0) -> dict[str, Tensor]:
@@ -139,28 +115,6 @@ def test_norm_is_that_of_one_process(norm_type: float, scale: float) -> None:
 def test_what_is_not_finite_on_one_stage_shows_on_all(spoil: float, norm_type: float) -> None:
     norms = [norm.item() for norm in run_in_threads(norm_of_all, 2, norm_type, 1.0, spoil)]
     assert [norm if norm == norm else None for norm in norms] == [inf if spoil == inf else None] * 2
-
-
-def refused(group: dist.ProcessGroup) -> str:
-    own = [torch.tensor([inf if group.rank() == 1 else 1.0])]
-    return message_of(RuntimeError, lambda: norm_over_ranks(own, group, 2.0, CPU, error_if_nonfinite=True))
-
-
-def test_an_infinite_norm_can_be_refused_on_all_ranks() -> None:
-    assert all("total norm of order 2.0 of all ranks' gradients is inf" in m for m in run_in_threads(refused, 2))
-
-
-def test_a_norm_that_is_none() -> None:
-    with pytest.raises(ValueError, match="norm_type=0.0 has to be positive"):
-        norm_over_ranks([], dist.group.WORLD, 0, torch.device("cpu"))
-
-
-def no_gradients(group: dist.ProcessGroup) -> float:
-    return clip_by_norm({"d": nn.Parameter(torch.zeros(1))}, THREE, group, 1.0).item()
-
-
-def test_no_gradient_at_all() -> None:
-    assert run_in_threads(no_gradients, 3) == [0.0] * 3
 
 
 def scaled_steps(group: dist.ProcessGroup, overflow_on: int | None, ownership: Ownership) -> tuple[list[float], Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -87,11 +86,6 @@ def test_labels_are_integers_of_minus_100_or_called_so() -> None:
     assert [weight.kind for weight in candidates({"labels": full[:, 0]})] == ["rows", "sum"]  # of a classifier
     some = torch.tensor([1, -100, 2, -100])
     assert [weight.kind for weight in candidates([full, some])] == ["labels", "rows", "sum"]
-
-
-def test_a_choice_comes_back_out_of_a_checkpoint() -> None:
-    for weight in candidates({"batch": [padded()]}):
-        assert LossWeight.from_json(json.loads(json.dumps(weight.to_json()))) == weight
 
 
 # ---- the trial -------------------------------------------------------------------------------------------------------

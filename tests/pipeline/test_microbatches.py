@@ -17,7 +17,6 @@ from lightning_smddp.pipeline.partition.microbatches import (
     Splitter,
     UnclearBatchError,
     UncombinableError,
-    has_time_first,
     merge_outputs,
     signature,
 )
@@ -110,11 +109,6 @@ def test_sizes_and_weights() -> None:
     assert split(17, 4) == [MicroBatch(17, 1, 1.0)]
 
 
-def test_tensors_are_views() -> None:
-    x = rows(5, 2)
-    assert all(part.value.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for part in split(x, 2))
-
-
 @pytest.mark.parametrize(
     "batch",
     [
@@ -129,16 +123,6 @@ def test_tensors_are_views() -> None:
 def test_a_list_that_can_be_read_both_ways_is_not_cut(batch: Any) -> None:
     with pytest.raises(UnclearBatchError, match=r"may have an entry for each row, or be \d fields"):
         split(batch, 2, 2)
-
-
-def test_unlike_tensors_are_fields() -> None:
-    assert sizes(split([rows(2, 5), torch.arange(2)], 2)) == [1, 1]
-
-
-def test_variable_sizes_that_happen_to_equal_the_number_of_rows() -> None:
-    targets = [{"boxes": rows(size, 4)} for size in (4, 2, 1, 0)]
-    parts = split((tuple(IMAGES[:4]), tuple(targets)), 2, 4)
-    assert [[len(target["boxes"]) for target in part.value[1]] for part in parts] == [[4, 2], [1, 0]]
 
 
 @pytest.mark.parametrize(
@@ -275,11 +259,6 @@ def test_rows_that_shapes_and_loaders_show(
         assert splitter.rows(batch, loader_sizes) == found
 
 
-def test_modules_that_take_time_first() -> None:
-    assert has_time_first(nn.Sequential(nn.Linear(2, 2), nn.GRU(2, 2)))
-    assert not has_time_first(nn.Sequential(nn.Linear(2, 2), nn.GRU(2, 2, batch_first=True)))
-
-
 # ---- what a step returned comes together again ----
 
 
@@ -315,12 +294,6 @@ def test_rows_are_concatenated() -> None:
     constant = torch.tensor([1.0, 2.0, 5.0])
     assert merged([constant, constant.clone()], [2, 2]).equal(constant)
     assert merged([np.ones((2, 3)), np.ones((1, 3))], [2, 1]).shape == (3, 3)
-
-
-def test_gradients_flow_through_the_loss() -> None:
-    losses = [torch.tensor(1.0, requires_grad=True), torch.tensor(2.0, requires_grad=True)]
-    merged([{"loss": loss} for loss in losses], [3, 1])["loss"].backward()
-    assert [loss.grad for loss in losses] == [0.75, 0.25]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from lightning_smddp.pipeline.capture.graph_builder import Modules
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.partition import plan
-from lightning_smddp.pipeline.partition.plan import OnAllRanks, build_on_all
+from lightning_smddp.pipeline.partition.plan import OnAllRanks, same_graph
 from lightning_smddp.pipeline.runtime.remote import TensorSpec
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from tests.ranks import run_in_threads
@@ -82,7 +82,7 @@ def build(group: dist.ProcessGroup) -> str:
     root = nn.Sequential(nn.Linear(2, 2))
     found = Trace(refusals=["The step calls a collective of its own at module.py:7"] if group.rank() == 1 else [])
     try:
-        build_on_all(found, Modules(found, root), lambda name: True, group)
+        same_graph(found, Modules(found, root), (), group)
     except SplitError as error:
         return str(error)
     return "fine"

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, SGD, Adafactor, Adam, AdamW, Optimizer, RMSprop
 
+from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.pipeline.state.meta_parameters import release
 from lightning_smddp.pipeline.state.optimizer import OptimizerPartition
 from tests.pipeline.models import OWNERSHIP, Tied, assert_same, tied, train_step
@@ -24,15 +25,6 @@ def two_groups(model: nn.Module) -> Optimizer:
     decayed = [p for p in parameters.values() if p.dim() > 1]
     rest = [p for p in parameters.values() if p.dim() < 2]
     return AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=0.01)
-
-
-class Peculiar(SGD):
-    """Keeps nested state."""
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p] = {"nested": [{"t": p.detach() * 2}, (1, None)], "text": "a"}
 
 
 OPTIMIZERS: dict[str, Build] = {
@@ -95,7 +87,7 @@ def save_and_load(group: dist.ProcessGroup, build: Build) -> None:
     assert {id(p) for g in rank.optimizer.param_groups for p in g["params"]} == mine
     assert {id(p) for p in rank.optimizer.state} <= mine
     # the state loads in plain torch, and back into fresh parts, which go on alike
-    state = copy.deepcopy(rank.partition.full_state_dict(group, to_all=True))
+    state = broadcast(rank.partition.full_state_dict(group), group)
     again = Rank(group, build)
     again.whole.load_state_dict(rank.whole.state_dict())
     again.reference.load_state_dict(copy.deepcopy(state))
@@ -172,13 +164,3 @@ def test_what_cannot_be_divided_is_refused(build: Build, message: str) -> None:
     model = tied()
     with pytest.raises(ValueError, match=message):
         OptimizerPartition(build(model), names_of(model), OWNERSHIP, 0)
-
-
-def test_nested_state() -> None:
-    run_in_threads(nested, 2)
-
-
-def nested(group: dist.ProcessGroup) -> None:
-    rank = Rank(group, lambda model: Peculiar(model.parameters(), lr=0.1))
-    rank.step(0)
-    rank.compare()

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import copy
-import gc
-import os
-import pickle
-import weakref
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 
 from lightning_smddp.pipeline.mesh import Ownership, held_parameters
 from lightning_smddp.pipeline.partition.assignment import follow, parameter_stages_of
-from lightning_smddp.pipeline.state.meta_parameters import AbsentParameterError, release, set_contents
+from lightning_smddp.pipeline.state.meta_parameters import AbsentParameterError, release
 from lightning_smddp.pipeline.state.state_dict import load_full_state_dict
 from tests.pipeline.models import OWNERSHIP, tied
 from tests.pipeline.stage_emulation import program_of
-
-
-def resident_mib() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def test_who_holds_and_who_speaks() -> None:
@@ -65,10 +55,13 @@ def test_what_the_step_does_not_use_is_beside_its_twin_or_its_neighbours(unused:
     assert tuple(place for name in unused.split() for place in found[name]) == stage
 
 
-def test_a_layer_that_was_left_out_is_no_twin_of_one_in_another_stack() -> None:
-    """As layer drop leaves out layers of an encoder, and the decoder's have the same names."""
-    used = ["encoder.0.fc.weight", "encoder.2.fc.weight", "decoder.0.fc.weight", "decoder.1.fc.weight"]
-    assert placed(used, [*used, "encoder.1.fc.weight"], begin=2)["encoder.1.fc.weight"] == (0,)
+@pytest.mark.parametrize("left_out", ["encoder.1", "encoder.1 encoder.2"])
+def test_a_layer_that_was_left_out_is_no_twin_of_one_in_another_stack(left_out: str) -> None:
+    """As layer drop leaves out layers of an encoder, and other layers have the same names, or some of them."""
+    used = ["features.1.norm.weight", "encoder.norm.weight", "decoder.1.norm.weight", "decoder.2.norm.weight"]
+    names = [f"{layer}.{name}.weight" for layer in left_out.split() for name in ("attention", "norm")]
+    found = placed(used, [*used[:2], *names, *used[2:]], begin=1)
+    assert {found[name] for name in names} == {(1,)}
 
 
 @pytest.mark.parametrize(("owner", "begin"), [(0, "2"), (1, "1")])
@@ -116,35 +109,6 @@ def test_release_keeps_objects_and_drops_values() -> None:
     assert not buffer.is_meta
 
 
-@pytest.mark.parametrize("holder", ["weak reference", "fake tensors", "autograd graph", "hooks"])
-def test_release_whatever_else_knows_the_parameter(holder: str) -> None:
-    model = tied()
-    kept: list[object] = []
-    if holder == "weak reference":
-        kept.append(weakref.ref(model.body.weight))
-    elif holder == "fake tensors":
-        kept += [mode := FakeTensorMode(), mode.from_tensor(model.body.weight)]
-    elif holder == "hooks":
-        model.body.weight.register_hook(lambda gradient: gradient)
-    else:
-        kept.append((model.body.weight * model.body.weight).sum())
-    weight = model.body.weight
-    release(model, OWNERSHIP, 1)
-    assert model.body.weight is weight
-    assert weight.is_meta
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads memory from /proc")
-def test_memory_is_really_given_back() -> None:
-    model = nn.Sequential(nn.Linear(4000, 4000, bias=False), nn.Linear(4000, 4000, bias=False))  # 61 MiB each
-    ownership = Ownership({"0.weight": (0,), "1.weight": (1,)}, {}, 2)
-    model(torch.zeros(1, 4000)).sum().backward()  # gradients: as much again
-    gc.collect()
-    before = resident_mib()
-    release(model, ownership, 0)
-    assert before - resident_mib() > 110
-
-
 def divided() -> nn.Sequential:
     net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     parameters = {name: (0,) if name.startswith("0") else (1,) for name, _ in net.named_parameters()}
@@ -184,12 +148,3 @@ def test_what_can_be_asked() -> None:
     load_full_state_dict(net, loaded)
     assert torch.equal(net[0].weight, loaded["0.weight"])
     assert weight.is_meta
-
-
-def test_values_come_back() -> None:
-    net = divided()
-    weight = net[1].weight
-    set_contents(weight, torch.ones(2, 4))
-    assert type(weight) is nn.Parameter
-    assert weight.sum().item() == 8
-    assert pickle.loads(pickle.dumps(weight)).sum().item() == 8

@@ -25,14 +25,6 @@ def test_neighbouring_ranks_are_a_pipeline_or_replicas(placement: str, pipelines
     assert (mesh.pipelines, mesh.data_parallel_ranks) == (pipelines, replicas)
 
 
-def test_find_is_the_inverse() -> None:
-    for placement in ("cluster", "spread"):
-        grid = PipelineMesh.of(12, 3, placement)
-        for rank in range(12):
-            replica, place = grid.find(rank)
-            assert grid.pipelines[replica][place] == rank
-
-
 def test_sizes_have_to_fit() -> None:
     with pytest.raises(ValueError, match=r"pipeline_parallel_size=3 does not divide the world size 8.*1, 2, 4, 8"):
         PipelineMesh.of(8, 3)

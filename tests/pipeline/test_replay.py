@@ -11,9 +11,7 @@ from tests.pipeline.stage_emulation import assert_transparent, assert_transparen
 
 
 @pytest.mark.parametrize("is_small", [children, leaf_modules])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "attention" else name for name in EXAMPLES]
-)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_every_cut_is_exact(name: str, is_small: Callable[[str], bool]) -> None:
     assert_transparent(example(name), step_of, is_small, each_cut)
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_smddp.communication.compression import Compression
-from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.pipeline.state.replicas import ReplicaGradients, assign_buckets
 from tests.communication.errors import message_of
 from tests.ranks import run_ranks
@@ -91,71 +87,6 @@ def test_buckets_are_filled_in_the_order_of_backward() -> None:
         bucket.begin(keep=False)
     assert model[0].weight.grad.stride() == model[0].weight.stride() == (1, 4)
     assert sum(bucket.buffer().numel() for bucket in buckets) == 60
-
-
-def all_algorithms(names: list[str]) -> list[str]:
-    """In each pipeline rank's group of replicas, one algorithm after the other, each with groups of its own."""
-    rank, replica = divmod(dist.get_rank(), 2)
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    expected = mean_gradients(2, seed=rank)
-    chosen = []
-    for name in names * 2:  # again: nothing of the first time is in the way
-        model = stage(seed=rank)
-        cap = 0.0006 if rank == 0 else 0.01  # the stages need not agree
-        with averaging(model, groups[rank], algorithm=name, bucket_cap_mb=cap) as replicas:
-            assert replicas.communicator.world_size == 2
-            for _ in range(2):
-                replicas.begin(passes(model))
-                backward(model, replica)
-                replicas.finish()
-                assert_close(model, expected)
-            replicas.report()
-            chosen.append(replicas.choice.algorithm)
-        if rank == 1:
-            time.sleep(0.05)  # the groups do not go in step
-    return chosen
-
-
-@pytest.mark.parametrize("node_ids", [pytest.param("aaaa", marks=pytest.mark.slow), "abab"])
-def test_two_stages_of_two_replicas(node_ids: str) -> None:
-    names = ["native", "auto", "hierarchical", "balanced"] if node_ids == "abab" else ["shared_memory", "auto"]
-    results = run_ranks(all_algorithms, 4, names, node_ids=node_ids)
-    assert results[0] == results[1]
-    assert results[2] == results[3]
-
-
-def collectives_meanwhile(algorithm: str) -> None:
-    """The caller uses its group before this rank's buckets are under way, and after the other one's are."""
-    rank, group = dist.get_rank(), dist.group.WORLD
-    model = stage()
-    with averaging(model, algorithm=algorithm) as replicas:
-        synchronizer, may_start = replicas._synchronizer, threading.Event()
-        average = synchronizer.average
-
-        def late(bucket: Any) -> Any:
-            may_start.wait(10.0)
-            return average(bucket)
-
-        if rank == 0:
-            synchronizer.average = late  # type: ignore[method-assign]
-        replicas.begin(passes(model))
-        backward(model, rank)
-        replicas.stash()  # as Lightning zeroes the gradients between a pipeline's backward and the step
-        assert all(parameter.grad is None for parameter in model.parameters())
-        model.zero_grad(set_to_none=False)
-        time.sleep(0.2 * rank)
-        value = torch.tensor([float(rank)])
-        dist.all_reduce(value, group=group)
-        may_start.set()
-        replicas.finish()
-        assert value == 1.0
-        assert_close(model, mean_gradients(2))
-
-
-@pytest.mark.parametrize("algorithm", ["native", "shared_memory"])
-def test_collectives_of_the_caller_do_not_get_between(algorithm: str) -> None:
-    """As ``self.log(sync_dist=True)``, metrics and SyncBatchNorm do."""
-    run_ranks(collectives_meanwhile, 2, algorithm, timeout=30)
 
 
 def steps() -> None:
@@ -292,44 +223,3 @@ def nothing_to_train() -> None:
 
 def test_steps_of_all_kinds() -> None:
     run_ranks(steps, 2)
-
-
-def refusals() -> list[str]:
-    rank = dist.get_rank()
-    half = stage().half() if rank == 1 else stage()
-    messages = [message_of(ValueError, lambda: averaging(half).__enter__())]
-    integers = nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
-    compression = Compression.parse("int8")
-    messages.append(message_of(ValueError, lambda: averaging(integers, compression=compression).__enter__()))
-    return messages
-
-
-def test_replicas_that_differ_are_refused_on_all_of_them() -> None:
-    for messages in run_ranks(refusals, 2):
-        assert "The models differ between ranks. The first difference: rank 0 (host " in messages[0]
-        assert "The gradient of '0'" in messages[1]
-
-
-def given_up() -> float:
-    """Rank 1 stops in the midst of a step; rank 0, which waits for it in its thread, must be able to leave as well."""
-    model = stage()
-    replicas = ReplicaGradients(
-        dict(model.named_parameters()), dist.group.WORLD, CPU, timedelta(seconds=40), algorithm="shared_memory"
-    )
-    replicas.begin(passes(model, 1))
-    start = time.monotonic()
-    if dist.get_rank() == 0:
-        backward(model, 0, 1)
-        time.sleep(0.2)
-        replicas.close()
-    else:
-        time.sleep(1.0)
-        message = message_of(RankFailedError, replicas.finish)
-        assert "rank 0" in message
-        replicas.close()
-    return time.monotonic() - start
-
-
-@pytest.mark.slow
-def test_a_step_that_is_given_up_can_be_left() -> None:
-    assert max(run_ranks(given_up, 2)) < 10

@@ -71,15 +71,6 @@ def test_orders_are_complete_and_can_be_carried_out(name: str, ranks: int) -> No
                     assert kinds in ({"F", "B"}, {"F", "I", "W"})
 
 
-def test_orders_of_the_simple_schedules() -> None:
-    assert orders(parse("gpipe"), 2, 2, 2) == {0: ["0F0", "0F1", "0B0", "0B1"], 1: ["1F0", "1F1", "1B0", "1B1"]}
-    assert orders(parse("1f1b"), 2, 2, 3) == {
-        0: ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"],
-        1: ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"],
-    }
-    assert any("W" in action for action in orders(parse("zbv_zero_bubble"), 2, 4, 4)[0])
-
-
 def test_names() -> None:
     assert list(SCHEDULES) == [
         "gpipe",

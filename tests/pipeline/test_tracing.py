@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
-from lightning_smddp.pipeline.capture.records import OPAQUE
 from lightning_smddp.pipeline.capture.tracer import trace
 from tests.pipeline.example_modules import CPU, Cube, D, Layer, Net, batch, record
 
@@ -24,7 +23,8 @@ from tests.pipeline.example_modules import CPU, Cube, D, Layer, Net, batch, reco
 def graph_of_step(root: nn.Module, step: Callable[[], Tensor]) -> StepGraph:
     """Of a step in which operations on the batch are outside of all modules."""
     found = trace(step, root, CPU)
-    return build_graph(found, Modules(found, root), lambda name: True)
+    modules = Modules(found, root)
+    return build_graph(found, modules, modules.calls)
 
 
 def unseen(x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def test_unseen_operations_seal_their_module(grad: bool) -> None:
             Net(lambda s, x: s.b(s.inner(s.a(x))).mean(), inner=Layer(lambda s, x: unseen(s.linear(x))))
         )
     assert set(modules.must_be_whole) == {"net.inner"}
-    graph = build_graph(found, modules, lambda name: False)
+    graph = build_graph(found, modules, ())
     assert [item.module for item in graph.nodes if item.module] == ["net.inner"]
 
 
@@ -87,12 +87,6 @@ def test_unseen_operations_outside_of_modules_are_refused(operation: Callable[[T
     said = r"test_tracing.py:\d+.*function modes do not see.*module of its own"
     with torch.set_grad_enabled(grad), pytest.raises(SplitError, match=said):
         graph_of_step(root, step)
-
-
-def test_unseen_operations_on_the_batch_do_no_harm() -> None:
-    found, modules = record(Net(lambda s, x: (s.a(unseen(x)) * torch.vmap(torch.sin)(x)).mean()))
-    assert not modules.must_be_whole
-    assert len(found.events) == 3
 
 
 def numbers(s: Layer, x: Tensor) -> tuple[Tensor, float]:
@@ -125,16 +119,6 @@ def test_what_other_stages_could_not_make_is_not_hidden_in_a_unit(layer: Callabl
     assert reason in modules.not_placeable["net.inner"]
 
 
-def test_views_changed_through_the_whole_cannot_be_followed() -> None:
-    def body(s: Net, x: Tensor) -> Tensor:
-        whole = torch.zeros(4, D)
-        whole[:2].copy_(s.a(x[:2]))
-        return s.b(whole).mean()
-
-    _, modules = record(Net(body))
-    assert "another view" in modules.must_be_whole["net"]
-
-
 def test_what_changed_before_a_module_that_takes_it_cannot_be_followed() -> None:
     """The module that saw the change first took it for its own: cuts then missed a value (``KeyError``)."""
     root = nn.ModuleDict({"a": nn.Linear(D, D)})
@@ -146,53 +130,6 @@ def test_what_changed_before_a_module_that_takes_it_cannot_be_followed() -> None
 
     with pytest.raises(SplitError, match="changed through another view"):
         graph_of_step(root, step)
-
-
-def test_draws_into_the_batch_are_done_by_each_stage() -> None:
-    """All draw the same numbers, so what is changed through a view is the same everywhere."""
-    root = nn.ModuleDict({"a": nn.Linear(D, D)})
-
-    def step() -> Tensor:
-        x = batch()
-        x.data.normal_()
-        return (root["a"](x) - x).mean()
-
-    graph = graph_of_step(root, step)
-    assert [node.name.partition(" ")[0] for node in graph.nodes if not node.free] == ["a", "sub", "mean"]
-
-
-def test_rows_that_are_put_back_vary_no_size() -> None:
-    """Also where all rows were chosen, as many as the result has: the module stays whole for what is inside."""
-
-    def body(s: Layer, x: Tensor) -> Tensor:
-        h = s.linear(x)
-        rows = (h[:, 0] < 1e9).nonzero()[:, 0]
-        return torch.zeros_like(h).index_add(0, rows, h[rows])
-
-    _, modules = record(Net(lambda s, x: s.b(s.inner(s.a(x))).mean(), inner=Layer(body)))
-    assert set(modules.must_be_whole) == {"net.inner"}
-
-
-@pytest.mark.parametrize("through_the_view", [True, False])
-def test_what_is_shown_in_the_shape_of_a_value_may_not_change(through_the_view: bool) -> None:
-    def body(s: Net, x: Tensor) -> Tensor:
-        h = s.a(x)
-        view = x.view_as(h)
-        (view if through_the_view else x).mul_(2)
-        return (s.b(view) * x).mean()
-
-    found, _ = record(Net(body))
-    assert any(event.function is OPAQUE for event in found.events)
-
-
-@pytest.mark.parametrize("draw", [random.random, lambda: np.random.rand()])
-def test_python_random_numbers(draw: Callable[[], float]) -> None:
-    layer = Layer(lambda s, x: s.linear(x) * draw())
-    found, modules = record(Net(lambda s, x: s.inner(s.a(x)).mean(), inner=layer))
-    assert build_graph(found, modules, lambda name: True).draws
-    root = nn.Linear(D, D)
-    assert graph_of_step(root, lambda: root(batch()).mean() * draw()).draws
-    assert not graph_of_step(root, lambda: root(batch()).mean()).draws
 
 
 def test_random_numbers_are_put_back() -> None:
@@ -208,23 +145,6 @@ def test_random_numbers_are_put_back() -> None:
         seed(3)
     record(net)
     assert state() == expected
-
-
-def test_an_exception_that_the_step_catches() -> None:
-    def fail(s: Layer, x: Tensor) -> Tensor:
-        s.linear(x)
-        raise KeyError
-
-    def body(s: Net, x: Tensor) -> Tensor:
-        try:
-            h = s.inner(x)
-        except KeyError:
-            h = s.a(x)
-        return s.b(h).mean()
-
-    found, modules = record(Net(body, inner=Layer(fail)))
-    graph = build_graph(found, modules, lambda name: name != "net")
-    assert [item.module for item in graph.nodes[1:3]] == ["net.a", "net.b"]
 
 
 def is_patched(module: nn.Module) -> bool:

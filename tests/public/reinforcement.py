@@ -13,7 +13,6 @@ from tests.public.cases import Learner, integers, numbers
 objectives = pytest.importorskip("torchrl.objectives")
 rl_modules = pytest.importorskip("torchrl.modules")
 tensordict = pytest.importorskip("tensordict")
-tensordict_nn = pytest.importorskip("tensordict.nn")
 
 
 STATES, ACTIONS = 4, 3
@@ -33,9 +32,6 @@ class Transitions(Learner):
         fields = {
             "observation": numbers(count, STATES),
             "action": integers(0, ACTIONS, count),
-            "action_log_prob": torch.full((count,), -1.0),
-            "advantage": numbers(count, 1, seed=1),
-            "value_target": numbers(count, 1, seed=2),
             "next": {
                 "observation": numbers(count, STATES, seed=3),
                 "reward": numbers(count, 1, seed=4),
@@ -63,20 +59,3 @@ class Dqn(Transitions):
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.target.step()
-
-
-class Ppo(Transitions):
-    """Actor and critic; the loss is a sum of three."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        policy = tensordict_nn.TensorDictModule(network(ACTIONS), ["observation"], ["logits"])
-        actor = rl_modules.ProbabilisticActor(
-            policy, in_keys=["logits"], distribution_class=torch.distributions.Categorical
-        )
-        critic = rl_modules.ValueOperator(network(1))
-        self.objective = objectives.ClipPPOLoss(actor, critic)
-
-    def loss(self, batch: Any) -> Tensor:
-        out = self.objective(batch)
-        return out["loss_objective"] + out["loss_critic"] + out["loss_entropy"]

@@ -13,7 +13,6 @@ from tests.public.cases import MARKS, WHOLE, Case, HuggingFace, Learner, check, 
 
 transformers = pytest.importorskip("transformers")
 conformer = pytest.importorskip("conformer")
-auraloss = pytest.importorskip("auraloss")
 filterbanks = pytest.importorskip("asteroid_filterbanks")
 
 pytestmark = MARKS
@@ -144,22 +143,6 @@ class Separation(Learner):
         return list(zip(sources.sum(1), sources, strict=True))
 
 
-class SpectralLoss(Separation):
-    """Complex numbers: auraloss compares spectra of several resolutions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        windows = {"fft_sizes": [64, 32], "hop_sizes": [16, 8], "win_lengths": [64, 32]}
-        self.criterion = auraloss.freq.MultiResolutionSTFTLoss(**windows)
-
-    def loss(self, batch: Any) -> Tensor:
-        mixed, sources = batch
-        coded = self.encoder(mixed[:, None])
-        out = self.decoder(self.masker(coded).unflatten(1, (2, 16))[:, :1] * coded[:, None])
-        length = min(out.shape[-1], sources.shape[-1])
-        return self.criterion(out[..., :length], sources[:, :1, :length])
-
-
 @table(
     Case(Wav2Vec2, WHOLE),
     Case(Wav2Vec2, variant="cut"),
@@ -168,7 +151,6 @@ class SpectralLoss(Separation):
     Case(Whisper),
     Case(Conformer, WHOLE),
     Case(Separation),
-    Case(SpectralLoss, WHOLE),
 )
 def test_audio(case: Case) -> None:
     check(case)

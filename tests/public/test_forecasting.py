@@ -69,20 +69,8 @@ def TemporalFusion() -> Any:  # noqa: N802
     return of_forecasting("TemporalFusionTransformer", data, **sizes, output_size=3, loss=loss)
 
 
-def UnevenTemporalFusion() -> Any:  # noqa: N802
-    """Histories of different lengths, packed for its recurrent layers."""
-    data = windows(static_categoricals=["group"], time_varying_known_reals=["time"], min_encoder_length=4)
-    sizes = {"hidden_size": 8, "attention_head_size": 2, "hidden_continuous_size": 4, "dropout": 0.0}
-    loss = forecasting_metrics.QuantileLoss([0.1, 0.5, 0.9])
-    return of_forecasting("TemporalFusionTransformer", data, **sizes, output_size=3, loss=loss)
-
-
 def NBeats() -> Any:  # noqa: N802
     return of_forecasting("NBeats", windows(), widths=[16, 16], backcast_loss_ratio=0.1, num_blocks=[1, 1], dropout=0.0)
-
-
-def NHits() -> Any:  # noqa: N802
-    return of_forecasting("NHiTS", windows(), hidden_size=16, dropout=0.0, loss=forecasting_metrics.MAE())
 
 
 def DeepAr() -> Any:  # noqa: N802
@@ -201,10 +189,7 @@ class SeriesTransformer(HuggingFace):
 
 @table(
     Case(TemporalFusion, WHOLE),
-    Case(UnevenTemporalFusion, WHOLE),
     Case(NBeats, WHOLE),
-    Case(NHits, WHOLE),
-    Case(GluontsFeedForward),
     Case(GluontsDeepAr),
     Case(PatchTst),
     Case(PatchTst, INTERLEAVED, variant="interleaved"),

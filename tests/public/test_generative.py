@@ -49,18 +49,6 @@ class Vae(Generative):
         return F.mse_loss(out, images) + 0.01 * divergence
 
 
-class VaeByMean(Vae):
-    """Decodes the mean, so that nothing is drawn and numbers can be compared."""
-
-    def loss(self, batch: Any) -> Tensor:
-        images = batch[0].flatten(1)
-        hidden = self.encoder(images)
-        posterior = torch.distributions.Normal(self.mean(hidden), (0.5 * self.log_variance(hidden)).exp())
-        out = self.decoder(posterior.mean)
-        likelihood = torch.distributions.Independent(torch.distributions.Normal(out, torch.ones(())), 1)
-        return -likelihood.log_prob(images).mean() / 256 - 0.001 * posterior.entropy().sum(1).mean()
-
-
 class AutoencoderKl(Generative):
     """diffusers' VAE of latent diffusion, without the draw."""
 
@@ -163,17 +151,6 @@ class VectorQuantised(Generative):
         return F.mse_loss(self.decoder(quantised), batch[0]) + commitment.sum()
 
 
-class FiniteScalarQuantised(VectorQuantised):
-    def __init__(self) -> None:
-        super().__init__()
-        self.codes = vq.FSQ(levels=[4, 4, 3])
-        self.down, self.up = nn.Conv2d(8, 3, 1), nn.Conv2d(3, 8, 1)
-
-    def loss(self, batch: Any) -> Tensor:
-        quantised, _ = self.codes(self.down(self.encoder(batch[0])))
-        return F.mse_loss(self.decoder(self.up(quantised)), batch[0])
-
-
 class PythaeAutoencoder(Generative):
     """pythae's models take a dict and return an object with the loss."""
 
@@ -255,15 +232,6 @@ class NeuralOde(SplineFlow):
         return F.mse_loss(self.last(end), batch[1])
 
 
-class AdaptiveOde(NeuralOde):
-    """Steps of a size that the values decide."""
-
-    def loss(self, batch: Any) -> Tensor:
-        times = torch.tensor([0.0, 1.0])
-        end = torchdiffeq.odeint(lambda t, y: self.field(y), self.first(batch[0]), times, rtol=1e-3, atol=1e-4)[-1]
-        return F.mse_loss(self.last(end), batch[1])
-
-
 class DeepKernel(SplineFlow):
     """gpytorch: a variational process behind a network; the bound of the likelihood as the loss."""
 
@@ -293,7 +261,6 @@ class Process(gpytorch.models.ApproximateGP):
 
 @table(
     Case(Vae),
-    Case(VaeByMean),
     Case(AutoencoderKl),
     Case(Unet2d),
     Case(Unet2dSampling),
@@ -301,13 +268,10 @@ class Process(gpytorch.models.ApproximateGP):
     Case(DenoisingDiffusion),
     Case(VectorQuantised, {**WHOLE, "split": ["codes"]}),
     Case(VectorQuantised, {"num_microbatches": 2}),
-    Case(FiniteScalarQuantised),
-    Case(PythaeAutoencoder),
     Case(PythaeVae),
     Case(SplineFlow),
     Case(AutoregressiveFlow),
     Case(NeuralOde),
-    Case(AdaptiveOde, WHOLE),
 )
 def test_generative(case: Case) -> None:
     check(case)

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from tests.public.cases import MARKS, WHOLE, Case, Learner, check, table
 
-geometric = pytest.importorskip("torch_geometric")
 geometric_data = pytest.importorskip("torch_geometric.data")
 geometric_loader = pytest.importorskip("torch_geometric.loader")
 gnn = pytest.importorskip("torch_geometric.nn")
@@ -65,24 +64,6 @@ class Gcn(GraphLearner):
         x = self.first(batch.x, batch.edge_index).relu()
         x = self.second(x, batch.edge_index).relu()
         return F.cross_entropy(self.head(gnn.global_mean_pool(x, batch.batch)), batch.y)
-
-
-class Gat(Gcn):
-    def build(self) -> None:
-        self.first, self.second = gnn.GATv2Conv(6, 8, heads=2), gnn.GATv2Conv(16, 16)
-        self.head = nn.Linear(16, 3)
-
-
-class Gin(GraphLearner):
-    """Batch norm in its layers."""
-
-    def build(self) -> None:
-        self.model = gnn.GIN(6, 16, num_layers=3, norm="batch_norm")
-        self.head = nn.Linear(16, 3)
-
-    def loss(self, batch: Any) -> Tensor:
-        x = self.model(batch.x, batch.edge_index, batch=batch.batch)
-        return F.cross_entropy(self.head(gnn.global_add_pool(x, batch.batch)), batch.y)
 
 
 class SchNet(GraphLearner):
@@ -179,8 +160,6 @@ class Chemprop(chemprop.models.MPNN):
 @table(
     Case(Gcn),
     Case(Gcn, WHOLE, variant="whole"),
-    Case(Gat, WHOLE),
-    Case(Gin, WHOLE),
     Case(SchNet, WHOLE),
     Case(Autoencoder, WHOLE),
     Case(NodesOfOneGraph, WHOLE),

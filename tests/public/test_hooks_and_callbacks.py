@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.public.cases import EXACT, MARKS, WHOLE, Case, Learner, check, table
 from tests.public.test_vision import digits
@@ -21,7 +20,6 @@ timm = pytest.importorskip("timm")
 timm_utils = pytest.importorskip("timm.utils")
 timm_optim = pytest.importorskip("timm.optim")
 torch_ema = pytest.importorskip("torch_ema")
-ema_pytorch = pytest.importorskip("ema_pytorch")
 optimizers = pytest.importorskip("pytorch_optimizer")
 schedulefree = pytest.importorskip("schedulefree")
 
@@ -84,30 +82,6 @@ class TorchEma(Vit):
 
     def on_train_end(self) -> None:
         self.shown = [float(weight.sum()) for weight in self.ema.shadow_params]
-
-
-class EmaPytorch(Vit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ema = ema_pytorch.EMA(
-            self.model, beta=0.9, update_every=1, update_after_step=0, include_online_model=False
-        )
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.ema.update()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_ema", F.cross_entropy(self.ema(batch[0]), batch[1]))
-
-
-class TorchAveraged(Vit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        self.average.requires_grad_(False)
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.average.update_parameters(self.model)
 
 
 class ByHand(Vit):
@@ -180,14 +154,6 @@ class AdaptiveClipping(Vit):
         timm_utils.adaptive_clip_grad(self.parameters(), clip_factor=0.02)
 
 
-class GradientsCleaned(Vit):
-    def on_after_backward(self) -> None:
-        for weight in self.parameters():
-            if weight.grad is not None:
-                weight.grad.nan_to_num_(0.0)
-                weight.grad.add_(weight.detach(), alpha=0.01)
-
-
 class NoisyWeights(Vit):
     """Noise with a generator of its own, clamping, weights of one layer written anew."""
 
@@ -198,39 +164,6 @@ class NoisyWeights(Vit):
                 weight.add_(torch.randn(weight.shape, generator=generator), alpha=1e-3)
                 weight.clamp_(-2, 2)
             self.model.head.weight.copy_(0.5 * self.model.head.weight + 0.01)
-
-
-class WeightsSaved(Vit):
-    """Weights copied by hand, counted and compared."""
-
-    def on_train_epoch_end(self) -> None:
-        state = {name: value.cpu().clone() for name, value in self.state_dict().items()}
-        self.shown.append({name: float(value.double().sum()) for name, value in state.items()})
-        self.shown.append(sum(weight.numel() for weight in self.parameters()))
-        if hasattr(self, "before"):
-            moved = [not torch.equal(state[name], self.before[name]) for name in state]
-            self.shown.append(moved)
-        self.before = state
-
-
-class Sam(Vit):
-    """Two passes in one step, as pytorch_optimizer's documentation has it with a closure: a backward of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        return optimizers.SAM(self.parameters(), base_optimizer=torch.optim.SGD, rho=0.05, lr=0.02)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        optimizer.first_step(zero_grad=True)
-        self.manual_backward(self.loss(batch))
-        optimizer.second_step(zero_grad=True)
-        return loss
 
 
 class Manual(Vit):
@@ -258,28 +191,11 @@ class Lamb(Vit):
         return timm_optim.Lamb(self.parameters(), lr=0.01, max_grad_norm=0.5, eps=1e-4)
 
 
-class Lamb2(Vit):
-    def configure_optimizers(self) -> Any:
-        return optimizers.Lamb(self.parameters(), lr=0.01, eps=1e-4)
-
-
 class Lion(Vit):
     """Moves by signs: compared in double precision."""
 
     def configure_optimizers(self) -> Any:
         return optimizers.Lion(self.parameters(), lr=0.001)
-
-
-class Adan(Vit):
-    def configure_optimizers(self) -> Any:
-        return optimizers.Adan(self.parameters(), lr=0.001, max_grad_norm=0.5)
-
-
-class Prodigy(Vit):
-    """Its step size comes from sums over all parameters."""
-
-    def configure_optimizers(self) -> Any:
-        return optimizers.Prodigy(self.parameters(), lr=1.0)
 
 
 class ScheduleFree(Vit):
@@ -301,14 +217,6 @@ class ScheduleFree(Vit):
 class LookAhead(Vit):
     def configure_optimizers(self) -> Any:
         return optimizers.Lookahead(torch.optim.SGD(self.parameters(), lr=0.05), k=2, alpha=0.5)
-
-
-class LayerDecay(Vit):
-    """timm's parameter groups, with a rate for each layer."""
-
-    def configure_optimizers(self) -> Any:
-        groups = timm_optim.param_groups_layer_decay(self.model, weight_decay=0.05, layer_decay=0.7)
-        return torch.optim.AdamW(groups, lr=0.005, eps=1e-3)
 
 
 class Finetuned(Vit):
@@ -355,14 +263,6 @@ class Sampled(Vit):
         self.model.train()
 
 
-class Reinitialised(Vit):
-    def on_train_epoch_start(self) -> None:
-        generator = torch.Generator().manual_seed(5)
-        with torch.no_grad():
-            self.model.head.weight.copy_(0.1 * torch.randn(self.model.head.weight.shape, generator=generator))
-            nn.init.zeros_(self.model.head.bias)
-
-
 def unfreeze_at_one() -> Callback:
     return BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_ratio_lr=0.1)
 
@@ -378,33 +278,23 @@ def prune_by_size() -> Callback:
 @table(
     Case(TimmEma, CUT),
     Case(TorchEma, CUT),
-    Case(EmaPytorch, CUT),
-    Case(TorchAveraged, CUT),
     Case(ByHand, CUT),
     Case(MeanTeacher, APART),
     Case(WithEmaCallback, CUT, trainer={"callbacks": [EmaCallback]}),
     Case(ClippedByHand, CUT),
     Case(NormsLogged, CUT),
     Case(AdaptiveClipping, CUT),
-    Case(GradientsCleaned, CUT),
     Case(NoisyWeights, CUT),
-    Case(WeightsSaved, CUT),
-    Case(Sam, CUT, refused="Sam uses manual optimization"),
     Case(Manual, CUT, refused="Manual uses manual optimization"),
     Case(Lamb, CUT, refused="Lamb needs the gradients of all parameters in one place"),
-    Case(Lamb2, CUT, trainer=EXACT),
     Case(Lion, CUT, trainer=EXACT),
-    Case(Adan, CUT, refused="Adan needs the gradients of all parameters in one place"),
-    Case(Prodigy, CUT, refused="Prodigy needs the gradients of all parameters in one place"),
     Case(ScheduleFree, CUT, refused="SGDScheduleFree needs .* or what it does cannot be tried out"),
     Case(LookAhead, CUT),
-    Case(LayerDecay, CUT),
     Case(Finetuned, WHOLE, trainer={"callbacks": [unfreeze_at_one], "max_epochs": 3}),
     Case(Finetuned, WHOLE, trainer={"callbacks": [unfreeze_all_at_one], "max_epochs": 3}, variant="with_batch_norm"),
     Case(Unfreezing, CUT),
     Case(Pruned, CUT, trainer={"callbacks": [prune_by_size]}, refused="ModelPruning replaces parameters"),
     Case(Sampled, CUT),
-    Case(Reinitialised, CUT),
 )
 def test_hooks_and_callbacks(case: Case) -> None:
     check(case)

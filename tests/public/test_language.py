@@ -16,14 +16,12 @@ from tests.public.cases import (
     ZERO_BUBBLE,
     Case,
     HuggingFace,
-    Learner,
     check,
     table,
 )
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
-x_transformers = pytest.importorskip("x_transformers")
 
 pytestmark = MARKS
 
@@ -70,10 +68,6 @@ class Gpt2Right(Causal):
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drop, bos_token_id=1, eos_token_id=1))
 
 
-class Gpt2Left(Gpt2Right):
-    side = "left"
-
-
 class Gpt2Packed(Gpt2Right):
     """Several texts in a row, one behind the other; positions start anew with each."""
 
@@ -115,12 +109,6 @@ class LlamaLora(LlamaRight):
         return torch.optim.AdamW(trained, lr=1e-2, eps=1e-4)
 
 
-class LlamaPromptTuning(LlamaUnpadded):
-    def build(self) -> Any:
-        config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-        return peft.get_peft_model(super().build(), config)
-
-
 class BertMasked(Causal):
     def build(self) -> Any:
         drop = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -134,15 +122,6 @@ class BertMasked(Causal):
             row["labels"] = row["labels"].masked_fill(~hidden, -100)
             row["input_ids"] = row["input_ids"].masked_fill(hidden, 4)
         return rows
-
-
-class BertClassifier(Causal):
-    def build(self) -> Any:
-        drop = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        return transformers.BertForSequenceClassification(transformers.BertConfig(num_labels=3, **SMALL, **drop))
-
-    def data(self) -> Any:
-        return [{**row, "labels": torch.tensor(index % 3)} for index, row in enumerate(sentences())]
 
 
 class T5Translation(Causal):
@@ -189,25 +168,8 @@ class T5Beams(T5Translation):
         self.log("val_sum", texts.float().mean())
 
 
-class XTransformersText(Learner):
-    """As x-transformers' README trains enwik8."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = x_transformers.Decoder(dim=32, depth=4, heads=2, rotary_pos_emb=True)
-        net = x_transformers.TransformerWrapper(num_tokens=VOCABULARY, max_seq_len=LENGTH, attn_layers=layers)
-        self.model = x_transformers.AutoregressiveWrapper(net)
-
-    def loss(self, batch: Any) -> Tensor:
-        return self.model(batch)
-
-    def data(self) -> Any:
-        return [row["input_ids"] for row in sentences(side="none")]
-
-
 @table(
     Case(Gpt2Right),
-    Case(Gpt2Left),
     Case(Gpt2Packed),
     Case(LlamaRight),
     Case(LlamaRight, INTERLEAVED, variant="interleaved"),
@@ -216,15 +178,12 @@ class XTransformersText(Learner):
     Case(LlamaUnpadded, REPLICAS, ranks=4, variant="replicas"),
     Case(LlamaUnpadded, ZERO_BUBBLE, variant="zero_bubble"),
     Case(LlamaLora),
-    Case(LlamaPromptTuning),
     Case(BertMasked),
-    Case(BertClassifier),
     Case(T5Translation),
     Case(MixtralExperts, WHOLE),
     Case(MambaText),
     Case(Generating),
     Case(T5Beams),
-    Case(XTransformersText),
 )
 def test_language(case: Case) -> None:
     check(case)

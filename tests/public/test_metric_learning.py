@@ -13,10 +13,8 @@ from tests.public.cases import MARKS, WHOLE, Case, Learner, check, table
 losses = pytest.importorskip("pytorch_metric_learning.losses")
 miners = pytest.importorskip("pytorch_metric_learning.miners")
 torchmetrics = pytest.importorskip("torchmetrics")
-coral = pytest.importorskip("coral_pytorch")
 coral_losses = pytest.importorskip("coral_pytorch.losses")
 coral_layers = pytest.importorskip("coral_pytorch.layers")
-msssim = pytest.importorskip("pytorch_msssim")
 torchcrf = pytest.importorskip("torchcrf")
 datasets = pytest.importorskip("sklearn.datasets")
 
@@ -52,14 +50,6 @@ class TripletMined(Embedding):
     def loss(self, batch: Any) -> Tensor:
         embeddings = self.net(batch[0])
         return self.criterion(embeddings, batch[1], self.miner(embeddings, batch[1]))
-
-
-class SupervisedContrastive(Embedding):
-    def build(self) -> None:
-        self.criterion = losses.SupConLoss(temperature=0.2)
-
-    def loss(self, batch: Any) -> Tensor:
-        return self.criterion(self.net(batch[0]), batch[1])
 
 
 class ArcFace(Embedding):
@@ -137,26 +127,6 @@ class MetricAsLoss(Embedding):
         return self.criterion(self.head(self.net(batch[0]))[:, 0], batch[1].float() / 10)
 
 
-class MetricFunctionAsLoss(Embedding):
-    def build(self) -> None:
-        self.head = nn.Linear(8, 64)
-
-    def loss(self, batch: Any) -> Tensor:
-        out = self.head(self.net(batch[0]))
-        return 1 - torchmetrics.functional.cosine_similarity(out, batch[0], reduction="mean")
-
-
-class StructuralSimilarity(Embedding):
-    def build(self) -> None:
-        self.head = nn.Linear(8, 256)
-        self.criterion = msssim.SSIM(data_range=1.0, channel=1, win_size=5)
-
-    def loss(self, batch: Any) -> Tensor:
-        images = batch[0].view(-1, 1, 8, 8).repeat_interleave(2, 2).repeat_interleave(2, 3)
-        out = self.head(self.net(batch[0])).sigmoid().view(-1, 1, 16, 16)
-        return 1 - self.criterion(out, images)
-
-
 class TaggerCrf(Embedding):
     """Its lengths are values of the batch; the loss is a mean over rows."""
 
@@ -179,13 +149,10 @@ class TaggerCrf(Embedding):
 
 @table(
     Case(TripletMined, WHOLE),
-    Case(SupervisedContrastive, WHOLE),
     Case(CrossBatch, WHOLE),
     Case(Coral),
     Case(MetricsBeside),
     Case(MetricAsLoss, WHOLE),
-    Case(MetricFunctionAsLoss),
-    Case(StructuralSimilarity),
     Case(TaggerCrf),
 )
 def test_metric_learning(case: Case) -> None:

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.public.cases import MARKS, WHOLE, Case, Learner, check, table
-from tests.public.reinforcement import Dqn, Ppo
+from tests.public.reinforcement import Dqn
 from tests.public.test_forecasting import DeepAr
 from tests.public.test_generative import DeepKernel, PythaeVaeGan
 from tests.public.test_graphs import SchNetForces
 from tests.public.test_metric_learning import ArcFace
-from tests.public.test_self_supervised import Byol, Dino, Moco, Swav
-from tests.public.test_special_layers import Spiking, SpikingByHand
+from tests.public.test_self_supervised import Byol, Swav
+from tests.public.test_special_layers import Spiking
 from tests.public.test_vision import digits
 
 torchvision = pytest.importorskip("torchvision")
@@ -46,16 +46,12 @@ def refused(make: Any, message: str, **pipeline: Any) -> Case:
 @table(
     refused(PythaeVaeGan, r"ValueError: PythaeVaeGan uses manual optimization.* Use strategy='smddp'"),
     refused(Byol, r"SplitError: .* parameter 'backbone_momentum\S+' .*on_train_batch_end"),
-    refused(Moco, r"SplitError: .* parameter 'backbone_momentum\S+' .*on_train_batch_end"),
-    refused(Dino, r"SplitError: .* parameter 'teacher_backbone\S+' .*on_train_batch_end"),
     refused(Swav, r"SplitError: .* parameter 'prototypes\S+' .*on_train_batch_end"),
     refused(ArcFace, r"SplitError: .* parameter 'criterion.W' .*on_train_batch_end"),
     refused(Spiking, r"SplitError: The step replaces buffer 'hidden.mem'.* Change it in place"),
-    refused(SpikingByHand, r"SplitError: The step replaces buffer 'neurons.mem'.* Change it in place"),
     refused(DeepKernel, r"SplitError: The step takes another path each time that it is run on the same batch"),
     refused(DeepAr, r"SplitError: 2 stages were asked for.* 'rnn' is opened, as the size of .* the batch's values"),
     refused(Dqn, r"SplitError: 2 stages were asked for, but the step has only 1 unit \(objective\)"),
-    refused(Ppo, r"SplitError: 2 stages were asked for, but the step has only 1 unit \(objective\)"),
     refused(SchNetForces, r"SplitError: The step runs a backward pass of its own at \S*test_graphs.py:\d+"),
     refused(Scripted, r"SplitError: Module 'model' is scripted.* script it afterwards"),
 )

@@ -6,7 +6,6 @@ import copy
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from tests.public.cases import EXACT, MARKS, WHOLE, Case, Learner, check, numbers, table
@@ -74,12 +73,6 @@ class BarlowTwins(SimClr):
         self.criterion = lightly_loss.BarlowTwinsLoss()
 
 
-class Vicreg(SimClr):
-    def build(self) -> None:
-        self.projection_head = heads.VICRegProjectionHead(WIDTH, 16, 8, num_layers=2)
-        self.criterion = lightly_loss.VICRegLoss()
-
-
 class SimSiam(SelfSupervised):
     def build(self) -> None:
         self.projection_head = heads.SimSiamProjectionHead(WIDTH, 16, 8)
@@ -142,52 +135,6 @@ class ByolHook(Byol):
         self.update()
 
 
-class Moco(SelfSupervised):
-    """Keys of a momentum encoder, negatives from a queue in the loss."""
-
-    def build(self) -> None:
-        self.projection_head = heads.MoCoProjectionHead(WIDTH, 16, 8)
-        self.backbone_momentum = copy.deepcopy(self.backbone)
-        self.projection_head_momentum = copy.deepcopy(self.projection_head)
-        model_utils.deactivate_requires_grad(self.backbone_momentum)
-        model_utils.deactivate_requires_grad(self.projection_head_momentum)
-        self.criterion = lightly_loss.NTXentLoss(memory_bank_size=(32, 8))
-
-    def loss(self, batch: Any) -> Tensor:
-        query, key = batch
-        model_utils.update_momentum(self.backbone, self.backbone_momentum, 0.9)
-        model_utils.update_momentum(self.projection_head, self.projection_head_momentum, 0.9)
-        query = self.projection_head(self.backbone(query).flatten(start_dim=1))
-        key = self.projection_head_momentum(self.backbone_momentum(key).flatten(start_dim=1)).detach()
-        return self.criterion(query, key)
-
-
-class Dino(SelfSupervised):
-    """Teacher and student heads, a centre that is a buffer of the loss, multi-crop."""
-
-    def build(self) -> None:
-        self.student_head = heads.DINOProjectionHead(WIDTH, 16, 8, 32, freeze_last_layer=1)
-        self.teacher_backbone = copy.deepcopy(self.backbone)
-        self.teacher_head = heads.DINOProjectionHead(WIDTH, 16, 8, 32)
-        model_utils.deactivate_requires_grad(self.teacher_backbone)
-        model_utils.deactivate_requires_grad(self.teacher_head)
-        self.criterion = lightly_loss.DINOLoss(output_dim=32, warmup_teacher_temp_epochs=5)
-
-    def loss(self, batch: Any) -> Tensor:
-        model_utils.update_momentum(self.backbone, self.teacher_backbone, m=0.9)
-        model_utils.update_momentum(self.student_head, self.teacher_head, m=0.9)
-        with torch.no_grad():
-            teacher = [self.teacher_head(self.teacher_backbone(view)) for view in batch[:2]]
-        student = [self.student_head(self.backbone(view)) for view in batch]
-        return self.criterion(teacher, student, epoch=self.current_epoch)
-
-    def on_after_backward(self) -> None:
-        self.student_head.cancel_last_layer_gradients(current_epoch=self.current_epoch)
-
-    def data(self) -> Any:
-        return views(number=3)
-
-
 class Swav(SelfSupervised):
     """Prototypes that are normalised before each step; assignments over the batch."""
 
@@ -244,7 +191,6 @@ class LucidrainsByol(Learner):
 @table(
     Case(SimClr, WHOLE, EXACT),
     Case(BarlowTwins, WHOLE),
-    Case(Vicreg, WHOLE),
     Case(SimSiam, WHOLE),
     Case(ByolHook, APART),
     Case(SwavHook, WHOLE),

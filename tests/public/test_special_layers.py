@@ -46,22 +46,6 @@ class Spiking(Rows):
         return F.cross_entropy(torch.stack(potentials).sum(0), batch[1])
 
 
-class SpikingByHand(Rows):
-    """The same with the state handed from call to call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
-        self.neurons = snntorch.Leaky(beta=0.9, spike_grad=surrogate.fast_sigmoid(slope=5), learn_beta=True)
-
-    def loss(self, batch: Any) -> Tensor:
-        state, out = self.neurons.init_leaky(), 0.0
-        for _ in range(3):
-            spikes, state = self.neurons(self.first(batch[0]), state)
-            out = out + self.last(spikes)
-        return F.cross_entropy(out, batch[1])
-
-
 class Equivariant(Rows):
     """e3nn: layers whose code is generated when they are made."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
-from tests.public.cases import MARKS, REPLICAS, WHOLE, Built, Case, check, table
+from tests.public.cases import MARKS, WHOLE, Built, Case, check, table
 
 tabnet = pytest.importorskip("pytorch_tabnet.tab_network")
 tab_transformer = pytest.importorskip("tab_transformer_pytorch")
@@ -19,7 +19,6 @@ tabm = pytest.importorskip("tabm")
 rechub = pytest.importorskip("torch_rechub.models.ranking")
 rechub_features = pytest.importorskip("torch_rechub.basic.features")
 tensordict = pytest.importorskip("tensordict")
-pandas = pytest.importorskip("pandas")
 
 pytestmark = MARKS
 
@@ -44,14 +43,6 @@ class Tabular(Built):
         return rows_of()
 
 
-class TabTransformer(Tabular):
-    def build(self) -> Any:
-        return tab_transformer.TabTransformer(
-            categories=(4, 4, 4), num_continuous=5, dim=16, depth=3, heads=2, dim_head=8, mlp_act=torch.nn.ReLU(),
-            attn_dropout=0.0, ff_dropout=0.0,
-        )  # fmt: skip
-
-
 class FtTransformer(Tabular):
     def build(self) -> Any:
         return tab_transformer.FTTransformer(
@@ -64,17 +55,6 @@ class FtTransformer(Tabular):
             attn_dropout=0.0,
             ff_dropout=0.0,
         )
-
-
-class RtdlTransformer(Tabular):
-    def build(self) -> Any:
-        options = rtdl.FTTransformer.get_default_kwargs(2)
-        options |= {"d_block": 16, "attention_n_heads": 2, "attention_dropout": 0.0, "ffn_dropout": 0.0}
-        return rtdl.FTTransformer(n_cont_features=5, cat_cardinalities=[4, 4, 4], d_out=1, **options)
-
-    def loss(self, batch: Any) -> Tensor:
-        categories, numbers, target = batch
-        return F.mse_loss(self.model(numbers, categories)[:, 0], target)
 
 
 class RtdlResNet(Tabular):
@@ -151,25 +131,13 @@ class OfTensorDict(Named):
         return tensordict.TensorDict(default_collate(rows), batch_size=[len(rows)])
 
 
-class WithIndex(Named):
-    """A pandas index comes along with the tensors, as forecasting packages do it."""
-
-    @staticmethod
-    def collate(rows: Any) -> Any:
-        return {**default_collate(rows), "index": pandas.DataFrame({"row": range(len(rows))})}
-
-
 @table(
-    Case(TabTransformer),
-    Case(TabTransformer, REPLICAS, ranks=4, variant="replicas"),
     Case(FtTransformer),
-    Case(RtdlTransformer),
     Case(RtdlResNet, WHOLE),
     Case(TabM),
     Case(DeepFm, WHOLE),
     Case(TabNet, {**WHOLE, "split": ["model.tabnet.encoder.feat_transformers.0"]}),  # an autograd.Function ends a stage
     Case(OfTensorDict, WHOLE),
-    Case(WithIndex, WHOLE),
 )
 def test_tabular(case: Case) -> None:
     check(case)

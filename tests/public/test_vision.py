@@ -28,7 +28,6 @@ timm = pytest.importorskip("timm")
 timm_losses = pytest.importorskip("timm.loss")
 transformers = pytest.importorskip("transformers")
 torchvision = pytest.importorskip("torchvision")
-vit_pytorch = pytest.importorskip("vit_pytorch")
 kornia = pytest.importorskip("kornia")
 open_clip = pytest.importorskip("open_clip")
 datasets = pytest.importorskip("sklearn.datasets")
@@ -61,11 +60,6 @@ class TimmVit(Classifier):
         return timm.models.VisionTransformer(**sizes, num_classes=CLASSES)
 
 
-class TimmConvNext(Classifier):
-    def build(self) -> Any:
-        return timm.models.ConvNeXt(depths=(1, 1, 1, 1), dims=(8, 16, 24, 32), num_classes=CLASSES)
-
-
 class TimmSwin(Classifier):
     def build(self) -> Any:
         sizes = {"img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 16}
@@ -79,13 +73,6 @@ class TimmResnet(Classifier):
 
     def build(self) -> Any:
         return timm.create_model("resnet10t", num_classes=CLASSES)
-
-
-class TimmEfficientnet(Classifier):
-    rate = 0.01
-
-    def build(self) -> Any:
-        return timm.create_model("efficientnet_lite0", num_classes=CLASSES)
 
 
 class TimmMixup(TimmVit):
@@ -121,19 +108,6 @@ class TimmFeatures(Classifier):
         return F.cross_entropy(self.head(features), labels, label_smoothing=0.1)
 
 
-class TorchvisionResnet(Classifier):
-    rate = 0.01
-
-    def build(self) -> Any:
-        return torchvision.models.resnet18(num_classes=CLASSES)
-
-
-class TorchvisionVit(Classifier):
-    def build(self) -> Any:
-        sizes = {"image_size": 32, "patch_size": 8, "num_layers": 4, "num_heads": 2, "hidden_dim": 32, "mlp_dim": 48}
-        return torchvision.models.VisionTransformer(**sizes, num_classes=CLASSES)
-
-
 class TorchvisionInception(Classifier):
     """Two heads while training, one in evaluation."""
 
@@ -152,12 +126,6 @@ class TorchvisionInception(Classifier):
 
     def data(self) -> Any:
         return digits(16, size=64)
-
-
-class SimpleVit(Classifier):
-    def build(self) -> Any:
-        sizes = {"image_size": 32, "patch_size": 8, "dim": 32, "depth": 4, "heads": 2, "mlp_dim": 48}
-        return vit_pytorch.SimpleViT(**sizes, num_classes=CLASSES)
 
 
 class HuggingFaceVit(HuggingFace):
@@ -181,34 +149,6 @@ class KorniaAugmented(TimmVit):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step([self.augment(batch[0]), batch[1]], batch_idx)
-
-
-class KorniaTransferred(TimmVit):
-    """The same behind the transfer of the batch, as kornia's documentation has it for Lightning."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.normalize = kornia.augmentation.Normalize(mean=torch.tensor([0.5] * 3), std=torch.tensor([0.5] * 3))
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return [self.normalize(batch[0]), batch[1]]
-
-
-class KorniaTotalVariation(Learner):
-    """Denoising with a structural loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 1, 3, padding=1))
-        self.structure = kornia.losses.SSIMLoss(window_size=5)
-
-    def loss(self, batch: Any) -> Tensor:
-        images, _ = batch
-        out = self.model(images + 0.1)
-        return self.structure(out, images) + 0.01 * kornia.losses.total_variation(out, reduction="mean").mean()
-
-    def data(self) -> Any:
-        return digits(size=16, channels=1)
 
 
 class OpenClip(Learner):
@@ -237,21 +177,14 @@ class OpenClip(Learner):
 @table(
     Case(TimmVit),
     Case(TimmVit, REPLICAS, ranks=4, variant="replicas"),
-    Case(TimmConvNext),
     Case(TimmSwin),
     Case(TimmSwin, ZERO_BUBBLE, variant="zero_bubble"),
     Case(TimmResnet, WHOLE),
-    Case(TimmEfficientnet, WHOLE),
     Case(TimmMixup, WHOLE),
     Case(TimmFeatures, trainer=EXACT),
-    Case(TorchvisionResnet, WHOLE),
-    Case(TorchvisionVit),
     Case(TorchvisionInception, WHOLE),
-    Case(SimpleVit),
     Case(HuggingFaceVit),
     Case(KorniaAugmented),
-    Case(KorniaTransferred),
-    Case(KorniaTotalVariation),
     Case(OpenClip, WHOLE),
 )
 def test_vision(case: Case) -> None:

@@ -21,9 +21,17 @@ class Meter:
         self.is_ready = False
 
 
+class Frozen(dict[str, int]):
+    """As configurations of diffusers are."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("a frozen dict")
+
+
 class Module(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.config = Frozen(width=1)
         self.inner = nn.Linear(1, 1)
         self.opened = nn.Sequential()
         self.meter = Meter()

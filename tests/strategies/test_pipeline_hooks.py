@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.core import hooks as of_modules
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -248,6 +248,40 @@ class Texts(Net):
     val_dataloader = predict_dataloader = train_dataloader
 
 
+class AsOne(torch.autograd.Function):
+    """A whole model within one function, as reversible layers have it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, model: Any) -> Tensor:
+        return model(x)
+
+
+class Noise(nn.Module):
+    """Draws in evaluation, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.randn_like(x)
+
+
+class Draws(Evaluated):
+    """A layer within a function draws, and the step behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = Noise()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        out = self.net[2:](AsOne.apply(batch[0], lambda x: self.noise(self.net[:2](x))))
+        self.log("val_loss", F.cross_entropy(out, batch[1]) + torch.rand(()))
+
+
+def drawing(bench: Bench) -> Any:
+    torch.manual_seed(7)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*runs in lockstep")
+        return bench.fit(Draws(), max_epochs=1, num_sanity_val_steps=0)
+
+
 def in_lockstep(bench: Bench, module: str) -> Any:
     model = globals()[module]()
     with warnings.catch_warnings(record=True) as caught:
@@ -272,9 +306,14 @@ CASES: list[Case] = [
     partial(in_lockstep, "Texts"),
 ]
 TWO = Matrix(CASES, timeout=150.0)
+DRAWING = Matrix([drawing], pipeline={"num_microbatches": 1})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_equals_one_process(case: Case, tmp_path_factory: Any) -> None:
     TWO.compare(case, str(tmp_path_factory.getbasetemp() / "hooks"))
+
+
+def test_what_draws_in_lockstep_draws_as_in_accumulation() -> None:
+    DRAWING.compare(drawing)

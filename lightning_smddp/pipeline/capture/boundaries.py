@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from lightning_smddp._compat.torch import BACKWARD_HOOK
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.ops import is_autograd_function
-from lightning_smddp.pipeline.capture.records import Values
+from lightning_smddp.pipeline.capture.records import Values, each_once
 
 # They take values out of tensors, and torch function does not see it where these are another stage's.
 _ESCAPES = {"tensor", "nested_tensor", "__dlpack__", "from_dlpack", "full", "full_like", "new_full", "new_tensor"}
@@ -39,9 +39,7 @@ def possible_cuts(graph: StepGraph) -> list[int]:
 
 
 def reason_not_to_cut(graph: StepGraph, cut: int) -> str | None:
-    """Why no stage may begin with node ``cut``; None if one may."""
-    if cut not in starts_of_stages(graph):
-        return "a stage begins at a module that is placed whole: put this code into a module"
+    """Why no stage may begin with node ``cut``, one of :func:`starts_of_stages`; None if one may."""
     for found in graph.colocations:
         if found.first < cut <= found.last:
             return found.reason
@@ -156,12 +154,11 @@ def _wanted(graph: StepGraph, begin: int, end: int) -> set[int]:
 
 def seen_before(graph: StepGraph, cut: int) -> set[int]:
     """The values that units before ``cut`` show, returned by or given to them; also what that of ``cut`` is given."""
-    seen: set[int | None] = set()
+    seen: set[int] = set()
     for node in graph.nodes[:cut]:
         if node.module is not None:
-            seen.update(node.outputs, node.entry)
-            seen.discard(None)
+            seen.update(node.outputs, each_once(node.entry))
         seen.update(new for old, new, _ in node.versions if old in seen)  # the same object, written in place
-    first = graph.nodes[cut]
-    seen.update(first.entry if first.module is not None else first.inputs)
-    return {value for value in seen if value is not None}
+    for first in graph.nodes[cut : cut + 1]:
+        seen.update(first.inputs if first.module is None else each_once(first.entry))
+    return seen

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Iterable
 from dataclasses import fields
-from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -26,17 +25,14 @@ from lightning_smddp.pipeline.capture.records import (
 )
 from lightning_smddp.pipeline.runtime.casts import cast_type
 
-IsSmall: TypeAlias = Callable[[str], bool]
-"""Whether a module of this name may be a unit, if nothing else is against it."""
-
 _UNSEEN = (
     "it calls operations that torch's function modes do not see (an extension's, say), or uses a tensor whose memory "
     "was changed through another view of it"
 )
 
 
-def build_graph(trace: Trace, modules: Modules, is_small: IsSmall) -> StepGraph:
-    """Choose the units (outermost modules that may be one and are small) and list the nodes.
+def build_graph(trace: Trace, modules: Modules, small: Iterable[str]) -> StepGraph:
+    """Choose the units (outermost modules that may be one and are among the ``small`` ones) and list the nodes.
 
     Raises:
         SplitError: a module can neither be a unit nor be opened, or the step does what no split can follow.
@@ -45,7 +41,7 @@ def build_graph(trace: Trace, modules: Modules, is_small: IsSmall) -> StepGraph:
     if trace.refusals:
         raise SplitError(trace.refusals[0])
     _refuse_scripted(modules)
-    builder = _Builder(trace, modules, is_small)
+    builder = _Builder(trace, modules, small)
     builder.visit(None)
     nodes = builder.nodes
     between = [event for event in trace.events if nodes[builder.node_of[event.index]].module is None]
@@ -88,7 +84,7 @@ class Modules:
         chains: call -> the calls that it was made in, from the outside in, and itself.
         not_placeable: module -> why it cannot be a unit.
         must_be_whole: module -> why it cannot be opened.
-        better_whole: module -> why it is opened only where there are too few units else.
+
     """
 
     def __init__(self, trace: Trace, root: nn.Module) -> None:
@@ -102,7 +98,7 @@ class Modules:
             self.chains[call.index] = (*self.chains[call.parent], call.index)
         self.not_placeable: dict[str, str] = {}
         self.must_be_whole: dict[str, str] = {}
-        self.better_whole: dict[str, str] = {}
+
         # In this order: the last one takes modules that may be units, so all that may not have to be known.
         self._find_escapes()
         for call in trace.calls:
@@ -125,21 +121,12 @@ class Modules:
                 continue
             if event.function is OPAQUE:
                 self.must_be_whole[calls[event.call].module] = _UNSEEN
-            elif event.index >= last_begin:
-                continue  # what comes behind the last module is the last stage's alone
-            elif event.reads and not event.free:
-                self._keep_whole(event, self.better_whole, f"it reads a tensor's value in {event.location}")
-            elif event.sized_by_module:
+            elif event.sized_by_module and event.index < last_begin:  # what comes behind it is the last stage's alone
+                # The innermost module around it that can be placed whole is.
+                around = [calls[index].module for index in reversed(self.chains[event.call])]
+                fit = [name for name in around if name not in self.not_placeable and name not in leaking]
                 reason = f"it makes a tensor in {event.location}, and its size depends on values that a module made"
-                self._keep_whole(event, self.must_be_whole, reason, leaking)
-
-    def _keep_whole(self, event: Event, whole: dict[str, str], reason: str, unfit: Collection[str] = ()) -> None:
-        """The innermost module around ``event`` that can be placed whole, and is not ``unfit``, is kept ``whole``."""
-        for index in reversed(self.chains[event.call]):
-            name = self.trace.calls[index].module
-            if name not in self.not_placeable and name not in unfit:
-                whole.setdefault(name, reason)
-                return
+                self.must_be_whole.update(dict.fromkeys(fit[:1], reason))
 
     def _find_escapes(self) -> None:
         """Values used outside of the call that made them, without being returned by it."""
@@ -183,10 +170,10 @@ class Modules:
 
 
 class _Builder:
-    def __init__(self, trace: Trace, modules: Modules, is_small: IsSmall) -> None:
+    def __init__(self, trace: Trace, modules: Modules, small: Iterable[str]) -> None:
         self.trace = trace
         self.modules = modules
-        self.is_small = is_small
+        self.small = frozenset(small)
         self.nodes: list[Node] = []
         self.children: dict[int | None, list[Call]] = defaultdict(list)
         for call in trace.calls:
@@ -223,7 +210,7 @@ class _Builder:
                 f"Module {name!r} cannot be placed on one stage, as {not_placeable}, and cannot be opened, as {whole}. "
                 "Let the module return all tensors that are used outside of it."
             )
-        return whole is not None or (not_placeable is None and self.is_small(name))
+        return whole is not None or (not_placeable is None and name in self.small)
 
     def backward_hooks(self) -> list[Colocation]:
         """The hooks at a module's inputs and outputs belong together."""
@@ -243,24 +230,15 @@ class _Builder:
         return colocations
 
     def gradient_hooks(self) -> list[Colocation]:
-        """A tensor's hook is registered by the stage that sees its whole gradient.
-
-        Where the step's code comes to it on a later stage than the tensor's first use is on, that stage's tensor has a
-        part of the gradient only.
-        """
+        """A tensor's hook is registered by the stage that makes it: a later one's has a part of the gradient only."""
         colocations = []
-        for value, event, call, location in self.trace.hooks:
-            users = [node.index for node in self.nodes if value in node.inputs]
-            last = self.node_of.get(event, len(self.nodes))
-            around = {self.trace.calls[index].module for index in self.modules.chains[call]}
-            if last == len(self.nodes) or self.nodes[last].module not in around:
-                last -= 1  # registered before that node, not within it
+        for value, event, location in self.trace.hooks:
+            maker = self.node_of[self.trace.values[value].event]
             reason = (
                 f"at {location} a hook is registered on the gradient of a tensor that an earlier stage would have "
-                "used: register it right behind what makes the tensor"
+                "made: register it right behind what makes the tensor"
             )
-            if users:
-                colocations.append(Colocation(users[0], last, reason))
+            colocations.append(Colocation(maker, self.node_of[event], reason))
         return colocations
 
     def _operations(self, first: int, last: int) -> None:

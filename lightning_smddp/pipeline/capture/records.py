@@ -132,12 +132,11 @@ class Call:
 class GradientHook(NamedTuple):
     """A hook that the step's code registers on the gradient of a value.
 
-    ``event``: the one that comes next; ``call``: the module call that it is registered in.
+    ``event``: the one that came last.
     """
 
     value: int
     event: int
-    call: int | None
     location: str
 
 

@@ -345,7 +345,9 @@ class _Tracer(TorchFunctionMode, Tracking):
     def _do(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Call ``function``; where parameters are elsewhere, with those that are borrowed for it."""
         if self.fetch is not None:
+            self.busy = True
             args, kwargs = map_leaves(self._fetched, (args, kwargs))
+            self.busy = False
         try:
             return function(*args, **kwargs)
         finally:
@@ -360,9 +362,7 @@ class _Tracer(TorchFunctionMode, Tracking):
         if name is None:
             return leaf
         assert self.fetch is not None
-        busy, self.busy = self.busy, True
         value = self.fetch(name).requires_grad_(leaf.requires_grad)
-        self.busy = busy
         self.lent[id(value)] = name
         return value
 

@@ -231,12 +231,11 @@ class Tracking:
             return
         fixed = {1}.union(*(tensor.shape for tensor in given if not tensor.is_nested))
         for tensor in made:
-            if tensor.is_nested or any(tensor is argument for argument in given):
-                continue  # a change in place changes no size
-            sizes = varying.intersection(tensor.shape)
-            if event.sized_by_module:  # all rows may have been chosen, this time
-                sizes.update(set(tensor.shape) - fixed or tensor.shape[:1])
-            self.storage_of(tensor).varying |= sizes
+            if not tensor.is_nested:
+                sizes = varying.intersection(tensor.shape)
+                if event.sized_by_module:  # all rows may have been chosen, this time
+                    sizes.update(set(tensor.shape) - fixed or tensor.shape[:1])
+                self.storage_of(tensor).varying |= sizes
 
     def note_free(self, event: Event, made: list[Tensor], mutated: Collection[Tensor]) -> None:
         """A free operation is done again by each stage, so its changes in place must not be hidden in a unit."""
@@ -269,7 +268,7 @@ class Tracking:
                 "micro-batch, on some stages alone. Register it in `__init__` or in `on_fit_start`."
             )
         if value is not None:
-            self.trace.hooks.append(GradientHook(value, len(self.trace.events), self.innermost_call(), location))
+            self.trace.hooks.append(GradientHook(value, len(self.trace.events) - 1, location))
 
 
 def is_plain(leaf: Any) -> bool:

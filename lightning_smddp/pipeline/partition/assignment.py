@@ -15,8 +15,6 @@ from lightning_smddp.pipeline.runtime.stage_program import StagePlan
 
 def cut_into_stages(graph: StepGraph, cuts: Sequence[int]) -> tuple[StagePlan, ...]:
     """The stages of ``graph`` if it is cut before the nodes ``cuts``."""
-    if not graph.nodes:  # the step returns at once
-        return tuple(StagePlan(stage, 0, 0, frozenset(), (), ()) for stage in range(len(cuts) + 1))
     sent, recomputed = boundary_values(graph, cuts)
     crossing = [(), *sent, ()]
     stages = []
@@ -50,23 +48,27 @@ def parameter_stages_of(
             placed[name] = used[name]
             before.insert(0, name)
         else:
-            placed[name] = (_stage_of_idle(name, used, before),)
+            placed[name] = (_stage_of_idle(name, all_parameters, used, before),)
     return placed
 
 
-def _stage_of_idle(name: str, used: Mapping[str, tuple[int, ...]], before: Sequence[str]) -> int:
+def _stage_of_idle(
+    name: str, all_parameters: Sequence[str], used: Mapping[str, tuple[int, ...]], before: Sequence[str]
+) -> int:
     """Where to place a parameter that is not used.
 
     Beside its twin: a teacher that follows a student, or an average of the weights, is a copy of a module under another
-    name, and nothing has to be sent to update it. Of such a copy nothing is used. What has no twin goes where its
-    neighbours are: a layer of a list that was left out by chance would run between them, and other layers are no twins
-    of it.
+    name: of its parameters none is used, and the original has them all. What has no twin goes where its neighbours are:
+    a layer of a list that was left out by chance would run between them, and other layers are no twins of it.
     """
     module, _, rest = name.partition(".")
     while "." in rest and not module.isdigit():  # one name ("weight") tells no twin, as many modules have it
-        twins = [stages for other, stages in used.items() if other.endswith(f".{rest}")]
-        if twins and not any(other.startswith(name.removesuffix(rest)) for other in used):
-            return twins[0][0]
+        copied = name.removesuffix(rest)
+        inside = [other.removeprefix(copied) for other in all_parameters if other.startswith(copied)]
+        for twin in [other for other in used if other.endswith(f".{rest}")]:
+            expected = {twin.removesuffix(rest) + one for one in inside}
+            if expected.issubset(all_parameters) and used.keys().isdisjoint(copied + one for one in inside):
+                return used[twin][0]
         module, _, rest = rest.partition(".")
     return _stage_near(name, {**{other: used[other] for other in before}, **used})
 
@@ -126,23 +128,17 @@ def ownership_of(
     A buffer that the step changes belongs to the rank of the node that does. Others may be changed by a later step (a
     BatchNorm that is unfrozen): they belong to where their unit is, else to where parameters near them are.
     """
-    changed: dict[str, set[int]] = {name: set() for name in all_buffers}
+    changed: dict[str, int] = {}  # and the stage that does: the graph keeps these nodes together
     units: dict[str, int] = {}  # and their stages
     for stage, node in nodes_by_stage(graph, stages):
         if node.module is not None:
             units[node.module] = stage
-        for name in node.buffers:
-            changed.setdefault(name, set()).add(rank_of_stage[stage])
+        changed.update(dict.fromkeys(node.buffers, stage))
     buffers = {}
-    for name, found in changed.items():
+    for name in all_buffers:
         around = [stage for unit, stage in units.items() if name.startswith(f"{unit}.")]
-        ranks = sorted(found) or [rank_of_stage[(around or [_stage_near(name, parameter_stages)])[0]]]
-        if len(ranks) > 1:
-            raise SplitError(
-                f"Buffer {name!r} is changed on ranks {ranks[0]} and {ranks[1]} of the pipeline: the module that "
-                "changes it is called in several stages. Cut elsewhere by `split=`."
-            )
-        buffers[name] = ranks[0]
+        stage = changed[name] if name in changed else [*around, _stage_near(name, parameter_stages)][0]
+        buffers[name] = rank_of_stage[stage]
     parameters = {}
     for name, users in parameter_stages.items():
         parameters[name] = tuple(dict.fromkeys(rank_of_stage[stage] for stage in users))  # a rank may have several

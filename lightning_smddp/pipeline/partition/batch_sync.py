@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import math
 import pickle
-from types import GeneratorType
 from typing import Any
 
 import numpy as np
@@ -20,14 +19,14 @@ from torch import Tensor
 from lightning_smddp.communication.objects import UnsendableError, gather
 from lightning_smddp.communication.tensors import broadcast_structure
 from lightning_smddp.pipeline.mesh import Channel
-from lightning_smddp.pipeline.partition.microbatches import attributes_of, is_plain
-from lightning_smddp.pytree import Members, map_leaves, members_of
+from lightning_smddp.pipeline.partition.microbatches import attributes_of
+from lightning_smddp.pytree import Members, members_of
 
 _COMPARED = 3  # batches of a kind that are compared before they are run
 _SAMPLED = 256  # elements of a tensor that are looked at in later ones
 _DEPTH = 3  # of objects in objects that are looked into
-_ONCE = (GeneratorType, map, zip, filter)  # they give their entries once, but a step runs several times on a batch
-_VALUES = (str, bytes, int, float, complex, np.generic, type(None))
+
+_VALUES = (str, bytes, int, float, complex, np.generic, type(None), torch.dtype)
 
 CURE = (
     "Let all ranks make the same batches: `seed_everything(seed, workers=True)` before fit, a sampler or dataset with "
@@ -63,13 +62,12 @@ class BatchSync:
         """The first rank's batch. Collective for the first ones of a kind, and where they differ.
 
         Args:
-            batch: of this rank. Generators in it become lists.
+            batch: of this rank.
             kind: batches of one kind are made alike.
 
         Raises:
             ValueError: on every rank: batches differ, and the first one's cannot be sent.
         """
-        batch = map_leaves(lambda leaf: list(leaf) if isinstance(leaf, _ONCE) else leaf, batch)
         self.on_host, self._noted = self._noted, None
         self.digest = 0
         if self._group.size() == 1:
@@ -127,7 +125,7 @@ def _add(digest: Any, value: Any, sampled: int | None, depth: int) -> None:
         text += repr(value)
     elif isinstance(value, (set, frozenset)):
         members = list(enumerate(sorted(value, key=repr)))  # their own order is another one in each process
-    elif members is None and depth and not is_plain(value):
+    elif members is None and depth:
         members = _parts(value)
         depth -= 1
     digest.update(f"{text}{len(members or ())}".encode())

@@ -277,11 +277,10 @@ def time_nodes(graph: StepGraph, step: StepCall, loss_of: LossIn, root: nn.Modul
     counts with the unit behind them.
     """
     hooks = _UnitHooks(device)
-    forward, backward = hooks.forward, hooks.backward
     with ExitStack() as stack:
         for name in graph.units:
             unit = root.get_submodule(name)
-            stack.callback(unit.register_forward_pre_hook(partial(hooks.begins, name), prepend=True).remove)
+            stack.callback(unit.register_forward_pre_hook(hooks.begins, prepend=True).remove)
             stack.callback(unit.register_forward_hook(partial(hooks.ends, name)).remove)
         for parameter in root.parameters():
             if parameter.requires_grad:
@@ -289,66 +288,59 @@ def time_nodes(graph: StepGraph, step: StepCall, loss_of: LossIn, root: nn.Modul
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # to compile it anew for the hooks takes long
         loss = loss_of(step())
         if loss is not None and loss.requires_grad:
-            backward.enter(None)
+            hooks.since = now(device)
             loss.backward()
-            backward.enter(None)
+            hooks.enter_backward(None)
     times = NodeTimes.of_trace(graph)
     calls = Counter(node.module for node in graph.nodes)
     for node in graph.nodes:
         if node.module is None:
             times.backward[node.index] = 0.0
-        elif node.module in forward.seconds:  # else its `forward` was called, and no hooks
-            times.forward[node.index] = forward.seconds[node.module] / calls[node.module]
-            times.backward[node.index] = backward.seconds[node.module] / calls[node.module]
-    times.backward[-1] += backward.seconds[None]
+        elif node.module in hooks.forward:  # else its `forward` was called, and no hooks
+            times.forward[node.index] = hooks.forward[node.module] / calls[node.module]
+            times.backward[node.index] = hooks.backward[node.module] / calls[node.module]
+    times.backward[-1] += hooks.backward[None]
     return times
 
 
-class _Stopwatch:
-    """Seconds of units by name, of all their calls together.
+class _UnitHooks:
+    """Time forward and backward of units, by name, of all their calls together.
 
-    Gradients reach a unit's results when the backward of all behind it is done: from then on the time is the unit's,
-    until they reach another one's. What comes before the first is that of None.
+    One that is shared may be called within another, whose time it is then. Gradients reach a unit's results when the
+    backward of all behind it is done: from then on the time is the unit's, until they reach another one's. What comes
+    before the first is that of None.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.seconds: dict[str | None, float] = defaultdict(float)
-        self._running: tuple[float, str | None] | None = None  # since when, which unit
-
-    def enter(self, name: str | None) -> None:
-        """This unit begins: the time until now is that of the one that has been running."""
-        time = now(self.device)
-        if self._running is not None:
-            since, running = self._running
-            self.seconds[running] += time - since
-        self._running = (time, name)
-
-
-class _UnitHooks:
-    """Time forward and backward of units. One that is shared may be called within another, whose time it is then."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.forward = _Stopwatch(device)
-        self.backward = _Stopwatch(device)
+        self.forward: dict[str, float] = defaultdict(float)
+        self.backward: dict[str | None, float] = defaultdict(float)
+        self.since = 0.0
+        self._device = device
         self._depth = 0  # calls of units that are in calls of others
+        self._in_backward: str | None = None
 
-    def begins(self, name: str, unit: nn.Module, arguments: Any) -> None:
+    def begins(self, unit: nn.Module, arguments: Any) -> None:
         """Hook before a unit's forward: time is its own from here on, unless another unit has called it."""
         if self._depth == 0:
-            self.forward.enter(name)
+            self.since = now(self._device)
         self._depth += 1
 
     def ends(self, name: str, unit: nn.Module, arguments: Any, result: Any) -> None:
-        """Hook behind it: time is nobody's, and in backward the unit's from the first gradient of its results on."""
+        """Hook behind it: in backward time is the unit's from the first gradient of its results on."""
         self._depth -= 1
         if self._depth:
             return
-        self.forward.enter(None)
+        self.forward[name] += now(self._device) - self.since
         # A hook on the gradient of each of its results: the first that fires is when its backward begins.
         for tensor in tensors(result):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(lambda gradient: self.backward.enter(name))
+                tensor.register_hook(lambda gradient: self.enter_backward(name))
+
+    def enter_backward(self, name: str | None) -> None:
+        """Backward comes to this unit: the time until now is that of the one where it has been."""
+        time = now(self._device)
+        self.backward[self._in_backward] += time - self.since
+        self.since, self._in_backward = time, name
 
 
 def _drop_gradient(parameter: Tensor) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from numbers import Integral
 from textwrap import shorten
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -35,12 +35,7 @@ from lightning_smddp.pytree import Path, leaves, members_of, tensors, with_membe
 SplitBatch: TypeAlias = Callable[[Any, int], Sequence[Any]]
 _ARRAYS = (Tensor, np.ndarray)
 _SHOWN = 400  # characters
-_PLAIN = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, torch.layout}
-)
-_WITHOUT_PARTS = (
-    type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, np.generic,
-)  # fmt: skip
+_WITHOUT_PARTS = (type, FunctionType, MethodType, ModuleType)
 _DEPTH = 3  # of objects in objects that are looked into
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -120,8 +115,6 @@ class Splitter:
         """
         if self.split_batch is None:
             return split(batch, count, rows)
-        if count == 1:
-            return [self.whole(batch)]
         parts = list(self.split_batch(batch, count))
         if not all(type(part) is tuple and len(part) == 2 and type(part[1]) is int for part in parts):
             parts = [(part, self.whole(part).size) for part in parts]
@@ -212,14 +205,9 @@ def signature(value: Any, depth: int = _DEPTH, numbers: bool = False) -> str:
     return f"{name}({', '.join(texts)})" if texts else name
 
 
-def is_plain(value: Any) -> bool:
-    """Whether ``value`` has no parts: a number, a string, a class, a function."""
-    return type(value) in _PLAIN or isinstance(value, _WITHOUT_PARTS)
-
-
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Of an object that is no container; empty for what is plain."""
-    return {} if is_plain(value) else getattr(value, "__dict__", {})
+    """Of an object that is no container; empty for what is none of the batch's, such as a class or a function."""
+    return {} if isinstance(value, _WITHOUT_PARTS) else getattr(value, "__dict__", {})
 
 
 # ---- how many rows ---------------------------------------------------------------------------------------------------
@@ -340,9 +328,10 @@ def _is_opaque(value: Any) -> bool:
     """Whether there may be rows in ``value`` that nobody knows how to take."""
     if isinstance(value, (Tensor, PackedSequence)):
         return True
+    if isinstance(value, (str, bytes, np.generic)) or members_of(value) is not None:
+        return False
     held = leaves(list(attributes_of(value).values()))
-    has_parts = hasattr(type(value), "__getitem__") or any(isinstance(leaf, _ARRAYS) for leaf in held)
-    return has_parts and not is_plain(value) and members_of(value) is None
+    return hasattr(type(value), "__getitem__") or any(isinstance(leaf, _ARRAYS) for leaf in held)
 
 
 def _is_sequence(value: Any) -> bool:

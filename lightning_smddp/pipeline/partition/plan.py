@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,21 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import without_torch_functions
-from lightning_smddp.communication.objects import broadcast, gather
+from lightning_smddp.communication.objects import first, gather
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph, first_difference
-from lightning_smddp.pipeline.capture.graph_builder import IsSmall, Modules, build_graph
+from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.capture.tracer import Fetch, StepCall, trace
 from lightning_smddp.pipeline.mesh import Ownership
-from lightning_smddp.pipeline.partition.assignment import (
-    cut_into_stages,
-    nodes_by_stage,
-    ownership_of,
-    parameter_stages_of,
-)
+from lightning_smddp.pipeline.partition.assignment import cut_into_stages, ownership_of, parameter_stages_of
 from lightning_smddp.pipeline.partition.costs import Cluster, LossIn, NodeTimes, explained_shortage, time_nodes
-from lightning_smddp.pipeline.partition.split import choose_units, is_within, partition
+from lightning_smddp.pipeline.partition.split import choose_units, partition
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.stage_program import StagePlan
 
@@ -43,6 +38,7 @@ class PartitionPlan:
 
     Attributes:
         graph, stages: the step that it was divided by.
+        cluster: what it was divided for.
         ownership: which pipeline ranks hold which parameters.
         parameter_stages: for each parameter the stages that use it.
         times: of the graph's nodes.
@@ -52,17 +48,13 @@ class PartitionPlan:
 
     graph: StepGraph
     stages: tuple[StagePlan, ...]
+    cluster: Cluster
     ownership: Ownership
     parameter_stages: Mapping[str, tuple[int, ...]]
     times: NodeTimes
     stage_seconds: tuple[float, ...]
     stage_memory: tuple[int, ...]
     decision: Mapping[str, Any]
-
-    @property
-    def stage_of_node(self) -> list[int]:
-        """The stage of each node of the graph."""
-        return [stage for stage, _ in nodes_by_stage(self.graph, self.stages)]
 
     @property
     def is_exact(self) -> bool:
@@ -109,14 +101,13 @@ def divide(
         known = None
 
     def decide() -> tuple[Mapping[str, Any], NodeTimes]:
-        graph = None if known is None else _known_graph(known, traced, modules, root)
-        is_new = graph is None
-        if graph is None:
-            units = choose_units(traced, modules, cluster, split, checkpointing).units
-            graph = build_graph(traced, modules, is_within(units))
+        if known is not None:  # units of modules that are gone make another graph
+            graph = build_graph(traced, modules, known["splitting"]["units"])
+            if graph.digest() == known["digest"]:
+                return known, _measure(graph, trial, root, device)
+        units = choose_units(traced, modules, cluster, split, checkpointing).units
+        graph = build_graph(traced, modules, units)
         times = _measure(graph, trial, root, device)
-        if known is not None and not is_new:
-            return known, times
         found = partition(graph, cluster, times, split, checkpointing)
         decision = {  # checkpoints keep it, so keys stay as they are
             "splitting": {"units": list(graph.units), "cuts": list(found.cuts)},
@@ -128,15 +119,15 @@ def divide(
 
     # Measured times differ between ranks, and with them the best units and cuts. So one rank decides, and all work out
     # from its words what follows: graph, stages and owners are the same functions of the same values.
-    decision, times = decided_by_first(decide, group)
-    graph = build_on_all(traced, modules, is_within(decision["splitting"]["units"]), group)
-    require_same(graph, group)
+    decision, times = first(decide, group)
+    graph = same_graph(traced, modules, decision["splitting"]["units"], group)
     stages = cut_into_stages(graph, decision["splitting"]["cuts"])
     parameter_stages = parameter_stages_of(graph, stages, [name for name, _ in root.named_parameters()])
     buffers = [name for name, _ in root.named_buffers()]
     return PartitionPlan(
         graph=graph,
         stages=stages,
+        cluster=cluster,
         ownership=ownership_of(graph, stages, parameter_stages, cluster.rank_of_stage, buffers),
         parameter_stages=parameter_stages,
         times=times,
@@ -144,19 +135,6 @@ def divide(
         stage_memory=tuple(decision["stage_memory"]),
         decision=decision,
     )
-
-
-def _known_graph(known: Mapping[str, Any], traced: Trace, modules: Modules, root: nn.Module) -> StepGraph | None:
-    """The graph that an earlier decision was made for, if the step still is the same."""
-    # Units whose modules are gone make no graph; equal ones may make another graph, as the code may have changed.
-    units = known["splitting"]["units"]
-    if not dict(root.named_modules()).keys() >= set(units):
-        return None
-    try:
-        graph = build_graph(traced, modules, is_within(units))
-    except SplitError:
-        return None
-    return graph if graph.digest() == known["digest"] else None
 
 
 def _measure(graph: StepGraph, trial: Trial, root: nn.Module, device: torch.device) -> NodeTimes:
@@ -194,17 +172,14 @@ def record(
     return together.run(attempt)
 
 
-def build_on_all(traced: Trace, modules: Modules, is_small: IsSmall, group: dist.ProcessGroup) -> StepGraph:
-    """:func:`build_graph` on every rank. Collective: an error on one rank is raised on all."""
-    return OnAllRanks(group).run(lambda: build_graph(traced, modules, is_small))
+def same_graph(traced: Trace, modules: Modules, units: Collection[str], group: dist.ProcessGroup) -> StepGraph:
+    """:func:`build_graph` on every rank. Collective: an error on one rank is raised on all.
 
-
-def require_same(graph: StepGraph, group: dist.ProcessGroup) -> None:
-    """Raise ``SplitError`` on every rank if the step takes another path on one of them. Collective.
-
-    The same where it writes tensors on one that were there before it. From then on all ranks agree on whether it draws
-    random numbers in Python.
+    Raises:
+        SplitError: on every rank; also where the step takes another path on one of them, or writes tensors there that
+            were there before it.
     """
+    graph = OnAllRanks(group).run(lambda: build_graph(traced, modules, units))
     gathered = gather((graph.digest(), graph.draws, graph.external_writes), group)
     graph.draws = any(draws for _, draws, _ in gathered)
     refuse_external_writes([location for _, _, locations in gathered for location in locations])
@@ -213,11 +188,12 @@ def require_same(graph: StepGraph, group: dist.ProcessGroup) -> None:
     if differing:
         other = differing[0]
         lines = gather(graph.lines(), group)
-        position, first, second = first_difference(lines[0], lines[other])
+        position, here, there = first_difference(lines[0], lines[other])
         raise SplitError(
-            f"The step takes another path on rank {other} than on rank 0: its node {position} is {second}, on rank 0 "
-            f"it is {first}. Control flow may depend neither on the rank nor on random numbers."
+            f"The step takes another path on rank {other} than on rank 0: its node {position} is {there}, on rank 0 "
+            f"it is {here}. Control flow may depend neither on the rank nor on random numbers."
         )
+    return graph
 
 
 def refuse_external_writes(locations: Sequence[str]) -> None:
@@ -297,9 +273,3 @@ def own_error(error: Exception) -> BaseException:
     if isinstance(error, StepFailedError) and error.__cause__ is not None:
         return error.__cause__
     return error
-
-
-def decided_by_first(decide: Callable[[], Any], group: dist.ProcessGroup) -> Any:
-    """What ``decide`` returns on the first rank, or its error as :meth:`OnAllRanks.run` has it. Collective."""
-    value = OnAllRanks(group).run(lambda: decide() if group.rank() == 0 else None)
-    return broadcast(value, group)

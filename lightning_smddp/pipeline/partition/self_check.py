@@ -6,7 +6,7 @@ Both are run by ``bridge/partitioning.py``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -54,18 +54,20 @@ def norm_of(gradient: Tensor) -> float:
 
 
 def compare(
-    nodes: Sequence[Node],
-    stage_of_node: Sequence[int],
+    nodes: Iterable[tuple[int, Node]],
     expected_loss: float,
     actual_loss: float,
     expected: Mapping[str, float],
     actual: Mapping[str, float],
 ) -> list[Finding]:
-    """The loss, then each unit's gradient norm, in the order of the step; bare parameters under their own names."""
+    """The loss, then each unit's gradient norm, in the order of the step; bare parameters under their own names.
+
+    ``nodes``: in order, each with its stage.
+    """
     total = math.hypot(*filter(math.isfinite, expected.values()))
     groups: dict[str, tuple[int, list[str]]] = {}  # by title: stage, and names of parameters
     seen: set[str] = set()
-    for node, stage in zip(nodes, stage_of_node, strict=True):
+    for stage, node in nodes:
         for name in node.parameters:  # one that several nodes use counts for the first of them
             if name not in seen and (name in expected or name in actual):
                 seen.add(name)

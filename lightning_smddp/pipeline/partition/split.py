@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from lightning_smddp.pipeline.capture.boundaries import reason_not_to_cut, starts_of_stages
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
-from lightning_smddp.pipeline.capture.graph_builder import IsSmall, Modules, build_graph
+from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
 from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.partition.costs import Cluster, NodeTimes, problem_of
 from lightning_smddp.planner.partition import Partition, best_partition, given_partition
@@ -33,17 +33,17 @@ def choose_units(
         SplitError: there is no way to make so many stages; the message says why.
     """
     if split is not None:  # no more is opened than what has to be for stages to begin at the named modules
-        return build_graph(trace, modules, lambda name: not any(wanted.startswith(f"{name}.") for wanted in split))
+        opened = {name for name in modules.calls for wanted in split if wanted.startswith(f"{name}.")}
+        return build_graph(trace, modules, modules.calls.keys() - opened)
     total = sum(modules.seconds(call.module) for call in trace.calls if call.parent is None)
     best: StepGraph | None = None
     best_seconds = math.inf
     for parts in _PARTS:
-        must = parts == math.inf
-        if must and best is not None:
+        if parts == math.inf and best is not None:
             break
         long = [name for name in modules.calls if modules.seconds(name) * parts * cluster.num_stages > total]
-        units = modules.calls.keys() - {name for name in long if _can_open(name, modules, must)}
-        graph = build_graph(trace, modules, is_within(units))
+        units = modules.calls.keys() - {name for name in long if _can_open(name, modules)}
+        graph = build_graph(trace, modules, units)
         try:
             found = best_partition(problem_of(graph, cluster, NodeTimes.of_trace(graph), checkpointing))
         except PartitionError as failure:  # too few units, say
@@ -67,10 +67,8 @@ def _is_balanced(partition: Partition, cluster: Cluster) -> bool:
     return max(partition.stage_seconds) <= limit
 
 
-def _can_open(name: str, modules: Modules, must: bool) -> bool:
-    if name in modules.must_be_whole or (name in modules.better_whole and not must):
-        return False
-    return any(inner.startswith(f"{name}.") for inner in modules.calls)
+def _can_open(name: str, modules: Modules) -> bool:
+    return name not in modules.must_be_whole and any(inner.startswith(f"{name}.") for inner in modules.calls)
 
 
 def partition(
@@ -105,13 +103,7 @@ def what_forbids(graph: StepGraph) -> str:
 
 def _explained(error: PartitionError, modules: Modules, graph: StepGraph) -> SplitError:
     reasons = [f"{name!r} is opened, as {why}" for name, why in modules.not_placeable.items()]
-    reasons += [f"{name!r} is better placed whole, as {why}" for name, why in modules.better_whole.items()]
+
     reasons += [f"{name!r} is placed whole, as {why}" for name, why in modules.must_be_whole.items()]
     hint = f" Of the modules, {'; '.join(reasons[:_NAMED])}." if reasons else ""
     return SplitError(f"{error}.{what_forbids(graph)}{hint}")
-
-
-def is_within(units: Collection[str]) -> IsSmall:
-    """The predicate for :func:`build_graph` that makes just ``units`` units."""
-    names = frozenset(units)
-    return names.__contains__

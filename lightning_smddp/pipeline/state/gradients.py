@@ -15,6 +15,7 @@ Across stages gradients of parameters that several use are summed, and there is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import chain
 from math import inf
@@ -29,6 +30,7 @@ from torch.optim import Optimizer
 from lightning_smddp.communication.groups import create_group, new_name
 from lightning_smddp.communication.norms import norm_over_ranks
 from lightning_smddp.communication.tensors import CPU, from_numbers
+from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.state.replicas import ReplicaGradients
 from lightning_smddp.pytree import copied
@@ -319,18 +321,13 @@ def clip_by_value(optimizer: Optimizer, clip_val: float) -> None:
         clip_grad_value_(trained, clip_val)
 
 
-def take_over_clipping(plugin: Any, by_norm: Callable[[Any, float], None]) -> None:
-    """Let Lightning's precision ``plugin`` clip by norm with ``by_norm``, and by value with :func:`clip_by_value`."""
-    # The plugin's own methods know the parameters of one rank: each stage would be scaled by another factor. These
-    # attributes of the object come before them, until `give_back_clipping` takes them away.
-    plugin.clip_grad_by_norm = by_norm
-    plugin.clip_grad_by_value = clip_by_value
+def clipping_by(plugin: Any, by_norm: Callable[[Any, float], None]) -> AbstractContextManager[None]:
+    """Within it Lightning's precision ``plugin`` clips by norm with ``by_norm``, by value with :func:`clip_by_value`.
 
-
-def give_back_clipping(plugin: Any) -> None:
-    """Let the precision plugin clip by its own methods again, at the end of a run."""
-    vars(plugin).pop("clip_grad_by_norm", None)
-    vars(plugin).pop("clip_grad_by_value", None)
+    Its own methods know the parameters of one rank: each stage would be scaled by another factor.
+    """
+    own = vars(plugin)
+    return patched([(own, "clip_grad_by_norm", by_norm), (own, "clip_grad_by_value", clip_by_value)])
 
 
 def share_overflow(parameters: Iterable[nn.Parameter], placeholder: nn.Parameter, group: dist.ProcessGroup) -> None:

@@ -59,7 +59,7 @@ class OptimizerPartition:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Those of this rank, in the optimizer's order: all holders of a tied parameter step it."""
-        return [parameter for parameter in self._all() if self._is_mine(parameter)]
+        return list(filter(self._is_mine, self._all()))
 
     @property
     def all_parameters(self) -> list[nn.Parameter]:
@@ -122,23 +122,24 @@ class OptimizerPartition:
     def full_state_dict(
         self,
         group: dist.ProcessGroup,
-        to_all: bool = False,
         device: torch.device = CPU,
         states: Mapping[Any, Any] | None = None,
     ) -> dict[str, Any]:
         """What ``optimizer.state_dict()`` would be in one process, with tensors on the CPU. Collective.
 
+        On the first rank; the others get an empty dict.
+
         Args:
             group: the ranks of this pipeline.
-            to_all: False leaves all ranks but the first with an empty dict.
+
             device: where ``group``'s backend has its messages.
             states: of this rank's parameters; None: those that the optimizer has.
         """
         whole = self.partial_state_dict(states)
         found: dict[Any, Any] = {}
-        for of_rank in gather_structures(whole["state"], group, to_all, device):
+        for of_rank in gather_structures(whole["state"], group, False, device):
             found |= of_rank
-        if not to_all and group.rank() != 0:
+        if group.rank() != 0:
             return {}
         numbered = {number: found[number] for number in range(len(self._all())) if number in found}
         return {**whole, "state": {**numbered, **found}}

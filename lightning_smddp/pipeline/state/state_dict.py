@@ -21,15 +21,15 @@ from lightning_smddp.pipeline.view.global_tensor import broadcast_from_owners
 from lightning_smddp.pipeline.view.view import GlobalView
 
 
-def broadcast_initial(module: nn.Module, group: dist.ProcessGroup, source: int = 0, device: torch.device = CPU) -> None:
-    """Every rank starts from rank ``source``'s parameters and buffers. Collective, before a model is divided.
+def broadcast_initial(module: nn.Module, group: dist.ProcessGroup, device: torch.device = CPU) -> None:
+    """Every rank starts from the first one's parameters and buffers. Collective, before a model is divided.
 
     Tensors on the meta device have no values and are left alone.
 
     Args:
         module: the complete model.
         group: all ranks, of every pipeline.
-        source: rank in ``group``.
+
         device: where ``group``'s backend has its messages.
 
     Raises:
@@ -37,13 +37,15 @@ def broadcast_initial(module: nn.Module, group: dist.ProcessGroup, source: int =
     """
     check_same_model(module, group)
     tensors = [tensor.detach() for tensor in named_tensors(module).values() if not tensor.is_meta]
-    broadcast_tensors(tensors, group, source, device)
+    broadcast_tensors(tensors, group, 0, device)
 
 
 def full_state_dict(
-    module: nn.Module, ownership: Ownership, group: dist.ProcessGroup, to_all: bool, device: torch.device = CPU
+    module: nn.Module, ownership: Ownership, group: dist.ProcessGroup, device: torch.device = CPU
 ) -> dict[str, Any]:
     """What ``module.state_dict()`` would be if the model were whole, with tensors on the CPU. Collective.
+
+    On the first rank; the others get an empty dict.
 
     Parameters come from their owners, buffers that training changes too; the rest (extra state, state of hooks) is
     this rank's. As with ``state_dict()``, tied names share memory, and values are not copies of what this rank
@@ -53,13 +55,13 @@ def full_state_dict(
         module: divided by :func:`release`.
         ownership: who holds what.
         group: the ranks of this pipeline.
-        to_all: False leaves all ranks but the first with an empty dict.
+
         device: where ``group``'s backend has its messages.
     """
     received: dict[str, Tensor] = {}
-    for share in gather_structures(_owned(module, ownership, group.rank()), group, to_all, device):
+    for share in gather_structures(_owned(module, ownership, group.rank()), group, False, device):
         received |= share
-    if not to_all and group.rank() != 0:
+    if group.rank() != 0:
         return {}
     named = named_tensors(module)
     lent = []

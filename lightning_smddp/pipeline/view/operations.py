@@ -103,8 +103,7 @@ def run_operator(view: View, call: Call) -> Any:
         )
     if facts.is_foreach and len(call.args[0]) > 1:
         return _each(call)
-    if facts.name == "aten::_fused_sdp_choice":  # goes by shapes and devices
-        return call.run(lambda leaf: _any_values(view, leaf))
+
     # What is written says where it is done: a plain tensor is one of every rank's, so all of them write it.
     written = [leaf for leaf in facts.written(call.args, call.kwargs) if isinstance(leaf, Tensor)]
     are_global = {isinstance(tensor, GlobalTensor) for tensor in written}
