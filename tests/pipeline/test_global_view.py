@@ -217,7 +217,9 @@ def on_rank(hook: Hook, times: int = 2) -> Any:
             results.append(view.plain(hook(net)))
     ownership = placed(net)
     gradients = {n: p.grad for n, p in net.named_parameters() if ownership.is_mine(n, dist.get_rank())}
+    held = {n: p.detach().clone() for n, p in net.named_parameters() if ownership.is_mine(n, dist.get_rank())}
     unshard(net, ownership, dist.group.WORLD)
+    assert all(torch.equal(net.get_parameter(name), value) for name, value in held.items())  # also of what is tied
     return results, dict(net.state_dict()), gradients, [p.requires_grad for p in net.parameters()]
 
 

@@ -107,6 +107,12 @@ def test_values_do_not_depend_on_the_division() -> None:
     assert not torch.equal(other.body.weight, whole.body.weight)
 
 
+def test_modules_that_are_alike_get_values_of_their_own() -> None:
+    model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    initialize_deferred(model, all_names(model), CPU, seed=3)
+    assert not torch.equal(model[0].weight, model[1].weight)
+
+
 @pytest.mark.parametrize("names", [["first", "second"], ["second"]])
 def test_one_parameter_of_a_module_draws_what_it_draws_in_the_whole(names: list[str]) -> None:
     whole, part = Scaled().to("meta"), Scaled().to("meta")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import LBFGS, SGD, Adafactor, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.pipeline.state.meta_parameters import release
@@ -29,6 +29,7 @@ def two_groups(model: nn.Module) -> Optimizer:
 
 OPTIMIZERS: dict[str, Build] = {
     "SGD": lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "Adagrad": lambda model: Adagrad(model.parameters(), lr=0.1),  # has states before the first step
     "SGD without state": lambda model: SGD(model.parameters(), lr=0.1),
     "Adam": lambda model: Adam(model.parameters(), lr=0.01, amsgrad=True),
     "AdamW in groups": two_groups,
