@@ -94,18 +94,25 @@ def fullest(moments: Sequence[Memory]) -> Memory:
     return max(moments, key=lambda memory: memory.total)
 
 
-def data_parallel(sizes: Sizes, profile: StepProfile, ranks: int) -> Memory:
-    """``smddp``: everything on every rank.
+def data_parallel(sizes: Sizes, profile: StepProfile, ranks: int, shards_state: bool = False) -> Memory:
+    """``smddp``: everything on every rank; with ``shard="optimizer"`` a share of the state.
 
     The fullest moment is in the second step. DDP then makes its buckets anew, in the order in which gradients came in
     the first, and the old ones stay until the new ones are exchanged.
     """
-    return _with_whole_gradients(sizes, profile, ranks, sizes.state)
-
-
-def sharded_optimizer(sizes: Sizes, profile: StepProfile, ranks: int) -> Memory:
-    """``smddp`` with ``shard="optimizer"``: a share of the state."""
-    return _with_whole_gradients(sizes, profile, ranks, _share(sizes.state, ranks))
+    held = Memory(
+        parameters=sizes.parameters + sizes.buffers,
+        gradients=sizes.gradients,
+        optimizer_state=_share(sizes.state, ranks) if shards_state else sizes.state,
+        activations=sizes.batch,
+    )
+    in_step = replace(
+        held,
+        activations=sizes.batch + profile.kept,
+        communication=sizes.gradients if ranks > 1 else 0,  # second buckets, as large as the first ones
+        temporary=profile.temporary,
+    )
+    return fullest([in_step, replace(held, temporary=sizes.optimizer_temporary)])
 
 
 def fully_sharded(sizes: Sizes, profile: StepProfile, ranks: int, units: UnitSizes, reshard: bool) -> Memory:
@@ -124,13 +131,10 @@ def fully_sharded(sizes: Sizes, profile: StepProfile, ranks: int, units: UnitSiz
         reshard: units are freed behind their forward (ZeRO-3), else not (ZeRO-2).
     """
     two_units = min(units.units, 2 * units.largest)  # one that computes, and the next one
-    gathered = units.units
-    if reshard:
-        gathered = two_units
+    gathered = two_units if reshard else units.units
     segments = two_units // ranks
     reduced = 2 * units.largest
     root = 2 * units.root  # with its gradients
-    communication = gathered + segments + reduced + root
     held = Memory(
         parameters=_share(sizes.parameters, ranks) + sizes.buffers,
         gradients=_share(sizes.gradients, ranks),
@@ -140,35 +144,13 @@ def fully_sharded(sizes: Sizes, profile: StepProfile, ranks: int, units: UnitSiz
     in_step = replace(
         held,
         activations=sizes.batch + profile.kept,
-        communication=communication,
+        communication=gathered + segments + reduced + root,
         temporary=profile.temporary,
     )
-    kept = 0
-    if not reshard:
-        kept = units.units  # memory in which they are whole, for the next step
+    kept = 0 if reshard else units.units  # memory in which they are whole, for the next step
     stepping = replace(held, communication=kept, temporary=sizes.optimizer_temporary // ranks)
     return fullest([in_step, stepping])
 
 
 def _share(size: int, ranks: int) -> int:
     return math.ceil(size / ranks)
-
-
-def _with_whole_gradients(sizes: Sizes, profile: StepProfile, ranks: int, state: int) -> Memory:
-    second_buckets = sizes.gradients  # as large as the first ones
-    if ranks == 1:
-        second_buckets = 0
-    held = Memory(
-        parameters=sizes.parameters + sizes.buffers,
-        gradients=sizes.gradients,
-        optimizer_state=state,
-        activations=sizes.batch,
-    )
-    in_step = replace(
-        held,
-        activations=sizes.batch + profile.kept,
-        communication=second_buckets,
-        temporary=profile.temporary,
-    )
-    stepping = replace(held, temporary=sizes.optimizer_temporary)
-    return fullest([in_step, stepping])

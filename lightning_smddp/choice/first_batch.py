@@ -98,16 +98,12 @@ def look_at_first_batch(module: Any, datamodule: Any, precision: Any, look: Call
 @contextmanager
 def _without_remarks() -> Iterator[None]:
     """Lightning logs what it thinks of its own Trainer, which is nobody's here. Warnings stay."""
-    # With both packages in a process, the one that came last logs for the other one, too.
-    loggers = [logging.getLogger(package) for package in ("lightning.pytorch", "pytorch_lightning")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.WARNING)
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)
 
 
 def _package_of(module: Any) -> str:

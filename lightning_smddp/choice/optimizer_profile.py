@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_smddp._compat.torch_memory import recorded_memory
-from lightning_smddp.choice.step_profile import profile_of
+from lightning_smddp.choice.step_profile import profile_of, recorded_memory
 from lightning_smddp.pytree import tensors
 from lightning_smddp.sharding.optimizer_trial import copy_with
 
@@ -40,17 +39,14 @@ def profile_optimizers(optimizers: Sequence[Optimizer]) -> OptimizerProfile:
     notes = []
     for optimizer in optimizers:
         try:
-            of_steps = _profile(optimizer, state)
+            temporary = max(temporary, _profile(optimizer, state))
         except _FAILURES as error:
             for _, parameter in _trained(optimizer):
                 state[id(parameter)] = _FALLBACK_COPIES * parameter.nbytes
-            name = type(error).__name__
             notes.append(
-                f"{type(optimizer).__name__} cannot be tried on one parameter ({name}: {error}): counted with two "
-                "numbers for each of a parameter"
+                f"{type(optimizer).__name__} cannot be tried on one parameter ({type(error).__name__}: {error}): "
+                "counted with two numbers for each of a parameter"
             )
-        else:
-            temporary = max(temporary, of_steps)
     return OptimizerProfile(state, temporary, tuple(notes))
 
 
@@ -64,8 +60,7 @@ def _profile(optimizer: Optimizer, state: dict[int, int]) -> int:
         kind = (number, parameter.shape, parameter.dtype)
         if kind not in tried:
             tried[kind] = _try(optimizer, number, parameter)
-        kept, temporary = tried[kind]
-        state[id(parameter)] = kept
+        state[id(parameter)], temporary = tried[kind]
         if optimizer.param_groups[number].get("foreach"):
             together += temporary
         else:
@@ -75,10 +70,8 @@ def _profile(optimizer: Optimizer, state: dict[int, int]) -> int:
 
 def _trained(optimizer: Optimizer) -> list[tuple[int, Tensor]]:
     """Parameters with gradients, each with the number of its group."""
-    found = []
-    for number, group in enumerate(optimizer.param_groups):
-        found += [(number, parameter) for parameter in group["params"] if parameter.requires_grad]
-    return found
+    groups = enumerate(optimizer.param_groups)
+    return [(number, parameter) for number, group in groups for parameter in group["params"] if parameter.requires_grad]
 
 
 def _try(optimizer: Optimizer, number: int, like: Tensor) -> tuple[int, int]:
@@ -86,12 +79,8 @@ def _try(optimizer: Optimizer, number: int, like: Tensor) -> tuple[int, int]:
     parameter = nn.Parameter(torch.zeros_like(like))
     parameter.grad = torch.zeros_like(parameter)
     nothing = nn.Parameter(torch.empty(0))
-    stand_ins: dict[int, nn.Parameter] = {}
-    for group in optimizer.param_groups:
-        for other in group["params"]:
-            stand_ins[id(other)] = nothing
-    stand_ins[id(like)] = parameter
-    trial = copy_with(optimizer, stand_ins)
+    stand_ins = {id(other): nothing for group in optimizer.param_groups for other in group["params"]}
+    trial = copy_with(optimizer, {**stand_ins, id(like): parameter})
     for group in trial.param_groups:
         group["params"] = []
     trial.param_groups[number]["params"] = [parameter]
@@ -100,7 +89,6 @@ def _try(optimizer: Optimizer, number: int, like: Tensor) -> tuple[int, int]:
     step(trial)
     with recorded_memory() as record:
         step(trial)
-    sizes: dict[int, int] = {}  # by address: what several entries share counts once
-    for tensor in tensors(trial.state[parameter]):
-        sizes[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+    # By address: what several entries share counts once.
+    sizes = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors(trial.state[parameter])}
     return sum(sizes.values()), profile_of(record).peak

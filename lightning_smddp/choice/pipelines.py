@@ -12,13 +12,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_smddp._compat.torch_memory import MemoryRecord, recorded_memory
 from lightning_smddp.bridge.batches import count_for, splitter_for
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.bridge.step_record import StepRecorder
 from lightning_smddp.choice.estimates import Estimate, Memory, Sizes, fullest
 from lightning_smddp.choice.first_batch import FirstBatch
-from lightning_smddp.choice.step_profile import BACKWARD, StepProfile, dropped_gradients, profile_of
+from lightning_smddp.choice.step_profile import (
+    BACKWARD,
+    MemoryRecord,
+    StepProfile,
+    dropped_gradients,
+    profile_of,
+    recorded_memory,
+)
 from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.capture.boundaries import boundary_bytes
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
@@ -39,14 +45,6 @@ from lightning_smddp.strategies.options import PartitionOptions
 
 _CPU = torch.device("cpu")
 _SCHEDULE = parse("1f1b")
-_CASES = {  # with checkpointing or without: name, expression
-    False: ("smddp_pipeline", '"smddp_pipeline"'),
-    True: ("smddp_pipeline, checkpointing", "PipelineStrategy(activation_checkpointing=True)"),
-}
-_META_INIT = {
-    False: "PipelineStrategy(meta_init=True)",
-    True: "PipelineStrategy(activation_checkpointing=True, meta_init=True)",
-}
 
 
 def estimate_pipelines(
@@ -63,30 +61,35 @@ def estimate_pipelines(
     """
     estimates = []
     reason = refusal_of_training(first.module, (), first.optimizers)
-    for checkpointing, (name, strategy) in _CASES.items():
+    for checkpointing in (False, True):
+        name = "smddp_pipeline, checkpointing" if checkpointing else "smddp_pipeline"
+        options = ["activation_checkpointing=True"] if checkpointing else []
+        notes = []
+        memory = None
         try:
             if reason is not None:
                 raise SplitError(reason)
             pipeline = _divided(first, ranks, checkpointing)
         except (SplitError, ReplayError) as error:
-            estimates.append(Estimate(name, strategy, notes=(str(error),)))
-            continue
-        training = fullest([_rank(pipeline, first.module, sizes, state, stage) for stage in range(ranks)])
-        # Before training the first rank runs a micro-batch through the whole module, for the times of its nodes.
-        start = Memory(
-            parameters=sizes.parameters + sizes.buffers,
-            activations=sizes.batch + pipeline.whole.kept,
-            temporary=pipeline.whole.temporary,
-        )
-        memory = fullest([training, start])
-        notes = []
-        if pipeline.num_microbatches == 1:
-            notes.append("each batch is one micro-batch: stages do not overlap")
-        if training.total <= limit < start.total:
-            memory = training
-            strategy = _META_INIT[checkpointing]
-            notes.append("layers have to be made in `configure_model`: at the start each rank would have all of them")
-        estimates.append(Estimate(name, strategy, memory, memory.total <= limit, tuple(notes)))
+            notes.append(str(error))
+        else:
+            memory = fullest([_rank(pipeline, first.module, sizes, state, stage) for stage in range(ranks)])
+            # Before training the first rank runs a micro-batch through the whole module, for the times of its nodes.
+            start = Memory(
+                parameters=sizes.parameters + sizes.buffers,
+                activations=sizes.batch + pipeline.whole.kept,
+                temporary=pipeline.whole.temporary,
+            )
+            if memory.total <= limit < start.total:
+                options.append("meta_init=True")
+                notes.append("make layers in `configure_model`: at the start each rank would have all of them")
+            else:
+                memory = fullest([memory, start])
+            if pipeline.num_microbatches == 1:
+                notes.append("each batch is one micro-batch: stages do not overlap")
+        strategy = f"PipelineStrategy({', '.join(options)})" if options else '"smddp_pipeline"'
+        fits = memory is not None and memory.total <= limit
+        estimates.append(Estimate(name, strategy, memory, fits, tuple(notes)))
     return estimates
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from lightning_smddp.choice.estimates import (
     UnitSizes,
     data_parallel,
     fully_sharded,
-    sharded_optimizer,
 )
 from lightning_smddp.choice.first_batch import FirstBatch, UnplannableError, look_at_first_batch
 from lightning_smddp.choice.optimizer_profile import OptimizerProfile, profile_optimizers
@@ -36,7 +34,7 @@ _MIB = 2**20
 _COLUMNS = ("fits", "MiB", "parameters", "gradients", "optimizer", "activ.", "communic.", "temporary")
 _LEGEND = (
     "MiB a rank at its fullest moment, in parts; memory that ranks share is counted once. Beside it each process has "
-    "what it has before training (Python, torch and Lightning: {process:.0f} MiB here)."
+    "what it has before training: Python, torch and Lightning."
 )
 
 
@@ -50,7 +48,6 @@ class TrainingPlan:
         memory_gb: GiB that a rank may use.
         estimates: of each strategy, the simplest first.
         notes: what holds for all of them.
-        process_bytes: what this process held before the module was looked at, without files.
     """
 
     module: str
@@ -58,7 +55,6 @@ class TrainingPlan:
     memory_gb: float
     estimates: tuple[Estimate, ...]
     notes: tuple[str, ...] = ()
-    process_bytes: int = 0
 
     @property
     def best(self) -> Estimate | None:
@@ -85,8 +81,7 @@ class TrainingPlan:
             fits = "yes" if estimate.fits else "no"
             lines.append(_line(estimate.name, (fits, *[f"{size / _MIB:.0f}" for size in sizes])))
             remarks += [f"{estimate.name}: {note}" for note in estimate.notes]
-        legend = _LEGEND.format(process=self.process_bytes / _MIB)
-        return "\n".join([*lines, "", legend, *remarks, *self.notes, "", self._advice()])
+        return "\n".join([*lines, "", _LEGEND, *remarks, *self.notes, "", self._advice()])
 
     def _advice(self) -> str:
         if self.trainer is not None:
@@ -123,53 +118,28 @@ def plan(module: Any, devices: int, memory_gb: float, datamodule: Any = None, pr
         raise UnplannableError(f"devices={devices!r} has to be a number from 1: the ranks to train on.")
     if not isinstance(memory_gb, (int, float)) or not 0 < memory_gb < math.inf:
         raise UnplannableError(f"memory_gb={memory_gb!r} has to be positive: the GiB that a rank may use.")
-    # What the module's parameters take is no part of what each process has anyway.
-    process_bytes = _anonymous_bytes()
-    if isinstance(module, nn.Module):
-        process_bytes = max(0, process_bytes - _bytes(module.parameters()))
     found: list[TrainingPlan] = []
 
     def look(first: FirstBatch) -> None:
         found.append(_planned(first, devices, memory_gb))
 
     look_at_first_batch(module, datamodule, precision, look)
-    return replace(found[0], process_bytes=process_bytes)
-
-
-def _anonymous_bytes() -> int:
-    """Of this process's memory what no file has."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return 1024 * int(line.split()[1])
-    return 0
+    return found[0]
 
 
 def _planned(first: FirstBatch, devices: int, memory_gb: float) -> TrainingPlan:
     limit = memory_gb * _GIB
     optimizers = profile_optimizers(first.optimizers)
     sizes = _sizes(first, optimizers)
-    estimates = []
-    for name, strategy, memory in _cases(first, sizes, devices):
-        estimates.append(Estimate(name, strategy, memory, memory.total <= limit))
-    refusal = _refusal_of_shares(first)
-    if refusal is not None:
-        estimates[1] = Estimate(estimates[1].name, estimates[1].strategy, notes=(refusal,))
-    if devices > 1:
-        estimates += estimate_pipelines(first, sizes, optimizers.state, devices, limit)
-    name = type(first.module).__name__
-    return TrainingPlan(name, devices, memory_gb, tuple(estimates), optimizers.notes)
-
-
-def _cases(first: FirstBatch, sizes: Sizes, devices: int) -> list[tuple[str, str, Memory]]:
-    """Names, expressions and memory of the strategies that do not cut the step; the simplest first."""
     step = _profile(first)
     units = _units(first.module)
-    return [
+    # The simplest first.
+    cases: list[tuple[str, str, Memory]] = [
         ("smddp", '"smddp"', data_parallel(sizes, step, devices)),
         (
             "smddp, shard='optimizer'",
             'SMDDPStrategy(shard="optimizer")',
-            sharded_optimizer(sizes, step, devices),
+            data_parallel(sizes, step, devices, shards_state=True),
         ),
         (
             "smddp_fsdp, grad_op",
@@ -178,15 +148,16 @@ def _cases(first: FirstBatch, sizes: Sizes, devices: int) -> list[tuple[str, str
         ),
         ("smddp_fsdp, full", '"smddp_fsdp"', fully_sharded(sizes, step, devices, units, reshard=True)),
     ]
-
-
-def _refusal_of_shares(first: FirstBatch) -> str | None:
-    """Why the module's optimizers cannot step shares; None if they can."""
+    estimates = [Estimate(*case, fits=case[2].total <= limit) for case in cases]
     for optimizer in first.optimizers:
         why = why_not_one_by_one(optimizer)
         if why is not None:
-            return f"{type(optimizer).__name__} cannot be shared: {why}"
-    return None
+            refusal = f"{type(optimizer).__name__} cannot be shared: {why}"
+            estimates[1] = replace(estimates[1], memory=None, fits=False, notes=(refusal,))
+    if devices > 1:
+        estimates += estimate_pipelines(first, sizes, optimizers.state, devices, limit)
+    name = type(first.module).__name__
+    return TrainingPlan(name, devices, memory_gb, tuple(estimates), optimizers.notes)
 
 
 def _profile(first: FirstBatch) -> StepProfile:
@@ -216,13 +187,9 @@ def _sizes(first: FirstBatch, optimizers: OptimizerProfile) -> Sizes:
 
 def _units(module: nn.Module) -> UnitSizes:
     """What ``smddp_fsdp`` gathers together."""
-    sizes = []
-    for name in find_units(module).names:
-        unit = module.get_submodule(name)
-        sizes.append(_bytes(unit.parameters()))
+    sizes = [_bytes(module.get_submodule(name).parameters()) for name in find_units(module).names]
     units = sum(sizes)
-    root = _bytes(module.parameters()) - units
-    return UnitSizes(units, max(sizes, default=0), root)
+    return UnitSizes(units, max(sizes, default=0), _bytes(module.parameters()) - units)
 
 
 def _bytes(found: Iterable[torch.Tensor]) -> int:

@@ -19,7 +19,6 @@ from lightning_smddp.choice.estimates import (
     UnitSizes,
     data_parallel,
     fully_sharded,
-    sharded_optimizer,
 )
 from lightning_smddp.choice.first_batch import UnplannableError
 from lightning_smddp.choice.optimizer_profile import profile_optimizers
@@ -92,7 +91,7 @@ def test_memory_of_data_parallel_ranks() -> None:
     profile = StepProfile(kept=30, peak=40)
     assert data_parallel(SIZES, profile, 4) == Memory(101, 90, 180, 35, 90, 10)
     assert data_parallel(SIZES, profile, 1) == Memory(101, 90, 180, 5, 0, 60)  # in the optimizer's step
-    assert sharded_optimizer(SIZES, profile, 4) == Memory(101, 90, 45, 35, 90, 10)
+    assert data_parallel(SIZES, profile, 4, shards_state=True) == Memory(101, 90, 45, 35, 90, 10)
 
     units = UnitSizes(units=80, largest=20, root=20)
     # 40 of two units, 10 in which they are gathered, 40 of a unit's gradients, 40 of the root.
