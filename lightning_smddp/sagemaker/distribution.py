@@ -9,7 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -40,13 +40,6 @@ _PLAIN: dict[str, Any] = {
 _MODERN = {"process_count_per_node": None, "smp": None, "mpi_additional_options": None}  # SDK 3's Torchrun and MPI
 
 
-def is_job(environ: Environ) -> bool:
-    """Whether this is a SageMaker training job, by its files or by its variables."""
-    if any(environ.get(name) for name in _SIGNS):
-        return True
-    return read_job(environ) is not None
-
-
 def distribution_of(environ: Environ) -> dict[str, Any]:
     """The ``distribution`` that the job was started with, as far as its environment tells.
 
@@ -56,7 +49,7 @@ def distribution_of(environ: Environ) -> dict[str, Any]:
     Raises:
         ValueError: this is no SageMaker job, or a variable is not JSON.
     """
-    if not is_job(environ):
+    if not any(environ.get(name) for name in _SIGNS) and read_job(environ) is None:
         raise ValueError(
             "This is no SageMaker job (none of SM_FRAMEWORK_PARAMS, SM_DISTRIBUTED_CONFIG, SM_HP_MP_PARAMETERS is "
             "set), so there is nothing to read. Give the dictionary: from_sagemaker({'smdistributed': ...})."
@@ -68,22 +61,16 @@ def distribution_of(environ: Environ) -> dict[str, Any]:
     model_parallel = parse_json(text or "{}", "SM_HP_MP_PARAMETERS")
     modern: dict[str, Any] = parse_json(environ.get("SM_DISTRIBUTED_CONFIG") or "{}", "SM_DISTRIBUTED_CONFIG")
     if modern:
-        if model_parallel and not modern.get("smp"):
-            modern["smp"] = model_parallel
-        return modern
-    found: dict[str, Any] = {}
+        smp = modern.get("smp") or model_parallel
+        return {**modern, "smp": smp} if smp else modern
     parameters = parameters_of(environ)
-    for flag, name in FLAGS.items():
-        if is_on(parameters.get(flag)):
-            found[name] = {"enabled": True}
-    smdistributed: dict[str, Any] = {}
+    found: dict[str, Any] = {name: {"enabled": True} for flag, name in FLAGS.items() if is_on(parameters.get(flag))}
+    libraries: dict[str, Any] = {}
     if found.pop("smdistributed dataparallel", None):
-        smdistributed["dataparallel"] = {"enabled": True}
+        libraries["dataparallel"] = {"enabled": True}
     if model_parallel:
-        smdistributed["modelparallel"] = {"enabled": True, "parameters": model_parallel}
-    if smdistributed:
-        found["smdistributed"] = smdistributed
-    return found
+        libraries["modelparallel"] = {"enabled": True, "parameters": model_parallel}
+    return {**found, "smdistributed": libraries} if libraries else found
 
 
 @dataclass(frozen=True)
@@ -102,26 +89,14 @@ class Translation:
 
     def create(self, **overrides: Any) -> Any:
         """The strategy object; ``overrides`` win over what was asked for."""
-        from lightning_smddp import PartitionOptions, PipelineStrategy, SMDDPFSDPStrategy, SMDDPStrategy
+        from lightning_smddp import PipelineStrategy, SMDDPFSDPStrategy, SMDDPStrategy
 
         classes = {"smddp": SMDDPStrategy, "smddp_fsdp": SMDDPFSDPStrategy, "smddp_pipeline": PipelineStrategy}
         options = {**self.options, **overrides}
         given = overrides.get("partition")
-        if "partition" in self.options and isinstance(given, (Mapping, PartitionOptions)):
-            options["partition"] = _completed(given, self.options["partition"])
+        if isinstance(given, Mapping):
+            options["partition"] = {**self.options.get("partition", {}), **given}
         return classes[self.strategy](**options)
-
-
-def _completed(given: Any, asked: Mapping[str, Any]) -> Any:
-    """A group of options as the user gives it, a dictionary or a dataclass; what it leaves open is as ``asked``."""
-    if isinstance(given, Mapping):
-        return {**asked, **given}
-    # An option that has its default value counts as not given: the two cannot be told apart.
-    open_ones = {}
-    for field in fields(given):
-        if field.name in asked and getattr(given, field.name) == field.default:
-            open_ones[field.name] = asked[field.name]
-    return replace(given, **open_ones)
 
 
 def from_sagemaker(distribution: Any = None, **overrides: Any) -> Any:
@@ -131,8 +106,8 @@ def from_sagemaker(distribution: Any = None, **overrides: Any) -> Any:
         distribution: SDK 2's dictionary; SDK 3's ``Torchrun`` or ``MPI`` object, or its JSON; None inside a job, which
             says in its environment how it was started.
         **overrides: options of the strategy, which win over the configuration, and settle keys that have no equivalent:
-            ``split`` for cuts by hand, ``pipeline_parallel_size`` for tensor parallelism. What a group leaves at its
-            default is as in the configuration.
+            ``split`` for cuts by hand, ``pipeline_parallel_size`` for tensor parallelism. A group that is given as a
+            dictionary leaves the other options of the group as they are.
 
     Returns:
         ``SMDDPStrategy`` for data parallelism, ``SMDDPFSDPStrategy`` for sharding, ``PipelineStrategy`` for a pipeline;
@@ -171,24 +146,18 @@ def translate(distribution: Any = None, given: Mapping[str, Any] = MappingProxyT
 
 def _as_dict(distribution: Any) -> dict[str, Any]:
     """A dictionary from one, from a pydantic model of SDK 3, or from JSON."""
-    if isinstance(distribution, str):
-        try:
-            distribution = json.loads(distribution)
-        except ValueError as error:
-            raise ValueError(
-                f"distribution={distribution!r} is not JSON: {error}. Give SageMaker's dictionary, its JSON, or the "
-                "object of SDK 3."
-            ) from None
     value = distribution
-    dump = getattr(distribution, "model_dump", None)  # pydantic's
-    if callable(dump):
-        value = dump()
-    if not isinstance(value, Mapping):
+    try:
+        if isinstance(distribution, str):
+            value = json.loads(distribution)
+        elif hasattr(distribution, "model_dump"):  # pydantic's
+            value = distribution.model_dump()
+        return {**value}
+    except (TypeError, ValueError) as error:
         raise ValueError(
-            f"distribution={distribution!r} is a {type(distribution).__name__}. Give SageMaker's dictionary, its JSON, "
-            "or the object of SDK 3 (Torchrun, MPI)."
-        )
-    return dict(value)
+            f"distribution={distribution!r} cannot be read ({error}). Give SageMaker's dictionary, its JSON, or the "
+            "object of SDK 3 (Torchrun, MPI)."
+        ) from None
 
 
 # ---- SDK 3 ----
@@ -258,16 +227,13 @@ def _look_for_unknown(asked: Mapping[str, Any], known: Mapping[str, Any], prefix
 
 def _parameters(given: Any, reading: Reading) -> dict[str, Any]:
     """Model parallel parameters; SDK 2 also takes the path of a JSON file."""
-    if isinstance(given, (str, os.PathLike)):
-        try:
+    try:
+        if isinstance(given, (str, os.PathLike)):
             given = json.loads(Path(given).read_text())
-        except (OSError, ValueError) as error:
-            reading.refuse(f"parameters={str(given)!r}", f"is no JSON file that can be read ({error}).")
-            return {"pipeline_parallel_degree": 1}
-    if not isinstance(given, Mapping):
-        reading.refuse(f"parameters={given!r}", "has to be a dictionary, or the path of a JSON file.")
+        return {**given}
+    except (OSError, TypeError, ValueError) as error:
+        reading.refuse(f"parameters={given!r}", f"is no dictionary, and no path of a JSON file with one ({error}).")
         return {"pipeline_parallel_degree": 1}
-    return dict(given)
 
 
 def _version(parameters: Mapping[str, Any], on: Collection[str]) -> Version:
@@ -276,10 +242,8 @@ def _version(parameters: Mapping[str, Any], on: Collection[str]) -> Version:
         return V2
     if "mpi" in on:
         return V1
-    for name in parameters:
-        if name in V2.keys and name not in V1.keys:
-            return V2
-    return V1
+    of_v2_alone = set(V2.keys) - set(V1.keys)
+    return V2 if of_v2_alone & set(parameters) else V1
 
 
 def _read_smp(parameters: Mapping[str, Any], version: Version, reading: Reading) -> str:

@@ -15,20 +15,18 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Key:
-    """A key without an option of ours of the same meaning.
+class Refused:
+    """A key that has no equivalent here.
 
     Attributes:
-        neutral: values that ask for nothing we would have to do; None: every value.
+        default: the value that asks for nothing, as None does.
         cure: what to do for any other value, as a sentence.
-        cured_by: options of ours which, when they are given beside the configuration, answer the key.
-        note: what is said when a value is given that is accepted, though it changes nothing.
+        cured_by: an option of ours which, when it is given beside the configuration, answers the key.
     """
 
-    neutral: tuple[Any, ...] | None = None
-    cure: str = ""
-    cured_by: tuple[str, ...] = ()
-    note: str = ""
+    default: Any
+    cure: str
+    cured_by: str = ""
 
 
 @dataclass
@@ -51,37 +49,25 @@ class Reading:
         """Keep ``what`` cannot be done, and its ``cure``, for the one error that :meth:`finish` raises."""
         self.problems.append(f"{what}: {cure}")
 
-    def unknown(
-        self,
-        name: str,
-        known: Iterable[str],
-        elsewhere: Mapping[str, Iterable[str]] | None = None,
-    ) -> None:
+    def unknown(self, name: str, known: Iterable[str], elsewhere: Mapping[str, Iterable[str]]) -> None:
         """Note that ``name`` is none of the ``known`` keys, with what may have been meant."""
-        for other, keys in (elsewhere or {}).items():
+        for other, keys in elsewhere.items():
             if name in keys:
                 self.refuse(name, f"is a key of {other}. Remove it.")
                 return
         near = difflib.get_close_matches(name, list(known), n=2)
-        if near:
-            names = " or ".join(repr(other) for other in near)
-            self.refuse(name, f"is unknown. Did you mean {names}?")
-        else:
-            names = ", ".join(sorted(known))
-            self.refuse(name, f"is unknown. Known: {names}.")
+        meant = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Known: {', '.join(sorted(known))}."
+        self.refuse(name, f"is unknown. {meant}")
 
-    def look_up(self, table: Mapping[str, Key], values: Mapping[str, Any]) -> None:
-        """Go through the keys of ``values`` that are in ``table``."""
+    def look_up(self, values: Mapping[str, Any], refused: Mapping[str, Refused], noted: Mapping[str, str]) -> None:
+        """Refuse the keys of ``values`` that ask for something, and note those that change nothing."""
         for name, value in values.items():
-            key = table.get(name)
-            if key is None:
+            if name in noted:
+                self.notes.append(f"{name}: {noted[name]}")
+            key = refused.get(name)
+            if key is None or value is None or key.cured_by in self.given:
                 continue
-            if key.neutral is None or _is_one_of(value, key.neutral):
-                if key.note:
-                    self.notes.append(f"{name}: {key.note}")
-                continue
-            is_cured = any(option in self.given for option in key.cured_by)
-            if not is_cured:
+            if value != key.default or type(value) is not type(key.default):  # 1 is not True
                 self.refuse(f"{name}={value!r}", key.cure)
 
     def count(self, values: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
@@ -94,20 +80,13 @@ class Reading:
         self.refuse(f"{name}={value!r}", "has to be a number from 1.")
         return default
 
-    def choice(
-        self,
-        values: Mapping[str, Any],
-        name: str,
-        default: str,
-        choices: Mapping[str, str],
-        cure: str,
-    ) -> str:
+    def choice(self, values: Mapping[str, Any], name: str, default: str, choices: Mapping[str, str], cure: str) -> str:
         """What ``choices`` has for the value of ``name``; that of the default if it has nothing."""
         value = values.get(name, default)
-        if not isinstance(value, str) or value not in choices:
-            self.refuse(f"{name}={value!r}", cure)
-            return choices[default]
-        return choices[value]
+        if isinstance(value, str) and value in choices:
+            return choices[value]
+        self.refuse(f"{name}={value!r}", cure)
+        return choices[default]
 
     def finish(self, what: str) -> None:
         """Raise ``ValueError`` with everything that is wrong in ``what``, if anything is."""
@@ -116,62 +95,50 @@ class Reading:
             raise ValueError(f"{what} cannot be done as it is:{lines}")
 
 
-def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """As ``in``, but 1 is not True."""
-    for other in allowed:
-        same_kind = isinstance(value, bool) == isinstance(other, bool)
-        if same_kind and value == other:
-            return True
-    return False
-
-
-_FIXED_CUTS = "reuses a saved partition. Name the first module of each stage but the first: split=['blocks.4']."
-_TUNES_SHARDING = "smddp_fsdp has no such option"
-_TRAINERS = "is the Trainer's. Remove it here and write Trainer(precision={!r})."
+_BY_HAND = "Name the first module of each stage but the first: split=['blocks.4']."
+_LAYERS = "Divide whole layers over ranks: pipeline_parallel_size=(that number)"
+_PRECISION = "is the Trainer's. Remove it here and write Trainer(precision={!r})."
+_NOTHING = "changes nothing here"
 
 # Keys without an option of ours of the same meaning. What has one is read in `_read_v1`.
-KEYS_OF_V1: dict[str, Key] = {
-    "ddp": Key(note="ranks that a pipeline leaves over are its replicas"),
-    "ddp_port": Key(note="the port is MASTER_PORT's"),
-    "optimize": Key(note="stages are cut for time, within memory_limit_gb"),
-    "memory_weight": Key(note="stages are cut for time, within memory_limit_gb"),
-    "auto_partition": Key(
-        (True,),
-        "cuts by hand. Name the first module of each stage but the first: split=['blocks.4'].",
-        ("split",),
+REFUSED_OF_V1 = {
+    "auto_partition": Refused(True, f"cuts by hand. {_BY_HAND}", "split"),
+    "load_partition": Refused(False, f"reuses a saved partition. {_BY_HAND}", "split"),
+    "partition_file": Refused("", f"reuses a saved partition. {_BY_HAND}", "split"),
+    "offload_activations": Refused(
+        False, "has no equivalent. activation_checkpointing=True saves most of it.", "activation_checkpointing"
     ),
-    "default_partition": Key(note="modules that split does not name belong to the stage before them"),
-    "deterministic_server": Key(note="the order is the schedule's, always the same"),
-    "offload_activations": Key(
-        (False,), "has no equivalent. activation_checkpointing=True saves most of it.", ("activation_checkpointing",)
+    "tensor_parallel_degree": Refused(
+        1,
+        f"cuts single layers. {_LAYERS}, times the pipeline_parallel_degree.",
+        "pipeline_parallel_size",
     ),
-    "activation_loading_horizon": Key(note="has a meaning with offload_activations only"),
-    "tensor_parallel_degree": Key(
-        (1,),
-        "cuts single layers, which nothing here does. Divide whole layers: pipeline_parallel_size=(that number times "
-        "the pipeline_parallel_degree).",
-        ("pipeline_parallel_size",),
-    ),
-    "prescaled_batch": Key(note="has a meaning with tensor parallelism only"),
-    "sdp_reduce_bucket_size": Key(note=_TUNES_SHARDING),
-    "sdp_param_persistence_threshold": Key(note=_TUNES_SHARDING),
-    "sdp_max_live_parameters": Key(note=_TUNES_SHARDING),
-    "sdp_hierarchical_allgather": Key(note=_TUNES_SHARDING),
-    "sdp_gradient_clipping": Key(note="write Trainer(gradient_clip_val=...)"),
-    "fp16": Key((False,), _TRAINERS.format("16-mixed")),
-    "fp16_params": Key((False,), _TRAINERS.format("16-true")),
-    "bf16": Key((False,), _TRAINERS.format("bf16-mixed")),
-    "skip_tracing": Key(note="one micro-batch is traced on the ranks themselves, for a few steps' time"),
-    "load_partition": Key((False,), _FIXED_CUTS, ("split",)),
-    "partition_file": Key((None, ""), _FIXED_CUTS, ("split",)),
-    "contiguous": Key((True,), "is TensorFlow's. Remove it: stages are contiguous here."),
-    "horovod": Key((False,), "is TensorFlow's. Remove it: the ranks left over are replicas."),
+    "fp16": Refused(False, _PRECISION.format("16-mixed")),
+    "fp16_params": Refused(False, _PRECISION.format("16-true")),
+    "bf16": Refused(False, _PRECISION.format("bf16-mixed")),
+    "contiguous": Refused(True, "is TensorFlow's. Remove it: stages are contiguous here."),
+    "horovod": Refused(False, "is TensorFlow's. Remove it: the ranks left over are replicas."),
+}
+NOTED_OF_V1 = {
+    "ddp": "ranks that a pipeline leaves over are its replicas",
+    "ddp_port": "the port is MASTER_PORT's",
+    "optimize": "stages are cut for time, within memory_limit_gb",
+    "memory_weight": "stages are cut for time, within memory_limit_gb",
+    "default_partition": "modules that split does not name belong to the stage before them",
+    "deterministic_server": _NOTHING,
+    "activation_loading_horizon": _NOTHING,
+    "prescaled_batch": _NOTHING,
+    "sdp_reduce_bucket_size": _NOTHING,
+    "sdp_param_persistence_threshold": _NOTHING,
+    "sdp_max_live_parameters": _NOTHING,
+    "sdp_hierarchical_allgather": _NOTHING,
+    "sdp_gradient_clipping": "write Trainer(gradient_clip_val=...)",
+    "skip_tracing": _NOTHING,
 }
 _READ_OF_V1 = (
     "pipeline_parallel_degree", "partitions", "microbatches", "pipeline", "placement_strategy", "active_microbatches",
     "ddp_dist_backend", "shard_optimizer_state", "sharded_data_parallel_degree",
 )  # fmt: skip
-_ALL_OF_V1 = (*_READ_OF_V1, *KEYS_OF_V1)
 _PLACEMENTS = {
     "cluster": "cluster", "DPT": "cluster", "DTP": "cluster", "TDP": "cluster",
     "spread": "spread", "PDT": "spread", "PTD": "spread", "TPD": "spread",
@@ -184,7 +151,7 @@ def _read_v1(parameters: Mapping[str, Any], reading: Reading) -> str:
     Every key's default is the library's own: ``microbatches`` is 1, which is no pipelining.
     """
     # Every part is read, also behind one that is refused: the one error at the end has all that is wrong.
-    reading.look_up(KEYS_OF_V1, parameters)
+    reading.look_up(parameters, REFUSED_OF_V1, NOTED_OF_V1)
     stages = _stages(parameters, reading)
     parts = reading.count(parameters, "microbatches", 1)
     schedule = reading.choice(
@@ -252,30 +219,24 @@ def _stages(parameters: Mapping[str, Any], reading: Reading) -> int | None:
     return stages
 
 
-_CUTS_LAYERS = "Divide whole layers over so many ranks: pipeline_parallel_size=(that number)."
-_OFFLOADING = "has no equivalent; activation_checkpointing=True of smddp_pipeline saves most of it"
-
 _DEGREE_OF_V2 = "hybrid_shard_degree"
-KEYS_OF_V2: dict[str, Key] = {
-    "tensor_parallel_degree": Key((1,), f"cuts single layers. {_CUTS_LAYERS}", ("pipeline_parallel_size",)),
-    "expert_parallel_degree": Key((1,), f"spreads experts. {_CUTS_LAYERS}", ("pipeline_parallel_size",)),
-    "context_parallel_degree": Key(
-        (1,),
-        "cuts the sequence, which nothing here does. For memory: smddp_pipeline with activation_checkpointing=True and "
-        "more num_microbatches.",
-        ("pipeline_parallel_size",),
-    ),
-    "sm_activation_offloading": Key(note=_OFFLOADING),
-    "activation_loading_horizon": Key(note=_OFFLOADING),
-    "fsdp_cache_flush_warnings": Key(note="is about FSDP only"),
-    "allow_empty_shards": Key(note="is about FSDP only"),
-    "random_seed": Key(note="seeds tensor and expert parallelism only; lightning.seed_everything() seeds the rest"),
+REFUSED_OF_V2 = {
+    "tensor_parallel_degree": Refused(1, f"cuts single layers. {_LAYERS}.", "pipeline_parallel_size"),
+    "expert_parallel_degree": Refused(1, f"spreads experts. {_LAYERS}.", "pipeline_parallel_size"),
+    "context_parallel_degree": Refused(1, f"cuts the sequence. {_LAYERS}.", "pipeline_parallel_size"),
+}
+NOTED_OF_V2 = {
+    "sm_activation_offloading": "has no equivalent; activation_checkpointing=True of smddp_pipeline saves most of it",
+    "activation_loading_horizon": _NOTHING,
+    "fsdp_cache_flush_warnings": _NOTHING,
+    "allow_empty_shards": _NOTHING,
+    "random_seed": "seeds tensor and expert parallelism only; lightning.seed_everything() seeds the rest",
 }
 
 
 def _read_v2(parameters: Mapping[str, Any], reading: Reading) -> str:
     """Turn the parameters into options, in ``reading``; returns the strategy's name."""
-    reading.look_up(KEYS_OF_V2, parameters)
+    reading.look_up(parameters, REFUSED_OF_V2, NOTED_OF_V2)
     if parameters.get(_DEGREE_OF_V2, 0) == 0:
         reading.notes.append(
             "hybrid_shard_degree: SMP leaves sharding to FSDP in the script; here every rank keeps all parameters: for "
@@ -310,5 +271,5 @@ class Version:
     read: Callable[[Mapping[str, Any], Reading], str]
 
 
-V1 = Version("SMP v1", _ALL_OF_V1, _read_v1)
-V2 = Version("SMP v2", (_DEGREE_OF_V2, *KEYS_OF_V2), _read_v2)
+V1 = Version("SMP v1", (*_READ_OF_V1, *REFUSED_OF_V1, *NOTED_OF_V1), _read_v1)
+V2 = Version("SMP v2", (_DEGREE_OF_V2, *REFUSED_OF_V2, *NOTED_OF_V2), _read_v2)
