@@ -19,10 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="lightning-smddp", description="Data and pipeline parallelism for Lightning.")
     parser.add_argument("--version", action="version", version=f"lightning-smddp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_verify(commands)
-    _add_conversions(commands)
-    _add_doctor(commands)
-    _add_plan(commands)
+    for add in (_add_verify, _add_conversions, _add_doctor, _add_plan):
+        add(commands)
     options = parser.parse_args(arguments)
     command: int = options.run(options)
     return command
@@ -37,9 +35,7 @@ def _add_verify(commands: Any) -> None:
         "logged values, attributes, weights and buffers step by step, and for the first micro-batches the gradient "
         "norm of each unit. The module needs a `train_dataloader`, or give --datamodule.",
     )
-    verify.add_argument("module", help="module:Class of the LightningModule")
-    verify.add_argument("--kwargs", type=_json_object, default={}, help="arguments of the class, as a JSON object")
-    verify.add_argument("--datamodule", help="module:Class of a LightningDataModule")
+    _add_module(verify, "module:Class of the LightningModule")
     verify.add_argument("--stages", type=int, default=2, help="ranks of the pipeline (default: 2)")
     verify.add_argument("--replicas", type=int, default=1, help="pipelines side by side (default: 1)")
     verify.add_argument("--schedule", default="1f1b", help="name of the schedule (default: 1f1b)")
@@ -56,17 +52,17 @@ def _add_conversions(commands: Any) -> None:
         description="Write a directory that was saved with `sharded=True` as one file, which Lightning loads without "
         "this package.",
     )
-    consolidate.add_argument("directory", help="the sharded checkpoint")
-    consolidate.add_argument("file", help="path or URL of the new file")
-    consolidate.set_defaults(run=lambda options: _convert("consolidate", options.directory, options.file))
+    consolidate.add_argument("source", metavar="directory", help="the sharded checkpoint")
+    consolidate.add_argument("target", metavar="file", help="path or URL of the new file")
+    consolidate.set_defaults(run=_convert)
     shard = commands.add_parser(
         "shard",
         help="turn a plain checkpoint into a sharded one",
         description="Write a Trainer's checkpoint as a directory, which each rank reads no more of than it needs.",
     )
-    shard.add_argument("file", help="the plain checkpoint")
-    shard.add_argument("directory", help="path of the new directory")
-    shard.set_defaults(run=lambda options: _convert("shard", options.file, options.directory))
+    shard.add_argument("source", metavar="file", help="the plain checkpoint")
+    shard.add_argument("target", metavar="directory", help="path of the new directory")
+    shard.set_defaults(run=_convert)
 
 
 def _add_doctor(commands: Any) -> None:
@@ -91,18 +87,22 @@ def _add_plan(commands: Any) -> None:
         "whether the module fits, what a rank holds, and the `Trainer(...)` line to write. The exit code is 1 if no "
         "strategy fits.",
     )
-    plan.add_argument(
-        "module",
-        help="module:Class of the LightningModule, or of a function that returns one; or a LightningCLI's "
-        "configuration file (.yaml, .yml, .json)",
+    _add_module(
+        plan,
+        "module:Class of the LightningModule, or of a function that returns one; or a LightningCLI's configuration "
+        "file (.yaml, .yml, .json)",
     )
     plan.add_argument("--devices", type=int, required=True, help="ranks, on one node")
     plan.add_argument("--memory", type=float, required=True, help="GiB of a rank, beside what a process has anyway")
-    plan.add_argument("--kwargs", type=_json_object, default={}, help="arguments of the class, as a JSON object")
     plan.add_argument("--config", help="file of a LightningCLI that is made for these classes")
-    plan.add_argument("--datamodule", help="module:Class of a LightningDataModule")
     plan.add_argument("--precision", help="of the Trainer, such as bf16-mixed")
     plan.set_defaults(run=_plan)
+
+
+def _add_module(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("module", help=text)
+    parser.add_argument("--kwargs", type=_json_object, default={}, help="arguments of the class, as a JSON object")
+    parser.add_argument("--datamodule", help="module:Class of a LightningDataModule")
 
 
 # Commands import what they need when they run: `--help` and `--version` take neither torch nor Lightning.
@@ -116,16 +116,16 @@ def _plan(options: argparse.Namespace) -> int:
     from lightning_smddp.choice.training_plan import plan
 
     data_class = None if options.datamodule is None else _load(options.datamodule)
+    precision = None
     try:
         if options.module.endswith(cli_config.SUFFIXES):
             module, data, precision = cli_config.from_config(options.module, None, data_class)
         elif options.config is not None:
             module, data, precision = cli_config.from_config(options.config, _load(options.module), data_class)
         else:
-            module, precision = _made(options), None
+            module = _made(options)
             data = None if data_class is None else data_class()
-        precision = options.precision or precision
-        found = plan(module, options.devices, options.memory, datamodule=data, precision=precision)
+        found = plan(module, options.devices, options.memory, data, options.precision or precision)
     except UnplannableError as error:
         print(f"lightning-smddp plan: {error}", file=sys.stderr)
         return 1
@@ -139,25 +139,22 @@ def _examine(options: argparse.Namespace) -> int:
     return examine(options.json, not options.no_measure)
 
 
-def _convert(name: str, *arguments: Any) -> int:
+def _convert(options: argparse.Namespace) -> int:
     from lightning_smddp.checkpoint import sharded
 
     try:
-        getattr(sharded, name)(*arguments)
+        getattr(sharded, options.command)(options.source, options.target)
     except (ValueError, OSError) as error:
-        print(f"lightning-smddp {name}: {error}", file=sys.stderr)
+        print(f"lightning-smddp {options.command}: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, such as '{{\"width\": 64}}'")
-    return found
+        return {**json.loads(text)}
+    except (ValueError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object ({error}), such as '{{\"width\": 64}}'") from None
 
 
 def _number_or_auto(text: str) -> int | str:
@@ -212,7 +209,3 @@ def _load(name: str) -> Any:
     if not hasattr(found, attribute):
         raise SystemExit(f"Module {module!r} has no {attribute!r}.")
     return getattr(found, attribute)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

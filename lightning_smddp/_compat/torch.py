@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 # torch 2.13 renamed `all_gather_into_tensor` and deprecated the old name.
 # Remove when the oldest supported torch has `all_gather_single`.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # The operator of copies in another type, autocast's too. Remove when one has a public name.
 CAST = torch.ops.aten._to_copy.default
@@ -37,18 +37,6 @@ WITHOUT_MARKS = {
     torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default,
     torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
 }
-
-
-def all_gather_single(
-    output: Tensor, tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-) -> dist.Work | None:
-    """Gather equal ``tensor``s of all ranks, in rank order, into the flat ``output``."""
-    return cast("dist.Work | None", _all_gather_single(output, tensor, group=group, async_op=async_op))
-
-
-def reduce_scatter_single(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum ``tensor`` over the ranks; rank i receives the i-th of equal parts in ``output``."""
-    _reduce_scatter_single(output, tensor, group=group)
 
 
 def share_storage(tensor: Tensor) -> int:
@@ -67,9 +55,6 @@ def share_storage(tensor: Tensor) -> int:
 
 def set_group_timeout(timeout: timedelta) -> None:
     """Give the default group another timeout. Remove when the oldest supported torch has ``set_timeout`` (2.15)."""
-    if hasattr(dist, "set_timeout"):
-        dist.set_timeout(timeout)
-        return
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     _set_pg_timeout(timeout)

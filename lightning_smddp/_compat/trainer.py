@@ -116,12 +116,8 @@ def launchers_of(strategy: type[Any]) -> tuple[Any, Any]:
 
 def averages_weights(callback: Any) -> bool:
     """Whether it is Lightning's ``WeightAveraging`` or ``StochasticWeightAveraging``, of either package."""
-    modules = (".callbacks.weight_averaging", ".callbacks.stochastic_weight_avg")
-    for cls in type(callback).__mro__:
-        is_one = cls.__name__ in ("WeightAveraging", "StochasticWeightAveraging")
-        if is_one and cls.__module__.endswith(modules):
-            return True
-    return False
+    names = ("WeightAveraging", "StochasticWeightAveraging")
+    return any(cls.__name__ in names and ".callbacks." in cls.__module__ for cls in type(callback).__mro__)
 
 
 def is_compiled_module(module: Any) -> bool:

@@ -33,7 +33,7 @@ class IntraNodeGroup:
                 sent = sent * scale
                 scale = 1.0
             received = sent.new_empty(width)
-            reduce_scatter_single(received, sent, self.group)
+            reduce_scatter_single(received, sent, group=self.group)
         else:
             parts = torch.empty_like(sent)
             dist.all_to_all_single(parts, sent, group=self.group)

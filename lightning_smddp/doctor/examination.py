@@ -11,21 +11,24 @@ from dataclasses import asdict
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from lightning_smddp.communication.choose import time_algorithm
+from lightning_smddp.communication.communicator import Communicator, reduce_once
 from lightning_smddp.communication.errors import StartError
 from lightning_smddp.communication.objects import gather
 from lightning_smddp.communication.rendezvous import NCCL_AND_GLOO, RankInfo, join, versions
 from lightning_smddp.doctor.facts import look
 from lightning_smddp.doctor.findings import Facts, Finding, find, merged
-from lightning_smddp.doctor.measuring import measure
 from lightning_smddp.wording import counted
 
-_START_S = 60.0  # seconds, until all ranks have to be there
-_MOST_LOCAL_RANKS = 8
+SIZE = 8 * 2**20  # bytes of a timed all-reduce
+_NUMEL = 1000  # of a checked one
+_LIMIT = timedelta(seconds=60)  # until all ranks have to be there, and for each collective
 
 _HOW_TO_MEET = (
     "Training would fail likewise. Look at GLOO_SOCKET_IFNAME, /dev/shm, and the limits of processes and memory."
@@ -52,55 +55,54 @@ def examine(as_json_text: bool = False, measures: bool = True) -> int:
     """
     facts = look()
     launch = facts["launch"] or {}
-    # Nothing is measured where training would not survive: ranks may not even come together.
+    measured: Facts | None = None
     findings = find(facts)
-    if not measures or _code(findings):
-        return _told(facts, None, findings, as_json_text)
-    if (launch.get("world_size") or 1) > 1:
-        return _as_a_rank(facts, as_json_text)
-    measured, problem = _with_local_ranks()
-    findings = find(facts, measured)
-    if problem is not None:
-        findings.insert(0, problem)
-    return _told(facts, measured, findings, as_json_text)
-
-
-def _as_a_rank(facts: Facts, as_json_text: bool) -> int:
-    launch = facts["launch"]
-    missing = [name for name in ("rank", "local_rank", "main_address", "main_port") if launch[name] is None]
-    if missing:
-        names = ", ".join(missing)
-        problem = Finding("error", f"{launch['line']} Not said: {names}.", _HOW_TO_SAY)
-        return _told(facts, None, [*find(facts), problem], as_json_text)
-    device = _device(launch["local_rank"], launch["local_world_size"] or 1)
-    try:
-        _meet(launch, facts, device)
-    except StartError as error:
-        problem = Finding("error", str(error), "Without this the ranks of a job do not come together.")
-        return _told(facts, None, [*find(facts), problem], as_json_text)
-    try:
-        assert dist.group.WORLD is not None
-        measured = measure(dist.group.WORLD, device)
-        local = find(facts)
-        if launch["rank"] == 0:  # what was measured is the same on all ranks
-            local = find(facts, measured)
-        gathered = gather(local)
-    finally:
-        dist.destroy_process_group()
-    # All ranks know all findings, so that they end with the same exit code; only the first one prints.
-    findings = merged(list(chain.from_iterable(gathered)))
-    if launch["rank"] == 0:
-        _print(facts, measured, findings, as_json_text)
+    # Nothing is measured where training would not survive: ranks may not even come together.
+    if measures and not _code(findings):
+        try:
+            if (launch.get("world_size") or 1) > 1:
+                measured, findings = _as_a_rank(facts)
+            else:
+                measured = _with_local_ranks()
+                findings = find(facts, measured)
+        except StartError as error:
+            findings = [Finding("error", str(error), _HOW_TO_MEET), *findings]
+    if not launch.get("rank"):
+        print((as_json if as_json_text else as_text)(facts, measured, findings), flush=True)
+    elif measured is None:  # else the first rank prints for all
+        for finding in findings:
+            if finding.level == "error":
+                print(f"lightning-smddp doctor: {finding.what} {finding.cure}", file=sys.stderr)
     return _code(findings)
 
 
-def _meet(launch: Facts, facts: Facts, device: torch.device) -> None:
+def _code(findings: list[Finding]) -> int:
+    return int(any(finding.level == "error" for finding in findings))
+
+
+def _as_a_rank(facts: Facts) -> tuple[Facts, list[Finding]]:
+    """What the ranks of the job have measured, and the findings of all of them."""
+    launch = facts["launch"]
+    missing = [name for name in ("rank", "local_rank", "main_address", "main_port") if launch[name] is None]
+    if missing:
+        raise StartError(f"{launch['line']} Not said: {', '.join(missing)}. {_HOW_TO_SAY}")
     os.environ.update(launch["will_set"])  # of the network, as the strategy sets it before it makes a process group
-    lightning = facts["versions"]["lightning"] or facts["versions"]["pytorch-lightning"]
-    card = RankInfo(launch["rank"], launch["world_size"], versions(str(lightning)))
+    versions_of = facts["versions"]
+    rank = RankInfo(
+        launch["rank"], launch["world_size"], versions(versions_of.get("lightning") or versions_of["pytorch-lightning"])
+    )
+    device = _device(launch["local_rank"], launch["local_world_size"] or 1)
     backend, bound = _backend_of(device)
-    limit = timedelta(seconds=_START_S)
-    join(card, (launch["main_address"], launch["main_port"]), backend, bound, limit, limit)
+    join(rank, (launch["main_address"], launch["main_port"]), backend, bound, _LIMIT, _LIMIT)
+    try:
+        assert dist.group.WORLD is not None
+        measured = measure(dist.group.WORLD, device)
+        # What was measured is the same on all ranks.
+        gathered = gather(find(facts, None if launch["rank"] else measured))
+    finally:
+        dist.destroy_process_group()
+    # All ranks know all findings, so that they end with the same exit code.
+    return measured, merged(list(chain.from_iterable(gathered)))
 
 
 def _backend_of(device: torch.device) -> tuple[str, torch.device | None]:
@@ -118,30 +120,30 @@ def _device(local_rank: int, local_ranks: int) -> torch.device:
     return torch.device("cpu")
 
 
-def _with_local_ranks() -> tuple[Facts | None, Finding | None]:
+def _with_local_ranks() -> Facts:
     """Measure with ranks of this machine alone, one for each GPU or two on CPU; or why they could not."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    # With one GPU ranks measure on CPU: NCCL wants a GPU for each of them.
-    ranks = min(gpus, _MOST_LOCAL_RANKS) if gpus > 1 else 2
+    ranks = max(2, gpus)  # with one GPU they measure on CPU: NCCL wants a GPU for each of them
     with tempfile.TemporaryDirectory(prefix="smddp-doctor-") as directory:
         try:
-            mp.start_processes(_local_rank, (ranks, gpus > 1, directory), nprocs=ranks, start_method="spawn")
+            mp.start_processes(_local_rank, (ranks, directory), nprocs=ranks, start_method="spawn")
         except (mp.ProcessRaisedException, mp.ProcessExitedException, RuntimeError, OSError) as error:
             reason = str(error).strip().splitlines()[-1]  # above it there is a rank's traceback
-            return None, Finding("error", f"Ranks of this machine alone do not come together: {reason}", _HOW_TO_MEET)
-        return json.loads(Path(directory, _MEASURED).read_text()), None
+            raise StartError(f"Ranks of this machine alone do not come together: {reason}") from None
+        measured: Facts = json.loads(Path(directory, _MEASURED).read_text())
+        return measured
 
 
-def _local_rank(rank: int, world_size: int, on_gpus: bool, directory: str) -> None:
+def _local_rank(rank: int, world_size: int, directory: str) -> None:
     torch.set_num_threads(1)
-    device = _device(rank, world_size) if on_gpus else torch.device("cpu")
+    device = _device(rank, world_size)
     backend, bound = _backend_of(device)
     dist.init_process_group(
         backend,
         init_method=f"file://{directory}/store",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=_START_S),
+        timeout=_LIMIT,
         device_id=bound,
     )
     try:
@@ -153,28 +155,42 @@ def _local_rank(rank: int, world_size: int, on_gpus: bool, directory: str) -> No
         Path(directory, _MEASURED).write_text(json.dumps(measured))
 
 
-def _told(facts: Facts, measured: Facts | None, findings: list[Finding], as_json_text: bool) -> int:
-    """The exit code, behind the page."""
-    _print(facts, measured, findings, as_json_text)
-    return _code(findings)
+def measure(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
+    """The same on every rank. Collective over ``group``, which is the world.
+
+    Returns:
+        ``all_reduce``: algorithm -> seconds of ``size`` bytes, the median of the slowest rank; ``problems``: algorithm
+        -> what is wrong with what it gave; ``nodes``: ranks of each; ``notes``: what was not possible.
+    """
+    communicator = Communicator(group, device, _LIMIT)
+    try:
+        names = communicator.available()
+        problems = {name: _problem_of(name, communicator) for name in names}
+        return {
+            "nodes": [list(ranks) for ranks in communicator.topology.nodes],
+            "device": device.type,
+            "size": SIZE,
+            "all_reduce": {name: time_algorithm(name, communicator, None, SIZE) for name in names},
+            "problems": {name: problem for name, problem in problems.items() if problem is not None},
+            "notes": [note for note in communicator.notes if note.startswith("no shared memory")],
+        }
+    finally:
+        communicator.close()
 
 
-def _print(facts: Facts, measured: Facts | None, findings: list[Finding], as_json_text: bool) -> None:
-    launch = facts["launch"] or {}
-    if launch.get("rank"):  # not the first one, which prints for all
-        for finding in findings:
-            if finding.level == "error":
-                print(f"lightning-smddp doctor: {finding.what} {finding.cure}", file=sys.stderr)
-        return
-    if as_json_text:
-        text = as_json(facts, measured, findings)
-    else:
-        text = as_text(facts, measured, findings)
-    print(text, flush=True)
-
-
-def _code(findings: list[Finding]) -> int:
-    return int(any(finding.level == "error" for finding in findings))
+def _problem_of(name: str, communicator: Communicator) -> str | None:
+    """What is wrong with an average by this algorithm, on any rank. Collective."""
+    ranks = communicator.world_size
+    values = torch.arange(_NUMEL, dtype=torch.float32, device=communicator.device)
+    algorithm = communicator.algorithm(name)
+    averaged = reduce_once(algorithm, values + communicator.rank)
+    algorithm.close()
+    expected = values + (ranks - 1) / 2
+    wrong = int((~averaged.isclose(expected)).sum())  # algorithms multiply by 1 / ranks, which is rounded
+    for rank, count in enumerate(gather(wrong, communicator.group)):
+        if count:
+            return f"rank {rank}: {count} of {_NUMEL} numbers arrived with other values"
+    return None
 
 
 def as_json(facts: Facts, measured: Facts | None, findings: Sequence[Finding]) -> str:
@@ -203,7 +219,7 @@ def _rows(facts: Facts, measured: Facts | None) -> dict[str, str]:
     rows = {
         "launcher": launch["line"],
         "will be set": ", ".join(f"{name}={value}" for name, value in launch["will_set"].items()),
-        "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version),
+        "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
         "backends": ", ".join(name for name, is_there in facts["backends"].items() if is_there),
         "GPUs": ", ".join(facts["accelerators"]["gpus"]) or "none",
         "interfaces": ", ".join(facts["network"]["interfaces"]),

@@ -8,6 +8,7 @@ import platform
 import resource
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -52,26 +53,15 @@ def _launch(environ: Mapping[str, str]) -> tuple[dict[str, Any] | None, str | No
     except ValueError as error:
         return None, str(error)
     variables = network_variables(launch)
-    told = {
-        **asdict(launch),
-        "sources": dict(launch.sources),
-        "line": launch.describe(),
-        "will_set": {name: value for name, value in variables.items() if name not in environ},
-    }
-    return told, None
+    will_set = {name: value for name, value in variables.items() if name not in environ}
+    return {**asdict(launch), "line": launch.describe(), "will_set": will_set}, None
 
 
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {
-        "lightning-smddp": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
+def _versions() -> dict[str, str]:
+    found = {"lightning-smddp": __version__, "torch": torch.__version__, "python": platform.python_version()}
     for name in _PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
     return found
 
 

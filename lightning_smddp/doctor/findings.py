@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -11,10 +10,6 @@ from typing import Any, Literal
 _MIB = 2**20
 _LEAST_SHARED_MEMORY = 1024  # MiB of /dev/shm
 _LEAST_FILES = 1024  # that a process may have open
-# The first releases that this package works with.
-_LEAST_VERSIONS = {"lightning": "2.6", "pytorch-lightning": "2.6", "torch": "2.11"}
-# Uploads to PyPI under Lightning's name that were not its team's.
-_MALICIOUS = ("2.6.2", "2.6.3")
 Facts = Mapping[str, Any]  # as JSON carries them: what is known of a host, or was measured
 _Found = Iterator[tuple[str, str]]  # what is wrong, and its cure
 
@@ -51,10 +46,9 @@ def find(facts: Facts, measured: Facts | None = None) -> list[Finding]:
 
 def merged(findings: list[Finding]) -> list[Finding]:
     """The same one of several hosts is one."""
-    found: dict[Finding, list[str]] = {}  # without its hosts -> these, in the order in which they told it
+    found: dict[Finding, dict[str, None]] = {}  # without its hosts -> these, in the order in which they told it
     for finding in findings:
-        hosts = found.setdefault(replace(finding, hosts=()), [])
-        hosts += [host for host in finding.hosts if host not in hosts]
+        found.setdefault(replace(finding, hosts=()), {}).update(dict.fromkeys(finding.hosts))
     told = [replace(finding, hosts=tuple(hosts)) for finding, hosts in found.items()]
     return sorted(told, key=lambda finding: finding.level)
 
@@ -66,37 +60,6 @@ def _launcher(facts: Facts) -> _Found:
     if facts["launch_problem"] is not None:
         yield facts["launch_problem"], "Start the job as docs/launchers.md shows."
     yield from (facts["launch"] or {}).get("problems", ())
-
-
-def _versions(facts: Facts) -> _Found:
-    versions = facts["versions"]
-    packages = [name for name in ("lightning", "pytorch-lightning") if versions[name] is not None]
-    if not packages:
-        yield "Neither lightning nor pytorch-lightning is installed.", "pip install 'lightning>=2.6,!=2.6.2,!=2.6.3'"
-    for name in (*packages, "torch"):
-        version = versions[name]
-        least = _LEAST_VERSIONS[name]
-        if _release(version) < _release(least):
-            yield f"{name} is {version}, older than this package works with.", f"pip install '{name}>={least}'"
-    for name in packages:
-        version = versions[name]
-        if version in _MALICIOUS:
-            refused = "!=".join(_MALICIOUS)
-            yield (
-                f"{name} {version} is a malicious upload, not a release of the Lightning team.",
-                f"Take this machine's credentials for stolen, and pip install '{name}!={refused}'",
-            )
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version, which compare as releases do."""
-    numbers = re.findall(r"\d+", version)
-    return tuple(int(number) for number in numbers[:2])
-
-
-def _backends(facts: Facts) -> _Found:
-    if not facts["backends"]["gloo"]:
-        yield "torch was built without gloo, which ranks on CPU need.", "Install torch's wheel."
 
 
 def _interfaces(facts: Facts) -> _Found:
@@ -140,9 +103,7 @@ def _own_name(facts: Facts) -> _Found:
 
 def _spans_nodes(facts: Facts) -> bool:
     """Whether the job is known to have several nodes."""
-    launch = facts["launch"] or {}
-    nodes: int = launch.get("num_nodes") or 1
-    return nodes > 1
+    return ((facts["launch"] or {}).get("num_nodes") or 1) > 1
 
 
 def _is_loopback(address: str) -> bool:
@@ -178,9 +139,7 @@ def _gpus(facts: Facts) -> _Found:
 
 def _local_ranks(facts: Facts) -> int:
     """Ranks of this node; 1 where nobody says."""
-    launch = facts["launch"] or {}
-    ranks: int = launch.get("local_world_size") or 1
-    return ranks
+    return (facts["launch"] or {}).get("local_world_size") or 1
 
 
 def _shared_memory(facts: Facts) -> _Found:
@@ -245,5 +204,5 @@ def _measured(measured: Facts) -> Iterator[Finding]:
 
 
 _Look = Callable[[Facts], _Found]
-_ERRORS: tuple[_Look, ...] = (_launcher, _versions, _backends, _interfaces, _names)
+_ERRORS: tuple[_Look, ...] = (_launcher, _interfaces, _names)
 _WARNINGS: tuple[_Look, ...] = (_own_name, _gpus, _shared_memory, _processors, _files, _efa)

@@ -37,7 +37,6 @@ def detect(environ: Environ = os.environ, base_dir: str | Path | None = None) ->
         sagemaker.add(notes, launcher, job)
     if launcher == "mpirun":
         mpi.read_meeting_place(notes)
-        _compare_ranks(notes)
     return notes.launch(launcher, product)
 
 
@@ -46,14 +45,6 @@ def _started_by(environ: Environ) -> tuple[Launcher, _Read]:
         if has_started(environ):
             return launcher, read
     return "lightning", _read_nobody
-
-
-def _by_torchrun(environ: Environ) -> bool:
-    return "TORCHELASTIC_RUN_ID" in environ
-
-
-def _by_jsrun(environ: Environ) -> bool:
-    return environ.keys() >= _JSRUN
 
 
 def _by_pytorch_job(environ: Environ) -> bool:
@@ -66,27 +57,20 @@ def _by_pytorch_job(environ: Environ) -> bool:
 
 
 def _read_torchrun(notes: Notes) -> str:
-    for name in ("rank", "local_rank", "world_size", "local_world_size"):
-        notes.number(name, name.upper())
-    notes.number("node_rank", "GROUP_RANK")
-    notes.number("num_nodes", "GROUP_WORLD_SIZE")
+    notes.numbers(rank="RANK", local_rank="LOCAL_RANK", world_size="WORLD_SIZE", local_world_size="LOCAL_WORLD_SIZE")
+    notes.numbers(node_rank="GROUP_RANK", num_nodes="GROUP_WORLD_SIZE")
     _read_master(notes)
     return ""
 
 
 def _read_jsrun(notes: Notes) -> str:
-    notes.number("rank", "JSM_NAMESPACE_RANK")
-    notes.number("local_rank", "JSM_NAMESPACE_LOCAL_RANK")
-    notes.number("world_size", "JSM_NAMESPACE_SIZE")
+    notes.numbers(rank="JSM_NAMESPACE_RANK", local_rank="JSM_NAMESPACE_LOCAL_RANK", world_size="JSM_NAMESPACE_SIZE")
     _read_master(notes)
     return "LSF"
 
 
 def _read_pytorch_job(notes: Notes) -> str:
-    notes.number("rank", "RANK")
-    notes.number("world_size", "WORLD_SIZE")
-    notes.number("node_rank", "RANK")
-    notes.number("num_nodes", "WORLD_SIZE")
+    notes.numbers(rank="RANK", world_size="WORLD_SIZE", node_rank="RANK", num_nodes="WORLD_SIZE")
     notes.put("local_rank", 0, "one process a pod")
     notes.put("local_world_size", 1, "one process a pod")
     _read_master(notes)
@@ -95,39 +79,22 @@ def _read_pytorch_job(notes: Notes) -> str:
 
 def _read_nobody(notes: Notes) -> str:
     """What a user, or Lightning for the processes that it starts, has set."""
-    notes.number("local_rank", "LOCAL_RANK")
-    notes.number("node_rank", "NODE_RANK", "GROUP_RANK")
+    notes.numbers(local_rank="LOCAL_RANK", node_rank="NODE_RANK")
+    notes.numbers(node_rank="GROUP_RANK")
     _read_master(notes)
     return ""
 
 
 def _read_master(notes: Notes) -> None:
     notes.text("main_address", "MASTER_ADDR")
-    notes.number("main_port", "MASTER_PORT")
-
-
-def _compare_ranks(notes: Notes) -> None:
-    """``smddprun`` and scripts that copy mpirun's variables set torch's names too; they have to mean the same."""
-    if "LOCAL_RANK" not in notes.environ:  # they may mean something else than this process
-        return
-    for name in ("rank", "world_size"):
-        variable = name.upper()
-        other = notes.environ.get(variable)
-        if other is None or other == str(notes[name]):
-            continue
-        words = name.replace("_", " ")
-        source = notes.sources[name]
-        notes.problem(
-            f"mpirun says {words} {notes[name]} ({source}), but {variable}={other}.",
-            f"Unset {variable}, or let it be what mpirun says.",
-        )
+    notes.numbers(main_port="MASTER_PORT")
 
 
 # Of each launcher by what it is known, and what reads its variables and returns the product's name. The first one that
 # is known counts, for the reasons in :func:`detect`.
 _ORDER: tuple[tuple[Launcher, Callable[[Environ], bool], _Read], ...] = (
-    ("torchrun", _by_torchrun, _read_torchrun),
-    ("jsrun", _by_jsrun, _read_jsrun),
+    ("torchrun", lambda environ: "TORCHELASTIC_RUN_ID" in environ, _read_torchrun),
+    ("jsrun", lambda environ: environ.keys() >= _JSRUN, _read_jsrun),
     ("mpirun", mpi.started_by_mpirun, mpi.read_mpirun),
     ("srun", mpi.started_by_srun, mpi.read_srun),
     ("kubeflow", _by_pytorch_job, _read_pytorch_job),

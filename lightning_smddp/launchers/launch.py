@@ -147,15 +147,13 @@ class Notes:
             self.values[name] = value
             self.sources[name] = source
 
-    def text(self, name: str, *variables: str) -> None:
-        """Note the first of ``variables`` that is set."""
-        for variable in variables:
-            if self.environ.get(variable):
-                self.put(name, self.environ[variable], variable)
+    def text(self, name: str, variable: str) -> None:
+        """Note the value of ``variable``, if it is set."""
+        self.put(name, self.environ.get(variable) or None, variable)
 
-    def number(self, name: str, *variables: str) -> None:
-        """As :meth:`text`, for a number. Raises ``ValueError`` for anything else."""
-        for variable in variables:
+    def numbers(self, **variables: str) -> None:
+        """As :meth:`text`, for names and their variables. Raises ``ValueError`` for what is no number."""
+        for name, variable in variables.items():
             value = self.environ.get(variable)
             if not value:
                 continue

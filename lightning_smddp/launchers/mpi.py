@@ -36,14 +36,10 @@ def _in_slurm_job(environ: Environ) -> bool:
 def read_srun(notes: Notes) -> str:
     """Note rank, world size and addresses from the variables that ``srun`` sets for each task."""
     environ = notes.environ
-    notes.number("rank", "SLURM_PROCID")
-    notes.number("local_rank", "SLURM_LOCALID")
-    notes.number("world_size", "SLURM_NTASKS")
-    notes.number("local_world_size", "SLURM_NTASKS_PER_NODE")
-    notes.number("node_rank", "SLURM_NODEID")
-    notes.number("num_nodes", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    notes.numbers(rank="SLURM_PROCID", local_rank="SLURM_LOCALID", node_rank="SLURM_NODEID")
+    notes.numbers(world_size="SLURM_NTASKS", local_world_size="SLURM_NTASKS_PER_NODE", num_nodes="SLURM_NNODES")
     notes.text("main_address", "MASTER_ADDR")
-    notes.number("main_port", "MASTER_PORT")
+    notes.numbers(main_port="MASTER_PORT")
     nodes = environ.get("SLURM_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if nodes:
         notes.put("main_address", first_host(nodes), "SLURM_NODELIST")
@@ -75,17 +71,12 @@ def started_by_open_mpi(environ: Environ) -> bool:
     return "OMPI_COMM_WORLD_RANK" in environ and "OMPI_COMM_WORLD_SIZE" in environ
 
 
-def started_by_hydra(environ: Environ) -> bool:
-    """Whether Hydra did, which is the ``mpirun`` of MPICH and of Intel MPI.
+def started_by_mpirun(environ: Environ) -> bool:
+    """Whether an ``mpirun`` did, Open MPI's or Hydra, which is that of MPICH and of Intel MPI.
 
     Slurm's ``srun --mpi=pmi2`` sets ``PMI_RANK`` too, but no local rank.
     """
-    return {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"} <= environ.keys()
-
-
-def started_by_mpirun(environ: Environ) -> bool:
-    """Whether an ``mpirun`` did. It ends all ranks when one of them fails."""
-    return started_by_open_mpi(environ) or started_by_hydra(environ)
+    return started_by_open_mpi(environ) or {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"} <= environ.keys()
 
 
 def read_mpirun(notes: Notes) -> str:
@@ -93,15 +84,11 @@ def read_mpirun(notes: Notes) -> str:
     environ = notes.environ
     open_mpi = started_by_open_mpi(environ)
     if open_mpi:
-        notes.number("rank", "OMPI_COMM_WORLD_RANK")
-        notes.number("world_size", "OMPI_COMM_WORLD_SIZE")
-        notes.number("local_rank", "OMPI_COMM_WORLD_LOCAL_RANK")
-        notes.number("local_world_size", "OMPI_COMM_WORLD_LOCAL_SIZE")
+        notes.numbers(rank="OMPI_COMM_WORLD_RANK", local_rank="OMPI_COMM_WORLD_LOCAL_RANK")
+        notes.numbers(world_size="OMPI_COMM_WORLD_SIZE", local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE")
     else:
-        notes.number("rank", "PMI_RANK")
-        notes.number("world_size", "PMI_SIZE")
-        notes.number("local_rank", "MPI_LOCALRANKID")
-        notes.number("local_world_size", "MPI_LOCALNRANKS")
+        notes.numbers(rank="PMI_RANK", local_rank="MPI_LOCALRANKID")
+        notes.numbers(world_size="PMI_SIZE", local_world_size="MPI_LOCALNRANKS")
     _read_nodes(notes)
     if open_mpi:
         version = environ.get("OMPI_VERSION", "")
@@ -144,7 +131,7 @@ def _read_nodes(notes: Notes) -> None:
 def read_meeting_place(notes: Notes) -> None:
     """Note where the ranks meet: what is given, else what all of them can know."""
     notes.text("main_address", "MASTER_ADDR")
-    notes.number("main_port", "MASTER_PORT")
+    notes.numbers(main_port="MASTER_PORT")
     if notes["num_nodes"] == 1:
         notes.put("main_address", "127.0.0.1", "one node")
     # Without a port in the environment each rank works out the same one from the job's name, so that two jobs on a

@@ -114,9 +114,6 @@ def _resources(environ: Environ, base_dir: str | Path | None) -> tuple[dict[str,
     file = _config_file("resourceconfig.json", environ, base_dir)
     if file.is_file():
         return parse_json(file.read_text(), str(file)), str(file)
-    text = environ.get("SM_RESOURCE_CONFIG")
-    if text:
-        return parse_json(text, "SM_RESOURCE_CONFIG"), "SM_RESOURCE_CONFIG"
     if environ.get("SM_HOSTS") and environ.get("SM_CURRENT_HOST"):
         resources = {
             "hosts": parse_json(environ["SM_HOSTS"], "SM_HOSTS", list),
@@ -225,7 +222,8 @@ def _add_meeting_place(notes: Notes, job: Job, order: tuple[str, ...]) -> None:
         source = "SM_MASTER_ADDR" if given else f"first host of {job.source}"
         notes.put("main_address", order[0], source)
     notes.put("main_address", "127.0.0.1", "one host")
-    notes.number("main_port", "MASTER_PORT", "SM_MASTER_PORT")
+    notes.numbers(main_port="MASTER_PORT")
+    notes.numbers(main_port="SM_MASTER_PORT")
     notes.put("main_port", PORT, "SageMaker's default")
 
 

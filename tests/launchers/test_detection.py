@@ -157,12 +157,6 @@ def test_nodes_with_other_numbers_of_ranks() -> None:
         detected("open_mpi_4", OMPI_COMM_WORLD_LOCAL_SIZE=None).check(2, 1)
 
 
-def test_ranks_that_a_script_copied_have_to_be_mpiruns() -> None:
-    assert detected("sagemaker_smddprun").problems == ()
-    with pytest.raises(ValueError, match="mpirun says rank 3 .*but RANK=0.*Unset RANK"):
-        detected("sagemaker_smddprun", RANK="0").check(2, 2)
-
-
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [
@@ -219,11 +213,7 @@ def test_rank_0_is_where_the_others_look() -> None:
 
 
 def test_files_are_not_needed_where_variables_are() -> None:
-    variables = environ("sagemaker_none")
-    by_config = detect(variables, "/nowhere")
-    assert (by_config.node_rank, by_config.sources["hosts"]) == (1, "SM_RESOURCE_CONFIG")
-    del variables["SM_RESOURCE_CONFIG"]
-    assert detect(variables, "/nowhere").hosts == ("algo-1", "algo-2")
+    assert detect(environ("sagemaker_none"), "/nowhere").hosts == ("algo-1", "algo-2")
     assert detect({}, "/nowhere").platform == ""
 
 

@@ -106,7 +106,7 @@ def test_what_is_wrong_with_a_name_is_said() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--kwargs", "{bad"], "'{bad' is no JSON: Expecting property name"),
+        (["--kwargs", "{bad"], "'{bad' is no JSON object .Expecting property name"),
         (
             ["--kwargs", '{"width": 3}'],
             "test_verify:Verified: got an unexpected keyword argument 'width'. Give its arg",
