@@ -146,40 +146,29 @@ def test_pipeline_example_learns(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model", ["gpt2", *[pytest.param(name, marks=pytest.mark.exhaustive) for name in ("vit", "mixtral")]]
-)
-def test_transformers_example(model: str, tmp_path: Path) -> None:
+def test_transformers_example(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     command = first_line_command("pipeline_transformers.py")
-    result = run([*command[:-1], model, "--steps", "3"], tmp_path, more=LESS)
+    result = run([*command[:-1], "gpt2", "--steps", "3"], tmp_path, more=LESS)
     assert result.returncode == 0, result.stderr
     assert "stage 1 on rank 1" in result.stdout
     assert 1.0 <= number_after("train loss", result.stdout) <= 7.0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        pytest.param([], id="class_path"),
-        pytest.param(["--trainer.strategy", "smddp_pipeline"], id="name", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_cli_example_takes_the_pipeline_from_yaml(strategy: list[str], tmp_path: Path) -> None:
-    result = run([*first_line_command("pipeline_cli.py"), *ONE_SHORT_EPOCH, *strategy], tmp_path)
+def test_cli_example_takes_the_pipeline_from_yaml(tmp_path: Path) -> None:
+    result = run([*first_line_command("pipeline_cli.py"), *ONE_SHORT_EPOCH], tmp_path)
     assert result.returncode == 0, result.stderr
-    assert f"1f1b, {8 if strategy else 4} micro-batches" in result.stdout
+    assert "1f1b, 4 micro-batches" in result.stdout
     assert "`Trainer.fit` stopped: `max_epochs=1` reached." in result.stdout + result.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["smddp", pytest.param("smddp_pipeline", marks=pytest.mark.exhaustive)])
-def test_fine_tuning_example(strategy: str, tmp_path: Path) -> None:
+def test_fine_tuning_example(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    result = run([*first_line_command("hf_finetune.py")[:-1], strategy], tmp_path, more=AT_THE_END)
+    result = run([*first_line_command("hf_finetune.py")[:-1], "smddp"], tmp_path, more=AT_THE_END)
     assert result.returncode == 0, result.stderr
-    assert ("2 ranks on cpu" if strategy == "smddp" else "stage 1 on rank 1") in result.stdout
+    assert "2 ranks on cpu" in result.stdout
     assert 0.6 <= number_after("validation accuracy", result.stdout) <= 1.0
 
 

@@ -21,7 +21,7 @@ from tests.conftest import LONGEST
 from tests.leaks import SEMAPHORES, Snapshot, child_processes
 from tests.programs import ROOT
 from tests.rank_processes import GRACE_S
-from tests.ranks import RanksFailedError, run_in_threads, run_ranks, run_trainer_ranks
+from tests.ranks import RanksFailedError, run_in_threads, run_ranks
 
 
 def test_the_longest_files_exist() -> None:
@@ -30,12 +30,6 @@ def test_the_longest_files_exist() -> None:
 
 
 # ---- threads ----
-
-
-def total_of_ranks(group: dist.ProcessGroup, offset: int) -> tuple[int, float]:
-    tensor = torch.tensor([float(group.rank() + offset)])
-    dist.all_reduce(tensor, group=group)
-    return group.rank(), tensor.item()
 
 
 def fail_on_rank_one(group: dist.ProcessGroup) -> None:
@@ -47,10 +41,6 @@ def fail_on_rank_one(group: dist.ProcessGroup) -> None:
 def wait_on_rank_one(group: dist.ProcessGroup, event: threading.Event) -> None:
     if group.rank() == 1:
         event.wait(60)
-
-
-def test_threads_return_in_rank_order() -> None:
-    assert run_in_threads(total_of_ranks, 4, 10) == [(rank, 46.0) for rank in range(4)]
 
 
 def test_threads_report_a_failure_and_end_the_collectives_of_the_others() -> None:
@@ -75,12 +65,6 @@ def test_threads_report_where_a_rank_hangs() -> None:
 
 
 # ---- processes ----
-
-
-def sum_in_default_group(addend: torch.Tensor) -> tuple[int, torch.Tensor, int]:
-    tensor = addend * dist.get_rank()
-    dist.all_reduce(tensor)
-    return dist.get_rank(), tensor, torch.get_num_threads()
 
 
 def rank_environment(*names: str) -> tuple[bool, list[str | None]]:
@@ -119,14 +103,6 @@ def node_identity() -> str:
     from lightning_smddp.communication import topology
 
     return topology.node_identity()
-
-
-def test_processes_return_in_rank_order() -> None:
-    results = run_ranks(sum_in_default_group, 3, torch.ones(2))
-    assert [rank for rank, _, _ in results] == [0, 1, 2]
-    assert all(torch.equal(tensor, torch.full((2,), 3.0)) for _, tensor, _ in results)
-    assert [threads for _, _, threads in results] == [1, 1, 1]
-    assert child_processes() == set()
 
 
 def test_processes_see_the_environment_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,42 +166,7 @@ def test_simulated_nodes() -> None:
         run_ranks(node_identity, 2, node_ids=["a"])
 
 
-# ---- Trainer ----
-
-
-def fit_with_ddp(num_nodes: int) -> tuple[int, list[float], float]:
-    from lightning.pytorch import Trainer, seed_everything
-    from lightning.pytorch.demos.boring_classes import BoringModel
-
-    seed_everything(1, verbose=False)
-    model = BoringModel()
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-        num_nodes=num_nodes,
-        strategy="ddp",
-        max_steps=2,
-        limit_val_batches=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(model)
-    return trainer.world_size, model.layer.bias.tolist(), float(trainer.callback_metrics.get("loss", 0.0))
-
-
-def test_trainer_ranks() -> None:
-    (first_size, first_bias, _), (second_size, second_bias, _) = run_trainer_ranks(fit_with_ddp, 2, 1)
-    assert first_size == second_size == 2
-    assert first_bias == second_bias
-
-
 # ---- leaks ----
-
-
-def test_no_leaks_in_an_innocent_test() -> None:
-    assert Snapshot.take().leaks() == []
 
 
 def test_leaked_environment_variables_are_reported_and_restored() -> None:
@@ -239,14 +180,6 @@ def test_leaked_environment_variables_are_reported_and_restored() -> None:
     ]
     assert "HARNESS_NEW" not in os.environ
     assert os.environ.pop("HARNESS_OLD") == "old"
-
-
-def test_leaked_processes_are_reported() -> None:
-    before = Snapshot.take()
-    with subprocess.Popen(["sleep", "600"]) as process:
-        leaks = before.leaks(patience_s=0.05)
-        process.kill()
-    assert leaks == [f"process {process.pid} (sleep 600) still runs"]
 
 
 def test_a_process_that_escapes_its_rank_is_reported() -> None:

@@ -118,16 +118,6 @@ def test_other_snippets_run(text: str) -> None:
     exec(compile(text, "snippet", "exec"), {})
 
 
-def test_the_example_of_a_large_model_registers_its_layers() -> None:
-    (text,) = [text for text in FRAGMENTS if "class Large" in text]
-    names: dict[str, Any] = {}
-    exec(compile(text, "snippet", "exec"), names)
-    model = names["Large"]()
-    model.configure_model()
-    model.configure_model()
-    assert len(list(model.parameters())) == 16
-
-
 class _Net(LightningModule):
     """What the pages call ``Net`` and ``model``."""
 
@@ -280,13 +270,6 @@ def test_algorithms_and_methods_are_all_there() -> None:
         assert f'`"{name}"`' in text
     documented = set(re.findall(r"`(\w+)`", guide.split("## Compression")[1].split("\n## ")[0]))
     assert {"block_size", "error_feedback"} <= documented & set(inspect.signature(Compression).parameters)
-
-
-def test_make_targets_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    targets = {target for page in PAGES for target in re.findall(r"^make (\w+)|`make (\w+)`", page.read_text())}
-    for target in {name for pair in targets for name in pair if name}:
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
 # ---- links ----

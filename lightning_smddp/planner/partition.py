@@ -10,7 +10,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from lightning_smddp.planner.problem import PICOSECONDS, NodeCost, PartitionError, PartitionProblem, StageCosts
 from lightning_smddp.wording import counted
@@ -166,9 +166,7 @@ def best_partition(problem: PartitionProblem) -> Partition:
     """
     costs = StageCosts(problem)
     _check_enough_units(costs)
-    limit = math.inf
-    if problem.memory_limit is not None:
-        limit = problem.memory_limit
+    limit = math.inf if problem.memory_limit is None else problem.memory_limit
     # The limit holds for a rank's sum, but the search judges stages one by one: so first without a limit, then with an
     # equal share of the rank's for each of its stages. Either result is kept if its sums are under the limit.
     unlimited = [math.inf] * costs.num_stages
@@ -188,29 +186,21 @@ def best_partition(problem: PartitionProblem) -> Partition:
 
 
 def partition_at(problem: PartitionProblem, cuts: Sequence[int]) -> Partition:
-    """The partition with these cuts, whatever it costs: a memory limit is not enforced.
+    """The partition with these cuts, which increase, whatever it costs: a memory limit is not enforced.
 
     Raises:
-        PartitionError: for cuts out of order, a stage without a unit, or a cut where none is possible.
+        PartitionError: for a stage without a unit, or a cut where none is possible.
     """
     costs = StageCosts(problem)
-    cuts = tuple(cuts)
-    shown = list(cuts)
-    needed = costs.num_stages - 1
-    last = costs.num_nodes - 1
-    if len(cuts) != needed:
-        raise PartitionError(f"{costs.num_stages} stages need {needed} cuts, got {shown}")
     for cut in cuts:
-        if not 1 <= cut <= last:
-            raise PartitionError(f"a cut must be from 1 to {last}, got {shown}")
         if not costs.is_allowed[cut]:
             before = problem.nodes[cut - 1].name
             after = problem.nodes[cut].name
-            raise PartitionError(f"the step cannot be cut between {before!r} and {after!r} (items {cut - 1} and {cut})")
+            raise PartitionError(f"the step cannot be cut between {before!r} and {after!r}")
     for stage, (start, end) in enumerate(_bounds(cuts, costs.num_nodes)):
-        if start >= end or not costs.has_unit(start, end):
-            raise PartitionError(f"stage {stage} would have no unit: cuts={shown} must increase, with units between")
-    return _evaluate(costs, cuts)
+        if not costs.has_unit(start, end):
+            raise PartitionError(f"stage {stage} would have no unit: it begins at {problem.nodes[start].name!r}")
+    return _evaluate(costs, tuple(cuts))
 
 
 def given_partition(problem: PartitionProblem, split: Sequence[str]) -> Partition:
@@ -246,17 +236,9 @@ def _find(name: str, nodes: Sequence[NodeCost]) -> int:
             return index
     # The name may also be a slip in that of a module around units, which is no node itself.
     names = list(dict.fromkeys(node.name for node in nodes))
-    prefixes: set[str] = set()
-    for known in names:
-        prefix, _, _ = known.rpartition(".")
-        while prefix:
-            prefixes.add(prefix)
-            prefix, _, _ = prefix.rpartition(".")
-    close = difflib.get_close_matches(name, [*names, *sorted(prefixes)])
-    hint = "."
-    if close:
-        alternatives = " or ".join(map(repr, close))
-        hint = f"; did you mean {alternatives}?"
+    prefixes = {prefix for known in names for prefix in accumulate(known.split("."), "{}.{}".format)}
+    close = difflib.get_close_matches(name, sorted(prefixes))
+    hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
     units = ", ".join(names)
     raise PartitionError(f"split names {name!r}, which the step does not call{hint} Units, in order: {units}")
 
@@ -277,16 +259,8 @@ def _evaluate(costs: StageCosts, cuts: tuple[int, ...]) -> Partition:
         memory.append(costs.memory(stage, start, end))
         rank = costs.problem.rank_of_stage[stage]
         stages_of.setdefault(rank, []).append(stage)
-    rank_memory = {}
-    for rank in sorted(stages_of):
-        rank_memory[rank] = _rank_memory(costs, stages_of[rank], bounds)
-    return Partition(
-        cuts=cuts,
-        num_nodes=costs.num_nodes,
-        stage_seconds=tuple(seconds),
-        stage_memory=tuple(memory),
-        rank_memory=rank_memory,
-    )
+    rank_memory = {rank: _rank_memory(costs, stages_of[rank], bounds) for rank in sorted(stages_of)}
+    return Partition(cuts, costs.num_nodes, tuple(seconds), tuple(memory), rank_memory)
 
 
 def _rank_memory(costs: StageCosts, stages: Iterable[int], bounds: Sequence[tuple[int, int]]) -> int:
@@ -315,12 +289,7 @@ def _check_enough_units(costs: StageCosts) -> None:
         )
     possible, runs = most_stages(costs)
     if wanted > possible:
-        uncut = []
-        for start, end in runs:
-            first = nodes[start].name
-            last = nodes[end - 1].name
-            uncut.append(f"from {first!r} to {last!r}")
-        where = "; ".join(uncut)
+        where = "; ".join(f"from {nodes[start].name!r} to {nodes[end - 1].name!r}" for start, end in runs)
         raise PartitionError(
             f"{wanted} stages were asked for, but the step can be cut into at most {possible}: no cut is possible"
             f" {where}. Lower pipeline_parallel_size or stages_per_rank so that their product is at most {possible}"
@@ -333,12 +302,8 @@ def _memory_error(costs: StageCosts, needed: int) -> PartitionError:
     assert limit is not None
     fewest = min(costs.problem.in_flight)
     biggest, name = max((costs.memory_of_node(node, fewest), node.name) for node in costs.problem.nodes)
-    which = "a limit that would do"
-    if costs.is_one_stage_per_rank:
-        which = "the smallest limit that would do"
-    alone = ""
-    if biggest > limit:
-        alone = f"; unit {name!r} alone needs {_size(biggest)}"
+    which = "the smallest limit that would do" if costs.is_one_stage_per_rank else "a limit that would do"
+    alone = f"; unit {name!r} alone needs {_size(biggest)}" if biggest > limit else ""
     return PartitionError(
         f"found no partition into {costs.num_stages} stages that keeps every rank under its memory_limit_gb,"
         f" {_size(limit)}; {which} is {_size(needed)}{alone}. Use more stages, activation checkpointing, or smaller"

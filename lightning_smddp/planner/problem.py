@@ -122,9 +122,7 @@ class StageCosts:
         self.own = _prefix(self.bytes_of(set(node.parameters) - tied) for node, tied in pairs)
 
         # A tied parameter that two nodes of a stage name is there once, so its bytes are no running sum.
-        self._tied_bytes: list[list[int]] | None = None
-        if any(self.tied):
-            self._tied_bytes = self._tied_table()
+        self._tied_bytes = self._tied_table() if any(self.tied) else []
 
         # By stage, what starting at each node costs. One entry more than stages: the last one is the end of the step.
         free = [0] * len(problem.cut_bytes)
@@ -195,10 +193,8 @@ class StageCosts:
 
     def memory(self, stage: int, start: int, end: int) -> int:
         """Bytes of ``stage`` when it has the nodes ``start`` .. ``end - 1``."""
-        untied = self.untied_bytes(stage, start, end)
-        if self._tied_bytes is None:
-            return untied
-        return untied + self._tied_bytes[end][start]
+        tied = self._tied_bytes[end][start] if self._tied_bytes else 0
+        return self.untied_bytes(stage, start, end) + tied
 
     def memory_of_node(self, node: NodeCost, in_flight: int) -> int:
         """Bytes of a stage with this node only."""
@@ -207,9 +203,8 @@ class StageCosts:
 
     def sent_bytes(self, stage: int, start: int) -> int:
         """Bytes that ``stage`` receives from another rank when it starts at node ``start``."""
-        if stage == 0 or not self.is_sent[stage - 1]:
-            return 0
-        return round(self.problem.cut_bytes[start])
+        is_received = stage > 0 and self.is_sent[stage - 1]
+        return round(self.problem.cut_bytes[start]) if is_received else 0
 
     def ends(self, stage: int) -> list[int]:
         """The nodes before which ``stage`` may end; the last one ends with the last node."""

@@ -66,11 +66,8 @@ def simulated_bound(orders: Orders) -> float:
                 needed = _needed(action, actions)
                 if any(other not in end for other in needed):
                     break
-                start = free[rank]
-                for other in needed:
-                    start = max(start, end[other])
-                end[action] = start + _SECONDS[action.kind]
-                free[rank] = end[action]
+                start = max([free[rank], *(end[other] for other in needed)])
+                end[action] = free[rank] = start + _SECONDS[action.kind]
                 position[rank] += 1
         assert len(end) > done, f"the ranks wait for each other: {orders}"
     # Of the time of all ranks, from the step's begin to the end of the last one.
@@ -83,17 +80,12 @@ def _needed(action: Action, actions: set[Action]) -> list[Action]:
     """What has to be done before ``action``, on whichever rank; ``actions`` are those of all ranks."""
     stage, kind, microbatch = action
     if kind == "F":
-        if stage == 0:
-            return []
-        return [Action(stage - 1, "F", microbatch)]
+        return [Action(stage - 1, "F", microbatch)] if stage > 0 else []
     if kind == "W":
         return [Action(stage, "I", microbatch)]
     # The gradient comes from the next stage, whose backward is whole or split; there is none behind the last stage.
-    needed = [Action(stage, "F", microbatch)]
-    for later in (Action(stage + 1, "I", microbatch), Action(stage + 1, "B", microbatch)):
-        if later in actions:
-            needed.append(later)
-    return needed
+    later = {Action(stage + 1, "I", microbatch), Action(stage + 1, "B", microbatch)}
+    return [Action(stage, "F", microbatch), *(later & actions)]
 
 
 def auto_num_microbatches(batch_rows: int, num_ranks: int, rule: Callable[[int], bool] | None = None) -> int:

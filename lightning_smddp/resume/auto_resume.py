@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lightning_smddp._compat.loops import at_resume_start, requeue_checkpoint
+from lightning_smddp._compat.trainer import at_resume_start, requeue_checkpoint
 from lightning_smddp.checkpoint.newest import newest_checkpoint
 from lightning_smddp.sagemaker.folders import pointed_at
 from lightning_smddp.strategies.tables import say

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_smddp._compat.loops import begin_next_epoch, end_epoch, finish_batch, make_iterators, training_loaders
+from lightning_smddp._compat.trainer import begin_next_epoch, end_epoch, finish_batch, make_iterators, training_loaders
 from lightning_smddp.communication.objects import gather
 from lightning_smddp.resume.auto_resume import continuing
 from lightning_smddp.resume.random_states import RandomStates

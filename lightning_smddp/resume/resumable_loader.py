@@ -9,7 +9,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_smddp._compat.loops import skip_batch
+from lightning_smddp._compat.trainer import skip_batch
 from lightning_smddp.resume.random_states import RandomStates
 from lightning_smddp.wording import counted
 

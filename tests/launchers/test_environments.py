@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import pickle
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -117,14 +116,6 @@ def test_other_strategies_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert type(chosen).__name__ == "LightningEnvironment"
 
 
-def test_our_environments_as_plugins_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    enter("sagemaker_mpi", monkeypatch)
-    strategy = trainer("lightning.pytorch", "ddp", plugins=[SageMakerEnvironment()]).strategy
-    assert (strategy.global_rank, strategy.world_size, strategy.node_rank) == (3, 4, 1)
-    assert SageMakerEnvironment.detect()
-    assert MPIRunEnvironment.detect()
-
-
 def test_mpirun_in_a_slurm_job_without_tasks_per_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning's own search ends with an error there."""
     enter("open_mpi_in_slurm", monkeypatch, SLURM_NTASKS_PER_NODE=None)
@@ -158,11 +149,6 @@ def test_sagemaker_with_a_base_directory_of_its_own() -> None:
     assert environment.node_rank() == 1
     with pytest.raises(ValueError, match="This is no SageMaker training job.*below /nowhere"):
         SageMakerEnvironment("/nowhere")
-
-
-def test_they_travel_to_spawned_processes() -> None:
-    environment = SageMakerEnvironment(FIXTURES / "sagemaker_none" / "opt_ml")
-    assert pickle.loads(pickle.dumps(environment)).launch == environment.launch
 
 
 def test_settings_are_checked_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,13 +205,6 @@ def test_an_interface_that_is_not_here_is_not_set(monkeypatch: pytest.MonkeyPatc
     environments.before_start(Strategy(SageMakerEnvironment()), verbose=False)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == before
     assert "NCCL_SOCKET_IFNAME" not in os.environ
-
-
-def test_a_batch_script_without_srun_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    enter("slurm_batch_without_srun", monkeypatch)
-    strategy = trainer("lightning.pytorch", "smddp").strategy
-    with pytest.raises(ValueError, match="Write srun before python"):
-        environments.before_start(strategy, verbose=True)
 
 
 # ---- changes to Lightning ----

@@ -73,19 +73,3 @@ def chain(
         [1] * len(rank_of_stage),
         links=[] if link is None else [link] * (len(rank_of_stage) - 1),
     )
-
-
-def llama_7b(num_ranks: int, tokens: int = 2048, teraflops: float = 300.0) -> PartitionProblem:
-    """A Llama of 7B parameters in bf16, opened down to its projections; one row of ``tokens`` is a micro-batch."""
-    width, inner, words = 4096, 11008, 32000
-    inputs = {"q": 1, "k": 2, "v": 3, "o": 2, "gate": 2, "up": 2 + inner / width, "down": 1 + inner / width}
-    weights = {"q": width, "k": width, "v": width, "o": width, "gate": inner, "up": inner, "down": inner}
-    names = [f"layers.{layer}.{name}" for layer in range(32) for name in weights]
-    sizes = [width * weights[name.rpartition(".")[2]] for name in names]
-    wide = [inputs[name.rpartition(".")[2]] for name in names]
-    items = [NodeCost("embed", 1e-5, 1e-5, 0)]
-    for name, size in [*zip(names, sizes, strict=True), ("head", width * words)]:
-        forward = 2 * size * tokens / (teraflops * 1e12)
-        items.append(NodeCost(name, forward, 2 * forward, 2 * tokens * width))
-    cut_bytes = [0.0, *(2 * tokens * width * each for each in wide), 2.0 * tokens * width, 0.0]
-    return PartitionProblem(items, {}, cut_bytes, list(range(num_ranks)), list(range(num_ranks, 0, -1)))

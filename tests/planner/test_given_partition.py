@@ -35,7 +35,6 @@ def problem(num_stages: int, cut_bytes: list[float] | None = None) -> PartitionP
         (["head"], (8,)),
         (["blocks.0.mlp", "norm"], (2, 6)),
         (["blocks.1", "blocks.10"], (3, 5)),
-        (["blocks", "blocks.1.mlp"], (1, 4)),
     ],
 )
 def test_names_and_prefixes(split: list[str], cuts: tuple[int, ...]) -> None:
@@ -47,7 +46,6 @@ def test_names_and_prefixes(split: list[str], cuts: tuple[int, ...]) -> None:
     [
         (["norm", "head"], "makes 3 stages, but 2 were asked for"),
         (["blocks.1.atn"], r"'blocks\.1\.atn'.* did you mean 'blocks\.1\.attn' or .*Units, in order: embed, .*, head$"),
-        (["block.1"], r"did you mean .*'blocks\.1'"),
         (["decoder"], r"'decoder', which the step does not call\. Units, in order: embed, blocks\.0\.attn,"),
         (["embed"], "'embed' is where the first stage begins"),
     ],

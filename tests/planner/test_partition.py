@@ -13,7 +13,7 @@ import pytest
 from lightning_smddp.planner.partition import best_partition, partition_at
 from lightning_smddp.planner.problem import Link, NodeCost, PartitionError, PartitionProblem
 from tests.planner.brute_force import best_score, possible_cuts, rank_memory, score, stage_seconds
-from tests.planner.problems import PLACEMENTS, chain, llama_7b, random_problem
+from tests.planner.problems import PLACEMENTS, chain, random_problem
 
 PLACES = pytest.mark.parametrize("placement", PLACEMENTS)
 
@@ -68,14 +68,6 @@ def test_figures_are_those_of_the_definition(placement: str) -> None:
         assert found == partition_at(problem, found.cuts)
 
 
-def test_a_tied_parameter_counts_once_for_each_stage_and_each_rank() -> None:
-    problem = chain(4, [0, 1, 1], tied={0: "wte", 1: "wte", 3: "wte"}, sizes={"wte": 100})
-    found = partition_at(problem, (2, 3))
-    assert found.stage_memory == (100, 0, 100)
-    assert found.rank_memory == {0: 100, 1: 100}
-    assert partition_at(dataclasses.replace(problem, rank_of_stage=[0, 1, 0]), (2, 3)).rank_memory == {0: 100, 1: 0}
-
-
 def test_parameters_that_stages_of_a_rank_share_count_once() -> None:
     """Each of the two stages is over its share, their sum is not."""
     problem = chain(4, [0, 1, 1, 0], tied={0: "wte", 3: "wte"}, sizes={"wte": 100})
@@ -107,14 +99,6 @@ def test_stages_are_even_also_where_messages_take_longer_than_computing() -> Non
     assert best_partition(slow).cuts == (2, 4, 6)
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
-def test_a_llama_over_fast_links_is_cut_evenly(ranks: int) -> None:
-    """Stages in the middle have two boundaries: that must not make them smaller where transfers are hidden."""
-    problem = dataclasses.replace(llama_7b(ranks), links=[Link(1.5e-5, 1.5e11, unhidden=0.0)] * (ranks - 1))
-    found = best_partition(problem)
-    assert max(found.stage_seconds) < 1.05 * sum(found.stage_seconds) / ranks
-
-
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_memory_errors_name_the_smallest_limit(num_ranks: int) -> None:
     for seed in range(40):
@@ -129,14 +113,6 @@ def test_memory_errors_name_the_unit_that_is_too_big_alone() -> None:
     problem = dataclasses.replace(chain(4, [0, 1], tied={2: "head"}, sizes={"head": 2**30}), memory_limit=2**20)
     with pytest.raises(PartitionError, match=r"unit 'net\.2' alone needs 1073741824 bytes \(1 GiB\)"):
         best_partition(problem)
-
-
-def test_a_limit_that_is_named_for_shared_ranks_does() -> None:
-    problem = random_problem(3, 9, [0, 1, 0, 1], tied=0.3)
-    with pytest.raises(PartitionError) as error:
-        best_partition(dataclasses.replace(problem, memory_limit=1))
-    enough = int(str(error.value).split("a limit that would do is ")[1].split()[0])
-    assert best_partition(dataclasses.replace(problem, memory_limit=enough))
 
 
 def test_more_stages_than_units() -> None:
@@ -155,11 +131,7 @@ def test_forbidden_cuts_that_leave_too_few_stages() -> None:
 @pytest.mark.parametrize(
     ("cuts", "message"),
     [
-        ((1,), "3 stages need 2 cuts"),
         ((2, 2), "stage 1 would have no unit"),
-        ((3, 1), "stage 1 would have no unit"),
-        ((0, 2), "from 1 to 4"),
-        ((1, 5), "from 1 to 4"),
         ((1, 4), r"between 'net\.3' and 'net\.4'"),
     ],
 )
@@ -170,15 +142,8 @@ def test_cuts_that_make_no_partition(cuts: tuple[int, ...], message: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        pytest.param(list(range(16)), marks=pytest.mark.exhaustive),
-        pytest.param(list(range(8)) * 2, marks=pytest.mark.exhaustive),
-        [*range(8), *range(7, -1, -1)],
-    ],
-)
-def test_many_items_are_cut_quickly(ranks: list[int]) -> None:
+def test_many_items_are_cut_quickly() -> None:
+    ranks = [*range(8), *range(7, -1, -1)]
     draw = random.Random(0)
     items = []
     for index in range(400):

@@ -70,11 +70,6 @@ def test_the_first_failure_of_a_host_stays(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["failure"]
 
 
-def test_a_failure_that_cannot_be_written_hides_nothing(tmp_path: Path) -> None:
-    (tmp_path / "output").touch()
-    write_failure(tmp_path / "output" / "failure", "text", since=0.0)
-
-
 def test_failure_file_of_a_job_with_broken_files(tmp_path: Path) -> None:
     config = tmp_path / "input" / "config"
     config.mkdir(parents=True)
@@ -202,11 +197,6 @@ def given_directories(base: Path) -> list[dict[str, Any]]:
     return [Start(base, **kept).seen(), Start(base, **root).seen()]
 
 
-def given_resume(base: Path) -> list[dict[str, Any]]:
-    Start(base)
-    return [Start(base, SMDDPStrategy(**grouped(verbose=False, algorithm="native", resume="never"))).seen()]
-
-
 def weights_alone(base: Path) -> list[dict[str, Any]]:
     """Which nobody can go on from."""
 
@@ -239,7 +229,7 @@ def pipeline(base: Path) -> list[dict[str, Any]]:
 
 
 EVERYDAY = [defaults, several_fits, given_directories]
-SLOW = [given_resume, weights_alone, best_or_last, pipeline]
+SLOW = [weights_alone, best_or_last, pipeline]
 
 
 def all_cases(base: str, slow: bool) -> dict[str, list[dict[str, Any]]]:
@@ -293,11 +283,6 @@ def test_nothing_moves_that_was_given(starts: dict[str, Any]) -> None:
     assert (both["root"], both["newest"], both["model"]) == ("root", None, STEPS)
     assert "checkpoints/checkpoints/epoch=0-step=6.ckpt" in root["files"]
     assert root["trained"] == STEPS
-
-
-@pytest.mark.slow
-def test_a_given_resume_wins(slow_starts: dict[str, Any]) -> None:
-    assert slow_starts["given_resume"][0]["trained"] == STEPS
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -51,13 +50,6 @@ def test_the_after_parts_train() -> None:
     data, pipeline, deepspeed = "SMDDPStrategy", "PipelineStrategy", "SMDDPDeepSpeedStrategy"
     fsdp = "SMDDPFSDPStrategy"
     assert found[0] == [data, pipeline, fsdp, data, deepspeed, pipeline, pipeline, data]
-
-
-def test_before_parts_are_python() -> None:
-    before = snippets(PAGE, "py")
-    assert len(before) == 8
-    for text in before:
-        ast.parse(text)
 
 
 def test_both_ways_to_write_smp_are_the_same() -> None:

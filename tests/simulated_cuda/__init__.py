@@ -46,13 +46,6 @@ def limit_waits(seconds: float) -> None:
     torch_cuda._device.set_hang_limit(seconds)
 
 
-def limit_launches(count: int) -> None:
-    """How many launches a stream of this process takes before the host has to wait: 1024 as CUDA, without this."""
-    from tests.simulated_cuda import torch_cuda
-
-    torch_cuda._device.set_depth(count)
-
-
 def hang() -> None:
     """Launch a kernel on the current stream that never ends."""
     import threading

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import time
 from datetime import timedelta
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests import simulated_cuda
-from tests.ranks import RanksFailedError, run_ranks, run_trainer_ranks
+from tests.ranks import RanksFailedError, run_ranks
 from tests.simulated_cuda import torch_cuda
 from tests.simulated_cuda.hangs import SimulatedHangError
 from tests.simulated_cuda.races import SimulatedRaceError
@@ -124,14 +123,6 @@ def run_cells() -> None:
                 torch.testing.assert_close(one.grad.cpu(), other.grad)
 
 
-def copy_deeply() -> None:
-    value = torch.ones(3, device=device())
-    copied = copy.deepcopy([value, torch.ones(2)])
-    assert copied[0].is_cuda
-    assert copied[0].data_ptr() != value.data_ptr()
-    assert copied[0].tolist() == [1, 1, 1]
-
-
 def work_in_inference_mode() -> None:
     """The streams' threads write what the host has made in this mode."""
     own = device()
@@ -143,19 +134,11 @@ def work_in_inference_mode() -> None:
     assert gathered.tolist() == [2, 2]
 
 
-def resize_results_on_a_busy_stream() -> None:
-    one = torch.ones(4, 5, device=device())
-    torch_cuda._device.launch(torch.cuda.current_stream().stream_id, "a nap", lambda: time.sleep(0.1))
-    assert nn.functional.mse_loss(one, one + 2).item() == 4
-
-
 def device_body() -> list[str]:
     refuse_operands()
     draw_from_its_own_generator()
     run_cells()
-    copy_deeply()
     work_in_inference_mode()
-    resize_results_on_a_busy_stream()
     kinds = count_waits()
     run_out_of_memory()
     return kinds
@@ -275,71 +258,6 @@ def test_a_host_that_waits_for_ever_is_told_so() -> None:
         assert "runs: send to" in message
         assert "then recv from" in message
         assert "send_both_at_once" in message
-
-
-def launch_much(depth: int) -> str:
-    """Rank 0 launches many kernels behind a receive, and then what rank 1 needs before it sends."""
-    own, rank = device(), dist.get_rank()
-    simulated_cuda.limit_waits(1.5)
-    values, token = torch.ones(2, device=own), torch.zeros(1, device=own)
-    others = dist.new_group([0, 1])
-    for group in (dist.group.WORLD, others):  # the pair's communicators
-        if rank == 0:
-            dist.send(token, 1, group=group)
-        else:
-            dist.recv(token, 0, group=group)
-    simulated_cuda.limit_launches(depth)
-    try:
-        if rank == 0:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            dist.irecv(values, 1).wait()
-            for _ in range(20):
-                values = values * 2
-            with torch.cuda.stream(side):
-                dist.isend(token, 1, group=others)
-        else:
-            dist.recv(token, 0, group=others)
-            token.item()
-            dist.send(values, 0)
-        return str(values.tolist())
-    except SimulatedHangError as error:
-        return str(error)
-    finally:
-        dist.distributed_c10d._abort_process_group()
-
-
-@pytest.mark.slow
-def test_a_host_waits_for_room_in_a_stream() -> None:
-    enough, _ = run_ranks(launch_much, 2, 1024, backend="nccl")
-    assert enough == str([2.0**20] * 2)
-    first, second = run_ranks(launch_much, 2, 8, backend="nccl")
-    assert first.count("then aten::mul at tests/simulated_cuda/test_device.py") >= 6
-    assert "runs: recv from 1 at tests/simulated_cuda/test_device.py" in first
-    assert "runs: recv from 0 at tests/simulated_cuda/test_device.py" in second
-
-
-def split_alone() -> str:
-    """Only rank 0 makes a communicator out of the world's."""
-    own, rank = device(), int(os.environ["RANK"])
-    dist.init_process_group("nccl", rank=rank, world_size=2, device_id=own)
-    dist.new_group([0])  # of all ranks, as it has to be
-    simulated_cuda.limit_waits(1.0)
-    message = ""
-    if rank == 0:
-        parent = dist.distributed_c10d._get_default_group()
-        with pytest.raises(SimulatedHangError) as caught:
-            parent._split()
-        message = str(caught.value)
-    return message
-
-
-@pytest.mark.slow
-def test_a_split_needs_all_ranks_of_the_parent() -> None:
-    message, _ = run_trainer_ranks(split_alone, 2)
-    assert "ncclCommSplit number 2" in message
-    assert "ranks [1] of it do not come" in message
-    assert "split_alone" in message
 
 
 def wait_for_nobody(directory: str) -> None:
