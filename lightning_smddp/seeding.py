@@ -54,15 +54,16 @@ class Generators:
     Args:
         root: generators in attributes of its modules are the modules' own.
         device: whose default generator of torch is used beside the CPU's.
+        python: whether anything but torch's default generators is.
     """
 
-    def __init__(self, root: nn.Module, device: torch.device) -> None:
+    def __init__(self, root: nn.Module, device: torch.device, python: bool = True) -> None:
         self.torch = [torch.default_generator]
         if device.type == "cuda":
             torch.cuda.init()
             index = torch.cuda.current_device() if device.index is None else device.index
             self.torch.append(torch.cuda.default_generators[index])
-        self.python = True  # whether anything but torch's default generators is used
+        self.python = python
         self._places = []  # (attributes of a module, name): another generator may be there later
         for module in root.modules():
             for name, value in vars(module).items():

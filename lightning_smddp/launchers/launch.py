@@ -92,14 +92,11 @@ class Launch:
         if self.world_size == asked and self.local_world_size in (None, num_devices):
             return
         here = "" if self.local_world_size is None else f", {self.local_world_size} of them on this node"
-        source = self.sources.get("world_size")
-        nodes = self.num_nodes or "..."
-        devices = self.local_world_size or "..."
         how = _HOW[self.launcher].format(n=num_nodes, d=num_devices, t=asked)
         raise ValueError(
-            f"{self.launcher} started {self.world_size} ranks{here} ({source}), but "
-            f"num_nodes={num_nodes} and devices={num_devices} ask for {asked}. Set num_nodes={nodes} and "
-            f"devices={devices}, or start as many as asked for ({how})."
+            f"{self.launcher} started {self.world_size} ranks{here} ({self.sources.get('world_size')}), but "
+            f"num_nodes={num_nodes} and devices={num_devices} ask for {asked}. Set num_nodes={self.num_nodes or '...'} "
+            f"and devices={self.local_world_size or '...'}, or start as many as asked for ({how})."
         )
 
     def describe(self) -> str:
@@ -114,8 +111,8 @@ class Launch:
         found = "; ".join(parts)
         where = f" on {self.platform}" if self.platform else ""
         if not self.starts_ranks:
-            colon = ": " if found else ""
-            return f"Started by nobody{where}, so Lightning starts the ranks of a node{colon}{found}."
+            found = f": {found}" if found else ""
+            return f"Started by nobody{where}, so Lightning starts the ranks of a node{found}."
         product = f" ({self.product})" if self.product else ""
         return f"Started by {self.launcher}{product}{where}: {found}."
 

@@ -44,7 +44,6 @@ class Job:
             :func:`node_order`.
         distribution: the key of the SDK's ``distribution=`` (SDK 2), the class given as ``distributed=`` (SDK 3), or
             ``"none"``.
-        is_sdk3: whether SDK 3 started it.
         interface: name of the network interface.
         instance_type: of this host.
         source: where this was read.
@@ -53,7 +52,6 @@ class Job:
     current_host: str
     hosts: tuple[str, ...]
     distribution: str
-    is_sdk3: bool
     interface: str | None
     instance_type: str
     source: str
@@ -87,7 +85,6 @@ def read_job(environ: Environ, base_dir: str | Path | None = None) -> Job | None
             current_host=resources["current_host"],
             hosts=hosts,
             distribution=distribution,
-            is_sdk3=is_sdk3,
             interface=resources.get("network_interface_name"),
             instance_type=resources.get("current_instance_type") or "local",
             source=source,
@@ -128,18 +125,14 @@ def _resources(environ: Environ, base_dir: str | Path | None) -> tuple[dict[str,
 def parameters_of(environ: Environ, base_dir: str | Path | None = None) -> dict[str, Any]:
     """The SDK's own ``sagemaker_...`` settings: a variable, or on hosts where mpirun forgot it, hyperparameters."""
     text = environ.get("SM_FRAMEWORK_PARAMS")
-    if text:
-        return dict(parse_json(text, "SM_FRAMEWORK_PARAMS"))
-    found = hyperparameters(environ, base_dir)
+    found = parse_json(text, "SM_FRAMEWORK_PARAMS") if text else hyperparameters(environ, base_dir)
     return {name: value for name, value in found.items() if name.startswith("sagemaker_")}
 
 
 def hyperparameters(environ: Environ, base_dir: str | Path | None = None) -> dict[str, Any]:
     """What the job's file has: texts that hold JSON. Empty if there is none."""
     file = _config_file("hyperparameters.json", environ, base_dir)
-    if not file.is_file():
-        return {}
-    return dict(parse_json(file.read_text(), str(file)))
+    return dict(parse_json(file.read_text(), str(file))) if file.is_file() else {}
 
 
 def _config_file(name: str, environ: Environ, base_dir: str | Path | None) -> Path:
@@ -160,9 +153,7 @@ def parse_json(text: str, source: str, kind: type = dict) -> Any:
 
 def is_on(value: Any) -> bool:
     """Hyperparameters are texts that hold JSON; the variable holds the values themselves."""
-    if isinstance(value, str):
-        return value.strip().strip('"').lower() == "true"
-    return value is True
+    return str(value).strip().strip('"').lower() == "true"
 
 
 def _launched_hosts(resources: Mapping[str, Any], parameters: Mapping[str, Any]) -> tuple[str, ...]:
@@ -175,19 +166,12 @@ def _launched_hosts(resources: Mapping[str, Any], parameters: Mapping[str, Any])
     if isinstance(wanted, str):
         wanted = parse_json(wanted, "sagemaker_distribution_instance_groups", list)
     names = wanted or [resources.get("current_group_name", "homogeneousCluster")]
-    hosts: list[str] = []
-    for group in groups:
-        if group["instance_group_name"] in names:
-            hosts += group["hosts"]
-    return tuple(hosts)
+    return tuple(host for group in groups if group["instance_group_name"] in names for host in group["hosts"])
 
 
 def node_order(job: Job, master: str | None) -> tuple[str, ...]:
     """The job's hosts by node rank: ``master``, which has to be node 0 as it serves the store, then the others."""
-    if master not in job.hosts:
-        return job.hosts
-    others = [host for host in job.hosts if host != master]
-    return (master, *others)
+    return tuple(sorted(job.hosts, key=lambda host: host != master))
 
 
 def add(notes: Notes, launcher: Launcher, job: Job) -> None:
@@ -249,17 +233,12 @@ def _check_mpirun(notes: Notes, job: Job, order: tuple[str, ...]) -> None:
     hosts = len(order)
     if here and ranks < hosts * here:
         reached = max(ranks // here, 1)
-        missing = f"mpirun started {ranks} ranks, all of them on {reached} of this job's {hosts} hosts"
-        if job.is_sdk3:
-            notes.problem(
-                f"{missing}: SageMaker's SDK 3 gives mpirun the number of ranks of one host as that of the job (-np).",
-                f"Use Torchrun(), or MPI(mpi_additional_options=['-np', '{hosts * here}']): the last -np counts.",
-            )
-        else:
-            notes.problem(
-                f"{missing}.",
-                "Leave -np and --host out of custom_mpi_options; processes_per_host is for each host.",
-            )
+        notes.problem(
+            f"mpirun started {ranks} ranks, all of them on {reached} of this job's {hosts} hosts: SageMaker's SDK 3 "
+            "gives mpirun the number of ranks of one host as that of the job (-np).",
+            f"Use Torchrun(), or MPI(mpi_additional_options=['-np', '{hosts * here}']): the last -np counts. With SDK 2"
+            " leave -np and --host out of custom_mpi_options.",
+        )
         return
     address = notes["main_address"]
     if notes["rank"] == 0 and address in order and address != job.current_host:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import random
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_smddp.pipeline.capture.boundaries import possible_cuts, reason_not_to_cut
 from lightning_smddp.pipeline.capture.graph import StepGraph
+from lightning_smddp.pipeline.runtime.step_run import StageRun
 from tests.pipeline.example_modules import Cube
 from tests.pipeline.stage_emulation import (
     assert_transparent,
@@ -356,3 +358,17 @@ def test_numbers_that_escape_leave_no_cut_behind_them(form: Between) -> None:
     graph = program_of(root, lambda: loss_of_net(root), is_unit)
     escape = next(node.index for node in graph.nodes if node.name.split(" ")[0] in ("tensor", "full_like"))
     assert all(cut <= escape for cut in possible_cuts(graph))
+
+
+def test_a_run_is_freed_with_its_step() -> None:
+    """Stand-ins and their run knew each other: what the stage had received stayed until Python looked for cycles."""
+    root = nn.ModuleDict({"net": Net()})
+    graph = program_of(root, lambda: loss_of_net(root), is_unit)
+    stages = stages_on(root, graph, even_cuts(graph, 3), lambda: loss_of_net(root))
+    gc.collect()
+    gc.disable()
+    try:
+        run_stages(graph, stages)
+        assert not any(type(found) is StageRun for found in gc.get_objects())
+    finally:
+        gc.enable()

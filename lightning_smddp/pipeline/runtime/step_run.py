@@ -144,6 +144,7 @@ class StageRun:
         self.is_over = True
         for tensor, kind in self._reclassed:
             tensor.__class__ = kind
+        self._reclassed = []
 
     def to_send(self) -> tuple[Tensor, ...]:
         """What the next stage receives. Other tensors are let go, but for those that a checkpoint's second run uses."""
@@ -158,6 +159,7 @@ class StageRun:
                 maker = self.graph.nodes[self.graph.producers[value]].name
                 raise ReplayError(f"The step has not made what {maker} made when it was traced. {OTHER_PATH}")
         self.here = {value: tensor for value, tensor in here.items() if value in self.stand_ins}
+        self.stand_ins = {}  # they know the run: what it has received is freed with the last of them
         return tuple(here[value] for value in self.plan.sends)
 
     def check_end(self) -> None:
