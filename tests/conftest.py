@@ -28,7 +28,7 @@ from tests.simulated_cuda import build
 SIDE_BY_SIDE = "PYTEST_XDIST_WORKER" in os.environ
 BEFORE = pytest.StashKey[Snapshot]()
 LAST_PATIENCE_S = 15.0
-# Files of 12 seconds and more, the longest first: handed out later, one would keep one worker alone busy.
+# The longest files first: handed out later, one would keep one worker alone busy.
 LONGEST = [
     "tests/strategies/test_contract.py",
     "tests/strategies/test_launchers.py",
@@ -46,28 +46,6 @@ LONGEST = [
     "tests/faults/test_nodes.py",
     "tests/strategies/test_exact_resume.py",
     "tests/pipeline/test_replay.py",
-    "tests/supervision/test_failures.py",
-    "tests/sharding/test_shard_optimizer.py",
-    "tests/strategies/test_pipeline_checkpoints.py",
-    "tests/strategies/test_pipeline_schedules.py",
-    "tests/sharding/test_fsdp.py",
-    "tests/strategies/test_layouts.py",
-    "tests/communication/test_sharded_collectives.py",
-    "tests/sharding/test_deepspeed.py",
-    "tests/sharding/test_shard_in_pipeline.py",
-    "tests/gpu/test_pipelines.py",
-    "tests/sharding/test_fsdp_averaging.py",
-    "tests/strategies/test_pipeline_steps.py",
-    "tests/strategies/test_pipeline_errors.py",
-    "tests/communication/test_hook.py",
-    "tests/sharding/test_one_word.py",
-    "tests/gpu/test_data_parallel.py",
-    "tests/supervision/test_hooks.py",
-    "tests/test_layers.py",
-    "tests/strategies/test_compression.py",
-    "tests/gpu/test_sharded_optimizer.py",
-    "tests/supervision/test_stops.py",
-    "tests/strategies/test_pipeline_replicas.py",
 ]
 
 

@@ -69,21 +69,13 @@ def _interfaces(facts: Facts) -> _Found:
 
 def _names(facts: Facts) -> _Found:
     main = facts["network"]["main_address"]
-    if main is None:
+    if main is None or not _leads_nowhere(facts, main):
         return
-    launch = facts["launch"] or {}
-    source = launch.get("sources", {}).get("main_address", "MASTER_ADDR")
-    what = f"The address of rank 0, {main['name']} ({source}),"
-    if main["error"] is not None:
-        yield (
-            f"{what} is unknown here: {main['error']}.",
-            "Set MASTER_ADDR to a name or number that all nodes can resolve.",
-        )
-    elif _spans_nodes(facts) and all(map(_is_loopback, main["addresses"])):
-        yield (
-            f"{what} is this machine's own loopback.",
-            "Set MASTER_ADDR to an address of rank 0's node that the other nodes reach.",
-        )
+    source = ((facts["launch"] or {}).get("sources") or {}).get("main_address", "MASTER_ADDR")
+    yield (
+        f"The address of rank 0, {main['name']} ({source}), {_state_of(main)}.",
+        "Set MASTER_ADDR to a name or number of rank 0's node that all nodes can resolve and reach.",
+    )
 
 
 # ---- warnings ----
@@ -91,14 +83,21 @@ def _names(facts: Facts) -> _Found:
 
 def _own_name(facts: Facts) -> _Found:
     network = facts["network"]
-    if network["gloo_interface"] or not _spans_nodes(facts):
-        return
     own = network["own_name"]
-    cure = "Set GLOO_SOCKET_IFNAME to the interface that the other nodes reach."
-    if own["error"] is not None:
-        yield f"This machine cannot resolve its own name, {own['name']}, by which gloo finds its interface.", cure
-    elif all(map(_is_loopback, own["addresses"])):
-        yield f"This machine's name, {own['name']}, stands for its loopback, where gloo would listen.", cure
+    if _spans_nodes(facts) and not network["gloo_interface"] and _leads_nowhere(facts, own):
+        yield (
+            f"This machine's own name, {own['name']}, by which gloo finds its interface, {_state_of(own)}.",
+            "Set GLOO_SOCKET_IFNAME to the interface that the other nodes reach.",
+        )
+
+
+def _leads_nowhere(facts: Facts, name: Facts) -> bool:
+    """Whether other nodes do not come by this name to the machine that it has here."""
+    return name["error"] is not None or (_spans_nodes(facts) and all(map(_is_loopback, name["addresses"])))
+
+
+def _state_of(name: Facts) -> str:
+    return f"is unknown here: {name['error']}" if name["error"] else "is this machine's own loopback"
 
 
 def _spans_nodes(facts: Facts) -> bool:

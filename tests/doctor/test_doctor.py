@@ -64,11 +64,11 @@ def changed(path: str, value: Any, **more: Any) -> dict[str, Any]:
         ),
         (
             changed("network.own_name", LOOPBACK, **{"launch.num_nodes": 2}),
-            "warning", "stands for its loopback", "GLOO_SOCKET_IFNAME",
+            "warning", "finds its interface, is this machine's own loopback", "GLOO_SOCKET_IFNAME",
         ),
         (
             changed("network.own_name", NOWHERE, **{"launch.num_nodes": 2}),
-            "warning", "cannot resolve its own name", "GLOO_SOCKET_IFNAME",
+            "warning", "finds its interface, is unknown here", "GLOO_SOCKET_IFNAME",
         ),
         (changed("accelerators.nvidia_driver", True), "warning", "a build without CUDA", "pytorch.org"),
         (

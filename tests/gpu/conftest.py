@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 PAGE = "LIGHTNING_SMDDP_GPU_PAGE"  # where to write it; without, nothing is written
-FOLDER = Path(__file__).parent
 PACKAGES = ("lightning-smddp", "torch", "lightning")
 MOST_LINES = 12  # of a failure
 
@@ -98,12 +96,8 @@ def about(items: list[Item]) -> list[tuple[str, str]]:
     rows += [(name, found) for name in PACKAGES if (found := _version(name)) is not None]
     if torch.version.cuda is not None and not simulated:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        rows.append(("CUDA, NCCL, driver", f"{torch.version.cuda}, {nccl}, {_output('nvidia-smi', *_DRIVER)}"))
-    commit = _output("git", "-C", str(FOLDER), "describe", "--always", "--dirty")
-    return [*rows, ("commit", commit), ("date", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()))]
-
-
-_DRIVER = ("--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+        rows.append(("CUDA, NCCL", f"{torch.version.cuda}, {nccl}"))
+    return [*rows, ("date", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()))]
 
 
 def _version(package: str) -> str | None:
@@ -111,13 +105,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _output(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"unknown ({error})"
 
 
 def pytest_configure(config: pytest.Config) -> None:
