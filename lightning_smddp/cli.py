@@ -39,7 +39,6 @@ def _add_verify(commands: Any) -> None:
     verify.add_argument("--stages", type=int, default=2, help="ranks of the pipeline (default: 2)")
     verify.add_argument("--replicas", type=int, default=1, help="pipelines side by side (default: 1)")
     verify.add_argument("--schedule", default="1f1b", help="name of the schedule (default: 1f1b)")
-    verify.add_argument("--stages-per-rank", type=_number_or_auto, default="auto", help="a number (default: auto)")
     verify.add_argument("--num-microbatches", type=_number_or_auto, default="auto", help="a number (default: auto)")
     verify.add_argument("--callback", action="append", default=[], help="module:Class of a callback (several)")
     verify.set_defaults(run=_verify)
@@ -75,7 +74,6 @@ def _add_doctor(commands: Any) -> None:
         "there are errors.",
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
-    doctor.add_argument("--no-measure", action="store_true", help="only look: start and send nothing")
     doctor.set_defaults(run=_examine)
 
 
@@ -136,7 +134,7 @@ def _plan(options: argparse.Namespace) -> int:
 def _examine(options: argparse.Namespace) -> int:
     from lightning_smddp.doctor.examination import examine
 
-    return examine(options.json, not options.no_measure)
+    return examine(options.json)
 
 
 def _convert(options: argparse.Namespace) -> int:
@@ -165,7 +163,7 @@ def _verify(options: argparse.Namespace) -> int:
     sys.path.insert(0, str(Path.cwd()))
     module = _made(options)
     data = None if options.datamodule is None else _load(options.datamodule)()
-    from lightning_smddp import PartitionOptions, PipelineStrategy
+    from lightning_smddp import PipelineStrategy
     from lightning_smddp.strategies.verify import verify
 
     try:
@@ -174,7 +172,6 @@ def _verify(options: argparse.Namespace) -> int:
             pipeline_parallel_size=options.stages,
             schedule=options.schedule,
             num_microbatches=options.num_microbatches,
-            partition=PartitionOptions(stages_per_rank=options.stages_per_rank),
         )
     except ValueError as error:
         raise SystemExit(f"lightning-smddp verify: {error}") from None

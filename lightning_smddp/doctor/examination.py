@@ -39,7 +39,7 @@ _WIDTH = 14  # characters, of a row's name
 _MEASURED = "measured.json"
 
 
-def examine(as_json_text: bool = False, measures: bool = True) -> int:
+def examine(as_json_text: bool = False) -> int:
     """Print what was found, on the first rank (the others' errors go to stderr); returns the exit code.
 
     In a process that a launcher has started as one rank of several, all ranks do this together. Else, for measuring,
@@ -47,7 +47,6 @@ def examine(as_json_text: bool = False, measures: bool = True) -> int:
 
     Args:
         as_json_text: print one JSON object.
-        measures: False only looks.
 
     Returns:
         0, or 1 if something is wrong that training would not survive (``error``); the same on all ranks if they came
@@ -58,7 +57,7 @@ def examine(as_json_text: bool = False, measures: bool = True) -> int:
     measured: Facts | None = None
     findings = find(facts)
     # Nothing is measured where training would not survive: ranks may not even come together.
-    if measures and not _code(findings):
+    if not _code(findings):
         try:
             if (launch.get("world_size") or 1) > 1:
                 measured, findings = _as_a_rank(facts)

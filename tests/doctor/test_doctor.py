@@ -207,12 +207,6 @@ def test_ranks_that_cannot_meet_say_why() -> None:
     assert "nonsense0: this machine has no such interface" in text
 
 
-def test_looking_alone_gives_one_report() -> None:
-    (_, text), (_, nothing) = run_trainer_ranks(examined, 2, "--json", "--no-measure")
-    assert json.loads(text)["measured"] is None
-    assert nothing == ""
-
-
 def test_errors_come_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonsense0")
     code, text = examined()
