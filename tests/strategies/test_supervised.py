@@ -21,7 +21,7 @@ from lightning_smddp._compat.trainer import own_stops
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.strategies.launchers import _watch_start
 from tests.programs import run_program
-from tests.ranks import run_trainer_ranks
+from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import Learner, make_trainer, samples
 
@@ -161,6 +161,34 @@ def test_a_save_is_not_cut_off_where_another_rank_dies(tmp_path: Path) -> None:
     assert "Rank 1 (host " in result.stderr
     assert torch.load(tmp_path / "saved" / "regular.ckpt", weights_only=True)["global_step"] == 2
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["regular.ckpt"]
+
+
+class DiesWhileAStopIsSaved(Learner):
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        if self.trainer.global_step == 1 and self.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+        return super().training_step(batch, batch_idx)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.global_rank == 1:
+            os._exit(1)
+
+
+def dies_while_a_stop_is_saved(directory: str) -> None:
+    trainer = make_trainer(strategy(stop_grace=20.0), max_epochs=9, default_root_dir=directory)
+    try:
+        trainer.fit(DiesWhileAStopIsSaved())
+    except RankFailedError as error:
+        Path(directory, "said").write_text(str(error))
+        raise
+
+
+@pytest.mark.slow
+def test_a_death_while_a_stop_is_saved_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailedError):
+        run_trainer_ranks(dies_while_a_stop_is_saved, 2, str(tmp_path))
+    assert "Rank 1 (host " in (tmp_path / "said").read_text()
 
 
 # ---- Lightning's own handling ----
