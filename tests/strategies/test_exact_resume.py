@@ -23,11 +23,11 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_smddp.checkpoint import files
 from lightning_smddp.resume.auto_resume import STOP_CHECKPOINT
 from lightning_smddp.resume.exact_resume import CHECKPOINT_KEY
 from lightning_smddp.resume.random_states import RandomStates
 from lightning_smddp.resume.resumable_loader import ResumableLoader
-from lightning_smddp.strategies import checkpoint_io
 from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import Learner, make_trainer, samples, silent
 from tests.strategies.resuming import Dropping, Scenario, all_from_each, resume_from_each, run
@@ -363,7 +363,7 @@ class Listening(io.StringIO):
 
 def stopped_while_writing(directory: str) -> list[Any]:
     """With a file that takes long, and with one that cannot be written: the error, what was said, and when."""
-    original = checkpoint_io.files.write
+    original = files.write
 
     def slowly(*args: Any) -> None:
         time.sleep(0.5)
@@ -375,7 +375,7 @@ def stopped_while_writing(directory: str) -> list[Any]:
 
     found = []
     for name, write in (("slow", slowly), ("failing", failing)):
-        checkpoint_io.files.write = write  # type: ignore[assignment]
+        files.write = write  # type: ignore[assignment]
         root = f"{directory}/{name}"
         out = Listening(Path(root, STOP_CHECKPOINT))
         strategy = silent(algorithm="native", async_save=True)

@@ -129,10 +129,10 @@ def test_ranks_stop_at_one_step_where_a_validation_was_shorter_than_it_said(tmp_
 SAVES_WHILE_RANK_ONE_DIES = """
 import os, threading, time
 from lightning.pytorch import Callback, Trainer
-from lightning_smddp.strategies import checkpoint_io
+from lightning_smddp.checkpoint import files
 from tests.strategies.learners import QUIET, Learner
 
-write = checkpoint_io.files.write
+write = files.write
 
 
 def slowly(*args):
@@ -148,7 +148,7 @@ class Saves(Callback):
             trainer.save_checkpoint("saved/regular.ckpt")
 
 
-checkpoint_io.files.write = slowly
+files.write = slowly
 Trainer(strategy="smddp", devices=2, callbacks=[Saves()], max_epochs=2, **QUIET).fit(Learner())
 """
 
