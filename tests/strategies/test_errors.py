@@ -169,7 +169,7 @@ SHAPES = ["rank 0 (host ", "has parameter net.2.weight", "(3, 16)", "rank 1 (hos
 RATES = ["SGD 0, group 0 of 1: lr=0.1", "SGD 0, group 0 of 1: lr=0.2"]
 FIT: list[tuple[str, list[dict[str, Any]], type[Learner], list[str]]] = [
     ("smddp", [{"algorithm": "shared_memory"}], Learner, ["on 2 (a, b)", "algorithm='hierarchical'"]),
-    ("smddp", [{}], Frozen, ["Frozen has no parameter that requires a gradient (4", "Unfreeze"]),
+    ("smddp", [{}], Frozen, ["Frozen has no parameter that requires a gradient", "Unfreeze"]),
     ("smddp", [{}], FrozenOnRankOne, ["parameter net.0.weight", "frozen"]),
     ("smddp", [{}], DifferentShape, SHAPES),
     ("stages", [{}], DifferentShape, SHAPES[1:]),
