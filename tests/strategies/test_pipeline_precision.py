@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_smddp.pipeline.capture.tracer import trace
-from lightning_smddp.pipeline.runtime.casts import cast_type, may_keep_casts
+from lightning_smddp.pipeline.runtime.casts import cast_type, kept_casts, look_for_casts, may_keep_casts
 from tests.ranks import run_trainer_ranks
 from tests.strategies.pipeline_learners import Bench, Net, assert_same
 
@@ -118,3 +118,15 @@ def test_copies_are_kept_where_that_makes_no_difference(uses: str, kind: torch.d
             assert cast_type(trace(lambda: root(torch.randn(2, 4)), root, cpu, functools.partial(lent, root))) == kind
         assert may_keep_casts([found], torch.device("cpu")) == (uses == "once")
     assert not may_keep_casts([found], torch.device("cpu"))
+
+
+def test_a_first_use_without_gradients_does_not_take_them_from_later_ones() -> None:
+    layer, x = nn.Conv2d(3, 4, 2), torch.randn(2, 3, 5, 5)
+    autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
+    with kept_casts(layer.parameters(), autocast):
+        for gradients in (False, True):
+            with autocast(), torch.set_grad_enabled(gradients):
+                look_for_casts()
+                y = layer(x)
+        y.sum().backward()
+    assert layer.weight.grad is not None
