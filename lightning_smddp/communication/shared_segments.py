@@ -14,9 +14,9 @@ A rank lets go of a segment when the last tensor on it is gone, and tells it in 
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
-import pickle
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
@@ -161,7 +161,7 @@ class SharedSegments:
         told: list[int] = []
         while self._let_go and len(told) < _MAX_TOLD:
             told.append(self._let_go.popleft())
-        self.mesh.begin(pickle.dumps((header, told)), descriptor)
+        self.mesh.begin(json.dumps([*header, *told]).encode(), descriptor)
         self._begun.append((header, told))
 
     def _finish(self) -> Arrival:
@@ -172,7 +172,8 @@ class SharedSegments:
         # What this rank let go counts from here on only, not since it happened: the peers learn of it now. See `lend`.
         self._note(self.mesh.rank, told)
         for peer, message in arrival.messages.items():
-            theirs, peers_told = pickle.loads(message)
+            kind, unit, size, *peers_told = json.loads(message)
+            theirs = (kind, unit, size)
             # Local rank 0 says that it has no memory where the others say that they need more: no difference here, as
             # all of them raise MemoryError next.
             is_growth = {header[0], theirs[0]} == {_GROW, _NO_MEMORY}
