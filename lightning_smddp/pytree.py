@@ -81,7 +81,10 @@ def _collect(structure: Any, found: list[Any]) -> None:
         found.append(structure)
     elif kind is tuple or kind is list:
         for member in structure:
-            _collect(member, found)
+            if type(member) in _LEAF_TYPES:
+                found.append(member)
+            else:
+                _collect(member, found)
     elif kind is dict:
         for member in structure.values():
             _collect(member, found)

@@ -6,7 +6,7 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -211,17 +211,7 @@ _apply_users = 0
 _plain_apply = torch.autograd.Function.__dict__["apply"]
 
 
-_apply_handler = threading.local()  # .call: what `apply` calls in this thread instead, see `set_apply_handler`
-
-
-def set_apply_handler(call: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """In this thread, ``apply`` of an ``autograd.Function`` calls ``call(cls, apply, args)``; returns what did before.
-
-    Within :func:`visible_autograd_functions` alone. ``apply`` is torch's own there.
-    """
-    before: Callable[..., Any] | None = getattr(_apply_handler, "call", None)
-    _apply_handler.call = call
-    return before
+_apply_handler = threading.local()  # .call: what `apply` calls in this thread instead
 
 
 def _visible_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -251,8 +241,10 @@ def _as_not_reentrant(args: Sequence[Any]) -> Any:
 
 
 @contextmanager
-def visible_autograd_functions() -> Iterator[None]:
-    """Let function modes see a call of an ``autograd.Function`` as one operation, not as those in its forward.
+def visible_autograd_functions(handler: Callable[..., Any] | None = None) -> Iterator[None]:
+    """Let ``handler``, or function modes, see a call of an ``autograd.Function`` as one operation.
+
+    In this thread ``apply`` calls ``handler(cls, apply, args)`` with torch's own; without one modes get it.
 
     Its forward and backward belong together, so a step must not be cut between operations inside. Reentrant
     checkpoints run as non-reentrant ones, whose operations are ordinary ones. Without a function mode all is as ever.
@@ -260,12 +252,14 @@ def visible_autograd_functions() -> Iterator[None]:
     """
     # The class is one for all threads: the first that comes changes it, and the last that goes puts it back.
     global _apply_users
+    before, _apply_handler.call = getattr(_apply_handler, "call", None), handler
     with _apply_lock:
         _apply_users += 1
         setattr(torch.autograd.Function, "apply", classmethod(_visible_apply))  # noqa: B010  mypy knows it as a method
     try:
         yield
     finally:
+        _apply_handler.call = before
         with _apply_lock:
             _apply_users -= 1
             if _apply_users == 0:
@@ -314,16 +308,18 @@ def pipeline_order(schedule: Any) -> dict[int, list[str]]:
     return orders
 
 
-@contextmanager
-def without_torch_functions() -> Iterator[None]:
+def without_torch_functions() -> AbstractContextManager[Any]:
     """In this context no function mode and no dispatch mode sees what is done.
 
     Private because modes can only be left in the order in which they were entered.
     """
     if torch._C._len_torch_dispatch_stack() == 0:  # the usual case, and the quick one
-        with torch._C.DisableTorchFunction():
-            yield
-        return
+        return torch._C.DisableTorchFunction()  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
+    return _without_modes()
+
+
+@contextmanager
+def _without_modes() -> Iterator[None]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     with torch._C.DisableTorchFunction(), _disable_current_modes():

@@ -203,6 +203,8 @@ class Watch:
             if place in replaced or place[:-1] in replaced:
                 continue  # it is in what was set
             if isinstance(container, dict):
+                if list(members) == list(before) and all(map(operator.is_, members.values(), before.values())):
+                    continue  # the usual case, and the quick one
                 for key in {**before, **members}:
                     value = members.get(key, Deleted)
                     if value is before.get(key, Deleted):

@@ -7,8 +7,7 @@ metric's state; :class:`PipelineMetrics` sends it to the other ranks when ``comp
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -26,9 +25,9 @@ from lightning_smddp._compat.torch import (
 )
 from lightning_smddp.bridge.absent import absent_tensor
 from lightning_smddp.communication.tensors import broadcast_structure
-from lightning_smddp.patches import patched
+from lightning_smddp.patches import Patch, patched
 from lightning_smddp.pipeline.capture.tracer import open_modules
-from lightning_smddp.pipeline.runtime.remote_tensor import active_run
+from lightning_smddp.pipeline.runtime.remote_tensor import ACTIVE
 from lightning_smddp.pytree import map_leaves, tensors
 
 AnyMetric: TypeAlias = "Metric | MetricCollection"
@@ -56,7 +55,7 @@ class StepMetrics:
         self.module = module
         self.pipeline = pipeline
         self.names: dict[int, str] | None = None
-        self._functions: list[tuple[dict[str, Any], str, Any]] = []  # in place of methods
+        self._functions: list[Patch] = []  # in place of methods
         self._results: dict[tuple[str, str], Any] = {}  # what a metric's method has returned once
         self.called: dict[str, None] = {}
         self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []  # attributes of those, and what they were
@@ -77,9 +76,8 @@ class StepMetrics:
         if names != self.names:
             self.names, self._functions = names, functions
 
-    @contextmanager
-    def patched(self, needed: list[Any] | None, plain: Callable[[Any], Any] | None) -> Iterator[None]:
-        """Around a run of the step.
+    def patches(self, needed: list[Any] | None, plain: Callable[[Any], Any] | None) -> list[Patch]:
+        """What is in place during the next run of the step.
 
         Args:
             needed: gets what calls need where the step ends; None elsewhere.
@@ -88,9 +86,8 @@ class StepMetrics:
         if self.names is None:
             self.find()
         self._needed, self._plain = needed, plain
-        local = nullcontext() if self.pipeline is None else patched([(vars(self.pipeline), "is_local", True)])
-        with local, patched(self._functions):
-            yield
+        local: list[Patch] = [] if self.pipeline is None else [(vars(self.pipeline), "is_local", True)]
+        return local + self._functions
 
     def end(self, called: Iterable[str]) -> None:
         """The batch is over, in which ``called`` were called where the step ends. On all ranks."""
@@ -142,7 +139,7 @@ class StepMetrics:
             with without_torch_functions():
                 return map_leaves(lambda leaf: absent_tensor(text, leaf) if isinstance(leaf, Tensor) else leaf, result)
         self._needed.append(given)
-        run = active_run()
+        run = ACTIVE.run
         if run is not None:  # before its first module a stage hands out placeholders of what it has received
             given = map_leaves(run.real, given)
         with without_torch_functions():

@@ -168,11 +168,9 @@ class StepRecorder:
         """
         record = _Record(size, size if weight is None else weight)
         log = self._recording_log(record, self.module.log) if keep else self._ignored_log
-        with (
-            self.scopes.within(stage, index),
-            patched([(vars(self.module), "log", log), (vars(self), "_running", record if keep else None)]),
-            self.metrics.patched(record.touched if keep else None, plain),
-        ):
+        patches = [(vars(self.module), "log", log), (vars(self), "_running", record if keep else None)]
+        patches += self.metrics.patches(record.touched if keep else None, plain)
+        with self.scopes.within(stage, index), patched(patches):
             yield
         if keep:
             self._records[index] = record

@@ -133,23 +133,24 @@ class HookView:
 
     def _left(self) -> AbstractContextManager[None]:
         partitioned = self._partitioned()
-        if partitioned is None or self.strategy._interrupted:
-            return nullcontext()
-        if not partitioned.view.is_entered and not partitioned.view.pending:  # the usual case, and the quick one
+        is_inside = partitioned is not None and (partitioned.view.is_entered or partitioned.view.pending)
+        if partitioned is None or not is_inside or self.strategy._interrupted:
             return nullcontext()
         return partitioned.outside_view()
 
     def _around(self, hook: str, owner: Any) -> AbstractContextManager[Any]:
         """What Lightning enters around the call of ``owner``'s ``hook``."""
+        waits, is_users = hook not in _EACH_BATCH, _is_users(hook, owner)
+        if not (waits or is_users) or hook in _OUTSIDE:
+            return nullcontext()
         # Behind an exception the other ranks are somewhere else, or gone: nobody would meet this one. Hooks are still
         # called, such as `on_save_checkpoint` where a checkpoint is due on exceptions.
-        if self._current() is None or hook in _OUTSIDE or self.strategy._interrupted:
+        if self._current() is None or self.strategy._interrupted:
             return nullcontext()
         partitioned = self._partitioned()
-        waits = hook not in _EACH_BATCH
         if partitioned is not None and waits:
             partitioned.view.settle()
-        if not _is_users(hook, owner):
+        if not is_users:
             return nullcontext()
         if partitioned is None:
             return self._until_partitioned()

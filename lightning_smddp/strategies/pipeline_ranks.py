@@ -12,7 +12,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_smddp._compat.torch_steps import default_group
-from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.mesh import Groups
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.checks import require_samplers_of_replicas
@@ -101,8 +100,12 @@ class PipelineRanks(TrainerStrategy):
         assert self._groups is not None
         replicas = default_group(self._groups.data_parallel_group)
         precision = getattr(self.precision_plugin, _PRECISION_OF[hook])()
-        with patched([(vars(self), "_in_step", True)]), precision, replicas:
-            yield
+        before, self._in_step = self._in_step, True
+        try:
+            with precision, replicas:
+                yield
+        finally:
+            self._in_step = before
 
     @override
     def _training_starts(self) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.runtime.engine import PipelineEngine
+from lightning_smddp.pipeline.runtime.messages import Boundary
 from lightning_smddp.pipeline.runtime.remote import TensorSpec
 from lightning_smddp.pipeline.runtime.schedules import parse
 from lightning_smddp.pipeline.runtime.spans import SpanRecorder
@@ -92,6 +93,10 @@ def in_one_process(model: nn.ModuleList, batches: Batches, training: bool) -> tu
     return losses, boundaries
 
 
+def laid_out(boundaries: Sequence[Any], train: bool) -> list[list[Boundary]]:
+    return [[Boundary.of(specs, train) for specs in row] for row in boundaries]
+
+
 class Engine:
     """An engine with a body for each stage, which keeps the losses."""
 
@@ -110,11 +115,11 @@ class Engine:
 
     def train(self, boundaries: Sequence[Any]) -> list[Tensor]:
         self.losses.clear()
-        self.engine.run(self.compute, boundaries, train=True)
+        self.engine.run(self.compute, laid_out(boundaries, True), train=True)
         return [loss for _, loss in sorted(self.losses.items())]
 
     def evaluate(self, boundaries: Sequence[Any]) -> None:
-        self.engine.run(self.compute, boundaries, train=False)
+        self.engine.run(self.compute, laid_out(boundaries, False), train=False)
 
 
 def differences(engine: Engine, model: nn.ModuleList, reference: nn.ModuleList) -> list[str]:

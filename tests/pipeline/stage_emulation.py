@@ -17,7 +17,7 @@ from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
 from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.runtime.remote import Shapes
-from lightning_smddp.pipeline.runtime.stage_program import Observers, StagePlan, StageProgram
+from lightning_smddp.pipeline.runtime.stage_program import StagePlan, StageProgram
 from lightning_smddp.pipeline.runtime.step_run import run_stage
 from lightning_smddp.pipeline.runtime.wrappers import Wrappers
 from lightning_smddp.pipeline.state.meta_parameters import AbsentParameter, set_contents
@@ -93,7 +93,7 @@ def run_stages(
             requires_grad = [shapes.values[value].requires_grad for value in stage.replay.plan.receives]
             inputs = tuple(map(_leaf, received, requires_grad))
             found = None if record is None else Shapes()
-            received, result = run_stage(stage.replay, stage.step, inputs, shapes, Observers(shapes=found), SEED)
+            received, result = run_stage(stage.replay, stage.step, inputs, shapes, SEED, made=found)
             if found is not None and record is not None:
                 record.merge(found)
                 shapes = record

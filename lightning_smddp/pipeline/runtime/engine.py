@@ -18,7 +18,7 @@ from lightning_smddp.communication.groups import connect_pairs
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.mesh import Channel, Groups
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.runtime.remote import Boundary
+from lightning_smddp.pipeline.runtime.messages import Boundary
 from lightning_smddp.pipeline.runtime.schedules import Schedule, for_microbatches
 from lightning_smddp.pipeline.runtime.spans import SpanRecorder
 from lightning_smddp.pipeline.runtime.stage import Compute, RunningStep, Stage
@@ -99,7 +99,7 @@ class PipelineRuntime:
         for staged, shapes, _ in paths:
             boundaries.append([staged.boundary(stage, shapes, train) for stage in range(self.num_stages - 1)])
         graphs = {id(staged): staged.graph for staged, _, _ in paths}  # of all paths, each once
-        running = RunningStep(paths, step, microbatches, train, self.device, [None] * len(microbatches))
+        running = RunningStep(paths, step, microbatches, boundaries, self.device, [None] * len(microbatches))
         with self.wrappers.active(list(graphs.values())), self.wrappers.generators.preserved():
             self.engine.run(running, boundaries, train)
         if not self.ends_here:
@@ -139,7 +139,8 @@ class PipelineEngine:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, schedule: Schedule, num_stages: int) -> None:
         placement = schedule.rank_of_stage(num_stages, group.size())
         here = [stage for stage, rank in enumerate(placement) if rank == group.rank()]
-        self.stages = [Stage(index, placement, group, device) for index in here]
+        ahead = device.type == "cpu" and not schedule.several_stages
+        self.stages = [Stage(index, placement, group, device, ahead) for index in here]
         self.recorder: SpanRecorder | None = None
         self._group = group
         self._schedule = schedule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,10 +51,6 @@ class TensorSpec(NamedTuple):
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
-Boundary: TypeAlias = Sequence[TensorSpec]
-"""What one stage sends to the next for one micro-batch."""
-
-
 @dataclass
 class Shapes:
     """What values and constants look like for micro-batches of one signature.
@@ -62,14 +58,12 @@ class Shapes:
     Attributes:
         values: of the graph, by number.
         constants: by node, for those that returned any: one entry for each leaf of the result.
-        is_traced: whether they are those of the trace, so that constants are, too.
-        boundaries: what a stage sends on, by its number and whether a backward follows, where that was asked for.
+        boundaries: of ``messages.py``, by stage and whether a backward follows, where that was asked for.
     """
 
     values: dict[int, TensorSpec] = field(default_factory=dict)
     constants: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    is_traced: bool = False
-    boundaries: dict[tuple[int, bool], Boundary] = field(default_factory=dict, compare=False)
+    boundaries: dict[tuple[int, bool], Any] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, graph: StepGraph) -> Shapes:
@@ -77,7 +71,7 @@ class Shapes:
         values: dict[int, TensorSpec] = {}
         for value in graph.values:
             values[value.index] = TensorSpec(value.shape, value.dtype, value.requires_grad, value.stride)
-        return cls(values, is_traced=True)
+        return cls(values)
 
     def merge(self, other: Shapes) -> None:
         """Take over what ``other`` knows."""

@@ -17,18 +17,16 @@ from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, user_lo
 from lightning_smddp.pipeline.runtime.remote import ReplayError, TensorSpec
 from lightning_smddp.pytree import leaves, map_leaves
 
-_active = threading.local()  # .run: the stage's run that is under way in this thread
 _TEXT = {"__format__", "__repr__", "__str__"}
 
 
-def active_run() -> Any:
-    """The ``StageRun`` (of ``step_run.py``) that is under way in this thread, or None."""
-    return getattr(_active, "run", None)
+class _Active(threading.local):
+    """Of this thread: ``run`` is the ``StageRun`` (of ``step_run.py``) that is under way, or None."""
+
+    run: Any = None
 
 
-def set_active_run(run: Any) -> None:
-    """From here on ``run`` is the one of this thread."""
-    _active.run = run
+ACTIVE = _Active()
 
 
 class RemoteTensor(Tensor):
@@ -48,7 +46,7 @@ class RemoteTensor(Tensor):
     def standing_for(value: int, spec: TensorSpec, run: Any) -> RemoteTensor:
         """The stand-in for ``value`` in ``run``."""
         requires_grad = spec.requires_grad and torch.is_grad_enabled()
-        stride = spec.stride if len(spec.stride) == len(spec.shape) else None
+        stride = spec.stride or None  # not known, or there is no dimension
         made: RemoteTensor = wrapper_subclass(RemoteTensor, spec.shape, stride, spec.dtype, run.device, requires_grad)
         made.value = value
         made.run = run

@@ -5,7 +5,7 @@ Both function modes take the :class:`~lightning_smddp.pipeline.runtime.step_run.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,12 +19,26 @@ from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from lightning_smddp.pytree import leaves, map_leaves
 from lightning_smddp.seeding import mix
 
-_NOTHING = nullcontext()
+
+def watched(run: Any, seed: int, step: Callable[[], Any]) -> Callable[[], Any]:
+    """``step`` under the mode that ``run`` needs."""
+    mode = Watch(run, seed) if run.keeps_all else Reads(run)
+
+    def in_mode() -> Any:
+        with mode:
+            return step()
+
+    return in_mode
 
 
-def stance(name: str, matters: bool) -> AbstractContextManager[object]:
-    """Dynamo's, where there is compiled code."""
-    return torch.compiler.set_stance(name) if matters else _NOTHING
+def eagerly(call: Callable[..., Any], stance: str = "force_eager") -> Callable[..., Any]:
+    """``call``, in which compiled code runs as it was written; with the stance ``"default"`` compiled."""
+
+    def in_stance(*args: Any, **kwargs: Any) -> Any:
+        with torch.compiler.set_stance(stance):
+            return call(*args, **kwargs)
+
+    return in_stance
 
 
 class Watch(TorchFunctionMode):
@@ -99,8 +113,7 @@ class Reads(TorchFunctionMode):
         result = function(*args, **kwargs)
         if run.inside or kind_of(function, args) is not Kind.OPERATION:
             return result
-        reads = run.observers.reads
-        assert reads is not None
+        reads = run.reads
         given, found = leaves((args, kwargs)), leaves(result)
         name, made = name_of(function), [leaf for leaf in found if isinstance(leaf, Tensor)]
         if not made and result is not None:

@@ -3,8 +3,9 @@
 torch's own ``PipelineStage`` fixes the shapes of its messages at the first step and holds a receive buffer for each
 micro-batch and direction from then on. :class:`Stage` offers the same methods to the schedules, and nothing else of it:
 it is told the shapes of every micro-batch at each step, takes a buffer when a receive is posted and lets go of it when
-it has been used. So shapes may differ between micro-batches and between steps. Sends and receives are only made here,
-as ``P2POp``; torch's schedule starts them and waits for them, as it also calls the forwards and backwards.
+it has been used. So shapes may differ between micro-batches and between steps. Sends and receives are made here, as
+``P2POp``; torch's schedule starts them and waits for them, as it also calls the forwards and backwards. Between hosts a
+message travels only when its receiver asks for it: there receives are started one micro-batch ahead, by the stage.
 
 A forward keeps, for the micro-batch's backward, two ends of its piece of the autograd graph::
 
@@ -28,8 +29,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.runtime.messages import layout_of
-from lightning_smddp.pipeline.runtime.remote import OTHER_PATH, Boundary, ReplayError, TensorSpec
+from lightning_smddp.pipeline.runtime.messages import Boundary, Neighbour
+from lightning_smddp.pipeline.runtime.remote import OTHER_PATH, ReplayError, TensorSpec
 from lightning_smddp.pipeline.runtime.spans import SpanRecorder
 from lightning_smddp.pipeline.runtime.split_backward import SplitBackward, backward
 from lightning_smddp.pipeline.runtime.stage_program import StageProgram, Step, TracedPath
@@ -37,6 +38,8 @@ from lightning_smddp.pipeline.runtime.step_exchange import Failure
 from lightning_smddp.pipeline.runtime.step_run import run_stage
 from lightning_smddp.planner.timeline import SpanKind
 from lightning_smddp.pytree import map_leaves
+
+NO_BOUNDARY = Boundary.of((), train=False)  # before the first stage, and behind the last
 
 Compute: TypeAlias = Callable[[int, int, tuple[Tensor, ...]], tuple[Tensor, ...]]
 """What (a stage, for a micro-batch, with what it has received) sends to the next stage.
@@ -53,7 +56,7 @@ class RunningStep:
         paths: of each micro-batch.
         step: the user's.
         microbatches: of the batch.
-        train: whether there is a backward.
+        boundaries: by micro-batch, then by stage.
         device: of this rank.
         outputs: where the step ends here, what it returned for each micro-batch; else empty.
         failures: on stages here. Behind the first one nothing is computed here any more.
@@ -62,7 +65,7 @@ class RunningStep:
     paths: Sequence[TracedPath]
     step: Step
     microbatches: Sequence[MicroBatch]
-    train: bool
+    boundaries: Sequence[Sequence[Boundary]]
     device: torch.device
     outputs: list[Any]
     failures: list[Failure] = field(default_factory=list)
@@ -73,20 +76,19 @@ class RunningStep:
         A step that fails does not stop the schedule, as other stages wait for messages: they get NaN from here on, and
         all ranks hear of the failure behind the schedule. See ``step_exchange.py``.
         """
-        staged, shapes, _ = self.paths[index]
-        program = staged.programs[stage]
-        announced = () if program.is_last else staged.boundary(stage, shapes, self.train)
+        program = self.paths[index].staged.programs[stage]
+        boundary = NO_BOUNDARY if program.is_last else self.boundaries[index][stage]
         if not self.failures:
             try:
                 sent = self._run(program, index, received)
                 if not program.is_last:
-                    _require_announced(sent, announced)
+                    _require_announced(sent, boundary)
                 return sent
             except Exception as error:
                 diverged = isinstance(error, (ReplayError, SplitError))
                 text = str(error) if diverged else f"{type(error).__name__}: {error}"
                 self.failures.append(Failure(index, stage, text, error, diverged))
-        return tuple(_without_values(spec, self.device) for spec in announced)
+        return tuple(_without_values(spec, self.device) for spec in boundary.values.specs)
 
     def _run(self, program: StageProgram, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What goes to the next stage for micro-batch ``index``; on the last one also note what the step returned."""
@@ -96,7 +98,7 @@ class RunningStep:
             sent, result = run_stage(program, run, received, shapes, seed=step.seed_of(index))
         if not program.is_last:
             return sent
-        loss = step.loss(microbatch, result) if self.train else None
+        loss = step.loss(microbatch, result)
         # The results of all micro-batches wait for the batch's end: they must not keep their graphs until then.
         self.outputs[index] = map_leaves(_detached, result)
         return () if loss is None else (loss,)
@@ -109,17 +111,13 @@ class _Microbatch:
     Gradients, and what they belong to, are those of the values in a boundary that need one, in their order.
     """
 
-    # received             from the receive to the forward
     # leaves, edges        from the forward to the backward: where gradients of inputs arrive, where it begins
     # outgoing             from the forward to the send
-    # output_gradients     from the receive, or the next stage here, to the backward
     # input_gradients      from the backward to the send, or the stage before here; None for what did not matter
     # split                from a backward's first part to its second
-    received: tuple[Tensor, ...] = ()
     leaves: list[Tensor] = field(default_factory=list)
     edges: list[GradientEdge | None] = field(default_factory=list)
     outgoing: tuple[Tensor, ...] = ()
-    output_gradients: Sequence[Tensor | None] = ()
     input_gradients: list[Tensor | None] = field(default_factory=list)
     split: SplitBackward | None = None
 
@@ -132,6 +130,7 @@ class Stage:
         rank_of_stage: The rank in ``group`` of every stage.
         group: The ranks of the pipeline.
         device: Where messages are received.
+        ahead: See :class:`Neighbour`.
 
     Attributes:
         recorder: Records when the stage works.
@@ -143,6 +142,7 @@ class Stage:
         rank_of_stage: Sequence[int],
         group: dist.ProcessGroup,
         device: torch.device,
+        ahead: bool = False,
     ) -> None:
         self.stage_index = index
         self.num_stages = len(rank_of_stage)
@@ -160,34 +160,37 @@ class Stage:
         self._incoming: list[Boundary] = []
         self._outgoing: list[Boundary] = []
         self._microbatches: list[_Microbatch] = []
+        ranks = self.stage_index_to_group_rank
+        self._before = Neighbour(group, ranks.get(index - 1), device, ahead)
+        self._behind = Neighbour(group, ranks.get(index + 1), device, ahead)
 
     def begin_step(self, compute: Compute, boundaries: Sequence[Sequence[Boundary]], has_backward: bool) -> None:
         """Prepare for a step; ``boundaries[microbatch][stage]`` is what ``stage`` sends to the next one."""
         index = self.stage_index
         self._compute = compute
-        self._incoming = [() if self.is_first else row[index - 1] for row in boundaries]
-        self._outgoing = [() if self.is_last else row[index] for row in boundaries]
+        self._incoming = [NO_BOUNDARY if self.is_first else row[index - 1] for row in boundaries]
+        self._outgoing = [NO_BOUNDARY if self.is_last else row[index] for row in boundaries]
         self.has_backward = has_backward
         self._microbatches = [_Microbatch() for _ in boundaries]
+        self._before.begin_step([boundary.values for boundary in self._incoming])
+        self._behind.begin_step([boundary.gradients for boundary in self._outgoing])
 
     def end_step(self) -> None:
         """Let go of everything that the step has left, also when it failed."""
         self._compute = None
         self._microbatches = []
+        self._before.begin_step(())
+        self._behind.begin_step(())
 
     # ---- what torch's schedules call, by torch's names -----------------------------------------------------------
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The receives of a forward's inputs."""
-        # Sender and receiver work from the same boundaries, so the numbers, sizes and order of messages agree without a
-        # word.
-        messages, tensors = layout_of(tuple(self._incoming[fwd_chunk_id])).receive(self.device)
-        self._microbatches[fwd_chunk_id].received = tuple(tensors)
-        return self._ops(dist.irecv, messages, self.stage_index - 1)
+        return self._before.receives(fwd_chunk_id)
 
     def set_local_fwd_input(self, prev_stage_outputs: tuple[Tensor, ...], mb_index: int) -> None:
         """In place of a receive, when the stage before is on this rank."""
-        self._microbatches[mb_index].received = prev_stage_outputs
+        self._before.put(mb_index, prev_stage_outputs)
 
     def forward_one_chunk(
         self,
@@ -200,12 +203,9 @@ class Stage:
         state = self._microbatches[fwd_chunk_id]
         # Nobody here may hold on to activations: what was received lives as long as the graph of the body needs it, and
         # what is sent until its message is gone.
-        received = state.received
-        state.received = ()
+        received = tuple(self._before.take(fwd_chunk_id))
         start = self._begins()
-        if self.has_backward:
-            pairs = zip(received, self._incoming[fwd_chunk_id], strict=True)
-            state.leaves = [tensor.requires_grad_() for tensor, spec in pairs if spec.requires_grad]
+        state.leaves = [received[position].requires_grad_() for position in self._incoming[fwd_chunk_id].trained]
         assert self._compute is not None
         outputs = self._compute(self.stage_index, fwd_chunk_id, received)
         del received
@@ -214,14 +214,12 @@ class Stage:
             return torch.zeros((), device=self.device)
         # What leaves the stage has no graph. The backward begins at edges, which hold the graph without the outputs'
         # memory.
-        sent = tuple(output.detach() for output in outputs)
+        sent = tuple([output.detach() for output in outputs])
         if self.is_last:
             state.edges = [get_gradient_edge(outputs[0])]
-            state.output_gradients = [torch.ones_like(sent[0])]
+            self._behind.put(fwd_chunk_id, [torch.ones_like(sent[0])])
             return sent[0]
-        if self.has_backward:
-            pairs = zip(outputs, self._outgoing[fwd_chunk_id], strict=True)
-            state.edges = [_edge_of(output) for output, spec in pairs if spec.requires_grad]
+        state.edges = [_edge_of(outputs[position]) for position in self._outgoing[fwd_chunk_id].trained]
         next_rank = self.stage_index_to_group_rank[self.stage_index + 1]
         if next_rank != self.group_rank:  # else the schedule hands over what is returned
             state.outgoing = sent
@@ -230,26 +228,21 @@ class Stage:
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The sends of a forward's outputs."""
         state = self._microbatches[fwd_chunk_id]
-        messages: list[Tensor] = []
-        if state.outgoing:  # else the next stage is here, and has them
-            messages = layout_of(tuple(self._outgoing[fwd_chunk_id])).send(state.outgoing)
-        state.outgoing = ()
-        return self._ops(dist.isend, messages, self.stage_index + 1)
+        sent, state.outgoing = state.outgoing, ()
+        if not sent:  # the next stage is here, and has them
+            return []
+        return self._behind.sends(self._outgoing[fwd_chunk_id].values, sent)
 
     def release_fwd_send_outputs(self, fwd_chunk_id: int) -> None:
         """Nothing: the messages themselves hold what is sent. Called by torch from 2.15 on, when they have arrived."""
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """The receives of the outputs' gradients."""
-        if not self.has_backward or self.is_last:
-            return []
-        messages, tensors = layout_of(_with_gradient(self._outgoing[bwd_chunk_id])).receive(self.device)
-        self._microbatches[bwd_chunk_id].output_gradients = tensors
-        return self._ops(dist.irecv, messages, self.stage_index + 1)
+        return [] if self.is_last else self._behind.receives(bwd_chunk_id)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: list[Tensor | None], mb_index: int) -> None:
         """In place of a receive, when the next stage is on this rank."""
-        self._microbatches[mb_index].output_gradients = next_stage_bwd_outputs
+        self._behind.put(mb_index, next_stage_bwd_outputs)
 
     def backward_one_chunk(
         self,
@@ -262,12 +255,11 @@ class Stage:
         if not self.has_backward:
             return
         state = self._microbatches[bwd_chunk_id]
-        pairs = zip(state.edges, state.output_gradients, strict=True)
+        pairs = zip(state.edges, self._behind.take(bwd_chunk_id), strict=True)
         roots = [(edge, gradient) for edge, gradient in pairs if edge is not None and gradient is not None]
         leaves = state.leaves
         state.leaves = []
         state.edges = []
-        state.output_gradients = ()
         start = self._begins()
         if full_backward:
             state.input_gradients = backward(roots, leaves)
@@ -290,13 +282,10 @@ class Stage:
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """The sends of the inputs' gradients; zeros for one that did not matter to the loss."""
-        if not self.has_backward or self.is_first:
-            return []
-        specs = _with_gradient(self._incoming[bwd_chunk_id])
-        pairs = zip(specs, self.get_local_bwd_output(bwd_chunk_id), strict=True)
+        layout = self._incoming[bwd_chunk_id].gradients
+        pairs = zip(layout.specs, self.get_local_bwd_output(bwd_chunk_id), strict=True)
         gradients = [spec.empty(self.device).zero_() if gradient is None else gradient for spec, gradient in pairs]
-        messages = layout_of(specs).send(gradients)
-        return self._ops(dist.isend, messages, self.stage_index - 1)
+        return self._before.sends(layout, gradients)
 
     def get_local_bwd_output(self, mb_index: int) -> list[Tensor | None]:
         """The inputs' gradients, when the stage before is on this rank."""
@@ -318,21 +307,12 @@ class Stage:
         if self.recorder is not None:
             self.recorder.add(self.stage_index, kind, microbatch, start)
 
-    def _ops(self, op: Any, messages: Sequence[Tensor], peer_stage: int) -> list[dist.P2POp]:
-        """Sends or receives of ``messages``, for torch's schedule to start."""
-        peer = self.stage_index_to_group_rank.get(peer_stage)
-        return [dist.P2POp(op, message, group=self.group, group_peer=peer) for message in messages]
 
-
-def _with_gradient(boundary: Boundary) -> tuple[TensorSpec, ...]:
-    return tuple(spec for spec in boundary if spec.requires_grad)
-
-
-def _require_announced(outputs: Sequence[Tensor], announced: Boundary) -> None:
+def _require_announced(outputs: Sequence[Tensor], boundary: Boundary) -> None:
     """Raise ``ReplayError`` for what the next stage does not expect: received as announced it would be wrong."""
-    for output, spec in zip(outputs, announced, strict=True):
+    for output, spec in zip(outputs, boundary.values.specs, strict=True):
         # One that needs no gradient may stand for one that does.
-        needs_gradient = torch.is_grad_enabled() and output.requires_grad and not spec.requires_grad
+        needs_gradient = output.requires_grad and not spec.requires_grad and torch.is_grad_enabled()
         if output.shape != spec.shape or output.dtype != spec.dtype or needs_gradient:
             made = TensorSpec.of(output)
             raise ReplayError(f"A stage has made {made} where the batch's sizes had led to {spec}. {OTHER_PATH}")

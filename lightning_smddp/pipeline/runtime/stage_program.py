@@ -13,26 +13,11 @@ from lightning_smddp.pipeline.capture.boundaries import seen_before
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.records import Value
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.runtime.remote import Boundary, Shapes
+from lightning_smddp.pipeline.runtime.messages import Boundary
+from lightning_smddp.pipeline.runtime.remote import Shapes
 from lightning_smddp.pipeline.runtime.wrappers import Wrappers
 
 _DRY_RUN = -1  # in place of a stage's number
-
-
-@dataclass(frozen=True)
-class Observers:
-    """Who wants to know what of a run.
-
-    Attributes:
-        shapes: takes down what is found here.
-        reads: takes down what Python code reads of the batch.
-    """
-
-    shapes: Shapes | None = None
-    reads: list[str] | None = None
-
-
-NOBODY = Observers()
 
 
 @dataclass(frozen=True)
@@ -72,6 +57,10 @@ class StageProgram:
         absent: names of the parameters that are on the meta device, by identity.
         remote: operations before the stage that must come, in their order.
         watches: whether it runs under :class:`Watch`.
+        keeps_arguments: units of whose arguments a run has to keep tensors.
+        keeps_results: nodes of whose results.
+        next_unit: by position, the first unit there or behind; None behind the last.
+        stands_for: by unit of an earlier stage that returns one tensor and changes none, the value that this is.
     """
 
     def __init__(
@@ -103,6 +92,14 @@ class StageProgram:
                 self.kept.add(new if old is None else old)
                 self.written_in_place.insert(0, (old, new))
         self.inputs = [frozenset(node.inputs) for node in graph.nodes]
+        units = [node for node in graph.nodes if self.kept.intersection(node.entry)]
+        self.keeps_arguments = {node.index for node in units}
+        makers = [node.index for node in graph.nodes if self.kept.intersection(node.outputs)]
+        self.keeps_results = plan.recomputed.union(makers)
+        self.next_unit = [None if index == len(graph.nodes) else graph.nodes[index] for index in graph.next_unit]
+        simple = [node for node in graph.nodes[: plan.begin] if node.returned.skeleton is ... and not node.versions]
+        sources = {node.index: node.returned.sources[0] for node in simple if node.module is not None}
+        self.stands_for = {index: value for index, (kind, value) in sources.items() if kind == "value"}
         self._permuted = {value for value in plan.receives if _is_permuted(graph.values[value])}
         self._changed = {graph.values[r.new].storage for n in graph.nodes[plan.begin : plan.end] for r in n.versions}
 
@@ -194,13 +191,11 @@ class StagedStep:
 
     def boundary(self, stage: int, shapes: Shapes, train: bool) -> Boundary:
         """The tensors that ``stage`` sends to the next one."""
-        known_boundary = shapes.boundaries.get((stage, train))
-        if known_boundary is not None:
-            return known_boundary
-        known = [shapes.values[value] for value in self.stages[stage].sends]
-        boundary = tuple(spec._replace(requires_grad=spec.requires_grad and train) for spec in known)
-        shapes.boundaries[stage, train] = boundary
-        return boundary
+        known = shapes.boundaries.get((stage, train))
+        if known is None:
+            specs = [shapes.values[value] for value in self.stages[stage].sends]
+            known = shapes.boundaries[stage, train] = Boundary.of(specs, train)
+        return known
 
 
 class TracedPath(NamedTuple):

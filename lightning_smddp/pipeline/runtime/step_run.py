@@ -15,7 +15,6 @@ two stages, with other dropout, hooks that fire twice and buffers that are writt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_smddp._compat.torch import BackwardHook, set_apply_handler, without_subclass_functions
+from lightning_smddp._compat.torch import BackwardHook, without_subclass_functions
 from lightning_smddp.pipeline.capture.graph import Node
 from lightning_smddp.pipeline.capture.ops import (
     Kind,
@@ -36,9 +35,9 @@ from lightning_smddp.pipeline.capture.ops import (
     user_location,
 )
 from lightning_smddp.pipeline.runtime.remote import AS_TRACED, OTHER_PATH, ReplayError, Shapes, TensorSpec, constants_of
-from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor, active_run, set_active_run
-from lightning_smddp.pipeline.runtime.run_modes import Reads, Watch, stance
-from lightning_smddp.pipeline.runtime.stage_program import NOBODY, Observers, StageProgram
+from lightning_smddp.pipeline.runtime.remote_tensor import ACTIVE, RemoteTensor
+from lightning_smddp.pipeline.runtime.run_modes import eagerly, watched
+from lightning_smddp.pipeline.runtime.stage_program import StageProgram
 from lightning_smddp.pytree import leaves, map_leaves
 from lightning_smddp.seeding import Forward, seeded
 from lightning_smddp.wording import counted
@@ -56,8 +55,9 @@ def run_stage(
     step: Callable[[], Any],
     received: Sequence[Tensor],
     shapes: Shapes,
-    observers: Observers = NOBODY,
     seed: int | None = None,
+    made: Shapes | None = None,
+    reads: list[str] | None = None,
 ) -> tuple[tuple[Tensor, ...], Any]:
     """Run ``step`` for the stage of ``program``, within :meth:`Wrappers.active`.
 
@@ -66,8 +66,9 @@ def run_stage(
         step: the user's step on one micro-batch.
         received: what the stage before sent.
         shapes: what values of earlier stages look like.
-        observers: of this run.
         seed: of the random numbers of this micro-batch, the same on all stages; None: they go on from where they are.
+        made: gets the shapes of what is made here.
+        reads: gets what Python code reads of the batch.
 
     Returns:
         What the next stage receives (empty on the last), and what the step returned (None unless last).
@@ -75,29 +76,24 @@ def run_stage(
     Raises:
         ReplayError: the step took another path than when it was traced.
     """
-    run = StageRun(program, received, shapes, observers)
-    watch: AbstractContextManager[object] = nullcontext()
-    if run.keeps_all:
-        watch = Watch(run, seed or 0)
-    elif observers.reads is not None:
-        watch = Reads(run)
-    outer, outer_handler = active_run(), set_apply_handler(run.autograd_function)
-    set_active_run(run)
+    run = StageRun(program, received, shapes, made, reads)
+    if run.keeps_all or reads is not None:
+        step = watched(run, seed or 0, step)
+    if program.graph.calls_compiled:  # code between units would run through us unseen; units run compiled
+        step = eagerly(step)
+    outer, ACTIVE.run = ACTIVE.run, run
     result = None
     try:
         if seed is not None:
             program.wrappers.generators.seed(seed)
-        # Compiled code between units would run through us unseen; units run compiled.
-        with stance("force_eager", program.graph.calls_compiled), watch:
-            result = step()
+        result = step()
         run.check_end()
         if program.is_last:
             result = map_leaves(run.real, result)
     except StageDone:
         pass
     finally:
-        set_active_run(outer)
-        set_apply_handler(outer_handler)
+        ACTIVE.run = outer
         run.end()
     return run.to_send(), result if program.is_last else None
 
@@ -120,15 +116,17 @@ class StageRun:
         program: StageProgram,
         received: Sequence[Tensor],
         shapes: Shapes,
-        observers: Observers,
+        made: Shapes | None = None,
+        reads: list[str] | None = None,
     ) -> None:
         self.program = program
         self.graph = program.graph
         self.plan = program.plan
         self.device = program.device
         self.shapes = shapes
-        self.observers = observers
-        self.keeps_all = program.watches or observers.shapes is not None
+        self.made = made
+        self.reads = reads
+        self.keeps_all = program.watches or made is not None
         pairs = zip(self.plan.receives, received, strict=True)
         self.here = {value: program.as_traced(value, tensor) for value, tensor in pairs}
         self.stand_ins: dict[int, Tensor] = {}
@@ -152,15 +150,15 @@ class StageRun:
         for old, new in self.program.written_in_place:
             if old in here:
                 here.setdefault(new, here[old])  # the same object
-        if self.observers.shapes is not None:
-            self.observers.shapes.values.update((value, TensorSpec.of(tensor)) for value, tensor in here.items())
+        if self.made is not None:
+            self.made.values.update((value, TensorSpec.of(tensor)) for value, tensor in here.items())
         for value in self.plan.sends:
             if value not in here:
                 maker = self.graph.nodes[self.graph.producers[value]].name
                 raise ReplayError(f"The step has not made what {maker} made when it was traced. {OTHER_PATH}")
         self.here = {value: tensor for value, tensor in here.items() if value in self.stand_ins}
         self.stand_ins = {}  # they know the run: what it has received is freed with the last of them
-        return tuple(here[value] for value in self.plan.sends)
+        return tuple(map(here.__getitem__, self.plan.sends))
 
     def check_end(self) -> None:
         """The step has returned: raise ``ReplayError`` if it did so too early."""
@@ -207,7 +205,7 @@ class StageRun:
         parameters: set[str] = set()
         for leaf in found:
             if type(leaf) is RemoteTensor:
-                if leaf.run is not self or active_run() not in (None, self):
+                if leaf.run is not self or ACTIVE.run not in (None, self):
                     raise ReplayError(
                         f"At {user_location()} a tensor of another stage is used that was kept since an earlier step "
                         "or micro-batch. Stages work on several micro-batches at a time: none can hand anything to "
@@ -232,9 +230,7 @@ class StageRun:
             if node.reads:
                 return result
             self.note_result(node, result)
-        result = self._placeholder(node, found)
-        self._note_versions(node, found)
-        return result
+        return self._placeholder(node, found)
 
     def parameter_operation(self, function: Any, args: Any, kwargs: Any) -> Any:
         """An operation on a parameter of another stage, and on no stand-in."""
@@ -266,7 +262,7 @@ class StageRun:
         if any(type(leaf) is RemoteTensor or id(leaf) in self.program.absent for leaf in found):
             return self.operation(cls.apply, args, {}, found)
         result = self.do(apply, args, {})
-        if self.observers.shapes is not None:
+        if self.made is not None:
             self.note_result(self.find(cls.apply, set(), set()), result)
         return result
 
@@ -284,38 +280,35 @@ class StageRun:
         """A call of a module that is placed whole."""
         if self.done:
             raise StageDone
-        plan, graph = self.plan, self.graph
-        index = graph.next_unit[self.position]
-        if index == len(graph.nodes) or graph.nodes[index].module != name:
+        program, node = self.program, self.program.next_unit[self.position]
+        if node is None or node.module != name:
             return self._unforeseen_unit(name, forward, args, kwargs)
-        node = graph.nodes[index]
-        for skipped in range(self.position, index):
-            if skipped in self.program.remote:
-                name = graph.nodes[skipped].name
-                raise ReplayError(f"The step went on behind {name}, which did not come. {OTHER_PATH}")
-        found = leaves((args, kwargs) if kwargs else args)
-        if index >= plan.begin:
+        for index in range(self.position, node.index) if self.position < node.index else ():
+            if index in program.remote:
+                missing = self.graph.nodes[index].name
+                raise ReplayError(f"The step went on behind {missing}, which did not come. {OTHER_PATH}")
+        if node.index >= self.plan.begin:
             self.has_begun = True
-            if self.stand_ins and any(type(leaf) is RemoteTensor for leaf in found):
+            found = leaves((args, kwargs) if kwargs else args)
+            if RemoteTensor in map(type, found):
                 args, kwargs = map_leaves(self.real, (args, kwargs))
                 found = list(map(self.real, found))
-            self._note_arguments(node, found)
-        if index >= plan.end:
-            self.stop()
-        self.position = index + 1
-        if self.observers.reads is not None:  # rows that the step itself has added show in no kind of micro-batch
-            own = [leaf for leaf in found if isinstance(leaf, Tensor) and type(leaf) is not RemoteTensor]
-            self.observers.reads.append(
-                f"module {name!r} with inputs of the sizes {[tuple(leaf.shape) for leaf in own]}"
-            )
+            if self.keeps_all or node.index in program.keeps_arguments:
+                self._note_arguments(node, found)
+            if node.index >= self.plan.end:
+                self.stop()
+        self.position = node.index + 1
+        if self.reads is not None:  # rows that the step itself has added show in no kind of micro-batch
+            given = leaves((args, kwargs) if kwargs else args)
+            sizes = [tuple(leaf.shape) for leaf in given if isinstance(leaf, Tensor) and type(leaf) is not RemoteTensor]
+            if sizes:
+                self.reads.append(f"module {name!r} with inputs of the sizes {sizes}")
         if node.is_seeded:
-            return seeded(self.program.wrappers.generators, partial(self._result, node, forward, args, kwargs, found))
-        return self._result(node, forward, args, kwargs, found)
+            return seeded(program.wrappers.generators, partial(self._result, node, forward, args, kwargs))
+        return self._result(node, forward, args, kwargs)
 
     def _note_arguments(self, node: Node, found: list[Any]) -> None:
         """Values that are seen as the arguments of a unit, as they are when it begins."""
-        if not (self.keeps_all or self.program.kept.intersection(node.entry)):
-            return
         if len(found) != len(node.entry):
             raise ReplayError(f"Module {node.name!r} was called with other arguments. {OTHER_PATH}")
         for value, leaf in zip(node.entry, found, strict=True):
@@ -329,20 +322,22 @@ class StageRun:
             raise self._other_path(f"module {name!r}")
         return forward(*map_leaves(self.real, args), **map_leaves(self.real, kwargs))
 
-    def _result(self, node: Node, forward: Forward, args: Any, kwargs: Any, found: list[Any]) -> Any:
-        """What a unit returns, or what stands for that. ``found``: the leaves of its arguments."""
+    def _result(self, node: Node, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """What a unit returns, or what stands for that."""
+        single = self.program.stands_for.get(node.index)
+        if single is not None:
+            return self._tensor(single)
         if node.index < self.plan.begin:
-            result = self._placeholder(node, found)
-            self._note_versions(node, found)
-            return result
-        with stance("default", self.graph.calls_compiled):
-            if self.program.checkpointing and torch.is_grad_enabled() and not node.versions:
-                kwargs = {**kwargs, **dict.fromkeys(_CACHES & kwargs.keys())}
-                result = self.do(checkpoint, (forward, *args), {**kwargs, "use_reentrant": False})
-            else:
-                result = self.do(forward, args, kwargs)
-        self.note_writes(node, found)
-        self.note_result(node, result)
+            return self._placeholder(node, leaves((args, kwargs)))
+        changed = leaves((args, kwargs)) if node.versions else []
+        if self.program.checkpointing and torch.is_grad_enabled() and not node.versions:
+            kwargs = {**kwargs, **dict.fromkeys(_CACHES & kwargs.keys()), "use_reentrant": False}
+            forward, args = checkpoint, (forward, *args)
+        result = self.do(forward, args, kwargs)
+        if node.versions:
+            self.note_writes(node, changed)
+        if self.keeps_all or node.index in self.program.keeps_results:
+            self.note_result(node, result)
         return result
 
     # ---- results of what is done here ----
@@ -356,9 +351,7 @@ class StageRun:
                 self.here[new] = self.here[old]
 
     def note_result(self, node: Node, result: Any) -> None:
-        """Keep the tensors in the result of ``node`` by their values, if one is needed."""
-        if not (self.keeps_all or node.index in self.plan.recomputed or self.program.kept.intersection(node.outputs)):
-            return
+        """Keep the tensors in the result of ``node`` by their values."""
         found = leaves(result)
         sources = node.returned.sources
         if len(found) != len(sources):
@@ -370,8 +363,8 @@ class StageRun:
                 if not isinstance(leaf, Tensor):
                     raise ReplayError(f"{node.name} returned a {type(leaf).__name__} in a tensor's place. {OTHER_PATH}")
                 self.here[source] = leaf
-        if self.observers.shapes is not None and any(kind == "constant" for kind, _ in sources):
-            self.observers.shapes.constants[node.index] = constants_of(found)
+        if self.made is not None and any(kind == "constant" for kind, _ in sources):
+            self.made.constants[node.index] = constants_of(found)
 
     # ---- stand-ins ----
 
@@ -401,13 +394,10 @@ class StageRun:
         return made
 
     def _placeholder(self, node: Node, given: list[Any]) -> Any:
-        """What stands for the result of ``node``."""
-        sources = node.returned.sources
-        if node.returned.skeleton is ... and sources[0][0] == "value":  # nearly all results are one tensor
-            return self._tensor(sources[0][1])
+        """What stands for the result of ``node``; what it has changed in place are other values from now on."""
         constants = self.shapes.constants.get(node.index)
         found: list[Any] = []
-        for position, (kind, source) in enumerate(sources):
+        for position, (kind, source) in enumerate(node.returned.sources):
             if kind == "value":
                 found.append(self._tensor(source))
             elif kind == "argument":
@@ -416,7 +406,9 @@ class StageRun:
                 constant = AS_TRACED if constants is None else constants[position]
                 found.append(source if constant == AS_TRACED else constant)
         made = iter(found)  # in the order of the skeleton's leaves
-        return map_leaves(lambda _: next(made), node.returned.skeleton)
+        result = map_leaves(lambda _: next(made), node.returned.skeleton)
+        self._note_versions(node, given)
+        return result
 
     def _note_versions(self, node: Node, given: list[Any]) -> None:
         """``node`` has changed tensors in place: these objects are other values from now on."""

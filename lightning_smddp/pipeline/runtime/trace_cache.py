@@ -30,7 +30,7 @@ from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, signature
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.runtime.remote import OTHER_PATH, ReplayError, Shapes
-from lightning_smddp.pipeline.runtime.stage_program import Observers, StagedStep, StageProgram, Step, TracedPath
+from lightning_smddp.pipeline.runtime.stage_program import StagedStep, StageProgram, Step, TracedPath
 from lightning_smddp.pipeline.runtime.step_run import run_stage
 
 _KEPT = 256  # kinds of micro-batches that are remembered,
@@ -100,8 +100,7 @@ def _run_stage(
     found = Shapes(values={})
     try:
         with step.around(None, index, microbatch, keep=program.is_last):
-            observers = Observers(shapes=found)
-            sent, _ = run_stage(program, lambda: step(microbatch), received, shapes, observers, step.seed_of(index))
+            sent, _ = run_stage(program, lambda: step(microbatch), received, shapes, step.seed_of(index), made=found)
     except ReplayError:
         return None
     finally:
@@ -224,7 +223,7 @@ class TraceCache:
 
     def _kind(self, microbatch: MicroBatch) -> str:
         """What shapes follow from: those of the micro-batch, and which parameters are trained."""
-        return f"{signature(microbatch)}|{self._trained}"
+        return f"{signature(microbatch.value)}|{self._trained}"
 
     def _look_at_parameters(self) -> None:
         with without_subclass_functions():
@@ -309,7 +308,6 @@ class TraceCache:
         # Nothing of a dry run may stay: torch's random numbers are put back, and the step is told to keep nothing of
         # what its code shows.
         reads: list[str] = []
-        observers = Observers(reads=reads)
         try:
             with (
                 torch.set_grad_enabled(self.train),
@@ -317,7 +315,7 @@ class TraceCache:
                 self.runtime.wrappers.generators.preserved(),
                 step.around(None, index, microbatch, keep=False),
             ):
-                run_stage(staged.dry_run, lambda: step(microbatch), (), shapes, observers, step.seed_of(index))
+                run_stage(staged.dry_run, lambda: step(microbatch), (), shapes, step.seed_of(index), reads=reads)
         except ReplayError as error:
             self._reason, _, _ = str(error).partition(f" {OTHER_PATH}")
             return None

@@ -21,7 +21,7 @@ from lightning_smddp._compat.torch import initializer, swap_contents, without_to
 from lightning_smddp._compat.torch_steps import hooks_of, install_hooks
 from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, sets_flag, user_location
 from lightning_smddp.pipeline.mesh import Ownership
-from lightning_smddp.pipeline.runtime.remote_tensor import active_run
+from lightning_smddp.pipeline.runtime.remote_tensor import ACTIVE
 from lightning_smddp.pytree import leaves
 
 _HARMLESS = {Kind.METADATA, Kind.WATCHER, Kind.LIKE}  # functions of these kinds need no values
@@ -42,7 +42,7 @@ class AbsentParameter(nn.Parameter):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called for each torch function that gets such a parameter, unless a mode comes first."""
         kwargs = kwargs or {}
-        run = active_run()
+        run = ACTIVE.run
         if run is not None and not run.inside:
             return run.parameter_operation(function, args, kwargs)
         with without_torch_function():

@@ -172,7 +172,8 @@ class SharedBuffers:
     def before_training(self) -> None:
         """All ranks get what training steps use of what hooks have changed. Collective if that is anything."""
         # What no training step uses stays on its owner, such as an average of the weights; a later `share` sends it.
-        self._send(self._changed_in_hooks & self._used_in_training)
+        if self._changed_in_hooks:
+            self._send(self._changed_in_hooks & self._used_in_training)
 
     def share(self) -> None:
         """All ranks get all that has changed. Collective if anything has."""
