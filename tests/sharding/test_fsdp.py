@@ -417,14 +417,21 @@ def test_units_that_are_given():
     assert "cpu_offload=True changes nothing" in first
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_from_the_command_line(package, monkeypatch):
+@pytest.mark.parametrize(
+    ("package", "ours"),
+    [
+        ("lightning.pytorch", "lightning_smddp"),
+        ("pytorch_lightning", "lightning_smddp.strategies.pytorch_lightning"),
+    ],
+)
+def test_from_the_command_line(package, ours, monkeypatch):
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # it warns of Lightning's use of it
     monkeypatch.setattr(sys, "argv", ["train.py"])
     cli = import_module(f"{package}.cli").LightningCLI
     model = import_module(f"{package}.demos.boring_classes").BoringModel
-    arguments = ["--trainer.strategy=SMDDPFSDPStrategy", "--trainer.strategy.wrap=[Linear]", "--trainer.logger=false"]
+    arguments = [f"--trainer.strategy={ours}.SMDDPFSDPStrategy", "--trainer.strategy.wrap=[Linear]"]
+    arguments += ["--trainer.logger=false", "--trainer.accelerator=cpu"]
     options = {"run": False, "save_config_callback": None, "seed_everything_default": False}
-    strategy = cli(model, args=[*arguments, "--trainer.accelerator=cpu"], **options).trainer.strategy
+    strategy = cli(model, args=arguments, **options).trainer.strategy
     assert isinstance(strategy, import_module(f"{package}.strategies").DDPStrategy)
     assert (type(strategy).__name__, strategy._sharding.wrap) == ("SMDDPFSDPStrategy", ["Linear"])
