@@ -23,8 +23,10 @@ TCP_LISTEN = "0A"
 VARIABLES_OF_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 # One of each lives as long as the session: multiprocessing's own helpers.
 HELPER_COMMANDS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
-# In the names of semaphores of this session's processes, its workers' too: multiprocessing's own do not tell whose.
+# In the names of semaphores of this process and those that it starts: multiprocessing's own do not tell whose. Workers
+# of one session, which run tests beside each other, are told apart.
 SEMAPHORES = os.environ.setdefault("TESTS_SEMAPHORES", f"tests{os.getpid()}")
+SEMAPHORES += os.environ.get("PYTEST_XDIST_WORKER", "")
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def shared_memory() -> set[str]:
         names = os.listdir("/dev/shm")
     except OSError:
         return set()
-    return {name for name in names if not name.startswith("sem.") or SEMAPHORES in name}
+    return {name for name in names if not name.startswith("sem.") or f"{SEMAPHORES}-" in name}
 
 
 def sockets() -> set[str]:

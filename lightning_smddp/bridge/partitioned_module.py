@@ -198,7 +198,6 @@ class PartitionedModule:
         setup: of the run.
         recorder: keeps what steps do.
         plan: which stage has what.
-
         stash: gradients between the schedule, which makes them, and Lightning's backward.
         runtime: runs this rank's stages.
         view: the whole module, for hooks.
@@ -235,7 +234,6 @@ class PartitionedModule:
             self.buffers.before_training()
         else:
             self.buffers.share()
-
         if step.key not in self.traces:
             self.remember(self._trace(step, microbatches[0], 0), step, microbatches[0], 0)
         return self.traces[step.key].find(step, microbatches)

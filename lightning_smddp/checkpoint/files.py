@@ -165,8 +165,10 @@ def load(path: AnyPath, map_location: Any = "cpu", weights_only: bool | None = N
         try:
             return torch.load(file, map_location, weights_only=weights_only is not False)
         except pickle.UnpicklingError as error:
-            # torch adds advice to load it all the same.
-            reason = f"contains more than tensors and plain data, of which nothing was run: {error.__context__}"
+            reason = f"cannot be unpickled: {error}"
+            if weights_only is not False:  # torch adds advice to load it all the same
+                told = str(error.__context__ or error).rstrip(".")
+                reason = f"contains more than tensors and plain data, of which nothing was run: {told}"
             raise CheckpointError(path, reason, "Use a checkpoint from a source that you trust.") from error
         except RuntimeError as error:
             raise CheckpointError(path, f"cannot be read: {str(error).splitlines()[0]}", ANOTHER) from error

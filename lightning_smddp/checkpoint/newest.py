@@ -46,7 +46,8 @@ def newest_checkpoint(
         blind = {rank: why for rank, why in enumerate(damages) if why is not None}
         if damage is None and blind:
             fix = "Write checkpoints to a directory that all nodes share, or to a URL."
-            raise CheckpointError(path, f"rank 0 can read it, others cannot: {blind}", fix)
+            named = ", ".join(f"rank {rank} ({why})" for rank, why in blind.items())
+            raise CheckpointError(path, f"rank 0 can read it, others cannot: {named}", fix)
         if damage is None:
             return path
         if is_first:

@@ -99,7 +99,7 @@ def look_at_first_batch(module: Any, datamodule: Any, precision: Any, look: Call
 def _without_remarks() -> Iterator[None]:
     """Lightning logs what it thinks of its own Trainer, which is nobody's here. Warnings stay."""
     before = logging.root.manager.disable
-    logging.disable(logging.INFO)
+    logging.disable(max(before, logging.INFO))
     try:
         yield
     finally:

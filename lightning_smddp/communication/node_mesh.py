@@ -253,7 +253,10 @@ def _connect_all(
             connection.close()
             continue
         connection.settimeout(remaining)
-        peer, index = connection.recv(_MESSAGE_BYTES)  # the caller's local rank, and the number of the mesh
+        greeting = connection.recv(_MESSAGE_BYTES)  # the caller's local rank, and the number of the mesh
+        if len(greeting) != 2:
+            raise OSError("a process ended while it connected")
+        peer, index = greeting
         sockets[index][peer] = connection
         missing -= 1
     return sockets

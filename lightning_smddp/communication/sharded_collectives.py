@@ -230,9 +230,8 @@ class SharedReduceScatter:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP2 asks twice before each call: first for the input, which the others read, then for the output."""
         numel = math.prod(size)
-        if (
-            self._parts is not None and self._numel == numel * self._group.topology.world_size
-        ):  # the output: one rank's slice
+        is_slice = self._numel == numel * self._group.topology.world_size  # of one rank: the output
+        if self._parts is not None and is_slice:
             return torch.empty(tuple(size), dtype=dtype)
         mesh = self._segments.mesh
         nbytes = numel * dtype.itemsize

@@ -30,9 +30,7 @@ SIZE = 8 * 2**20  # bytes of a timed all-reduce
 _NUMEL = 1000  # of a checked one
 _LIMIT = timedelta(seconds=60)  # until all ranks have to be there, and for each collective
 
-_HOW_TO_MEET = (
-    "Training would fail likewise. Look at GLOO_SOCKET_IFNAME, /dev/shm, and the limits of processes and memory."
-)
+_HOW_TO_MEET = "Look at GLOO_SOCKET_IFNAME, /dev/shm, and the limits of processes and memory."
 _HOW_TO_SAY = "Set MASTER_ADDR and MASTER_PORT on all ranks, or start the job as docs/launchers.md shows."
 
 _WIDTH = 14  # characters, of a row's name
@@ -65,7 +63,7 @@ def examine(as_json_text: bool = False) -> int:
                 measured = _with_local_ranks()
                 findings = find(facts, measured)
         except StartError as error:
-            findings = [Finding("error", str(error), _HOW_TO_MEET), *findings]
+            findings = [Finding("error", str(error), "Training would fail likewise."), *findings]
     if not launch.get("rank"):
         print((as_json if as_json_text else as_text)(facts, measured, findings), flush=True)
     elif measured is None:  # else the first rank prints for all
@@ -128,7 +126,7 @@ def _with_local_ranks() -> Facts:
             mp.start_processes(_local_rank, (ranks, directory), nprocs=ranks, start_method="spawn")
         except (mp.ProcessRaisedException, mp.ProcessExitedException, RuntimeError, OSError) as error:
             reason = str(error).strip().splitlines()[-1]  # above it there is a rank's traceback
-            raise StartError(f"Ranks of this machine alone do not come together: {reason}") from None
+            raise StartError(f"Ranks of this machine alone do not come together: {reason} {_HOW_TO_MEET}") from None
         measured: Facts = json.loads(Path(directory, _MEASURED).read_text())
         return measured
 

@@ -234,10 +234,10 @@ def _check_mpirun(notes: Notes, job: Job, order: tuple[str, ...]) -> None:
     if here and ranks < hosts * here:
         reached = max(ranks // here, 1)
         notes.problem(
-            f"mpirun started {ranks} ranks, all of them on {reached} of this job's {hosts} hosts: SageMaker's SDK 3 "
-            "gives mpirun the number of ranks of one host as that of the job (-np).",
-            f"Use Torchrun(), or MPI(mpi_additional_options=['-np', '{hosts * here}']): the last -np counts. With SDK 2"
-            " leave -np and --host out of custom_mpi_options.",
+            f"mpirun started {ranks} ranks, all of them on {reached} of this job's {hosts} hosts.",
+            "With SDK 3, which gives mpirun the number of ranks of one host as that of the job, use Torchrun(), or "
+            f"MPI(mpi_additional_options=['-np', '{hosts * here}']): the last -np counts. With SDK 2 leave -np and "
+            "--host out of custom_mpi_options.",
         )
         return
     address = notes["main_address"]

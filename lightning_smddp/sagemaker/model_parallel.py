@@ -96,7 +96,7 @@ class Reading:
 
 
 _BY_HAND = "Name the first module of each stage but the first: split=['blocks.4']."
-_LAYERS = "Divide whole layers over ranks: pipeline_parallel_size=(that number)"
+_LAYERS = "Divide whole layers over ranks: pipeline_parallel_size=(that number{})."
 _PRECISION = "is the Trainer's. Remove it here and write Trainer(precision={!r})."
 _NOTHING = "changes nothing here"
 
@@ -110,7 +110,7 @@ REFUSED_OF_V1 = {
     ),
     "tensor_parallel_degree": Refused(
         1,
-        f"cuts single layers. {_LAYERS}, times the pipeline_parallel_degree.",
+        "cuts single layers. " + _LAYERS.format(" times the pipeline_parallel_degree"),
         "pipeline_parallel_size",
     ),
     "fp16": Refused(False, _PRECISION.format("16-mixed")),
@@ -221,9 +221,9 @@ def _stages(parameters: Mapping[str, Any], reading: Reading) -> int | None:
 
 _DEGREE_OF_V2 = "hybrid_shard_degree"
 REFUSED_OF_V2 = {
-    "tensor_parallel_degree": Refused(1, f"cuts single layers. {_LAYERS}.", "pipeline_parallel_size"),
-    "expert_parallel_degree": Refused(1, f"spreads experts. {_LAYERS}.", "pipeline_parallel_size"),
-    "context_parallel_degree": Refused(1, f"cuts the sequence. {_LAYERS}.", "pipeline_parallel_size"),
+    "tensor_parallel_degree": Refused(1, "cuts single layers. " + _LAYERS.format(""), "pipeline_parallel_size"),
+    "expert_parallel_degree": Refused(1, "spreads experts. " + _LAYERS.format(""), "pipeline_parallel_size"),
+    "context_parallel_degree": Refused(1, "cuts the sequence. " + _LAYERS.format(""), "pipeline_parallel_size"),
 }
 NOTED_OF_V2 = {
     "sm_activation_offloading": "has no equivalent; activation_checkpointing=True of smddp_pipeline saves most of it",

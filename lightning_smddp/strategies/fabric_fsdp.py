@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
+from lightning_smddp.pytree import tensors
 from lightning_smddp.sharding.optimizer_shards import all_parameters
 from lightning_smddp.sharding.units import Wrap
 from lightning_smddp.sharding.whole_states import (
@@ -49,20 +50,25 @@ class DividedForward(nn.Module):
         module: the user's.
         scheme: how it is divided.
         was_called: for a backward pass.
+        is_hidden: FSDP2 does not see all that it returned last.
     """
 
     def __init__(self, module: nn.Module, scheme: FSDPScheme) -> None:
         super().__init__()
         self.module = module
         self.scheme = scheme
-        self.was_called = False
+        self.was_called = self.is_hidden = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own ``forward``, on whole parameters. Collective: units are gathered as it comes to them."""
         trains = torch.is_grad_enabled()
         self.was_called |= trains
         with self.scheme.forward(trains):
-            return self.module(*args, **kwargs)
+            output = self.module(*args, **kwargs)
+        if trains:  # FSDP2 sees no tensors in objects of the user's, nor views that are written to in place
+            found = [tensor for tensor in tensors(output) if tensor.requires_grad]
+            self.is_hidden = not found or any(tensor._base is not None for tensor in found)
+        return output
 
 
 class _SyncControl:
@@ -200,13 +206,13 @@ class FabricFullyShardedParallel(FabricStrategy):
             self._guard.note(tensor)
         # With several modules FSDP2 sees by what their forwards have returned which of them have to do with the pass.
         is_alone = len(self._modules) == 1
-        schemes = [divided.scheme for divided in self._modules if divided.was_called]
+        called = [divided for divided in self._modules if divided.was_called]
         with self._view.inside(False):
-            for scheme in schemes:
-                scheme.before_backward(tensor, watches=is_alone)
+            for divided in called:
+                divided.scheme.before_backward(tensor, watches=is_alone or divided.is_hidden)
             super().backward(tensor, module, *args, **kwargs)
-            for scheme in schemes:
-                scheme.after_backward(self._looks)
+            for divided in called:
+                divided.scheme.after_backward(self._looks)
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Look at the gradients as the user's code has left them, then step."""

@@ -212,7 +212,6 @@ class FullyShardedParallel(TrainerStrategy):
         """Give back a whole module, if there is room for it and no rank has gone."""
         self._changes.close()
         self._close_stepped()
-
         scheme, self._scheme = self._scheme, None
         if scheme is not None:
             if not self._interrupted:

@@ -76,7 +76,7 @@ class NonFiniteGuard:
         own = dict(found.own)
         for loss in losses:
             if not bool(loss.isfinite().all()):
-                own["the loss"] = str(loss.tolist())
+                own["the loss"] = str(float(loss.sum()))
         return diagnosis(NonFinite(found.averages, own), where, group)
 
     def left_out(self, text: str) -> None:

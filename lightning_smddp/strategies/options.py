@@ -96,7 +96,7 @@ def require_known(strategy: Any, given: Iterable[str], of_lightning: Iterable[st
         elif close:
             hint = f"Did you mean {written[close[0]]}?"
         else:
-            hint = f"Valid: {', '.join(sorted(written))}."
+            hint = f"Valid: {', '.join(sorted(known))}."
         raise TypeError(f"{type(strategy).__name__} has no argument {name!r}. {hint}")
 
 

@@ -199,7 +199,7 @@ class RunSupervision:
     def _end_by_stop(self, error: BaseException, signum: int) -> None:
         """Save what is needed to go on, give the exception the exit code of a stop, and say what is left."""
         trainer = self._trainer
-        text = "nothing is saved: no training was under way"
+        text = "nothing is saved: no training was under way any more"
         if self._stopped and trainer.state.fn == "fit":
             path = stop_checkpoint(trainer)
             trainer.save_checkpoint(path)

@@ -36,7 +36,7 @@ class Shutdown:
     def __init__(self) -> None:
         self.hooks_s = 0.0
         self.thread = threading.get_ident()
-        self.clean_ups: list[Callable[[], object]] = [sys.stdout.flush, sys.stderr.flush, _kill_workers]
+        self.clean_ups: list[Callable[[], object]] = [_flush, _kill_workers]
         self.is_handled = self._is_released = False
         self._error: BaseException | None = None
         self._not_before = self._began = 0.0
@@ -97,6 +97,12 @@ def say(text: str) -> None:
     """To the descriptor, not to ``sys.stderr``, whose lock another thread may hold."""
     with contextlib.suppress(OSError):  # it is closed, or nobody reads it
         os.write(2, text.encode(errors="replace"))
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):  # those of the end: users replace them; None is a closed one
+        if stream is not None:
+            stream.flush()
 
 
 def _kill_workers() -> None:

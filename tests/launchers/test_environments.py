@@ -154,7 +154,7 @@ def test_sagemaker_with_a_base_directory_of_its_own() -> None:
 def test_settings_are_checked_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     enter("sdk3_mpi_np_bug", monkeypatch)
     environment = trainer("lightning.pytorch", "smddp").strategy.cluster_environment
-    with pytest.raises(ValueError, match="SDK 3 gives mpirun the number of ranks of one host"):
+    with pytest.raises(ValueError, match="SDK 3, which gives mpirun the number of ranks of one host"):
         environment.validate_settings(num_devices=2, num_nodes=2)
 
 

@@ -23,6 +23,7 @@ from tests.pipeline.example_modules import Cube
 from tests.pipeline.stage_emulation import (
     assert_transparent,
     assert_transparent_apart,
+    each_cut,
     even_cuts,
     in_stages,
     program_of,
@@ -295,6 +296,94 @@ def test_a_hook_that_is_registered_late_sees_the_whole_gradient() -> None:
     assert all("test_step_run.py" in (reasons[name] or "") for name in forbidden)
     assert len(norms) == 2
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+class ClampsItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        return self.linear(x)
+
+
+class UsesAnInputTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.a2, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), ClampsItsInput(), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        k = self.a2(h)
+        return self.c(self.b(h) + k)
+
+
+def test_a_hook_that_a_unit_registers_on_its_input_sees_the_whole_gradient() -> None:
+    """Before the unit's first operation: no stage begins at that unit, which would have a part of the gradient."""
+    torch.manual_seed(0)
+    net, x = UsesAnInputTwice(), torch.randn(3, 4)
+    units = {"a", "a2", "b", "c"}
+    graph = program_of(net, lambda: net(x).sum(), units.__contains__)
+    (clamped,) = [node.index for node in graph.nodes if node.module == "b"]
+    assert reason_not_to_cut(graph, clamped) is not None
+    assert_transparent(net, lambda root: lambda: root(x).sum(), units.__contains__, each_cut)
+
+
+# ---- compiled code between units, which sees no run of ours ----
+
+
+def as_it_is(graph: Any, inputs: Any) -> Any:
+    """A backend of the compiler."""
+    return graph.forward
+
+
+@torch.compile(backend=as_it_is, fullgraph=True)
+def compiled_between(x: Tensor) -> Tensor:
+    return torch.tanh(x) * 2
+
+
+class DrawsBetweenCompiled(nn.Module):
+    """Opened; it draws, as a module in it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.dropout = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return compiled_between(self.b(compiled_between(self.dropout(self.a(x)))))
+
+
+class CompiledAroundDropout(nn.Module):
+    """A unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout(0.5)
+        self.compiled = torch.compile(self._inner, backend=as_it_is)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return self.dropout(self.linear(x)).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compiled(x) * 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler reads it
+@pytest.mark.parametrize(("kind", "is_opened"), [(DrawsBetweenCompiled, True), (CompiledAroundDropout, False)])
+def test_compiled_code_beside_a_module_that_draws(kind: Callable[[], nn.Module], is_opened: bool) -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.body, self.last = nn.Linear(4, 4), kind(), nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.body(compiled_between(self.first(x))))
+
+    torch.manual_seed(0)
+    net, x = Whole(), torch.randn(3, 4)
+    assert_transparent(net, lambda root: lambda: root(x).sum(), lambda name: name != "body" or not is_opened, each_cut)
 
 
 # ---- checkpoints ----

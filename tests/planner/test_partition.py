@@ -153,12 +153,12 @@ def test_many_items_are_cut_quickly() -> None:
     crossing = [draw.choice([1e5, 2e5, 4e6]) for _ in range(401)]
     problem = PartitionProblem(items, sizes, crossing, ranks, [8] * 16, links=[Link(1e-5, 1e10)] * 15)
 
-    start = time.perf_counter()
+    start = time.process_time()
     found = best_partition(problem)
-    free_s = time.perf_counter() - start
+    free_s = time.process_time() - start
     limit = 1.15 * sum(found.rank_memory.values()) / len(found.rank_memory)
     limited = best_partition(dataclasses.replace(problem, memory_limit=limit))
-    limited_s = time.perf_counter() - start - free_s
+    limited_s = time.process_time() - start - free_s
 
     mean = sum(found.stage_seconds) / 16
     assert mean < max(found.stage_seconds) < 1.1 * mean

@@ -99,7 +99,7 @@ def fit_error(name: str, options: list[dict[str, Any]], make_model: Callable[[],
     start = time.monotonic()
     with pytest.raises(ValueError, match=r"\w") as caught:
         make_trainer(strategy, use_distributed_sampler=False).fit(make_model())
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     return str(caught.value)
 
 

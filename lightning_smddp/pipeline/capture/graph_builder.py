@@ -84,7 +84,6 @@ class Modules:
         chains: call -> the calls that it was made in, from the outside in, and itself.
         not_placeable: module -> why it cannot be a unit.
         must_be_whole: module -> why it cannot be opened.
-
     """
 
     def __init__(self, trace: Trace, root: nn.Module) -> None:
@@ -98,7 +97,6 @@ class Modules:
             self.chains[call.index] = (*self.chains[call.parent], call.index)
         self.not_placeable: dict[str, str] = {}
         self.must_be_whole: dict[str, str] = {}
-
         # In this order: the last one takes modules that may be units, so all that may not have to be known.
         self._find_escapes()
         for call in trace.calls:
@@ -232,13 +230,17 @@ class _Builder:
     def gradient_hooks(self) -> list[Colocation]:
         """A tensor's hook is registered by the stage that makes it: a later one's has a part of the gradient only."""
         colocations = []
-        for value, event, location in self.trace.hooks:
+        for value, event, call, location in self.trace.hooks:
             maker = self.node_of[self.trace.values[value].event]
+            around = {self.trace.calls[index].module for index in self.modules.chains[call]}
+            last = self.node_of.get(event, len(self.nodes))
+            if last == len(self.nodes) or self.nodes[last].module not in around:
+                last -= 1  # registered before that node, not within it
             reason = (
                 f"at {location} a hook is registered on the gradient of a tensor that an earlier stage would have "
                 "made: register it right behind what makes the tensor"
             )
-            colocations.append(Colocation(maker, self.node_of[event], reason))
+            colocations.append(Colocation(maker, last, reason))
         return colocations
 
     def _operations(self, first: int, last: int) -> None:

@@ -132,11 +132,12 @@ class Call:
 class GradientHook(NamedTuple):
     """A hook that the step's code registers on the gradient of a value.
 
-    ``event``: the one that came last.
+    ``event``: the one that comes next; ``call``: the module call that it is registered in.
     """
 
     value: int
     event: int
+    call: int | None
     location: str
 
 

@@ -268,7 +268,7 @@ class Tracking:
                 "micro-batch, on some stages alone. Register it in `__init__` or in `on_fit_start`."
             )
         if value is not None:
-            self.trace.hooks.append(GradientHook(value, len(self.trace.events) - 1, location))
+            self.trace.hooks.append(GradientHook(value, len(self.trace.events), self.innermost_call(), location))
 
 
 def is_plain(leaf: Any) -> bool:

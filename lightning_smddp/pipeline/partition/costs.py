@@ -314,7 +314,8 @@ class _UnitHooks:
     def __init__(self, device: torch.device) -> None:
         self.forward: dict[str, float] = defaultdict(float)
         self.backward: dict[str | None, float] = defaultdict(float)
-        self.since = 0.0
+        self.since = 0.0  # in backward
+        self._began = 0.0  # in forward, also where backward calls it again
         self._device = device
         self._depth = 0  # calls of units that are in calls of others
         self._in_backward: str | None = None
@@ -322,7 +323,7 @@ class _UnitHooks:
     def begins(self, unit: nn.Module, arguments: Any) -> None:
         """Hook before a unit's forward: time is its own from here on, unless another unit has called it."""
         if self._depth == 0:
-            self.since = now(self._device)
+            self._began = now(self._device)
         self._depth += 1
 
     def ends(self, name: str, unit: nn.Module, arguments: Any, result: Any) -> None:
@@ -330,7 +331,7 @@ class _UnitHooks:
         self._depth -= 1
         if self._depth:
             return
-        self.forward[name] += now(self._device) - self.since
+        self.forward[name] += now(self._device) - self._began
         # A hook on the gradient of each of its results: the first that fires is when its backward begins.
         for tensor in tensors(result):
             if tensor.requires_grad and tensor.grad_fn is not None:

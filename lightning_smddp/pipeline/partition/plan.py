@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -101,10 +102,11 @@ def divide(
         known = None
 
     def decide() -> tuple[Mapping[str, Any], NodeTimes]:
-        if known is not None:  # units of modules that are gone make another graph
-            graph = build_graph(traced, modules, known["splitting"]["units"])
-            if graph.digest() == known["digest"]:
-                return known, _measure(graph, trial, root, device)
+        if known is not None:
+            with suppress(SplitError):  # units of other code make another graph, or none
+                graph = build_graph(traced, modules, known["splitting"]["units"])
+                if graph.digest() == known["digest"]:
+                    return known, _measure(graph, trial, root, device)
         units = choose_units(traced, modules, cluster, split, checkpointing).units
         graph = build_graph(traced, modules, units)
         times = _measure(graph, trial, root, device)

@@ -103,7 +103,6 @@ def what_forbids(graph: StepGraph) -> str:
 
 def _explained(error: PartitionError, modules: Modules, graph: StepGraph) -> SplitError:
     reasons = [f"{name!r} is opened, as {why}" for name, why in modules.not_placeable.items()]
-
     reasons += [f"{name!r} is placed whole, as {why}" for name, why in modules.must_be_whole.items()]
     hint = f" Of the modules, {'; '.join(reasons[:_NAMED])}." if reasons else ""
     return SplitError(f"{error}.{what_forbids(graph)}{hint}")

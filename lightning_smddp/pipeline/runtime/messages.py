@@ -120,7 +120,7 @@ class Neighbour:
         group: the ranks of the pipeline.
         rank: in ``group``, that has the other stage; None where there is none.
         device: where messages are received.
-        ahead: whether a receive is started one micro-batch early. Between hosts a message travels only when its
+        ahead: whether a receive is started one micro-batch early. By gloo a message travels only when its
             receiver asks for it: so it does while this rank computes. All messages of that rank have to be of one
             stage then, in the order of micro-batches.
     """

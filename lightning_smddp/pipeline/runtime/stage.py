@@ -4,8 +4,8 @@ torch's own ``PipelineStage`` fixes the shapes of its messages at the first step
 micro-batch and direction from then on. :class:`Stage` offers the same methods to the schedules, and nothing else of it:
 it is told the shapes of every micro-batch at each step, takes a buffer when a receive is posted and lets go of it when
 it has been used. So shapes may differ between micro-batches and between steps. Sends and receives are made here, as
-``P2POp``; torch's schedule starts them and waits for them, as it also calls the forwards and backwards. Between hosts a
-message travels only when its receiver asks for it: there receives are started one micro-batch ahead, by the stage.
+``P2POp``; torch's schedule starts them and waits for them, as it also calls the forwards and backwards. By gloo a
+message travels only when its receiver asks for it: with one stage a rank, receives are started one micro-batch ahead.
 
 A forward keeps, for the micro-batch's backward, two ends of its piece of the autograd graph::
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_smddp._compat.torch import all_gather_single
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.objects import UnsendableError, gather, pickled, unpickled
 from lightning_smddp.communication.tensors import broadcast_tensors
@@ -109,7 +110,7 @@ class StepExchange:
         """The words of all ranks, and the numbers at their heads. Collective."""
         own = torch.frombuffer(bytearray(word[:_WORD].ljust(_WORD, b"\0")), dtype=torch.uint8)
         gathered = torch.empty(self._host.size() * _WORD, dtype=torch.uint8)
-        dist.all_gather_into_tensor(gathered, own, group=self._host)
+        all_gather_single(gathered, own, self._host)
         words = [part.numpy().tobytes() for part in gathered.split(_WORD)]
         return [_HEAD.unpack_from(word) for word in words], words
 

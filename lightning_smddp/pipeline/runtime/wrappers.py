@@ -38,6 +38,7 @@ class Wrappers:
         self.generators = Generators(root, device)
         self.drawing: frozenset[str] = frozenset()
         self._graphs: list[StepGraph] = []
+        self._compiled: frozenset[str] = frozenset()  # units of graphs with compiled code between units
         self._patches: list[Patch] = []  # for these graphs
         self._modules: list[nn.Module] = []  # that they wrap
         self._places: list[tuple[nn.Module, str]] = []  # (parent, attribute) on the way to these modules
@@ -57,17 +58,17 @@ class Wrappers:
             self.generators.python = True
 
     def _wrap_for(self, graphs: Sequence[StepGraph]) -> None:
-        self._graphs = list(graphs)
         self.drawing = frozenset[str]().union(*(graph.drawing for graph in graphs))
         names = self.drawing.union(*(graph.unit_names for graph in graphs))
-        wrap = self._wrap_compiled if any(graph.calls_compiled for graph in graphs) else self._wrap
-        self._patches = forward_patches(self.root, wrap, names)
+        self._compiled = frozenset[str]().union(*(graph.unit_names for graph in graphs if graph.calls_compiled))
+        self._patches = forward_patches(self.root, self._wrap, names)
         self._modules = list(map(self.root.get_submodule, names))
         self._places = []
         for path in {path for name in names for path in accumulate(name.split("."), "{}.{}".format)}:
             parent, _, attribute = path.rpartition(".")
             self._places.append((self.root.get_submodule(parent), attribute))
         self._found = self._find()
+        self._graphs = list(graphs)
 
     def _find(self) -> list[Any]:
         """The modules that are wrapped, their own ``forward`` and that of their class.
@@ -83,10 +84,10 @@ class Wrappers:
                 found.append(object())
         return found
 
-    def _wrap_compiled(self, name: str, forward: Forward) -> Forward:
-        return self._wrap(name, eagerly(forward, "default"))
-
     def _wrap(self, name: str, forward: Forward) -> Forward:
+        if name in self._compiled:
+            forward = eagerly(forward, "default")
+
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             run = ACTIVE.run
             if run is not None and not run.inside and name in run.graph.unit_names:

@@ -131,7 +131,6 @@ class OptimizerPartition:
 
         Args:
             group: the ranks of this pipeline.
-
             device: where ``group``'s backend has its messages.
             states: of this rank's parameters; None: those that the optimizer has.
         """

@@ -29,7 +29,6 @@ def broadcast_initial(module: nn.Module, group: dist.ProcessGroup, device: torch
     Args:
         module: the complete model.
         group: all ranks, of every pipeline.
-
         device: where ``group``'s backend has its messages.
 
     Raises:
@@ -55,7 +54,6 @@ def full_state_dict(
         module: divided by :func:`release`.
         ownership: who holds what.
         group: the ranks of this pipeline.
-
         device: where ``group``'s backend has its messages.
     """
     received: dict[str, Tensor] = {}
