@@ -181,7 +181,7 @@ class Unpartitioned:
         """The parameters that ``optimizer`` steps."""
         return all_parameters(optimizer)
 
-    def nonfinite(self) -> None:
+    def nonfinite(self, changed: bool) -> None:
         """There are no gradients yet."""
 
     def report(self) -> None:
@@ -323,10 +323,13 @@ class PartitionedModule:
         with self.outside_view():
             clip_by_norm(chosen, self.plan.ownership, setup.groups.pipeline, clip_val, device=setup.device)
 
-    def nonfinite(self) -> NonFinite | None:
-        """What is not finite in the gradients of this rank's stages, the same on all replicas."""
+    def nonfinite(self, changed: bool) -> NonFinite | None:
+        """What is not finite in the gradients of this rank's stages, the same on all replicas.
+
+        ``changed``: whether code of the user's may have written them since the backward pass.
+        """
         if self.stash.replicas is not None:
-            return self.stash.replicas.nonfinite()
+            return self.stash.replicas.nonfinite(changed)
         own = bad_gradients(self.stash.parameters.items())
         return None if own is None else NonFinite({}, own)
 

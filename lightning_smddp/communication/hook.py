@@ -51,10 +51,7 @@ class GradientSynchronizer:
         self.communicator = communicator
         self.recorder = recorder
         self._compression = compression
-        self._names: dict[int, str] = {}  # of trained parameters, by `id`
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
-                self._names[id(parameter)] = name
+        self._names = _averaged(module)
         self.watches = False  # for NaN and inf in sums through shared memory, where a look is free
         self._seen_finite = False  # all gradients of the last backward pass, by such looks
         self._brought: dict[str, str] = {}  # what was not finite in this rank's own, by parameter
@@ -95,9 +92,14 @@ class GradientSynchronizer:
             return future
         return future.then(done)
 
-    def nonfinite(self, parameters: Iterable[Tensor]) -> NonFinite | None:
-        """What is wrong with the averaged gradients of some ``parameters``: the same answer on all ranks."""
-        if self._seen_finite:
+    def nonfinite(self, parameters: Iterable[Tensor], changed: bool) -> NonFinite | None:
+        """What is wrong with the averaged gradients of some ``parameters``: the same answer on all ranks.
+
+        Args:
+            parameters: whose gradients.
+            changed: whether code of the user's may have written them since they were averaged.
+        """
+        if self._seen_finite and not changed:
             return None
         names = self._names
         averages = bad_gradients((names[id(each)], each) for each in parameters if id(each) in names)
@@ -169,6 +171,18 @@ class GradientSynchronizer:
         """What is remembered of ``bucket`` goes by this: what another compression has left is not taken for it."""
         names = " ".join([self._names.get(id(parameter), "?") for parameter in bucket.parameters()])
         return f"{self._compression}: {names}"
+
+
+def _averaged(module: nn.Module) -> dict[int, str]:
+    """Names of the parameters that DDP is to average, by ``id``. What it is told to ignore it leaves to each rank."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    names: dict[int, str] = {}
+    for prefix, part in module.named_modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            full = f"{prefix}.{name}"  # as DDP compares it: the module's own begin with a dot
+            if parameter.requires_grad and full not in ignored:
+                names.setdefault(id(parameter), full.removeprefix("."))
+    return names
 
 
 def _recording(recorder: Recorder) -> Callable[[Future[Any]], Any]:

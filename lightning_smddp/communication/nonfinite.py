@@ -1,10 +1,11 @@
 """NaN and inf in gradients: seen before a weight takes them in, with no message more while all is well.
 
-Before a step each rank looks at the averages once, behind code of the user's that may have cleaned them. They are the
-same on all ranks, so all of them see the same, and the rank is named by its loss.
+Before a step each rank looks at the averages once, and where something is found, again behind code of the user's that
+may clean them. They are the same on all ranks, so all of them see the same, and the rank is named by its loss.
 
 Averaging through shared memory looks by itself, at sums that are still in cache, and tells all ranks (``hook.py``):
-where these are finite nobody looks again, and else each rank knows what it has brought.
+where these are finite nobody looks again, unless code of the user's may have written them; else each rank knows what
+it has brought.
 """
 
 from __future__ import annotations

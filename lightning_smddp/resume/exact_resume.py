@@ -74,7 +74,7 @@ class ExactResume:
         Only the first rank's ``checkpoint`` gets it. Nothing is added to checkpoints of weights alone, nor after an
         exception, when other ranks may be gone.
         """
-        loaders = self.take_out(checkpoint)
+        loaders = self._take_out(checkpoint)
         trainer, loops = self._trainer, checkpoint["loops"]["fit_loop"]
         if trainer is None or trainer.interrupted or "optimizer_states" not in checkpoint:
             return
@@ -89,7 +89,7 @@ class ExactResume:
                 "ranks": ranks,
             }
 
-    def take_out(self, checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _take_out(self, checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The states of this rank's loaders. A Trainer with another strategy takes those of its own loaders alone."""
         state = checkpoint["loops"]["fit_loop"]["state_dict"]
         loaders: list[dict[str, Any]] = state.get("combined_loader", [])

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -215,8 +216,12 @@ class AccumulateMicroBatches(_Base):
     def _recording(self, run: _Run) -> Iterator[None]:
         """Keep what ``self.log`` is called with."""
         calls = Counter[str]()
+        # Lightning's, of either package: the module's own may take `*args`.
+        base: Any = next(base for base in type(self._module).__mro__ if base.__name__ == "LightningModule")
+        names = list(signature(base.log).parameters)[3:]  # behind self, name and value
 
-        def log(name: str, value: Any, **options: Any) -> None:
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            options = dict(zip(names, args, strict=False), **kwargs)
             if isinstance(value, Metric):
                 number = forward_cache(value)
             else:
@@ -224,7 +229,7 @@ class AccumulateMicroBatches(_Base):
             run.logs[name, calls[name]] = _Logged(value, number, options)
             calls[name] += 1
 
-        self._module.log = log  # type: ignore[method-assign, assignment]
+        self._module.log = log  # type: ignore[method-assign]
         try:
             yield
         finally:

@@ -183,10 +183,13 @@ class DDPScheme:
 
     # ---- steps ----
 
-    def nonfinite(self, optimizer: Optimizer, device: torch.device) -> NonFinite | None:
-        """What is wrong with the gradients that ``optimizer`` is to step; None if no rank has found anything."""
+    def nonfinite(self, optimizer: Optimizer, device: torch.device, changed: bool) -> NonFinite | None:
+        """What is wrong with the gradients that ``optimizer`` is to step; None if no rank has found anything.
+
+        ``changed``: whether code of the user's may have written them since they were averaged.
+        """
         for synchronizer in self.synchronizers:
-            found = synchronizer.nonfinite(all_parameters(optimizer))
+            found = synchronizer.nonfinite(all_parameters(optimizer), changed)
             if found is not None:
                 return found
         if self.synchronizers or not self._frozen:
@@ -294,5 +297,5 @@ class DDPScheme:
             synchronizer.close()
         if self.communicator is not None:
             self.communicator.close()
-        self.synchronizers, self._frozen = [], []
+        self.synchronizers, self._frozen, self._names = [], [], {}
         self.communicator = None

@@ -179,8 +179,9 @@ class FabricDataParallel(FabricStrategy):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     def _look(self, optimizer: Any) -> None:
-        if self._looks:
-            self._guard.check(optimizer, self._scheme.nonfinite(optimizer, self.root_device), "this step")
+        if self._looks:  # between the backward pass and the step the script has had the gradients
+            found = self._scheme.nonfinite(optimizer, self.root_device, changed=True)
+            self._guard.check(optimizer, found, "this step")
 
     def clip_gradients_norm(
         self,

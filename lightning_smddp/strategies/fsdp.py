@@ -122,11 +122,12 @@ class FullyShardedParallel(TrainerStrategy):
         reliability: ReliabilityOptions = ReliabilityOptions(),
         **kwargs: Unpack[FromFSDP],
     ) -> None:
-        require_known(self, kwargs, FromFSDP.__annotations__)
-        offload = kwargs.pop("cpu_offload", False)
+        given = by_name(super().__init__, args, kwargs)
+        require_known(self, given, FromFSDP.__annotations__)
+        offload = given.pop("cpu_offload", False)
         sharding_options = ShardingOptions(sharding, shard_size, wrap, meta_init, offload, compression)
         options = StrategyOptions.of(communication, reliability, resume=resume)
-        super().__init__(**by_name(super().__init__, args, kwargs))
+        super().__init__(**given)
         self._sharding = sharding_options
         self._view = WholeView()
         self._changes = ExitStack()  # of Lightning and of tensors, until teardown

@@ -90,7 +90,7 @@ def require_known(strategy: Any, given: Iterable[str], of_lightning: Iterable[st
             for option in _names(kind):
                 written[option] = f"{group}={kind.__name__}({option}=...)"
     for name in sorted(set(given) - known):
-        close = get_close_matches(name, written, 1)
+        close = get_close_matches(name, written, 1, cutoff=0.85)
         if name in arguments_of(DistributedDataParallel):
             hint = "It is DistributedDataParallel's, which is not used here. Leave it out."
         elif close:

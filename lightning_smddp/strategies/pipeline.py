@@ -42,7 +42,7 @@ from lightning_smddp.strategies.checks import (
     zeroes_as_usual,
 )
 from lightning_smddp.strategies.hook_view import HookView
-from lightning_smddp.strategies.nonfinite import by_asking, has_changed
+from lightning_smddp.strategies.nonfinite import by_asking, has_changed, may_have_changed
 from lightning_smddp.strategies.options import (
     CommunicationOptions,
     LossWeightOption,
@@ -332,7 +332,7 @@ class PipelineParallel(PipelineRanks):
 
     @override
     def _find_nonfinite(self, optimizer: Optimizer) -> NonFinite | None:
-        found = self._last_pipelined().state.nonfinite()
+        found = self._last_pipelined().state.nonfinite(may_have_changed(self._trainer))
         return found if self._nonfinite_group is not None else by_asking(found, self.root_device)
 
     @property

@@ -22,8 +22,6 @@ from lightning_smddp.strategies.environments import before_start
 from lightning_smddp.strategies.options import GradientOptions
 
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
-
-
 _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own
 _LEAVE_S = 60.0  # for the groups to end
 _LEAVE_AFTER_FAILURE_S = 5.0

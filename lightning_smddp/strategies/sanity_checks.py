@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from lightning_smddp.communication.consistency import check_same_lengths, check_same_optimizers
-from lightning_smddp.communication.nonfinite import NonFinite
+from lightning_smddp.communication.nonfinite import NonFinite, agreed
 from lightning_smddp.strategies.nonfinite import NonFiniteGuard, before_step
 
 if TYPE_CHECKING:
@@ -82,11 +82,20 @@ class SanityChecks:
             return result
 
         def judge() -> None:
-            left = None if found is None else self.strategy._find_nonfinite(optimizer)
-            self.guard.check(optimizer, left and found, self.where(), self.strategy._nonfinite_group)
+            left = found if self._is_left(found, optimizer) else None
+            self.guard.check(optimizer, left, self.where(), self.strategy._nonfinite_group)
 
         with before_step(optimizer, judge):
             return step(looked)
+
+    def _is_left(self, found: NonFinite | None, optimizer: Any) -> bool:
+        """Whether any rank still has what was ``found``: hooks may have cleaned it on some. Collective then."""
+        if found is None:
+            return False
+        left = self.strategy._find_nonfinite(optimizer)
+        group = self.strategy._nonfinite_group or dist.group.WORLD
+        assert group is not None
+        return agreed(left is not None, group, self.strategy.root_device)
 
     def where(self) -> str:
         """The step that runs, in words."""

@@ -128,6 +128,7 @@ def test_logs_and_metrics_are_those_of_a_loop() -> None:
         model.log("min", loss, reduce_fx="min")
         if len(batch[0]) == 2:
             model.log("sometimes", loss)
+        model.log("shown", loss, True)  # `prog_bar` by position
         model.log("twice", 1.0, on_step=False, on_epoch=True)
         model.log("twice", 2.0, on_step=False, on_epoch=True)
         model.accuracy(logits, batch[1])
@@ -147,6 +148,7 @@ def test_logs_and_metrics_are_those_of_a_loop() -> None:
     expected = {
         "mean": (3 * losses[0] + 2 * losses[1] + 2 * losses[2]) / 7,
         "uniform": sum(losses) / 3,
+        "shown": (3 * losses[0] + 2 * losses[1] + 2 * losses[2]) / 7,
         "sum": sum(losses),
         "max": max(losses),
         "min": min(losses),
@@ -158,6 +160,7 @@ def test_logs_and_metrics_are_those_of_a_loop() -> None:
     }
     found = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert found == pytest.approx({**expected, "accuracy": expected["accuracy_epoch"]})
+    assert set(trainer.progress_bar_metrics) == {"shown"}
 
 
 def test_outputs_that_cannot_be_put_together_are_refused() -> None:

@@ -257,6 +257,7 @@ def test_a_number_of_ranks_that_torchrun_did_not_start_is_an_error(devices: int,
         (lambda: SMDDPFabricStrategy(resume="auto"), "has no argument 'resume'. Valid: .*reliability"),
         (lambda: SMDDPStrategy(colective_timeout=9), r"mean communication=CommunicationOptions\(collective_timeout"),
         (lambda: PipelineStrategy(scedule="gpipe"), "PipelineStrategy has no argument 'scedule'. Did you mean 'sched"),
+        (lambda: PipelineStrategy(shard_size=2), "has no argument 'shard_size'. Valid: "),
         (lambda: PipelineStrategy(find_unused_parameters=True), "no argument 'find_unused_parameters'. It is Distrib"),
     ],
 )

@@ -254,6 +254,75 @@ def test_gradients_are_looked_at_after_the_users_code_has_cleaned_them() -> None
         assert all(bool(value.isfinite().all()) for value in weights.values())
 
 
+class CleansOnOneRank(Spoiler):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_rank == self.rank:
+            clean(self)
+
+
+def cleans_on_one_rank() -> str:
+    with pytest.raises(NonFiniteGradientError) as caught:
+        make_trainer(strategy_of("smddp")).fit(CleansOnOneRank(1, NAN))
+    return str(caught.value)
+
+
+def test_gradients_that_one_rank_alone_has_cleaned_are_refused_on_all() -> None:
+    first, second = SEVERAL.results((cleans_on_one_rank,))
+    assert first == second
+    assert f"step {BAD_STEP} (epoch 0, batch " in first
+
+
+class MakesNaN(Learner):
+    """Behind the averaging, which has seen finite sums."""
+
+    def on_after_backward(self) -> None:
+        gradient = self.net[2].bias.grad
+        if self.trainer.global_step == BAD_STEP and gradient is not None:
+            gradient[1] = NAN
+
+
+def makes(name: str, options: dict[str, Any]) -> str:
+    with pytest.raises(NonFiniteGradientError) as caught:
+        make_trainer(strategy_of(name, algorithm="shared_memory", **options)).fit(MakesNaN())
+    return str(caught.value)
+
+
+MADE = [(makes, "smddp", {}), (makes, "pipeline", {"pipeline_parallel_size": 1})]
+
+
+@pytest.mark.parametrize("case", MADE, ids=["smddp", "replicas"])
+def test_what_on_after_backward_makes_is_seen_in_the_same_step(case: Any) -> None:
+    first, second = SEVERAL.results(case)
+    assert first == second
+    assert f"step {BAD_STEP} (epoch 0, batch " in first
+    assert "in the averages net.2.bias (nan in 1 of 3 elements)" in first
+
+
+class OfEachRank(Spoiler):
+    """Parameters that DDP is told to leave to each rank; one is not finite on one of them."""
+
+    def __init__(self) -> None:
+        super().__init__(1, NAN)
+        self.own = torch.nn.Linear(1, 2)
+        self._ddp_params_and_buffers_to_ignore = ["own.weight", "own.bias"]
+
+    def on_fit_start(self) -> None:
+        self.own.bias.register_hook(self.spoil)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return self.loss(batch) + self.own(torch.ones(1)).sum()
+
+
+def ignored_by_ddp() -> list[bool]:
+    model = OfEachRank()
+    make_trainer(strategy_of("smddp"), **EPOCH).fit(model)
+    return [all(bool(p.isfinite().all()) for p in part.parameters()) for part in (model.own, model.net)]
+
+
+def test_what_ddp_is_told_to_ignore_is_not_looked_at() -> None:
+    assert SEVERAL.results((ignored_by_ddp,)) == [[True, True], [False, True]]
+
+
 class BadLoss(Spoiler):
     """On one rank one batch gives a loss that is not finite."""
 
@@ -299,7 +368,8 @@ def manual() -> str:
     return str(caught.value)
 
 
-SEVERAL = Cases(call, [(body,) for body in (ignores, names_by_loss, manual)])
+OF_SMDDP = (ignores, names_by_loss, manual, cleans_on_one_rank, ignored_by_ddp)
+SEVERAL = Cases(call, [*((body,) for body in OF_SMDDP), *MADE])
 # The last one ends with its process, which the other one waits for.
 SLOW = Cases(call, [*OVERFLOWS, *LEFT_OUT, *CLEANED, fails_in_pipeline(1), fails_in_pipeline(2)])
 
@@ -332,13 +402,38 @@ def with_fabric(strategy: str, by_closure: bool) -> str:
     return str(caught.value)
 
 
+def spoilt_by_a_script() -> str:
+    from lightning.fabric import Fabric
+
+    from lightning_smddp import SMDDPFabricStrategy
+
+    strategy: Any = SMDDPFabricStrategy(**grouped(algorithm="shared_memory", verbose=False))
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    net = torch.nn.Linear(2, 1)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    fabric.backward(model(torch.ones(1, 2)).sum())
+    assert net.bias.grad is not None
+    net.bias.grad.fill_(NAN)
+    with pytest.raises(NonFiniteGradientError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
 LOSS, GRADIENT = "the loss (", "weight (inf in 2 of 2 elements)"
-FABRIC = Cases(with_fabric, [("smddp", False), ("smddp", True), ("smddp_fsdp", False), ("smddp_fsdp", True)])
+LOOKED = [("smddp", False), ("smddp", True), ("smddp_fsdp", False), ("smddp_fsdp", True)]
+FABRIC = Cases(call, [(spoilt_by_a_script,), *((with_fabric, *case) for case in LOOKED)])
 
 
-@pytest.mark.parametrize(("strategy", "by_closure"), FABRIC.cases)
+@pytest.mark.parametrize(("strategy", "by_closure"), LOOKED)
 def test_fabric(strategy: str, by_closure: bool) -> None:
-    first, second = FABRIC.results((strategy, by_closure))
+    first, second = FABRIC.results((with_fabric, strategy, by_closure))
     assert first == second
     assert "on rank 1 (host" in first
     assert (GRADIENT if strategy == "smddp" else LOSS) in first
+
+
+def test_fabric_sees_what_the_script_has_made_of_averages() -> None:
+    first, second = FABRIC.results((spoilt_by_a_script,))
+    assert first == second
+    assert "in the averages bias (nan in 1 of 1 element)" in first

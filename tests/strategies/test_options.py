@@ -22,6 +22,7 @@ from lightning_smddp import (
     PipelineStrategy,
     ReliabilityOptions,
     SMDDPFabricStrategy,
+    SMDDPFSDPStrategy,
     SMDDPStrategy,
 )
 from tests.strategies.grouped import GROUPS, grouped
@@ -108,11 +109,12 @@ def test_fabric_refuses_what_is_the_trainers() -> None:
         SMDDPFabricStrategy(**grouped(async_save=True))
 
 
-def test_by_position_a_pipeline_takes_five() -> None:
+@pytest.mark.parametrize("kind", [PipelineStrategy, SMDDPFSDPStrategy])
+def test_by_position_these_take_five(kind: Any) -> None:
     accelerator = object()
-    assert PipelineStrategy(accelerator, None, None, None, None)._accelerator is accelerator
-    with pytest.raises(TypeError, match="PipelineStrategy has no argument 'ddp_comm_state'"):
-        PipelineStrategy(None, None, None, None, None, None)
+    assert kind(accelerator, None, None, None, None)._accelerator is accelerator
+    with pytest.raises(TypeError, match=f"{kind.__name__} has no argument 'ddp_comm_state'"):
+        kind(None, None, None, None, None, None)
 
 
 # ---- LightningCLI ----

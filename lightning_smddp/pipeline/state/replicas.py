@@ -228,9 +228,12 @@ class ReplicaGradients:
         for bucket in self.buckets:
             bucket.hand_out(self._used)
 
-    def nonfinite(self) -> NonFinite | None:
-        """What is wrong with the averaged gradients, the same on all replicas; after :meth:`finish`."""
-        return self._synchronizer.nonfinite(self._trained().values())
+    def nonfinite(self, changed: bool) -> NonFinite | None:
+        """What is wrong with the averaged gradients, the same on all replicas; after :meth:`finish`.
+
+        ``changed``: whether code of the user's may have written them since then.
+        """
+        return self._synchronizer.nonfinite(self._trained().values(), changed)
 
     def report(self) -> CommunicationReport:
         """What communication cost so far. Collective over the replicas."""
