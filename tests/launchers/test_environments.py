@@ -116,6 +116,16 @@ def test_other_strategies_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert type(chosen).__name__ == "LightningEnvironment"
 
 
+def test_our_environments_as_plugins_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for case, environment in (("sagemaker_mpi", SageMakerEnvironment), ("open_mpi_4_two_nodes", MPIRunEnvironment)):
+        with monkeypatch.context() as patch:
+            enter(case, patch)
+            assert environment.detect()
+            strategy = trainer("lightning.pytorch", "ddp", plugins=[environment()]).strategy
+            assert isinstance(strategy.cluster_environment, environment)
+            assert (strategy.global_rank, strategy.world_size, strategy.node_rank) == (3, 4, 1)
+
+
 def test_mpirun_in_a_slurm_job_without_tasks_per_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning's own search ends with an error there."""
     enter("open_mpi_in_slurm", monkeypatch, SLURM_NTASKS_PER_NODE=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import time
 import weakref
@@ -64,6 +65,36 @@ def test_ranks_equal_one_process(case: str) -> None:
     ranks, runs = CASES[case]
     for found in run_ranks(several, ranks, runs, timeout=100):
         assert found == []
+
+
+def with_early_receives(name: str) -> tuple[list[str], list[int]]:
+    """The second micro-batch has no loss; differences, and micro-batches whose messages nobody has taken."""
+    reference, batches = pipeline_chains.network(3), pipeline_chains.batches_of(0, (1,) * 5, 3)
+    model, left = copy.deepcopy(reference), []
+    bodies: list[pipeline_chains.StageBody] = [pipeline_chains.Body(piece, batches) for piece in model]
+    last, without_loss = bodies[2], [(x, 0.0 if index == 1 else weight) for index, (x, weight) in enumerate(batches)]
+    bodies[2] = lambda microbatch, received: last(microbatch, received)[: 0 if microbatch == 1 else 1]
+    engine = Engine(name, bodies)
+    (stage,) = engine.engine.stages
+    end_step = stage.end_step
+    assert stage._before._ahead
+
+    def look_and_end() -> None:
+        for neighbour in (stage._before, stage._behind):
+            for held in (neighbour._arriving, neighbour._tensors):
+                left.extend(microbatch for microbatch, some in held.items() if some)
+        end_step()
+
+    stage.end_step = look_and_end
+    for train in (True, False, True, False, True):
+        _, boundaries = pipeline_chains.in_one_process(reference, without_loss, train)
+        (engine.train if train else engine.evaluate)(boundaries)
+    return pipeline_chains.differences(engine, model, reference), left
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_receives_that_are_started_early_are_all_taken(name: str) -> None:
+    assert run_ranks(with_early_receives, 3, name) == [([], [])] * 3
 
 
 class Token:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_smddp import PipelineStrategy, SMDDPStrategy
+from lightning_smddp import PipelineStrategy, SMDDPFSDPStrategy, SMDDPStrategy
 from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import CLASSES, INPUTS, make_trainer
@@ -120,6 +120,7 @@ LAYOUTS: dict[str, tuple[int, Any, dict[str, Any]]] = {
     "pp3": (3, PipelineStrategy, {}),
     "pp4": (4, PipelineStrategy, {}),
     "dp2": (2, SMDDPStrategy, {}),
+    "fsdp2": (2, SMDDPFSDPStrategy, {}),
     "2x2": (4, PipelineStrategy, {"pipeline_parallel_size": 2}),
     "dp2 shard": (2, SMDDPStrategy, {"shard": "optimizer"}),
     "2x2 shard": (4, PipelineStrategy, {"pipeline_parallel_size": 2, "shard": "optimizer"}),

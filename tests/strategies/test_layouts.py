@@ -117,6 +117,14 @@ def test_from_two_stages_to_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True], ids=["file", "directory"])
+def test_from_fully_sharded_to_two_stages_and_back(sharded: bool, tmp_path: Path) -> None:
+    _, unbroken = alone("net", tmp_path)
+    sources = [Run("net", layout, tmp_path, sharded) for layout in ("fsdp2", "pp2")]
+    go_through(sources, {"fsdp2": ["pp2"], "pp2": ["fsdp2"]}, unbroken)
+
+
+@pytest.mark.slow
 def test_from_one_process_to_two_stages(tmp_path: Path) -> None:
     """By a plain file, and by the directory that is made of it."""
     first, unbroken = alone("net", tmp_path)

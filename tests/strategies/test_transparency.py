@@ -9,6 +9,7 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
@@ -159,6 +160,17 @@ class Evaluated(Logging):
         return self.train_dataloader()
 
     test_dataloader = predict_dataloader = val_dataloader
+
+
+def stop_early(strategy: str) -> int:
+    trainer = make_trainer(strategy, max_epochs=6, callbacks=[EarlyStopping("val_loss", patience=2)])
+    trainer.fit(Evaluated())
+    return int(trainer.current_epoch)
+
+
+@pytest.mark.slow
+def test_early_stopping_stops_all_ranks_at_once() -> None:
+    assert run_trainer_ranks(stop_early, 2, "smddp") == [3, 3]
 
 
 def evaluate(strategy: str) -> tuple[float, float, list[int], Outcome]:
