@@ -204,7 +204,8 @@ class FabricFullyShardedParallel(FabricStrategy):
         """The backward pass, which averages gradients unless it is in ``fabric.no_backward_sync``."""
         if self._looks:
             self._guard.note(tensor)
-        # With several modules FSDP2 sees by what their forwards have returned which of them have to do with the pass.
+        # With several modules FSDP2 sees by what their forwards have returned which of them have to do with the pass;
+        # one that has nothing to do with it costs a message.
         is_alone = len(self._modules) == 1
         called = [divided for divided in self._modules if divided.was_called]
         with self._view.inside(False):

@@ -293,9 +293,16 @@ class RunSupervision:
 
     @contextmanager
     def saves(self) -> Iterator[None]:
-        """Around a save, for which there is time in this phase, also when another rank fails meanwhile."""
+        """Around a save, for which there is time, also when another rank fails meanwhile."""
         self.phase("checkpoint")
-        yield
+        supervisor = self.supervisor
+        if supervisor is not None:
+            supervisor.is_saving = self.strategy.is_global_zero
+        try:
+            yield
+        finally:
+            if supervisor is not None:
+                supervisor.is_saving = False
         self.phase("data")
 
 

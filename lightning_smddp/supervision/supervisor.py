@@ -55,6 +55,7 @@ class Supervisor:
     Attributes:
         step, phase, batches: set these as training goes on; ``batches`` are those of the epoch that are begun.
         moves: add one where this rank goes on in a way that the rest does not show, such as a batch of a validation.
+        is_saving: it writes a checkpoint, which all ranks wait for.
         failure: the first failure of the job, as all ranks agree on it; None if there is none.
         stop_signal: by which the job was asked to stop; None if it was not.
         shutdown, signals, stillness: see there for what can be set and called.
@@ -76,6 +77,7 @@ class Supervisor:
         self._parent_pid = parent_pid
         self.step, self.phase = -1, "setup"
         self.batches = self.moves = 0
+        self.is_saving = False
         self.failure: Failure | None = None
         self.stop_signal: int | None = None
         self.shutdown = Shutdown()
@@ -184,8 +186,7 @@ class Supervisor:
                 for signum, again in self.signals.read():
                     self._signalled(signum, again)
             if failure is not None:
-                is_saving = self.rank == 0 and self.phase == "checkpoint"  # the others wait for it
-                if self.shutdown.due(self._waits_for_first(), is_saving):
+                if self.shutdown.due(self._waits_for_first(), self.is_saving):
                     self._force(failure.describe())
             elif self.stop_signal is not None and now - self._stop_at > self.stop_grace:
                 self._force(f"it did not stop within {self.stop_grace:g} s of {name_of(self.stop_signal)}")
