@@ -103,8 +103,8 @@ def assert_same(left: Any, right: Any, path: str = "", rtol: float = 0.0, atol: 
         assert left == right, f"{path}: {left} and {right}"
 
 
-def count_collectives(*names: str) -> list[str]:
-    """Names of the functions of torch.distributed that this process calls from now on, of those that are given."""
+def count_collectives(*names: str, module: Any = dist) -> list[str]:
+    """Names of the functions of ``module`` that this process calls from now on, of those that are given."""
     calls: list[str] = []
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,5 +115,5 @@ def count_collectives(*names: str) -> list[str]:
         return call
 
     for name in names:
-        setattr(dist, name, counted(name, getattr(dist, name)))
+        setattr(module, name, counted(name, getattr(module, name)))
     return calls

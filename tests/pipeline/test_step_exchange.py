@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.pipeline.mesh import Channel
+from lightning_smddp.pipeline.runtime import step_exchange
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.step_exchange import Failure, StepExchange
 from tests.pipeline.models import count_collectives
@@ -67,12 +68,14 @@ def test_every_rank_has_the_results_of_the_last() -> None:
 
 def collectives() -> list[int]:
     calls = count_collectives("all_gather_into_tensor", "broadcast", "all_gather_object")
+    gathers = count_collectives("all_gather_single", module=step_exchange)
     meeting, _ = exchange()
     counts = []
     for _ in range(3):
         calls.clear()
+        gathers.clear()
         meeting.run(of_step(2))
-        counts.append(len(calls))
+        counts.append(len(calls) + len(gathers))
     return counts
 
 

@@ -288,7 +288,7 @@ class SimulatedNCCL(Communicators):
 
         def finish() -> None:
             for tensor in results:
-                tensor.div_(self._size)
+                tensor.div_(self._size, rounding_mode=None if tensor.is_floating_point() else "trunc")  # as NCCL's
 
         return dist.ReduceOp.SUM, finish
 
