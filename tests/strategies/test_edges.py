@@ -21,7 +21,10 @@ from tests.strategies.grouped import grouped
 from tests.strategies.learners import make_trainer, silent
 from tests.strategies.pipeline_learners import Cases, Evaluated, call
 
-pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:It is recommended to use `self.log"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # torch's, of copying its own structures
+]
 BOTH = ["smddp", "pipeline"]
 STEPS = 3  # in an epoch
 
@@ -71,7 +74,6 @@ def supervisors() -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's, of copying its own structures
 @pytest.mark.parametrize("name", BOTH)
 def test_module_and_trainer_can_be_pickled_and_copied_after_fit(name: str) -> None:
     for result in SLOW.results((copies, name)):
