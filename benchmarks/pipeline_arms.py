@@ -70,9 +70,7 @@ class Fit:
         strategy = self.trainer.strategy
         assert isinstance(strategy, PipelineStrategy)
         plan = strategy._pipelined.partitioned.plan
-        stages = plan.stage_of_node
-        firsts = [stages.index(stage) for stage in range(1, max(stages) + 1)]
-        return [plan.graph.nodes[index].name for index in firsts]
+        return [plan.graph.nodes[stage.begin].name for stage in plan.stages[1:]]
 
     def __len__(self) -> int:
         return 10**6  # Lightning fetches a batch ahead if it does not know the length
