@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import multiprocessing.util
 import os
 import subprocess
 import sys
@@ -52,6 +53,7 @@ LONGEST = [
 def pytest_configure(config: pytest.Config) -> None:
     adopt_orphans()
     name_semaphores()
+    multiprocessing.util.get_temp_dir()  # of all processes: that of a test may be too long for the name of a socket
     config.stash[BEFORE] = Snapshot.take()
 
 

@@ -31,6 +31,7 @@ from lightning_smddp.strategies.launchers import end_processes, launcher_pid, ma
 from lightning_smddp.strategies.nonfinite import has_changed
 from lightning_smddp.strategies.tables import say
 from lightning_smddp.supervision.failure import Failure
+from lightning_smddp.supervision.shutdown import children_may_end
 from lightning_smddp.supervision.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -132,7 +133,8 @@ class RunSupervision:
             yield
             self._end_run()
         except BaseException as error:
-            explained = self._explain(error)
+            with children_may_end():
+                explained = self._explain(error)
             self.strategy._session.failed = not self._stopped or not is_stop(explained)
             if explained is error:
                 raise

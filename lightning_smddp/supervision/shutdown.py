@@ -5,15 +5,16 @@ That thread gets an error from a collective that breaks, or at the next place wh
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from lightning_smddp.communication.groups import abort_groups
 
@@ -74,7 +75,7 @@ class Shutdown:
         if self._error is not None:
             say("".join(traceback.format_exception(self._error)))
         else:
-            with contextlib.suppress(OSError, ValueError):
+            with suppress(OSError, ValueError):
                 faulthandler.dump_traceback(2, all_threads=True)
         say(f"lightning-smddp: {where} is ended, exit code {code}. Cause: {reason}\n")
         deadline = time.monotonic() + CLEAN_UP_WITHIN_S
@@ -95,8 +96,26 @@ def _run(functions: list[Callable[[], object]]) -> list[threading.Thread]:
 
 def say(text: str) -> None:
     """To the descriptor, not to ``sys.stderr``, whose lock another thread may hold."""
-    with contextlib.suppress(OSError):  # it is closed, or nobody reads it
+    with suppress(OSError):  # it is closed, or nobody reads it
         os.write(2, text.encode(errors="replace"))
+
+
+@contextmanager
+def children_may_end() -> Iterator[None]:
+    """In this context no child's end interrupts this thread.
+
+    torch raises from its handler where a DataLoader worker was killed, as launchers do with all of a rank's processes:
+    it would take the place of the error that is being explained.
+    """
+    handler = signal.getsignal(signal.SIGCHLD)
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
 
 
 def _flush() -> None:
