@@ -100,26 +100,6 @@ class MonaiUnet(Segmenter):
         return self.criterion(self.model(batch[0]), batch[1])
 
 
-class TorchvisionFcn(Segmenter):
-    """Returns a dict; an auxiliary head."""
-
-    def build(self) -> Any:
-        model = torchvision.models.segmentation.fcn_resnet50(
-            weights=None, weights_backbone=None, num_classes=1, aux_loss=True
-        )
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-        return model
-
-    def loss(self, batch: Any) -> Tensor:
-        out = self.model(batch[0])
-        return sum(
-            weight * F.binary_cross_entropy_with_logits(out[name], batch[1])
-            for name, weight in (("out", 1.0), ("aux", 0.5))
-        )
-
-
 def tower() -> nn.Module:
     model = nn.Sequential(
         nn.Conv2d(3, 32, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, stride=2, padding=1), nn.ReLU(),
@@ -222,33 +202,12 @@ class Detr(HuggingFace):
         return {"pixel_values": images, "pixel_mask": mask, "labels": [labels for _, labels in rows]}
 
 
-class Segformer(Built):
-    rate = 0.01
-
-    def build(self) -> Any:
-        drop = {"hidden_dropout_prob": 0.0, "classifier_dropout_prob": 0.0, "drop_path_rate": 0.0}
-        config = transformers.SegformerConfig(
-            hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 1, 1], num_attention_heads=[1, 1, 2, 2], decoder_hidden_size=16,
-            num_labels=2, **drop,
-        )  # fmt: skip
-        return transformers.SegformerForSemanticSegmentation(config)
-
-    def loss(self, batch: Any) -> Tensor:
-        return self.model(pixel_values=batch[0], labels=batch[1][:, 0].long()).loss
-
-    def data(self) -> Any:
-        return [(image, mask) for image, mask, _ in squares()]
-
-
 @table(
     Case(SmpUnet, WHOLE),
-    Case(MonaiUnet),
     Case(MonaiUnet, ZERO_BUBBLE, variant="zero_bubble"),
-    Case(TorchvisionFcn, WHOLE),
     Case(RetinaNet, WHOLE),
     Case(FasterRcnn, WHOLE),
     Case(Detr, WHOLE),
-    Case(Segformer, WHOLE),
 )
 def test_detection_segmentation(case: Case) -> None:
     check(case)

@@ -1,4 +1,4 @@
-"""Autoencoders, diffusion, flows, vector quantisation, differential equations, adversaries."""
+"""Diffusion, flows, vector quantisation, differential equations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ vq = pytest.importorskip("vector_quantize_pytorch")
 zuko = pytest.importorskip("zuko")
 torchdiffeq = pytest.importorskip("torchdiffeq")
 gpytorch = pytest.importorskip("gpytorch")
-pythae = pytest.importorskip("pythae.models")
 
 pytestmark = MARKS
 
@@ -28,41 +27,6 @@ class Generative(Learner):
 
     def data(self) -> Any:
         return digits(size=16, channels=1)
-
-
-class Vae(Generative):
-    """The usual form with ``torch.distributions``, which validate what they are given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(256, 32), nn.ReLU(), nn.Linear(32, 32))
-        self.mean, self.log_variance = nn.Linear(32, 8), nn.Linear(32, 8)
-        self.decoder = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 256))
-
-    def loss(self, batch: Any) -> Tensor:
-        images = batch[0].flatten(1)
-        hidden = self.encoder(images)
-        posterior = torch.distributions.Normal(self.mean(hidden), (0.5 * self.log_variance(hidden)).exp())
-        prior = torch.distributions.Normal(torch.zeros(8), torch.ones(8))
-        out = self.decoder(posterior.rsample())
-        divergence = torch.distributions.kl_divergence(posterior, prior).sum(1).mean()
-        return F.mse_loss(out, images) + 0.01 * divergence
-
-
-class AutoencoderKl(Generative):
-    """diffusers' VAE of latent diffusion, without the draw."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = diffusers.AutoencoderKL(
-            in_channels=1, out_channels=1, block_out_channels=(8, 16), latent_channels=2, norm_num_groups=4,
-            down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-        )  # fmt: skip
-
-    def loss(self, batch: Any) -> Tensor:
-        posterior = self.model.encode(batch[0]).latent_dist
-        out = self.model.decode(posterior.mode()).sample
-        return F.mse_loss(out, batch[0]) + 1e-4 * posterior.kl().mean()
 
 
 class Unet2d(Generative):
@@ -102,29 +66,6 @@ class Unet2dSampling(Unet2d):
         self.log("sample_mean", image.mean())
 
 
-class LatentDiffusion(Unet2d):
-    """A frozen encoder, and an EMA of the trained part by diffusers' own class."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Conv2d(1, 1, 1).requires_grad_(False)
-
-    def on_fit_start(self) -> None:
-        self.ema = diffusers.training_utils.EMAModel(self.model.parameters(), decay=0.9)
-
-    def loss(self, batch: Any) -> Tensor:
-        images, noise, times = batch
-        with torch.no_grad():
-            latents = self.encoder(images)
-        return super().loss((latents, noise, times))
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.ema.step(self.model.parameters())
-
-    def on_train_end(self) -> None:
-        self.shown = [float(weight.sum()) for weight in self.ema.shadow_params]
-
-
 class DenoisingDiffusion(Generative):
     """lucidrains' package draws noise inside its own forward pass."""
 
@@ -151,52 +92,6 @@ class VectorQuantised(Generative):
         return F.mse_loss(self.decoder(quantised), batch[0]) + commitment.sum()
 
 
-class PythaeAutoencoder(Generative):
-    """pythae's models take a dict and return an object with the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = pythae.AE(pythae.AEConfig(input_dim=(1, 16, 16), latent_dim=4))
-
-    def loss(self, batch: Any) -> Tensor:
-        return self.model({"data": batch[0]}).loss
-
-
-class PythaeVae(PythaeAutoencoder):
-    """Draws its latent values in the step."""
-
-    rate = 1e-3
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = pythae.VAE(pythae.VAEConfig(input_dim=(1, 16, 16), latent_dim=4))
-
-
-class PythaeVaeGan(PythaeAutoencoder):
-    """Three losses, three optimizers, as pythae's own trainer steps them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = pythae.VAEGAN(pythae.VAEGANConfig(input_dim=(1, 16, 16), latent_dim=4))
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        parts = self.model.encoder, self.model.decoder, self.model.discriminator
-        return [torch.optim.Adam(part.parameters(), lr=1e-3, eps=1e-4) for part in parts]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        out = self.model({"data": batch[0]})
-        optimizers = self.optimizers()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for loss in (out.encoder_loss, out.decoder_loss, out.discriminator_loss):
-            self.manual_backward(loss, retain_graph=True)
-        for optimizer in optimizers:
-            optimizer.step()
-        self.log("train_loss", out.loss)
-        return out.loss
-
-
 class SplineFlow(Generative):
     """zuko: the model returns a distribution."""
 
@@ -209,12 +104,6 @@ class SplineFlow(Generative):
 
     def data(self) -> Any:
         return list(zip(numbers(24, 3), numbers(24, 4, seed=1), strict=True))
-
-
-class AutoregressiveFlow(SplineFlow):
-    def __init__(self) -> None:
-        super().__init__()
-        self.flow = zuko.flows.MAF(features=4, context=3, transforms=3, hidden_features=(16, 16))
 
 
 class NeuralOde(SplineFlow):
@@ -260,17 +149,10 @@ class Process(gpytorch.models.ApproximateGP):
 
 
 @table(
-    Case(Vae),
-    Case(AutoencoderKl),
-    Case(Unet2d),
     Case(Unet2dSampling),
-    Case(LatentDiffusion),
     Case(DenoisingDiffusion),
     Case(VectorQuantised, {**WHOLE, "split": ["codes"]}),
-    Case(VectorQuantised, {"num_microbatches": 2}),
-    Case(PythaeVae),
     Case(SplineFlow),
-    Case(AutoregressiveFlow),
     Case(NeuralOde),
 )
 def test_generative(case: Case) -> None:

@@ -99,18 +99,6 @@ class AllPairs(nn.Module):
         return edges, (pos[edges[0]] - pos[edges[1]]).norm(dim=1)
 
 
-class Autoencoder(GraphLearner):
-    """Negative edges are drawn by numpy-like samplers in the loss; here they come from a fixed shift."""
-
-    def build(self) -> None:
-        self.model = gnn.GAE(gnn.GCN(6, 16, num_layers=3, out_channels=8))
-
-    def loss(self, batch: Any) -> Tensor:
-        z = self.model.encode(batch.x, batch.edge_index)
-        negative = torch.stack([batch.edge_index[0], batch.edge_index[1].flip(0)])
-        return self.model.recon_loss(z, batch.edge_index, negative)
-
-
 class NodesOfOneGraph(GraphLearner):
     """One large graph, a mask of rows to train on: nothing can be cut."""
 
@@ -159,9 +147,7 @@ class Chemprop(chemprop.models.MPNN):
 
 @table(
     Case(Gcn),
-    Case(Gcn, WHOLE, variant="whole"),
     Case(SchNet, WHOLE),
-    Case(Autoencoder, WHOLE),
     Case(NodesOfOneGraph, WHOLE),
     Case(Chemprop, WHOLE),
 )

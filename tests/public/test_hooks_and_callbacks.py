@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning
+from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,9 +17,7 @@ from tests.public.cases import EXACT, MARKS, WHOLE, Case, Learner, check, table
 from tests.public.test_vision import digits
 
 timm = pytest.importorskip("timm")
-timm_utils = pytest.importorskip("timm.utils")
 timm_optim = pytest.importorskip("timm.optim")
-torch_ema = pytest.importorskip("torch_ema")
 optimizers = pytest.importorskip("pytorch_optimizer")
 schedulefree = pytest.importorskip("schedulefree")
 
@@ -49,43 +47,8 @@ class Vit(Learner):
         return digits(size=16, channels=1)
 
 
-class TimmEma(Vit):
-    """timm's average, a second model that is evaluated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.average = timm_utils.ModelEmaV3(self.model, decay=0.9)
-        self.average.requires_grad_(False)
-
-    def on_before_zero_grad(self, *args: Any) -> None:
-        self.average.update(self.model)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_ema", F.cross_entropy(self.average(batch[0]), batch[1]))
-
-
-class TorchEma(Vit):
-    """Weights are exchanged for their averages in validation."""
-
-    def on_fit_start(self) -> None:
-        self.ema = torch_ema.ExponentialMovingAverage(self.parameters(), decay=0.9)
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.ema.update()
-
-    def on_validation_epoch_start(self) -> None:
-        self.ema.store()
-        self.ema.copy_to()
-
-    def on_validation_epoch_end(self) -> None:
-        self.ema.restore()
-
-    def on_train_end(self) -> None:
-        self.shown = [float(weight.sum()) for weight in self.ema.shadow_params]
-
-
-class ByHand(Vit):
-    """The loop over pairs that everybody writes."""
+class MeanTeacher(Vit):
+    """The loop over pairs that everybody writes; the teacher's answers are part of the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,10 +58,6 @@ class ByHand(Vit):
     def on_train_batch_end(self, *args: Any) -> None:
         for slow, fast in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
             slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
-
-
-class MeanTeacher(ByHand):
-    """The teacher's answers are part of the loss."""
 
     def loss(self, batch: Any) -> Tensor:
         scores = self.model(batch[0])
@@ -129,29 +88,13 @@ class EmaCallback(Callback):
         pl_module.shown = [float(value.sum()) for value in self.average.values()]
 
 
-class WithEmaCallback(Vit):
-    pass
-
-
 class ClippedByHand(Vit):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        total = torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5)
-        self.log("total", total)
-
-
-class NormsLogged(Vit):
-    """As Lightning's documentation shows it, and a norm of all weights."""
+    """Beside it norms are logged, as Lightning's documentation shows it, and that of all weights."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("total", torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5))
         self.log_dict(grad_norm(self, norm_type=2))
         self.log("weights", sum(weight.detach().pow(2).sum() for weight in self.parameters()).sqrt())
-
-
-class AdaptiveClipping(Vit):
-    """timm's."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        timm_utils.adaptive_clip_grad(self.parameters(), clip_factor=0.02)
 
 
 class NoisyWeights(Vit):
@@ -164,24 +107,6 @@ class NoisyWeights(Vit):
                 weight.add_(torch.randn(weight.shape, generator=generator), alpha=1e-3)
                 weight.clamp_(-2, 2)
             self.model.head.weight.copy_(0.5 * self.model.head.weight + 0.01)
-
-
-class Manual(Vit):
-    """Manual optimization with one backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
-        optimizer.step()
-        self.log("train_loss", loss)
-        return loss
 
 
 class Lamb(Vit):
@@ -214,11 +139,6 @@ class ScheduleFree(Vit):
         self.optimizers().optimizer.train()
 
 
-class LookAhead(Vit):
-    def configure_optimizers(self) -> Any:
-        return optimizers.Lookahead(torch.optim.SGD(self.parameters(), lr=0.05), k=2, alpha=0.5)
-
-
 class Finetuned(Vit):
     """Lightning's BackboneFinetuning: batch norm that is frozen first."""
 
@@ -237,64 +157,19 @@ class Finetuned(Vit):
         return digits(size=32, channels=1)
 
 
-class Unfreezing(Vit):
-    """Freezes by hand and unfreezes after an epoch."""
-
-    def on_fit_start(self) -> None:
-        self.model.blocks.requires_grad_(False)
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            self.model.blocks.requires_grad_(True)
-
-
-class Pruned(Vit):
-    pass
-
-
-class Sampled(Vit):
-    """The model is called in hooks."""
-
-    @torch.no_grad()
-    def on_train_epoch_end(self) -> None:
-        self.model.eval()
-        images = torch.stack([image for image, _ in digits(4, size=16, channels=1)])
-        self.log("sampled", self.model(images).softmax(1).max())
-        self.model.train()
-
-
-def unfreeze_at_one() -> Callback:
-    return BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_ratio_lr=0.1)
-
-
 def unfreeze_all_at_one() -> Callback:
     return BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_ratio_lr=0.1, train_bn=False)
 
 
-def prune_by_size() -> Callback:
-    return ModelPruning("l1_unstructured", amount=0.3, use_global_unstructured=False)
-
-
 @table(
-    Case(TimmEma, CUT),
-    Case(TorchEma, CUT),
-    Case(ByHand, CUT),
     Case(MeanTeacher, APART),
-    Case(WithEmaCallback, CUT, trainer={"callbacks": [EmaCallback]}),
+    Case(Vit, CUT, trainer={"callbacks": [EmaCallback]}),
     Case(ClippedByHand, CUT),
-    Case(NormsLogged, CUT),
-    Case(AdaptiveClipping, CUT),
     Case(NoisyWeights, CUT),
-    Case(Manual, CUT, refused="Manual uses manual optimization"),
     Case(Lamb, CUT, refused="Lamb needs the gradients of all parameters in one place"),
     Case(Lion, CUT, trainer=EXACT),
     Case(ScheduleFree, CUT, refused="SGDScheduleFree needs .* or what it does cannot be tried out"),
-    Case(LookAhead, CUT),
-    Case(Finetuned, WHOLE, trainer={"callbacks": [unfreeze_at_one], "max_epochs": 3}),
-    Case(Finetuned, WHOLE, trainer={"callbacks": [unfreeze_all_at_one], "max_epochs": 3}, variant="with_batch_norm"),
-    Case(Unfreezing, CUT),
-    Case(Pruned, CUT, trainer={"callbacks": [prune_by_size]}, refused="ModelPruning replaces parameters"),
-    Case(Sampled, CUT),
+    Case(Finetuned, WHOLE, trainer={"callbacks": [unfreeze_all_at_one], "max_epochs": 3}),
 )
 def test_hooks_and_callbacks(case: Case) -> None:
     check(case)

@@ -1,4 +1,4 @@
-"""Language models: padding, seq2seq, experts, adapters, generation."""
+"""Language models: padding, seq2seq, experts, adapters, generation; and sound: CTC with masks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from tests.public.cases import (
     Case,
     HuggingFace,
     check,
+    integers,
+    numbers,
     table,
 )
 
@@ -68,20 +70,6 @@ class Gpt2Right(Causal):
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drop, bos_token_id=1, eos_token_id=1))
 
 
-class Gpt2Packed(Gpt2Right):
-    """Several texts in a row, one behind the other; positions start anew with each."""
-
-    def data(self) -> Any:
-        rows = []
-        for index, row in enumerate(sentences(side="none")):
-            cut = 2 + index % 7
-            labels = row["labels"].clone()
-            labels[cut] = -100
-            positions = torch.cat([torch.arange(cut), torch.arange(LENGTH - cut)])
-            rows.append({"input_ids": row["input_ids"], "labels": labels, "position_ids": positions})
-        return rows
-
-
 class LlamaRight(Causal):
     def build(self) -> Any:
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=2, **SMALL))
@@ -109,44 +97,12 @@ class LlamaLora(LlamaRight):
         return torch.optim.AdamW(trained, lr=1e-2, eps=1e-4)
 
 
-class BertMasked(Causal):
-    def build(self) -> Any:
-        drop = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        return transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, **drop))
-
-    def data(self) -> Any:
-        rows = sentences()
-        for index, row in enumerate(rows):
-            hidden = torch.zeros(LENGTH, dtype=torch.bool)
-            hidden[: 1 + index % 3] = True
-            row["labels"] = row["labels"].masked_fill(~hidden, -100)
-            row["input_ids"] = row["input_ids"].masked_fill(hidden, 4)
-        return rows
-
-
-class T5Translation(Causal):
-    def build(self) -> Any:
-        sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-        return transformers.T5ForConditionalGeneration(
-            transformers.T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0)
-        )
-
-
 class MixtralExperts(Causal):
     """Its loss has a balance of experts over the whole batch."""
 
     def build(self) -> Any:
         routing = {"num_local_experts": 4, "output_router_logits": True, "num_key_value_heads": 2}
         return transformers.MixtralForCausalLM(transformers.MixtralConfig(**routing, **SMALL))
-
-
-class MambaText(Causal):
-    def build(self) -> Any:
-        sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "state_size": 4}
-        return transformers.MambaForCausalLM(transformers.MambaConfig(**sizes))
-
-    def loss(self, batch: Any) -> Tensor:
-        return self.model(batch["input_ids"], labels=batch["labels"]).loss
 
 
 class Generating(Gpt2Right):
@@ -162,28 +118,69 @@ class Generating(Gpt2Right):
         self.log("val_sum", texts.float().mean())
 
 
-class T5Beams(T5Translation):
+class T5Beams(Causal):
+    def build(self) -> Any:
+        sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+        return transformers.T5ForConditionalGeneration(
+            transformers.T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0)
+        )
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         texts = self.model.generate(batch["input_ids"], max_new_tokens=4, num_beams=2)
         self.log("val_sum", texts.float().mean())
 
 
+# ---- sound ----
+
+WAV2VEC = {
+    **{"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32},
+    **{"conv_dim": (8, 8), "conv_stride": (10, 8), "conv_kernel": (10, 8), "num_conv_pos_embeddings": 8},
+    **{"num_conv_pos_embedding_groups": 2, "ctc_loss_reduction": "mean", "pad_token_id": 0, "layerdrop": 0.0},
+    **{"hidden_dropout": 0.0, "attention_dropout": 0.0, "feat_proj_dropout": 0.0, "activation_dropout": 0.0},
+    "final_dropout": 0.0,
+}
+
+
+class Wav2Vec2(HuggingFace):
+    """CTC without masking; labels padded by -100."""
+
+    rate = 0.005
+    more: dict[str, Any] = {"mask_time_prob": 0.0, "apply_spec_augment": False}
+
+    def build(self) -> Any:
+        return transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**{**WAV2VEC, **self.more}))
+
+    def data(self) -> Any:
+        labels = integers(1, 12, 16, 5, seed=1)
+        for index, row in enumerate(labels):
+            row[2 + index % 4 :] = -100
+        return [{"input_values": a, "labels": b} for a, b in zip(numbers(16, 1600), labels, strict=True)]
+
+
+class Wav2Vec2SpecAugment(Wav2Vec2):
+    """Masks are drawn by numpy in the middle of the model."""
+
+    more = {"mask_time_prob": 0.3, "mask_time_length": 2, "apply_spec_augment": True}
+
+
+class Wav2Vec2LayerDrop(Wav2Vec2):
+    """Layers are left out by chance."""
+
+    more = {"mask_time_prob": 0.0, "apply_spec_augment": False, "layerdrop": 0.5}
+
+
 @table(
-    Case(Gpt2Right),
-    Case(Gpt2Packed),
-    Case(LlamaRight),
     Case(LlamaRight, INTERLEAVED, variant="interleaved"),
-    Case(LlamaLeft),
     Case(LlamaLeft, {"split": ["model.model.layers.1.self_attn.o_proj"]}, variant="inside_a_layer"),
     Case(LlamaUnpadded, REPLICAS, ranks=4, variant="replicas"),
     Case(LlamaUnpadded, ZERO_BUBBLE, variant="zero_bubble"),
     Case(LlamaLora),
-    Case(BertMasked),
-    Case(T5Translation),
     Case(MixtralExperts, WHOLE),
-    Case(MambaText),
     Case(Generating),
     Case(T5Beams),
+    Case(Wav2Vec2),
+    Case(Wav2Vec2SpecAugment),
+    Case(Wav2Vec2LayerDrop),
 )
 def test_language(case: Case) -> None:
     check(case)

@@ -1,4 +1,4 @@
-"""Losses between rows, ordinal regression, conditional random fields, metrics as losses."""
+"""Losses between rows, and conditional random fields."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from tests.public.cases import MARKS, WHOLE, Case, Learner, check, table
 
 losses = pytest.importorskip("pytorch_metric_learning.losses")
 miners = pytest.importorskip("pytorch_metric_learning.miners")
-torchmetrics = pytest.importorskip("torchmetrics")
-coral_losses = pytest.importorskip("coral_pytorch.losses")
-coral_layers = pytest.importorskip("coral_pytorch.layers")
 torchcrf = pytest.importorskip("torchcrf")
 datasets = pytest.importorskip("sklearn.datasets")
 
@@ -52,20 +49,6 @@ class TripletMined(Embedding):
         return self.criterion(embeddings, batch[1], self.miner(embeddings, batch[1]))
 
 
-class ArcFace(Embedding):
-    """The loss has weights of its own, in an optimizer of their own group."""
-
-    def build(self) -> None:
-        self.criterion = losses.ArcFaceLoss(num_classes=10, embedding_size=8, scale=8)
-
-    def loss(self, batch: Any) -> Tensor:
-        return self.criterion(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        groups = [{"params": self.net.parameters()}, {"params": self.criterion.parameters(), "lr": 0.1}]
-        return torch.optim.SGD(groups, lr=0.02, momentum=0.9)
-
-
 class CrossBatch(Embedding):
     """Embeddings of earlier batches take part: state from batch to batch."""
 
@@ -77,54 +60,6 @@ class CrossBatch(Embedding):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_norm", self.net(batch[0]).norm(dim=1).mean())
-
-
-class Coral(Embedding):
-    def build(self) -> None:
-        self.head = coral_layers.CoralLayer(size_in=8, num_classes=10)
-
-    def loss(self, batch: Any) -> Tensor:
-        levels = (batch[1][:, None] > torch.arange(9)).float()
-        return coral_losses.coral_loss(self.head(self.net(batch[0])), levels)
-
-
-class MetricsBeside(Embedding):
-    """torchmetrics in collections, logged as objects."""
-
-    def build(self) -> None:
-        self.head = nn.Linear(8, 10)
-        made = torchmetrics.MetricCollection(
-            {
-                "accuracy": torchmetrics.classification.MulticlassAccuracy(10),
-                "f1": torchmetrics.classification.MulticlassF1Score(10),
-                "ap": torchmetrics.classification.MulticlassAveragePrecision(10),
-                "confusion": torchmetrics.classification.MulticlassCohenKappa(10),
-            }
-        )
-        self.train_metrics, self.val_metrics = made.clone(prefix="train_"), made.clone(prefix="val_")
-
-    def scores(self, batch: Any, metrics: Any) -> Tensor:
-        scores = self.head(self.net(batch[0]))
-        metrics(scores, batch[1])
-        self.log_dict(metrics, on_step=False, on_epoch=True)
-        return nn.functional.cross_entropy(scores, batch[1])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.scores(batch, self.train_metrics)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.scores(batch, self.val_metrics)
-
-
-class MetricAsLoss(Embedding):
-    """A metric object computes the loss."""
-
-    def build(self) -> None:
-        self.head = nn.Linear(8, 1)
-        self.criterion = torchmetrics.MeanSquaredError()
-
-    def loss(self, batch: Any) -> Tensor:
-        return self.criterion(self.head(self.net(batch[0]))[:, 0], batch[1].float() / 10)
 
 
 class TaggerCrf(Embedding):
@@ -150,9 +85,6 @@ class TaggerCrf(Embedding):
 @table(
     Case(TripletMined, WHOLE),
     Case(CrossBatch, WHOLE),
-    Case(Coral),
-    Case(MetricsBeside),
-    Case(MetricAsLoss, WHOLE),
     Case(TaggerCrf),
 )
 def test_metric_learning(case: Case) -> None:

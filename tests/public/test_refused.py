@@ -12,10 +12,9 @@ from torch.nn import functional as F
 from tests.public.cases import MARKS, WHOLE, Case, Learner, check, table
 from tests.public.reinforcement import Dqn
 from tests.public.test_forecasting import DeepAr
-from tests.public.test_generative import DeepKernel, PythaeVaeGan
+from tests.public.test_generative import DeepKernel
 from tests.public.test_graphs import SchNetForces
-from tests.public.test_metric_learning import ArcFace
-from tests.public.test_self_supervised import Byol, Swav
+from tests.public.test_self_supervised import Byol
 from tests.public.test_special_layers import Spiking
 from tests.public.test_vision import digits
 
@@ -44,10 +43,7 @@ def refused(make: Any, message: str, **pipeline: Any) -> Case:
 
 
 @table(
-    refused(PythaeVaeGan, r"ValueError: PythaeVaeGan uses manual optimization.* Use strategy='smddp'"),
     refused(Byol, r"SplitError: .* parameter 'backbone_momentum\S+' .*on_train_batch_end"),
-    refused(Swav, r"SplitError: .* parameter 'prototypes\S+' .*on_train_batch_end"),
-    refused(ArcFace, r"SplitError: .* parameter 'criterion.W' .*on_train_batch_end"),
     refused(Spiking, r"SplitError: The step replaces buffer 'hidden.mem'.* Change it in place"),
     refused(DeepKernel, r"SplitError: The step takes another path each time that it is run on the same batch"),
     refused(DeepAr, r"SplitError: 2 stages were asked for.* 'rnn' is opened, as the size of .* the batch's values"),

@@ -67,30 +67,6 @@ class SimClr(SelfSupervised):
         return self.criterion(self.forward(x0), self.forward(x1))
 
 
-class BarlowTwins(SimClr):
-    def build(self) -> None:
-        self.projection_head = heads.BarlowTwinsProjectionHead(WIDTH, 16, 8)
-        self.criterion = lightly_loss.BarlowTwinsLoss()
-
-
-class SimSiam(SelfSupervised):
-    def build(self) -> None:
-        self.projection_head = heads.SimSiamProjectionHead(WIDTH, 16, 8)
-        self.prediction_head = heads.SimSiamPredictionHead(8, 4, 8)
-        self.criterion = lightly_loss.NegativeCosineSimilarity()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        z = self.projection_head(self.backbone(x))
-        p = self.prediction_head(z)
-        return z.detach(), p
-
-    def loss(self, batch: Any) -> Tensor:
-        x0, x1 = batch
-        z0, p0 = self.forward(x0)
-        z1, p1 = self.forward(x1)
-        return 0.5 * (self.criterion(z0, p1) + self.criterion(z1, p0))
-
-
 class Byol(SelfSupervised):
     """The momentum encoder is updated inside the step, as in lightly's example."""
 
@@ -135,36 +111,6 @@ class ByolHook(Byol):
         self.update()
 
 
-class Swav(SelfSupervised):
-    """Prototypes that are normalised before each step; assignments over the batch."""
-
-    def build(self) -> None:
-        self.projection_head = heads.SwaVProjectionHead(WIDTH, 16, 8)
-        self.prototypes = heads.SwaVPrototypes(8, n_prototypes=12)
-        self.criterion = lightly_loss.SwaVLoss()
-
-    def loss(self, batch: Any) -> Tensor:
-        self.prototypes.normalize()
-        scores = [
-            self.prototypes(nn.functional.normalize(self.projection_head(self.backbone(view)), dim=1)) for view in batch
-        ]
-        return self.criterion(scores[:2], scores[2:])
-
-    def data(self) -> Any:
-        return views(number=3)
-
-
-class SwavHook(Swav):
-    def loss(self, batch: Any) -> Tensor:
-        scores = [
-            self.prototypes(nn.functional.normalize(self.projection_head(self.backbone(view)), dim=1)) for view in batch
-        ]
-        return self.criterion(scores[:2], scores[2:])
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.prototypes.normalize()
-
-
 class LucidrainsByol(Learner):
     """A learner that takes the model's hidden layer by a hook; its README updates the average after each step."""
 
@@ -190,10 +136,7 @@ class LucidrainsByol(Learner):
 
 @table(
     Case(SimClr, WHOLE, EXACT),
-    Case(BarlowTwins, WHOLE),
-    Case(SimSiam, WHOLE),
     Case(ByolHook, APART),
-    Case(SwavHook, WHOLE),
     Case(LucidrainsByol, WHOLE),
 )
 def test_self_supervised(case: Case) -> None:

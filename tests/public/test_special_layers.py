@@ -1,4 +1,4 @@
-"""Layers of other kinds: spiking, equivariant, constrained, reversible, continuous in time, with private gradients."""
+"""Layers of other kinds: spiking, equivariant, reversible."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ snntorch = pytest.importorskip("snntorch")
 surrogate = pytest.importorskip("snntorch.surrogate")
 o3 = pytest.importorskip("e3nn.o3")
 e3nn_layers = pytest.importorskip("e3nn.nn")
-geotorch = pytest.importorskip("geotorch")
 reformer = pytest.importorskip("reformer_pytorch")
-ncps = pytest.importorskip("ncps.torch")
 
 pytestmark = MARKS
 
@@ -63,33 +61,6 @@ class Equivariant(Rows):
         return F.cross_entropy(self.last(x), batch[1])
 
 
-class Orthogonal(Rows):
-    """geotorch: weights that are computed from others at each use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
-        geotorch.orthogonal(self.net[0], "weight")
-        geotorch.low_rank(self.net[2], "weight", rank=4)
-
-    def loss(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
-
-class Liquid(Rows):
-    """ncps: a recurrent network of differential equations in closed form."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells, self.more = ncps.CfC(2, 12), ncps.CfC(12, 12)
-        self.head = nn.Linear(12, 3)
-
-    def loss(self, batch: Any) -> Tensor:
-        hidden, _ = self.cells(batch[0].view(-1, 4, 2))
-        hidden, _ = self.more(hidden)
-        return F.cross_entropy(self.head(hidden[:, -1]), batch[1])
-
-
 class Reversible(Learner):
     """reformer-pytorch: activations are computed again from the outputs, by hashes with random rotations."""
 
@@ -109,8 +80,6 @@ class Reversible(Learner):
 
 @table(
     Case(Equivariant),
-    Case(Orthogonal),
-    Case(Liquid),
     Case(Reversible, WHOLE),  # it keeps states of generators and hashes from a forward pass to its backward
 )
 def test_special_layers(case: Case) -> None:

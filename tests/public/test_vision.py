@@ -10,14 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.public.cases import (
-    EXACT,
     MARKS,
     REPLICAS,
     WHOLE,
     ZERO_BUBBLE,
     Built,
     Case,
-    HuggingFace,
     Learner,
     check,
     integers,
@@ -68,13 +66,6 @@ class TimmSwin(Classifier):
         )
 
 
-class TimmResnet(Classifier):
-    rate = 0.01
-
-    def build(self) -> Any:
-        return timm.create_model("resnet10t", num_classes=CLASSES)
-
-
 class TimmMixup(TimmVit):
     """timm's own mixup, which draws numpy's random numbers, in the step as its training script has it."""
 
@@ -90,22 +81,6 @@ class TimmMixup(TimmVit):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         images, labels = batch
         self.log("val_accuracy", (self.model(images).argmax(1) == labels).float().mean())
-
-
-class TimmFeatures(Classifier):
-    """Features of several levels, one head."""
-
-    rate = 0.01
-
-    def build(self) -> Any:
-        backbone = timm.create_model("convnext_atto", features_only=True, out_indices=(0, 1))
-        self.head = nn.Linear(sum(backbone.feature_info.channels()), CLASSES)
-        return backbone
-
-    def loss(self, batch: Any) -> Tensor:
-        images, labels = batch
-        features = torch.cat([level.mean((2, 3)) for level in self.model(images)], 1)
-        return F.cross_entropy(self.head(features), labels, label_smoothing=0.1)
 
 
 class TorchvisionInception(Classifier):
@@ -126,16 +101,6 @@ class TorchvisionInception(Classifier):
 
     def data(self) -> Any:
         return digits(16, size=64)
-
-
-class HuggingFaceVit(HuggingFace):
-    def build(self) -> Any:
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2}
-        config = transformers.ViTConfig(image_size=32, patch_size=8, num_labels=CLASSES, **sizes)
-        return transformers.ViTForImageClassification(config)
-
-    def data(self) -> Any:
-        return [{"pixel_values": image, "labels": label} for image, label in digits()]
 
 
 class KorniaAugmented(TimmVit):
@@ -175,15 +140,10 @@ class OpenClip(Learner):
 
 
 @table(
-    Case(TimmVit),
     Case(TimmVit, REPLICAS, ranks=4, variant="replicas"),
-    Case(TimmSwin),
     Case(TimmSwin, ZERO_BUBBLE, variant="zero_bubble"),
-    Case(TimmResnet, WHOLE),
     Case(TimmMixup, WHOLE),
-    Case(TimmFeatures, trainer=EXACT),
     Case(TorchvisionInception, WHOLE),
-    Case(HuggingFaceVit),
     Case(KorniaAugmented),
     Case(OpenClip, WHOLE),
 )
