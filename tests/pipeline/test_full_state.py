@@ -20,8 +20,6 @@ from tests.communication.errors import message_of
 from tests.pipeline.models import OWNERSHIP, Tied, assert_same, tied
 from tests.ranks import run_in_threads
 
-CPU = torch.device("cpu")
-
 
 def trained() -> Tied:
     """Whole, with buffers that training has changed."""
@@ -42,31 +40,23 @@ def divided(group: dist.ProcessGroup) -> Tied:
     return model
 
 
-def test_state_is_that_of_the_whole_model() -> None:
+def test_state_is_that_of_the_whole_model_and_loads_into_the_parts() -> None:
     run_in_threads(compare_state, 2)
 
 
 def compare_state(group: dist.ProcessGroup) -> None:
-    model, expected = divided(group), trained().state_dict()
+    model, other, expected = divided(group), tied(seed=1), trained().state_dict()
     state = full_state_dict(model, OWNERSHIP, group)
     if group.rank() != 0:
         assert state == {}
-        return
-    assert_same(state, expected)
-    assert state._metadata == expected._metadata
-    assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
+    else:
+        assert_same(state, expected)
+        assert state._metadata == expected._metadata
+        assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
     assert [parameter.is_meta for parameter in model.parameters()] == [
         not OWNERSHIP.is_mine(name, group.rank()) for name, _ in model.named_parameters()
     ]
     assert bool((model.norm.running_mean == 0).all()) is (group.rank() == 0)  # its own is as it was
-
-
-def test_a_state_loads_into_the_parts() -> None:
-    run_in_threads(load_state, 2)
-
-
-def load_state(group: dist.ProcessGroup) -> None:
-    model, other = divided(group), tied(seed=1)
     other.note = "loaded"
     load_full_state_dict(model, other.state_dict())
     assert model.note == "loaded"

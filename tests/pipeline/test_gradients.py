@@ -51,9 +51,6 @@ def test_tied_gradients_are_summed_over_their_holders(sparse: bool) -> None:
     assert second == {**first, "2": {30.0}}  # 0 is nobody's on rank 1, which gets one; 2 is not shared
 
 
-THREE = Ownership({"a": (0, 2), "b": (1, 2), "c": (2, 0), "d": (1,)}, {}, 3)
-
-
 def gradients(scale: float = 1.0) -> dict[str, Tensor]:
     model = tied()
     train_step(model, 0)

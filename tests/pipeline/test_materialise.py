@@ -54,22 +54,6 @@ class Forgetful(nn.Module):
         nn.init.ones_(self.weight)
 
 
-class Root(nn.Module):
-    """As transformers' models: one method for all modules inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(500, 500), Uninitialised())
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, Uninitialised):
-            nn.init.ones_(module.weight)
-        if isinstance(module, Root):  # GPT-2's blocks scale what is inside them like this
-            nn.init.normal_(module.inner[0].weight, std=0.01)
-
-
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     with parameters_on_meta():
         return build()
@@ -77,14 +61,6 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
 def all_names(module: nn.Module) -> list[str]:
     return [name for name, _ in module.named_parameters()]
-
-
-def test_only_parameters_are_on_meta() -> None:
-    model = on_meta(Tied)
-    assert all(parameter.is_meta for parameter in model.parameters())
-    assert model.head.weight is model.embedding.weight is model.favourites[0]
-    assert not any(buffer.is_meta for buffer in model.buffers())
-    assert not nn.Linear(2, 2).weight.is_meta  # the context is over
 
 
 def test_values_do_not_depend_on_the_division() -> None:
@@ -107,12 +83,6 @@ def test_values_do_not_depend_on_the_division() -> None:
     assert not torch.equal(other.body.weight, whole.body.weight)
 
 
-def test_modules_that_are_alike_get_values_of_their_own() -> None:
-    model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    initialize_deferred(model, all_names(model), CPU, seed=3)
-    assert not torch.equal(model[0].weight, model[1].weight)
-
-
 @pytest.mark.parametrize("names", [["first", "second"], ["second"]])
 def test_one_parameter_of_a_module_draws_what_it_draws_in_the_whole(names: list[str]) -> None:
     whole, part = Scaled().to("meta"), Scaled().to("meta")
@@ -131,21 +101,6 @@ def test_buffers_on_meta_get_values_on_every_rank() -> None:
     assert model.norm.weight.is_meta
     assert torch.equal(model.norm.running_var, torch.ones(6))
     assert model.norm.num_batches_tracked.item() == 0
-
-
-def test_the_model_around_initialises_what_is_inside() -> None:
-    model = on_meta(Root)
-    initialize_deferred(model, all_names(model), CPU, seed=0)
-    assert abs(model.inner[0].weight.std().item() - 0.01) < 1e-3
-    assert torch.equal(model.inner[1].weight, torch.ones(2))
-
-
-def test_real_parameters_stay_as_they_are() -> None:
-    model = on_meta(Root)
-    model.inner[0].weight = nn.Parameter(torch.full((500, 500), 7.0))  # `_init_weights(model)` would fill it
-    initialize_deferred(model, all_names(model), CPU, seed=0)
-    assert bool((model.inner[0].weight == 7).all())
-    assert not model.inner[1].weight.is_meta
 
 
 def with_meta_buffer() -> nn.Module:

@@ -13,11 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_smddp.pipeline.capture.graph import SplitError
-from lightning_smddp.pipeline.capture.graph_builder import Modules
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
-from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.partition import plan
-from lightning_smddp.pipeline.partition.plan import OnAllRanks, same_graph
+from lightning_smddp.pipeline.partition.plan import OnAllRanks
 from lightning_smddp.pipeline.runtime.remote import TensorSpec
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from tests.ranks import run_in_threads
@@ -35,11 +33,6 @@ def fails_first(rank: int, meet: Callable[[str], None]) -> None:
     if rank == 1:
         raise KeyError("mine")
     meet("b")
-
-
-def returns_early(rank: int, meet: Callable[[str], None]) -> None:
-    if rank == 0:
-        meet("a")
 
 
 def elsewhere(rank: int, meet: Callable[[str], None]) -> None:
@@ -68,29 +61,12 @@ def body(group: dist.ProcessGroup, attempt: Callable[..., Any]) -> str:
         (same, "fine"),
         (fails_first, "The step failed on rank 1 while it was traced: KeyError('mine')"),
         (swallows, "The step failed on rank 1 while it was traced: KeyError('mine')"),
-        (returns_early, "another path on each rank: while it was traced it came to a on rank 0, its end on rank 1"),
         (elsewhere, "another path on each rank: while it was traced it came to place 0 on rank 0"),
     ],
 )
 def test_what_ends_one_ends_all(attempt: Callable[..., Any], message: str) -> None:
     for told in run_in_threads(body, 2, attempt):
         assert message in told
-
-
-def build(group: dist.ProcessGroup) -> str:
-    """On one rank alone the record has a collective of the user's."""
-    root = nn.Sequential(nn.Linear(2, 2))
-    found = Trace(refusals=["The step calls a collective of its own at module.py:7"] if group.rank() == 1 else [])
-    try:
-        same_graph(found, Modules(found, root), (), group)
-    except SplitError as error:
-        return str(error)
-    return "fine"
-
-
-def test_a_record_that_one_rank_cannot_use_is_refused_on_all() -> None:
-    for told in run_in_threads(build, 2):
-        assert "calls a collective of its own at module.py:7" in told
 
 
 def test_memory_of_an_exchange_is_none_that_the_step_writes(monkeypatch: pytest.MonkeyPatch) -> None:

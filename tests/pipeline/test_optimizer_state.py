@@ -13,7 +13,7 @@ from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, 
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.pipeline.state.meta_parameters import release
 from lightning_smddp.pipeline.state.optimizer import OptimizerPartition
-from tests.pipeline.models import OWNERSHIP, Tied, assert_same, tied, train_step
+from tests.pipeline.models import OWNERSHIP, assert_same, tied, train_step
 from tests.ranks import run_in_threads
 
 Build = Callable[[nn.Module], Optimizer]
@@ -30,7 +30,6 @@ def two_groups(model: nn.Module) -> Optimizer:
 OPTIMIZERS: dict[str, Build] = {
     "SGD": lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),
     "Adagrad": lambda model: Adagrad(model.parameters(), lr=0.1),  # has states before the first step
-    "SGD without state": lambda model: SGD(model.parameters(), lr=0.1),
     "Adam": lambda model: Adam(model.parameters(), lr=0.01, amsgrad=True),
     "AdamW in groups": two_groups,
     "AdamW by name": lambda model: AdamW(model.named_parameters(), lr=0.01),
@@ -102,25 +101,6 @@ def save_and_load(group: dist.ProcessGroup, build: Build) -> None:
     for seed in range(3, 5):
         again.step(seed)
     again.compare()
-
-
-def test_groups_added_during_training() -> None:
-    run_in_threads(add_group, 2)
-
-
-def add_group(group: dist.ProcessGroup) -> None:
-    def body_first(model: Tied) -> Optimizer:
-        return SGD(model.body.parameters(), lr=0.1, momentum=0.9)
-
-    rank = Rank(group, body_first)
-    assert len(rank.optimizer.param_groups[0]["params"]) == (2 if group.rank() == 0 else 0)
-    rank.step(0)
-    for optimizer, model in ((rank.optimizer, rank.model), (rank.reference, rank.whole)):
-        optimizer.add_param_group({"params": [*model.norm.parameters(), *model.embedding.parameters()], "lr": 0.05})
-    rank.partition.refresh()
-    for seed in range(1, 3):
-        rank.step(seed)
-    rank.compare()
 
 
 def test_schedulers_and_the_placeholder_do_not_show() -> None:

@@ -10,23 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_smddp.pipeline.mesh import Ownership, held_parameters
+from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.partition.assignment import follow, parameter_stages_of
 from lightning_smddp.pipeline.state.meta_parameters import AbsentParameterError, release
-from lightning_smddp.pipeline.state.state_dict import load_full_state_dict
 from tests.pipeline.models import OWNERSHIP, tied
 from tests.pipeline.stage_emulation import program_of
-
-
-def test_who_holds_and_who_speaks() -> None:
-    assert OWNERSHIP.held_by(0) == ["embedding.weight", "body.weight", "body.bias"]
-    assert OWNERSHIP.held_by(1) == ["embedding.weight", "norm.weight", "norm.bias", "head.bias"]
-    assert OWNERSHIP.owner("embedding.weight") == 1
-    assert OWNERSHIP.owner("norm.running_mean") == 1
-    assert OWNERSHIP.is_mine("embedding.weight", 0)
-    assert not OWNERSHIP.is_mine("head.bias", 0)
-    assert OWNERSHIP.shared() == {(0, 1): ["embedding.weight"]}
-    assert list(held_parameters(tied(), OWNERSHIP, 0)) == OWNERSHIP.held_by(0)
 
 
 def placed(used: list[str], names: list[str], begin: int) -> dict[str, tuple[int, ...]]:
@@ -132,19 +120,3 @@ def test_what_would_do_nothing_is_an_error_with_its_place() -> None:
             use()
         assert "on rank 1 of the pipeline" in str(error.value)
     assert not average.any()
-
-
-def test_what_can_be_asked() -> None:
-    net = divided()
-    weight = net[1].weight
-    assert isinstance(weight, nn.Parameter)
-    assert (weight.shape, weight.numel(), weight.dtype, weight.is_meta) == ((2, 4), 8, torch.float32, True)
-    weight.requires_grad_(False)
-    assert weight.grad is None
-    assert not weight.requires_grad
-    assert sum(p.numel() for p in net.parameters()) == 26
-    assert torch.zeros_like(weight, device="cpu").sum() == 0
-    loaded = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).state_dict()
-    load_full_state_dict(net, loaded)
-    assert torch.equal(net[0].weight, loaded["0.weight"])
-    assert weight.is_meta

@@ -15,7 +15,6 @@ from tests.pipeline.stage_emulation import (
     assert_transparent_apart,
     each_cut,
     gradients,
-    in_stages,
     plainly,
     program_of,
     run_stages,
@@ -27,13 +26,6 @@ from tests.pipeline.stage_emulation import (
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_cut_is_exact(name: str, is_small: Callable[[str], bool]) -> None:
     assert_transparent(example(name), step_of, is_small, each_cut)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_small", [pytest.param(children, marks=pytest.mark.exhaustive), leaf_modules])
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_four_stages(name: str, is_small: Callable[[str], bool]) -> None:
-    assert_transparent(example(name), step_of, is_small, in_stages(4))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

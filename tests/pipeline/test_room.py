@@ -17,32 +17,31 @@ from lightning_smddp.pipeline.state.state_dict import unshard
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
-MEGABYTES = nn.Linear(500, 500, bias=False)  # of them 1
 
 
-def answers(free: list[float], on_meta: bool, hosts: list[str]) -> tuple[bool, bool]:
-    """On devices and on hosts with so much free, by rank."""
-    assert dist.group.WORLD is not None
-    mine, host = free[dist.get_rank()], hosts[dist.get_rank()]
-    costs.free_device_bytes, costs.available_host_bytes = lambda _: mine, lambda: mine
-    costs.node_identity = lambda: host
-    module = MEGABYTES.to("meta") if on_meta else MEGABYTES
-    return fits_on_devices(module, dist.group.WORLD, CPU), fits_on_hosts(module, dist.group.WORLD)
+ROOM: list[tuple[list[float], str, str, tuple[bool, bool]]] = [  # bytes free and host of each rank, device, answers
+    ([9e6, 9e6], "aa", "meta", (True, True)),
+    ([9e6, 1.5e6], "aa", "meta", (False, False)),  # two of 1 MB on one host
+    ([9e6, 1.5e6], "ab", "meta", (False, True)),
+    ([9e6, 0.0], "ab", "cpu", (False, True)),  # it is there already
+]
 
 
-@pytest.mark.parametrize(
-    ("free", "on_meta", "hosts", "expected"),
-    [
-        ([9e6, 9e6], True, ["a", "a"], (True, True)),
-        ([9e6, 1.5e6], True, ["a", "a"], (False, False)),  # two of 1 MB on one host
-        ([9e6, 1.5e6], True, ["a", "b"], (False, True)),
-        ([9e6, 0.0], False, ["a", "b"], (False, True)),  # it is there already
-    ],
-)
-def test_all_ranks_answer_alike(
-    free: list[float], on_meta: bool, hosts: list[str], expected: tuple[bool, bool]
-) -> None:
-    assert run_ranks(answers, 2, free, on_meta, hosts) == [expected, expected]
+def answers() -> list[tuple[bool, bool]]:
+    """On devices and on hosts."""
+    group, rank, found = dist.group.WORLD, dist.get_rank(), []
+    assert group is not None
+    for free, hosts, device, _ in ROOM:
+        costs.free_device_bytes = lambda _, mine=free[rank]: mine
+        costs.available_host_bytes = lambda mine=free[rank]: mine
+        costs.node_identity = lambda host=hosts[rank]: host
+        module = nn.Linear(500, 500, bias=False, device=device)  # 1 MB
+        found.append((fits_on_devices(module, group, CPU), fits_on_hosts(module, group)))
+    return found
+
+
+def test_all_ranks_answer_alike() -> None:
+    assert run_ranks(answers, 2) == [[answer for *_, answer in ROOM]] * 2
 
 
 def test_free_memory_of_a_host_and_its_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,13 +87,6 @@ def test_names() -> None:
         parse("2f2b")
 
 
-def test_placement() -> None:
-    assert parse("looped_bfs").rank_of_stage(6, 2) == [0, 1, 0, 1, 0, 1]
-    assert parse("zbv_zero_bubble").rank_of_stage(6, 3) == [0, 1, 2, 2, 1, 0]
-    assert parse("1f1b").rank_of_stage(3, 3) == [0, 1, 2]
-    assert [schedule.default_stages_per_rank for schedule in SCHEDULES.values()] == [1, 1, 2, 2, 2, 2, 2]
-
-
 @pytest.mark.parametrize(
     ("name", "ranks", "stages_per_rank", "microbatches", "text"),
     [

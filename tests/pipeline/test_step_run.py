@@ -238,29 +238,6 @@ def test_draws_are_those_of_one_process(between: Between | None, before: Before 
     check(Net(between, p=0.5, before=before))
 
 
-def test_draws_do_not_depend_on_cuts() -> None:
-    """Dropouts follow each other without a module between: each has a seed of its own, in any number of stages."""
-    seen: list[Tensor] = []
-
-    def between(n: Net, i: int, x: Tensor, s: Tensor) -> Tensor:
-        first, second = F.dropout(x, 0.3), F.dropout(x, 0.3)
-        seen[:] = first.detach(), second.detach()
-        return F.dropout(first + second + s, 0.2)
-
-    net = Net(between, before=lambda n, x: torch.randn_like(x))
-    root = nn.ModuleDict({"net": net})
-
-    def step() -> Tensor:
-        return loss_of_net(root)
-
-    graph = program_of(root, step, is_unit)
-    assert graph.mixes_draws
-    all_cuts: list[list[int]] = [even_cuts(graph, 2), even_cuts(graph, 4), []]
-    losses = [run_stages(graph, stages_on(root, graph, cuts, step)) for cuts in all_cuts]
-    assert losses[0] == losses[1] == losses[2]
-    assert not torch.equal(*seen)
-
-
 # ---- precision, compiled modules, hooks ----
 
 

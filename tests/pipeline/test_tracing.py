@@ -41,19 +41,6 @@ def twice(x: Tensor) -> Tensor:
 twice.register_autograd(lambda ctx, g: g * 2)
 
 
-def test_operations_on_the_batch_alone_are_not_recorded() -> None:
-    net = Net(lambda s, x: (s.a(x * 2 + torch.ones(D)) * (x > 0)).mean())
-    found, _ = record(net)
-    assert [event.name for event in found.events] == ["linear", "mul", "mean"]
-    assert found.events[0].parameters == ("net.a.weight", "net.a.bias")
-    assert found.events[1].inputs == found.events[0].returned.values
-    assert found.events[0].call is not None
-    assert found.calls[found.events[0].call].module == "net.a"
-    assert found.events[1].location.endswith(
-        f"test_tracing.py:{test_operations_on_the_batch_alone_are_not_recorded.__code__.co_firstlineno + 1}"
-    )
-
-
 @pytest.mark.parametrize(
     "operation", [lambda x: torch.ops.aten.mul.Tensor(x, 2), twice, lambda x: Cube.apply(x, 1.0)[0]]
 )

@@ -11,10 +11,7 @@ from lightning_smddp.planner.problem import NodeCost, PartitionError, PartitionP
 
 NAMES = [
     "embed",
-    "blocks.0.attn",
-    "blocks.0.mlp",
-    "blocks.1.attn",
-    "blocks.1.mlp",
+    *(f"blocks.{i}.{part}" for i in (0, 1) for part in ("attn", "mlp")),
     "blocks.10",
     "norm",
     "embed",

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-import time
 from collections import Counter
 
 import pytest
 
 from lightning_smddp.planner.partition import best_partition, partition_at
 from lightning_smddp.planner.problem import Link, NodeCost, PartitionError, PartitionProblem
-from tests.planner.brute_force import best_score, possible_cuts, rank_memory, score, stage_seconds
+from tests.planner.brute_force import best_score, possible_cuts, rank_memory, score
 from tests.planner.problems import PLACEMENTS, chain, random_problem
 
 PLACES = pytest.mark.parametrize("placement", PLACEMENTS)
@@ -56,16 +55,6 @@ def test_equal_to_brute_force(placement: str, limited: bool) -> None:
     assert outcomes["free"] > 20
     assert (outcomes["refused"] > 0) == limited
     assert outcomes["shared"] > 0 or placement == "three_loops" or not limited
-
-
-@PLACES
-def test_figures_are_those_of_the_definition(placement: str) -> None:
-    for seed in range(20):
-        problem = random_problem(seed, 9, PLACEMENTS[placement](2), tied=0.4)
-        found = best_partition(problem)
-        assert list(found.stage_seconds) == pytest.approx(stage_seconds(problem, found.cuts))
-        assert found.rank_memory == rank_memory(problem, found.cuts)
-        assert found == partition_at(problem, found.cuts)
 
 
 def test_parameters_that_stages_of_a_rank_share_count_once() -> None:
@@ -139,29 +128,3 @@ def test_cuts_that_make_no_partition(cuts: tuple[int, ...], message: str) -> Non
     problem = chain(5, [0, 1, 2], cut_bytes=[0, 1, 1, 1, math.inf, 0])
     with pytest.raises(PartitionError, match=message):
         partition_at(problem, cuts)
-
-
-@pytest.mark.slow
-def test_many_items_are_cut_quickly() -> None:
-    ranks = [*range(8), *range(7, -1, -1)]
-    draw = random.Random(0)
-    items = []
-    for index in range(400):
-        seconds = draw.lognormvariate(0, 0.7) * 1e-3
-        items.append(NodeCost(f"net.{index}", seconds, 2 * seconds, int(seconds * 1e9), (f"net.{index}.w", "tied")))
-    sizes = {item.parameters[0]: draw.randint(10**6, 10**7) for item in items} | {"tied": 10**7}
-    crossing = [draw.choice([1e5, 2e5, 4e6]) for _ in range(401)]
-    problem = PartitionProblem(items, sizes, crossing, ranks, [8] * 16, links=[Link(1e-5, 1e10)] * 15)
-
-    start = time.process_time()
-    found = best_partition(problem)
-    free_s = time.process_time() - start
-    limit = 1.15 * sum(found.rank_memory.values()) / len(found.rank_memory)
-    limited = best_partition(dataclasses.replace(problem, memory_limit=limit))
-    limited_s = time.process_time() - start - free_s
-
-    mean = sum(found.stage_seconds) / 16
-    assert mean < max(found.stage_seconds) < 1.1 * mean
-    assert max(limited.rank_memory.values()) <= limit
-    assert free_s < 2  # 0.2 s on an idle machine
-    assert limited_s < 4  # 0.4 s on an idle machine

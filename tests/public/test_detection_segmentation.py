@@ -10,14 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.public.cases import MARKS, WHOLE, ZERO_BUBBLE, Built, Case, HuggingFace, check, table
+from tests.public.cases import MARKS, WHOLE, Built, Case, HuggingFace, check, table
 
 transformers = pytest.importorskip("transformers")
 torchvision = pytest.importorskip("torchvision")
 detection = pytest.importorskip("torchvision.models.detection")
 smp = pytest.importorskip("segmentation_models_pytorch")
-monai_losses = pytest.importorskip("monai.losses")
-monai_nets = pytest.importorskip("monai.networks.nets")
 boxes_module = pytest.importorskip("torchvision.ops.boxes")
 roi_align = pytest.importorskip("torchvision.ops.roi_align")
 
@@ -87,19 +85,6 @@ class SmpUnet(Segmenter):
         self.outputs[stage].clear()
 
 
-class MonaiUnet(Segmenter):
-    """Instance norm: no row sees another."""
-
-    def build(self) -> Any:
-        self.criterion = monai_losses.DiceCELoss(sigmoid=True)
-        return monai_nets.UNet(
-            spatial_dims=2, in_channels=3, out_channels=1, channels=(8, 16, 32), strides=(2, 2), num_res_units=1
-        )
-
-    def loss(self, batch: Any) -> Tensor:
-        return self.criterion(self.model(batch[0]), batch[1])
-
-
 def tower() -> nn.Module:
     model = nn.Sequential(
         nn.Conv2d(3, 32, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, stride=2, padding=1), nn.ReLU(),
@@ -141,11 +126,6 @@ SIZES = {"min_size": 32, "max_size": 32}
 
 def anchors() -> Any:
     return detection.anchor_utils.AnchorGenerator(sizes=((8, 16),), aspect_ratios=((1.0,),))
-
-
-class RetinaNet(Detector):
-    def build(self) -> Any:
-        return detection.RetinaNet(tower(), num_classes=2, anchor_generator=anchors(), **SIZES)
 
 
 class FasterRcnn(Detector):
@@ -204,8 +184,6 @@ class Detr(HuggingFace):
 
 @table(
     Case(SmpUnet, WHOLE),
-    Case(MonaiUnet, ZERO_BUBBLE, variant="zero_bubble"),
-    Case(RetinaNet, WHOLE),
     Case(FasterRcnn, WHOLE),
     Case(Detr, WHOLE),
 )

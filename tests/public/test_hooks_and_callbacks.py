@@ -17,7 +17,6 @@ from tests.public.cases import EXACT, MARKS, WHOLE, Case, Learner, check, table
 from tests.public.test_vision import digits
 
 timm = pytest.importorskip("timm")
-timm_optim = pytest.importorskip("timm.optim")
 optimizers = pytest.importorskip("pytorch_optimizer")
 schedulefree = pytest.importorskip("schedulefree")
 
@@ -97,25 +96,6 @@ class ClippedByHand(Vit):
         self.log("weights", sum(weight.detach().pow(2).sum() for weight in self.parameters()).sqrt())
 
 
-class NoisyWeights(Vit):
-    """Noise with a generator of its own, clamping, weights of one layer written anew."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        generator = torch.Generator().manual_seed(batch_idx)
-        with torch.no_grad():
-            for weight in self.parameters():
-                weight.add_(torch.randn(weight.shape, generator=generator), alpha=1e-3)
-                weight.clamp_(-2, 2)
-            self.model.head.weight.copy_(0.5 * self.model.head.weight + 0.01)
-
-
-class Lamb(Vit):
-    """A trust ratio for each tensor, clipped by the norm of all gradients."""
-
-    def configure_optimizers(self) -> Any:
-        return timm_optim.Lamb(self.parameters(), lr=0.01, max_grad_norm=0.5, eps=1e-4)
-
-
 class Lion(Vit):
     """Moves by signs: compared in double precision."""
 
@@ -165,8 +145,6 @@ def unfreeze_all_at_one() -> Callback:
     Case(MeanTeacher, APART),
     Case(Vit, CUT, trainer={"callbacks": [EmaCallback]}),
     Case(ClippedByHand, CUT),
-    Case(NoisyWeights, CUT),
-    Case(Lamb, CUT, refused="Lamb needs the gradients of all parameters in one place"),
     Case(Lion, CUT, trainer=EXACT),
     Case(ScheduleFree, CUT, refused="SGDScheduleFree needs .* or what it does cannot be tried out"),
     Case(Finetuned, WHOLE, trainer={"callbacks": [unfreeze_all_at_one], "max_epochs": 3}),

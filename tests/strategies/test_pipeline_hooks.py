@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     BasePredictionWriter,
-    EarlyStopping,
     LearningRateMonitor,
     StochasticWeightAveraging,
 )
@@ -24,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from tests.strategies.learners import INPUTS, samples
+from tests.strategies.learners import samples
 from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Matrix, Net, name_of, outcome
 
 HOOKS = sorted(
@@ -139,19 +138,6 @@ class Consolidated(Evaluated):
         self.scale.mul_(1 + 0.01 * self.net[0].weight.norm())
 
 
-class Samples(Evaluated):
-    """Calls the model in hooks, and looks at what it returns."""
-
-    def on_train_epoch_end(self) -> None:
-        x = torch.linspace(-1, 1, 3 * INPUTS).view(3, INPUTS)
-        self.net.eval()
-        with torch.no_grad():
-            out = self.net(x)
-        self.net.train()
-        self.log("sampled", out.max())
-        self.losses.append(out[0, int(out[0].argmax())].item())
-
-
 def of_hooks(bench: Bench, module: str) -> Any:
     return bench.fit(globals()[module](), limit_train_batches=3, limit_val_batches=2)
 
@@ -195,17 +181,6 @@ def predictions(bench: Bench) -> Any:
     writer = Writer()
     trainer = bench.trainer(callbacks=[writer])
     return trainer.predict(Evaluated(), DataLoader(samples(20), batch_size=8)), writer.seen
-
-
-class Early(Evaluated):
-    """Gets worse from the second epoch on."""
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch).detach() * 0 + 1 + float(self.current_epoch))
-
-
-def early_stopping(bench: Bench) -> Any:
-    return bench.fit(Early(count=8), max_epochs=6, callbacks=[EarlyStopping("val_loss", patience=2)])
 
 
 # ---- evaluation in lockstep: of whole batches ----
@@ -301,8 +276,8 @@ def partial(case: Any, module: str) -> Case:
 
 CASES: list[Case] = [
     *(hooks, several_loaders),
-    *(partial(of_hooks, name) for name in ("Consolidated", "Samples")),
-    *(stochastic_weight_averaging, loggers, predictions, early_stopping),
+    partial(of_hooks, "Consolidated"),
+    *(stochastic_weight_averaging, loggers, predictions),
     partial(in_lockstep, "Texts"),
 ]
 TWO = Matrix(CASES, timeout=150.0)
