@@ -115,12 +115,6 @@ def launchers_of(strategy: type[Any]) -> tuple[Any, Any]:
     return module._SubprocessScriptLauncher, module._MultiProcessingLauncher
 
 
-def averages_weights(callback: Any) -> bool:
-    """Whether it is Lightning's ``WeightAveraging`` or ``StochasticWeightAveraging``, of either package."""
-    names = ("WeightAveraging", "StochasticWeightAveraging")
-    return any(cls.__name__ in names and ".callbacks." in cls.__module__ for cls in type(callback).__mro__)
-
-
 def is_compiled_module(module: Any) -> bool:
     """Whether a LightningModule went through ``torch.compile``: Lightning unwraps it and leaves a private mark."""
     return getattr(module, "_compiler_ctx", None) is not None

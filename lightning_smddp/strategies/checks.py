@@ -15,14 +15,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 
-from lightning_smddp._compat.trainer import averages_weights, is_compiled_module
+from lightning_smddp._compat.trainer import is_compiled_module
 from lightning_smddp.communication.consistency import require_initialized
 from lightning_smddp.pipeline.partition.microbatches import looks_at_other_rows
 from lightning_smddp.pytree import leaves
 from lightning_smddp.sharding.optimizer_shards import all_parameters, unwrapped
 from lightning_smddp.sharding.optimizer_trial import why_not_elementwise, why_not_one_by_one
 from lightning_smddp.sharding.sharded_optimizers import refuse_own_sharding, require_shareable
-from lightning_smddp.strategies.nonfinite import is_changed_hook
 from lightning_smddp.wording import USE_INSTEAD, counted
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ _SPARSE = (nn.Embedding, nn.EmbeddingBag)
 _MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 _NAME = "strategy='smddp_deepspeed'"
-_CHANGING = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")
+_AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
 
 
 def require_supported_by_fsdp(module: nn.Module, callbacks: Iterable[Any], is_fit: bool) -> None:
@@ -64,12 +63,14 @@ def require_averaging_fits(callbacks: Iterable[Any], meta_init: bool, sharded: b
     """Raise ``ValueError`` if a callback that averages weights cannot do so with these options of ``smddp_fsdp``."""
     for callback in callbacks:
         name = type(callback).__name__
-        if averages_weights(callback) and meta_init:
+        if _class_names(callback).isdisjoint(_AVERAGING):
+            continue
+        if meta_init:
             raise ValueError(
                 f"{name} copies the module before its layers have memory: meta_init=True makes them when they are "
                 "divided. Leave out one of them."
             )
-        if averages_weights(callback) and sharded:
+        if sharded:
             raise ValueError(
                 f"{name} puts weights of its own into checkpoints, which sharded=True saves as directories of the "
                 "module's shares. Leave out sharded=True: a checkpoint is one file then."
@@ -114,7 +115,7 @@ def require_supported_by_deepspeed(module: Any, callbacks: Iterable[Any]) -> Non
             f"{_NAME} cannot be used. Use strategy='smddp', or let Lightning take the steps."
         )
     for callback in callbacks:
-        if _class_names(callback).intersection(_CHANGING):
+        if _class_names(callback) & {*_AVERAGING, "ModelPruning"}:
             raise ValueError(
                 f"{type(callback).__name__} averages or replaces whole parameters, of which each rank has a part with "
                 f"{_NAME}. Leave it out, or use strategy='smddp'."
@@ -237,21 +238,36 @@ def _class_names(callback: Any) -> set[str]:
     return {cls.__name__ for cls in type(callback).__mro__}
 
 
+def is_changed_hook(owner: Any, hook: str, own: tuple[str, ...] = ("lightning.", "pytorch_lightning.")) -> bool:
+    """Whether ``owner`` has a hook of the user's, which none of the packages or modules ``own`` defines."""
+    module = getattr(getattr(owner, hook, None), "__module__", None)
+    return not str(module).startswith(own)
+
+
+def has_changed(trainer: Any, *hooks: str) -> bool:
+    """Whether the user's module, data, or a callback has one of ``hooks`` in place of Lightning's own."""
+    owners = (trainer.lightning_module, getattr(trainer, "datamodule", None), *trainer.callbacks)
+    return any(hasattr(owner, hook) and is_changed_hook(owner, hook) for owner in owners for hook in hooks)
+
+
+def may_have_changed_gradients(trainer: Any) -> bool:
+    """Whether code of the user's may have written them between the backward pass and the look at them."""
+    if not trainer.lightning_module.automatic_optimization:
+        return True
+    return has_changed(trainer, "on_after_backward", "backward", "optimizer_step")
+
+
 def zeroes_as_usual(trainer: Any) -> bool:
     """Whether nobody looks at gradients between the step and their end in ``zero_grad``."""
-    module = trainer.lightning_module
-    if is_changed_hook(module, "on_before_zero_grad") or is_changed_hook(module, "optimizer_zero_grad"):
-        return False
-    return not any(is_changed_hook(callback, "on_before_zero_grad") for callback in callbacks_of(trainer))
+    return not has_changed(trainer, "on_before_zero_grad", "optimizer_zero_grad")
 
 
 def arrives_as_expected(trainer: Any) -> bool:
     """Whether nobody but Lightning has the loss in its hands between the step and its backward pass."""
     plugin = trainer.precision_plugin
-    owners = [trainer.lightning_module, *trainer.callbacks]
-    hooks = [(owners[0], "backward"), (plugin, "pre_backward"), (plugin, "backward")]
-    hooks += [(owner, "on_before_backward") for owner in owners]
-    if any(is_changed_hook(owner, hook) for owner, hook in hooks):
+    if has_changed(trainer, "backward", "on_before_backward"):
+        return False
+    if is_changed_hook(plugin, "backward") or is_changed_hook(plugin, "pre_backward"):
         return False
     scaler = getattr(plugin, "scaler", None)
     return scaler is None or type(scaler) in (torch.amp.GradScaler, torch.cuda.amp.GradScaler)

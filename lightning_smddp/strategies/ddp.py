@@ -21,8 +21,8 @@ from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, unwrapped
 from lightning_smddp.strategies.base import TrainerStrategy
+from lightning_smddp.strategies.checks import may_have_changed_gradients
 from lightning_smddp.strategies.ddp_scheme import DDPOptions, DDPScheme
-from lightning_smddp.strategies.nonfinite import may_have_changed
 from lightning_smddp.strategies.options import (
     CommunicationOptions,
     ReliabilityOptions,
@@ -148,7 +148,7 @@ class DataParallel(TrainerStrategy):
 
     @override
     def _find_nonfinite(self, optimizer: Optimizer) -> NonFinite | None:
-        return self._scheme.nonfinite(optimizer, self.root_device, may_have_changed(self._trainer))
+        return self._scheme.nonfinite(optimizer, self.root_device, may_have_changed_gradients(self._trainer))
 
     # ---- optimizers ----
 

@@ -77,7 +77,7 @@ class DDPScheme:
         self._choice: Choice | None = None
         self._recorder: Recorder | None = None
         self._frozen: list[dict[str, nn.Parameter]] = []  # of each module: what required no gradient
-        self._names: dict[int, str] = {}  # of parameters, by `id`
+        self._names: dict[int, str] = {}  # of parameters, by `id`, where a hook of the user's own averages
 
     # ---- modules ----
 
@@ -93,10 +93,10 @@ class DDPScheme:
             arguments["bucket_cap_mb"] = self.options.bucket_cap_mb
         # DDP averages for good what requires gradients now; what is unfrozen later it leaves alone, without a word.
         self._frozen.append({name: p for name, p in module.named_parameters() if not p.requires_grad})
-        self._names |= {id(parameter): name for name, parameter in module.named_parameters()}
         state: Any = None
         if options.own_hook is not None:
             hook, state = options.own_hook
+            self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         else:
             if given.get("process_group") is not None or given.get("device_mesh") is not None:
                 raise ValueError(
@@ -192,7 +192,7 @@ class DDPScheme:
             found = synchronizer.nonfinite(all_parameters(optimizer), changed)
             if found is not None:
                 return found
-        if self.synchronizers or not self._frozen:
+        if not self._names:
             return None
         # A communication hook of the user's own need not leave the same on all ranks.
         bad = bad_gradients((self._names.get(id(p), "an unnamed parameter"), p) for p in all_parameters(optimizer))

@@ -80,7 +80,7 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
     _lightnings: ClassVar[type[Any]]
     _engine: Any = None  # until the next run: what was trained can be saved behind its end
     _unseen_writes: UnseenWrites | None = None
-    _loss: Tensor | None = None  # of the last backward pass
+    _loss: Any = 0.0  # of all backward passes since the last step
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process."""
-        return {**super().__getstate__(), "_engine": None, "_loss": None, "_unseen_writes": None}
+        return {**super().__getstate__(), "_engine": None, "_loss": 0.0, "_unseen_writes": None}
 
     # ---- start, on any device ----
 
@@ -228,7 +228,7 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
         """Accumulate where Lightning does. It has divided the loss by the number of batches: DeepSpeed must not."""
         steps = will_step(self._trainer)
         self.deepspeed_engine.set_gradient_accumulation_boundary(steps)
-        self._loss = closure_loss.detach()
+        self._loss = self._loss + closure_loss.detach()
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     @override
@@ -249,9 +249,9 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
 
         result = super().optimizer_step(optimizer, written, model, **kwargs)
         writes.note()
+        loss, self._loss = self._loss, 0.0
         if not engine.was_step_applied() and not engine.fp16_enabled():  # fp16 tries what is too large on purpose
-            assert self._loss is not None
-            why = _why_left_out(self._loss, self._checks.where(), self.root_device)
+            why = _why_left_out(loss, self._checks.where(), self.root_device)
             self._checks.guard.left_out(why)
         return result
 

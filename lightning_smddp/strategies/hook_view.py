@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_smddp._compat.trainer import around_hooks
 from lightning_smddp.patches import patched
+from lightning_smddp.strategies.checks import is_changed_hook
 
 if TYPE_CHECKING:
     from lightning_smddp.bridge.partitioned_module import PartitionedModule
@@ -75,12 +76,10 @@ class HookView:
 
     Args:
         strategy: of the Trainer.
-        current: gives the pipelined module; None as long as there is none.
     """
 
-    def __init__(self, strategy: Any, current: Callable[[], PipelinedModule | None]) -> None:
+    def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
-        self._current = current
         self._waiting: ExitStack | None = None  # of a hook within which the module is partitioned
         self._depth = 0  # of calls of the strategy
         self._replaced: dict[str, Callable[..., Any]] = {}  # methods that somebody has set on the strategy itself
@@ -89,7 +88,7 @@ class HookView:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: the copy is about its own strategy."""
-        return HookView, (self.strategy, self._current)
+        return HookView, (self.strategy,)
 
     @contextmanager
     def installed(self, trainer: Any) -> Iterator[None]:
@@ -126,10 +125,8 @@ class HookView:
             self._waiting = None
 
     def _partitioned(self) -> PartitionedModule | None:
-        pipelined = self._current()
-        if pipelined is None:
-            return None
-        return pipelined.partitioned
+        pipelined: PipelinedModule | None = self.strategy._pipelined
+        return None if pipelined is None else pipelined.partitioned
 
     def _left(self) -> AbstractContextManager[None]:
         partitioned = self._partitioned()
@@ -140,12 +137,12 @@ class HookView:
 
     def _around(self, hook: str, owner: Any) -> AbstractContextManager[Any]:
         """What Lightning enters around the call of ``owner``'s ``hook``."""
-        waits, is_users = hook not in _EACH_BATCH, _is_users(hook, owner)
+        waits, is_users = hook not in _EACH_BATCH, is_changed_hook(owner, hook, _LIGHTNINGS)
         if not (waits or is_users) or hook in _OUTSIDE:
             return nullcontext()
         # Behind an exception the other ranks are somewhere else, or gone: nobody would meet this one. Hooks are still
         # called, such as `on_save_checkpoint` where a checkpoint is due on exceptions.
-        if self._current() is None or self.strategy._interrupted:
+        if self.strategy._pipelined is None or self.strategy._interrupted:
             return nullcontext()
         partitioned = self._partitioned()
         if partitioned is not None and waits:
@@ -167,14 +164,6 @@ class HookView:
                 yield
             finally:
                 self._waiting = before
-
-
-def _is_users(hook: str, owner: Any) -> bool:
-    """Whether ``owner``, a LightningModule or callback, has another ``hook`` than Lightning gives it."""
-    function = getattr(owner, hook, None)
-    defined = getattr(function, "__func__", function)
-    origin = str(getattr(defined, "__module__", ""))
-    return not origin.startswith(_LIGHTNINGS)
 
 
 # Modules of Lightning whose hooks look at no parameter.

@@ -136,22 +136,3 @@ def before_step(optimizer: Any, look: Callable[[], None]) -> Iterator[None]:
         del optimizer.step
         if was_changed:
             optimizer.step = original
-
-
-def is_changed_hook(owner: Any, hook: str) -> bool:
-    """Whether a module or callback has a hook of the user's in place of Lightning's own."""
-    module = getattr(getattr(owner, hook, None), "__module__", None)
-    return not str(module).startswith(("lightning.", "pytorch_lightning."))
-
-
-def has_changed(trainer: Any, *hooks: str) -> bool:
-    """Whether the user's module, data, or a callback has one of ``hooks`` in place of Lightning's own."""
-    owners = (trainer.lightning_module, getattr(trainer, "datamodule", None), *trainer.callbacks)
-    return any(hasattr(owner, hook) and is_changed_hook(owner, hook) for owner in owners for hook in hooks)
-
-
-def may_have_changed(trainer: Any) -> bool:
-    """Whether code of the user's may have written gradients between the backward pass and the look at them."""
-    if not trainer.lightning_module.automatic_optimization:
-        return True
-    return has_changed(trainer, "on_after_backward", "backward")

@@ -36,13 +36,15 @@ from lightning_smddp.sharding.optimizer_shards import OptimizerShards, unwrapped
 from lightning_smddp.strategies.checks import (
     arrives_as_expected,
     callbacks_of,
+    has_changed,
+    may_have_changed_gradients,
     refuse_training,
     require_pipelinable,
     require_shardable,
     zeroes_as_usual,
 )
 from lightning_smddp.strategies.hook_view import HookView
-from lightning_smddp.strategies.nonfinite import by_asking, has_changed, may_have_changed
+from lightning_smddp.strategies.nonfinite import by_asking
 from lightning_smddp.strategies.options import (
     CommunicationOptions,
     LossWeightOption,
@@ -136,7 +138,7 @@ class PipelineParallel(PipelineRanks):
         super().__init__(**given)
         self._hold_parts(options)
         self._changes = ExitStack()  # of Lightning, until teardown
-        self._hook_view = HookView(self, self._current)
+        self._hook_view = HookView(self)
 
     # ---- start and end ----
 
@@ -148,8 +150,7 @@ class PipelineParallel(PipelineRanks):
     def _make_groups(self) -> None:
         if self._groups is None:  # a second run has the ranks of the first one
             grid = self.options.grid(self.num_nodes * self.num_processes)
-            limit = self.options.gradients.communication.limit or self._timeout
-            self._groups = Groups.create(grid, limit, self.root_device)
+            self._groups = Groups.create(grid, self._session.limit(self._timeout), self.root_device)
 
     @override
     def _set_up_model(self, trainer: Trainer) -> None:
@@ -221,9 +222,6 @@ class PipelineParallel(PipelineRanks):
         self._is_shown = True
         if is_wanted and self._speaks:
             print_partition(hook, *found)
-
-    def _current(self) -> PipelinedModule | None:
-        return self._pipelined
 
     @override
     def model_to_device(self) -> None:
@@ -332,7 +330,7 @@ class PipelineParallel(PipelineRanks):
 
     @override
     def _find_nonfinite(self, optimizer: Optimizer) -> NonFinite | None:
-        found = self._last_pipelined().state.nonfinite(may_have_changed(self._trainer))
+        found = self._last_pipelined().state.nonfinite(may_have_changed_gradients(self._trainer))
         return found if self._nonfinite_group is not None else by_asking(found, self.root_device)
 
     @property

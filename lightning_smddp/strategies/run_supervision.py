@@ -27,8 +27,8 @@ from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.groups import mark_groups_aborted
 from lightning_smddp.communication.objects import gather
 from lightning_smddp.resume.auto_resume import stop_checkpoint
+from lightning_smddp.strategies.checks import has_changed
 from lightning_smddp.strategies.launchers import end_processes, launcher_pid, may_be_ended
-from lightning_smddp.strategies.nonfinite import has_changed
 from lightning_smddp.strategies.tables import say
 from lightning_smddp.supervision.failure import Failure
 from lightning_smddp.supervision.shutdown import children_may_end
@@ -158,7 +158,6 @@ class RunSupervision:
         self.supervisor = None
 
     def _explain(self, error: BaseException) -> BaseException:
-        self.strategy._sagemaker.failed = True
         supervisor = self.supervisor
         if supervisor is None or is_control_flow(error):
             return error

@@ -33,13 +33,11 @@ class SageMakerJob:
 
     Attributes:
         newest_in: the folder with the file ``newest``, if checkpoints go there.
-        failed: whether the run has.
     """
 
     def __init__(self, strategy: TrainerStrategy) -> None:
         self.strategy = strategy
         self.newest_in: Path | None = None
-        self.failed = False
         self._folders: Folders | None = None
         self._number = 1  # of the Trainer among the script's
         self._made_in = ""  # the working directory at that time
@@ -63,7 +61,6 @@ class SageMakerJob:
         if self._folders is None or module is None:
             return
         self._trainer = module.trainer
-        self.failed = False
         self._saved = {}
         supervisor = strategy._supervision.supervisor
         if supervisor is not None:
@@ -133,7 +130,7 @@ class SageMakerJob:
         """Whether it is up to us: checkpoints are saved, and not into the model's folder."""
         if self._folders is None or self._trainer is None:
             return False
-        if self.failed or self._trainer.state.fn != "fit":
+        if self.strategy._session.failed or self._trainer.state.fn != "fit":
             return False
         callbacks = self._trainer.checkpoint_callbacks
         if any(_is_inside(callback, self._folders.model) for callback in callbacks):

@@ -121,9 +121,13 @@ class Writing(AdamLearner):
 class BadBatch(AdamLearner):
     """The loss of one batch of the second rank is NaN."""
 
+    def __init__(self, bad: int) -> None:
+        super().__init__()
+        self.bad = bad
+
     def loss(self, batch: Any) -> Any:
         loss = super().loss(batch)
-        if len(self.losses) == 2 and self.trainer.global_rank == 1:
+        if len(self.losses) == self.bad and self.trainer.global_rank == 1:
             loss = loss * float("nan")
         return loss
 
@@ -203,16 +207,20 @@ def parts_of(path: str) -> dict[str, Any]:
     return {key: loaded[key] for key in ("state_dict", "optimizer_states", "global_step")}
 
 
-def meet_nan(stage: int) -> tuple[str, list[str], int]:
-    """The error; and what ``skip`` warns of, and how many steps it left out."""
-    with pytest.raises(NonFiniteGradientError) as caught:
-        make_trainer(SMDDPDeepSpeedStrategy(stage=stage)).fit(BadBatch())
+def meet_nan(stage: int) -> tuple[list[str], list[str], int]:
+    """The errors, where the bad batch is alone and the first of two; what ``skip`` warns of, how many it left out."""
+    errors = []
+    for bad, accumulated in ((2, 1), (0, 2)):
+        trainer = make_trainer(SMDDPDeepSpeedStrategy(stage=stage), accumulate_grad_batches=accumulated)
+        with pytest.raises(NonFiniteGradientError) as caught:
+            trainer.fit(BadBatch(bad))
+        errors.append(str(caught.value))
     strategy = SMDDPDeepSpeedStrategy(stage=stage, reliability={"on_nonfinite": "skip"})
     with warnings.catch_warnings(record=True) as warned:
         warnings.filterwarnings("always", message="Gradients are not finite")
-        make_trainer(strategy).fit(BadBatch())
+        make_trainer(strategy).fit(BadBatch(2))
     texts = [str(warning.message) for warning in warned]
-    return str(caught.value), [text for text in texts if "finite" in text], strategy._checks.guard.skipped
+    return errors, [text for text in texts if "finite" in text], strategy._checks.guard.skipped
 
 
 def write(stage: int) -> dict[str, Any]:
@@ -323,9 +331,11 @@ class TestOnRanks:
     @pytest.mark.parametrize("stage", [2, 3])
     def test_a_step_that_deepspeed_leaves_out_is_named(self, results, stage):
         for rank, result in enumerate(results):
-            error, warned, skipped = result[stage]["nan"]
-            assert "not finite in step 2 (epoch 0, batch 2): on rank 1" in error
-            assert "the loss (nan)" in error
+            (alone, accumulated), warned, skipped = result[stage]["nan"]
+            assert "not finite in step 2 (epoch 0, batch 2): on rank 1" in alone
+            assert "not finite in step 0 (epoch 0, batch 1): on rank 1" in accumulated
+            assert "the loss (nan)" in alone
+            assert "the loss (nan)" in accumulated
             assert skipped == 1
             assert len(warned) == (rank == 0)
 

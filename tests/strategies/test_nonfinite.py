@@ -281,17 +281,31 @@ class MakesNaN(Learner):
             gradient[1] = NAN
 
 
-def makes(name: str, options: dict[str, Any]) -> str:
+class MakesNaNInItsStep(Learner):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        def closure() -> Any:
+            loss = optimizer_closure()
+            MakesNaN.on_after_backward(self)  # type: ignore[arg-type]
+            return loss
+
+        optimizer.step(closure)
+
+
+def makes(name: str, options: dict[str, Any], make: type[Learner] = MakesNaN) -> str:
     with pytest.raises(NonFiniteGradientError) as caught:
-        make_trainer(strategy_of(name, algorithm="shared_memory", **options)).fit(MakesNaN())
+        make_trainer(strategy_of(name, algorithm="shared_memory", **options)).fit(make())
     return str(caught.value)
 
 
-MADE = [(makes, "smddp", {}), (makes, "pipeline", {"pipeline_parallel_size": 1})]
+MADE = [
+    (makes, "smddp", {}),
+    (makes, "smddp", {}, MakesNaNInItsStep),
+    (makes, "pipeline", {"pipeline_parallel_size": 1}),
+]
 
 
-@pytest.mark.parametrize("case", MADE, ids=["smddp", "replicas"])
-def test_what_on_after_backward_makes_is_seen_in_the_same_step(case: Any) -> None:
+@pytest.mark.parametrize("case", MADE, ids=["smddp", "optimizer_step", "replicas"])
+def test_what_users_code_makes_of_averages_is_seen_in_the_same_step(case: Any) -> None:
     first, second = SEVERAL.results(case)
     assert first == second
     assert f"step {BAD_STEP} (epoch 0, batch " in first
