@@ -34,8 +34,6 @@ _CURE = (
 class MicroBatcher:
     """Cuts the batches of one run into micro-batches, with their weights.
 
-    Where the first dimension may not be that of the rows, a batch is one micro-batch, said once: nothing is tried out.
-
     Args:
         setup: of the run; the module's method ``split_batch`` is used if it has one.
         sync: knows the present batch.

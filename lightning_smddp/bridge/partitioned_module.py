@@ -181,9 +181,6 @@ class Unpartitioned:
         """The parameters that ``optimizer`` steps."""
         return all_parameters(optimizer)
 
-    def nonfinite(self, changed: bool) -> None:
-        """There are no gradients yet."""
-
     def report(self) -> None:
         """Nothing was averaged yet."""
 

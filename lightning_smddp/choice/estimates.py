@@ -30,21 +30,6 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class UnitSizes:
-    """Bytes of what full sharding gathers and frees together, as in :func:`~lightning_smddp.sharding.units.find_units`.
-
-    Attributes:
-        units: parameters of all units.
-        largest: of the largest one.
-        root: of all other parameters, which are whole for a whole step.
-    """
-
-    units: int
-    largest: int
-    root: int
-
-
-@dataclass(frozen=True)
 class Memory:
     """Bytes that a rank holds at its fullest moment, in parts. Memory that ranks share is counted once a node.
 
@@ -115,7 +100,7 @@ def data_parallel(sizes: Sizes, profile: StepProfile, ranks: int, shards_state: 
     return fullest([in_step, replace(held, temporary=sizes.optimizer_temporary)])
 
 
-def fully_sharded(sizes: Sizes, profile: StepProfile, ranks: int, units: UnitSizes, reshard: bool) -> Memory:
+def fully_sharded(sizes: Sizes, profile: StepProfile, ranks: int, units: Sequence[int], reshard: bool) -> Memory:
     """``smddp_fsdp`` on the CPUs of one node: shares of everything, and what is gathered for a moment.
 
     In the backward pass there are, beside a rank's shares: a unit's parameters and those of the next one, which is
@@ -127,14 +112,15 @@ def fully_sharded(sizes: Sizes, profile: StepProfile, ranks: int, units: UnitSiz
         sizes: of the whole module.
         profile: of a step of one rank.
         ranks: that share everything.
-        units: what is gathered.
+        units: bytes of the parameters of each, as :func:`~lightning_smddp.sharding.units.find_units` finds them.
         reshard: units are freed behind their forward (ZeRO-3), else not (ZeRO-2).
     """
-    two_units = min(units.units, 2 * units.largest)  # one that computes, and the next one
-    gathered = two_units if reshard else units.units
+    all_units, largest = sum(units), max(units, default=0)
+    two_units = min(all_units, 2 * largest)  # one that computes, and the next one
+    gathered = two_units if reshard else all_units
     segments = two_units // ranks
-    reduced = 2 * units.largest
-    root = 2 * units.root  # with its gradients
+    reduced = 2 * largest
+    root = 2 * (sizes.parameters - all_units)  # all other parameters, with their gradients
     held = Memory(
         parameters=_share(sizes.parameters, ranks) + sizes.buffers,
         gradients=_share(sizes.gradients, ranks),
@@ -147,7 +133,7 @@ def fully_sharded(sizes: Sizes, profile: StepProfile, ranks: int, units: UnitSiz
         communication=gathered + segments + reduced + root,
         temporary=profile.temporary,
     )
-    kept = 0 if reshard else units.units  # memory in which they are whole, for the next step
+    kept = 0 if reshard else all_units  # memory in which they are whole, for the next step
     stepping = replace(held, communication=kept, temporary=sizes.optimizer_temporary // ranks)
     return fullest([in_step, stepping])
 

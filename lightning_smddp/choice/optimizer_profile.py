@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_smddp.choice.step_profile import profile_of, recorded_memory
+from lightning_smddp.choice.step_profile import recorded_memory
 from lightning_smddp.pytree import tensors
 from lightning_smddp.sharding.optimizer_trial import copy_with
 
 _FALLBACK_COPIES = 2  # of a parameter, as Adam has
-_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def profile_optimizers(optimizers: Sequence[Optimizer]) -> OptimizerProfile:
     for optimizer in optimizers:
         try:
             temporary = max(temporary, _profile(optimizer, state))
-        except _FAILURES as error:
+        except Exception as error:  # whatever a user's optimizer raises
             for _, parameter in _trained(optimizer):
                 state[id(parameter)] = _FALLBACK_COPIES * parameter.nbytes
             notes.append(
@@ -81,9 +81,8 @@ def _try(optimizer: Optimizer, number: int, like: Tensor) -> tuple[int, int]:
     nothing = nn.Parameter(torch.empty(0))
     stand_ins = {id(other): nothing for group in optimizer.param_groups for other in group["params"]}
     trial = copy_with(optimizer, {**stand_ins, id(like): parameter})
-    for group in trial.param_groups:
-        group["params"] = []
-    trial.param_groups[number]["params"] = [parameter]
+    for index, group in enumerate(trial.param_groups):
+        group["params"] = [parameter] if index == number else []
     step = type(trial).step  # an instance's own may be a scheduler's
     # The first step makes the state: what later ones need for a moment is seen in the second.
     step(trial)
@@ -91,4 +90,4 @@ def _try(optimizer: Optimizer, number: int, like: Tensor) -> tuple[int, int]:
         step(trial)
     # By address: what several entries share counts once.
     sizes = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors(trial.state[parameter])}
-    return sum(sizes.values()), profile_of(record).peak
+    return sum(sizes.values()), max(accumulate(record.entries, initial=0))

@@ -10,9 +10,12 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -21,10 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lightning_smddp.pipeline.capture.preserve_state import preserve_state
+from lightning_smddp.communication.tensors import CPU
+from lightning_smddp.pipeline.capture.preserve_state import dropped_gradients, preserve_state
+from lightning_smddp.pytree import tensors
 
-BACKWARD = "backward"  # the forward is over
-_CPU = torch.device("cpu")
+_BACKWARD = "backward"  # the forward is over
 _MARK = "lightning_smddp: "
 _LARGE = 2**20  # bytes: smaller blocks are not looked at page by page
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -48,15 +52,68 @@ class StepProfile:
         return self.peak - self.kept
 
 
-def profile_step(loss_of_step: Callable[[], Tensor], root: nn.Module) -> StepProfile:
-    """Run a step's forward, which returns the loss, and its backward. Nothing of it stays."""
-    with preserve_state(root, _CPU), dropped_gradients(root), recorded_memory() as record:
+def profile_step(
+    loss_of_step: Callable[[], Tensor], root: nn.Module, begins: Sequence[tuple[str, int]] = ()
+) -> list[StepProfile]:
+    """Run a step's forward, which returns the loss, and its backward. Nothing of it stays.
+
+    Args:
+        loss_of_step: the forward.
+        root: its module.
+        begins: for each pipeline stage but the first the module that it begins with, and which of the module's calls
+            that is, from 0.
+
+    Returns:
+        The profile of each stage.
+    """
+    calls: Counter[str] = Counter()
+
+    def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        for stage, begin in enumerate(begins, start=1):
+            if begin == (name, calls[name]):
+                record.mark(f"forward {stage}")
+                # When the backward comes to what a stage begins with, the stage before goes on.
+                for tensor in tensors((args, kwargs)):
+                    if tensor.grad_fn is not None:
+                        tensor.register_hook(lambda gradient, before=stage - 1: record.mark(f"backward {before}"))
+        calls[name] += 1
+
+    with ExitStack() as stack:
+        stack.enter_context(preserve_state(root, CPU))
+        stack.enter_context(dropped_gradients(root))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for name in {name for name, _ in begins}:
+            hook = partial(enter, name)
+            stack.callback(root.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True).remove)
+        record = stack.enter_context(recorded_memory())
         loss = loss_of_step()
         record.settle()
-        record.mark(BACKWARD)
+        record.mark(_BACKWARD)
         loss.backward()
         del loss
-    return profile_of(record)
+    return _profiles(record.entries, len(begins) + 1)
+
+
+def _profiles(entries: Sequence[Any], num_stages: int) -> list[StepProfile]:
+    """What each stage keeps, and its peak without what others keep."""
+    held = [0]  # bytes that all stages before each one keep
+    peaks = [0] * num_stages
+    now = stage = 0
+    for entry in entries:
+        if isinstance(entry, int):
+            now += entry
+            peaks[stage] = max(peaks[stage], now)
+            continue
+        kind, _, number = entry.partition(" ")
+        if kind == "forward" or entry == _BACKWARD:
+            held.append(now)
+        if number:
+            stage = int(number)
+    profiles = []
+    for (before, behind), peak in zip(pairwise(held), peaks, strict=True):
+        kept = behind - before
+        profiles.append(StepProfile(kept, max(kept, peak - before)))
+    return profiles
 
 
 class MemoryRecord:
@@ -127,20 +184,6 @@ def recorded_memory() -> Iterator[MemoryRecord]:
         record.stop()
 
 
-def profile_of(record: MemoryRecord) -> StepProfile:
-    """The profile of a record with the mark :data:`BACKWARD`."""
-    now = 0
-    kept = 0
-    peak = 0
-    for entry in record.entries:
-        if entry == BACKWARD:
-            kept = now
-        elif isinstance(entry, int):
-            now += entry
-            peak = max(peak, now)
-    return StepProfile(kept, peak)
-
-
 def _unwritten(address: int, size: int) -> int:
     """Bytes of whole pages of a block that have no memory yet; 0 where the system does not tell."""
     # The pages that are the block's alone: the first one begins at or behind its address, the last one ends in it.
@@ -167,19 +210,3 @@ def _without_stderr() -> Iterator[None]:
     finally:
         os.dup2(saved, 2)
         os.close(saved)
-
-
-@contextmanager
-def dropped_gradients(root: nn.Module) -> Iterator[None]:
-    """Within it a parameter's gradient is freed when it is complete, as DDP does when it has it in its bucket."""
-    trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
-    handles = [parameter.register_post_accumulate_grad_hook(_drop) for parameter in trained]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _drop(parameter: Tensor) -> None:
-    parameter.grad = None

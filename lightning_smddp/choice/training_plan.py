@@ -8,19 +8,11 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from lightning_smddp.bridge.step import loss_of
-from lightning_smddp.choice.estimates import (
-    Estimate,
-    Memory,
-    Sizes,
-    UnitSizes,
-    data_parallel,
-    fully_sharded,
-)
+from lightning_smddp.choice.estimates import Estimate, Sizes, data_parallel, fully_sharded
 from lightning_smddp.choice.first_batch import FirstBatch, UnplannableError, look_at_first_batch
-from lightning_smddp.choice.optimizer_profile import OptimizerProfile, profile_optimizers
+from lightning_smddp.choice.optimizer_profile import profile_optimizers
 from lightning_smddp.choice.pipelines import estimate_pipelines
 from lightning_smddp.choice.step_profile import StepProfile, profile_step
 from lightning_smddp.pipeline.capture.graph import SplitError
@@ -64,9 +56,7 @@ class TrainingPlan:
     @property
     def trainer(self) -> str | None:
         """The line to write for :attr:`best`."""
-        if self.best is None:
-            return None
-        return f"Trainer(strategy={self.best.strategy}, devices={self.devices})"
+        return f"Trainer(strategy={self.best.strategy}, devices={self.devices})" if self.best else None
 
     def __str__(self) -> str:
         ranks = counted(self.devices, "rank")
@@ -128,36 +118,40 @@ def plan(module: Any, devices: int, memory_gb: float, datamodule: Any = None, pr
 
 
 def _planned(first: FirstBatch, devices: int, memory_gb: float) -> TrainingPlan:
+    module = first.module
     limit = memory_gb * _GIB
     optimizers = profile_optimizers(first.optimizers)
-    sizes = _sizes(first, optimizers)
+    sizes = Sizes(
+        parameters=_bytes(module.parameters()),
+        buffers=_bytes(module.buffers()),
+        gradients=_bytes(parameter for parameter in module.parameters() if parameter.requires_grad),
+        state=sum(optimizers.state.values()),
+        optimizer_temporary=optimizers.temporary,
+        batch=_bytes(tensors(first.batch)),
+    )
     step = _profile(first)
-    units = _units(first.module)
-    # The simplest first.
-    cases: list[tuple[str, str, Memory]] = [
-        ("smddp", '"smddp"', data_parallel(sizes, step, devices)),
-        (
-            "smddp, shard='optimizer'",
-            'SMDDPStrategy(shard="optimizer")',
-            data_parallel(sizes, step, devices, shards_state=True),
-        ),
-        (
-            "smddp_fsdp, grad_op",
-            'SMDDPFSDPStrategy(sharding="grad_op")',
-            fully_sharded(sizes, step, devices, units, reshard=False),
-        ),
-        ("smddp_fsdp, full", '"smddp_fsdp"', fully_sharded(sizes, step, devices, units, reshard=True)),
-    ]
-    estimates = [Estimate(*case, fits=case[2].total <= limit) for case in cases]
+    units = [_bytes(module.get_submodule(name).parameters()) for name in find_units(module).names]
+    shared = Estimate(
+        "smddp, shard='optimizer'",
+        'SMDDPStrategy(shard="optimizer")',
+        data_parallel(sizes, step, devices, shards_state=True),
+    )
     for optimizer in first.optimizers:
         why = why_not_one_by_one(optimizer)
         if why is not None:
-            refusal = f"{type(optimizer).__name__} cannot be shared: {why}"
-            estimates[1] = replace(estimates[1], memory=None, fits=False, notes=(refusal,))
+            shared = replace(shared, memory=None, notes=(f"{type(optimizer).__name__} cannot be shared: {why}",))
+    zero2 = fully_sharded(sizes, step, devices, units, reshard=False)
+    zero3 = fully_sharded(sizes, step, devices, units, reshard=True)
+    estimates = [  # the simplest first
+        Estimate("smddp", '"smddp"', data_parallel(sizes, step, devices)),
+        shared,
+        Estimate("smddp_fsdp, grad_op", 'SMDDPFSDPStrategy(sharding="grad_op")', zero2),
+        Estimate("smddp_fsdp, full", '"smddp_fsdp"', zero3),
+    ]
     if devices > 1:
         estimates += estimate_pipelines(first, sizes, optimizers.state, devices, limit)
-    name = type(first.module).__name__
-    return TrainingPlan(name, devices, memory_gb, tuple(estimates), optimizers.notes)
+    judged = [replace(one, fits=one.memory is not None and one.memory.total <= limit) for one in estimates]
+    return TrainingPlan(type(module).__name__, devices, memory_gb, tuple(judged), optimizers.notes)
 
 
 def _profile(first: FirstBatch) -> StepProfile:
@@ -167,29 +161,10 @@ def _profile(first: FirstBatch) -> StepProfile:
         return loss_of(result)
 
     try:
-        return profile_step(run, first.module)
+        (profile,) = profile_step(run, first.module)
     except SplitError as error:  # of `loss_of`
         raise UnplannableError(str(error)) from None
-
-
-def _sizes(first: FirstBatch, optimizers: OptimizerProfile) -> Sizes:
-    parameters = list(first.module.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    return Sizes(
-        parameters=_bytes(parameters),
-        buffers=_bytes(first.module.buffers()),
-        gradients=_bytes(trained),
-        state=sum(optimizers.state.values()),
-        optimizer_temporary=optimizers.temporary,
-        batch=_bytes(tensors(first.batch)),
-    )
-
-
-def _units(module: nn.Module) -> UnitSizes:
-    """What ``smddp_fsdp`` gathers together."""
-    sizes = [_bytes(module.get_submodule(name).parameters()) for name in find_units(module).names]
-    units = sum(sizes)
-    return UnitSizes(units, max(sizes, default=0), _bytes(module.parameters()) - units)
+    return profile
 
 
 def _bytes(found: Iterable[torch.Tensor]) -> int:

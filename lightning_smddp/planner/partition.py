@@ -131,22 +131,15 @@ class Partition:
 
     Attributes:
         cuts: index of the first node of each stage but the first; increasing.
-        num_nodes: how many nodes the step has.
         stage_seconds: for a micro-batch, forward and backward and boundaries (see ``StageCosts``).
         stage_memory: bytes, a parameter counted once for each stage.
         rank_memory: bytes, a parameter counted once for each rank.
     """
 
     cuts: tuple[int, ...]
-    num_nodes: int
     stage_seconds: tuple[float, ...]
     stage_memory: tuple[int, ...]
     rank_memory: dict[int, int]
-
-    @property
-    def bounds(self) -> list[tuple[int, int]]:
-        """(first node, node after the last) of each stage."""
-        return _bounds(self.cuts, self.num_nodes)
 
 
 def best_partition(problem: PartitionProblem) -> Partition:
@@ -260,7 +253,7 @@ def _evaluate(costs: StageCosts, cuts: tuple[int, ...]) -> Partition:
         rank = costs.problem.rank_of_stage[stage]
         stages_of.setdefault(rank, []).append(stage)
     rank_memory = {rank: _rank_memory(costs, stages_of[rank], bounds) for rank in sorted(stages_of)}
-    return Partition(cuts, costs.num_nodes, tuple(seconds), tuple(memory), rank_memory)
+    return Partition(cuts, tuple(seconds), tuple(memory), rank_memory)
 
 
 def _rank_memory(costs: StageCosts, stages: Iterable[int], bounds: Sequence[tuple[int, int]]) -> int:

@@ -330,7 +330,9 @@ class PipelineParallel(PipelineRanks):
 
     @override
     def _find_nonfinite(self, optimizer: Optimizer) -> NonFinite | None:
-        found = self._last_pipelined().state.nonfinite(may_have_changed_gradients(self._trainer))
+        partitioned = self._last_pipelined().partitioned
+        assert partitioned is not None
+        found = partitioned.nonfinite(may_have_changed_gradients(self._trainer))
         return found if self._nonfinite_group is not None else by_asking(found, self.root_device)
 
     @property

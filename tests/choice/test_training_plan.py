@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import lightning_smddp
+from lightning_smddp.choice import pipelines
 from lightning_smddp.choice.cli_config import from_config
 from lightning_smddp.choice.estimates import (
     Estimate,
     Memory,
     Sizes,
-    UnitSizes,
     data_parallel,
     fully_sharded,
 )
@@ -25,7 +25,9 @@ from lightning_smddp.choice.optimizer_profile import profile_optimizers
 from lightning_smddp.choice.step_profile import StepProfile, profile_step
 from lightning_smddp.choice.training_plan import TrainingPlan
 from lightning_smddp.cli import main
-from tests.choice.modules import ByHand, Empty, Penalised, Small, Summing, WithLBFGS, WithoutData
+from lightning_smddp.pipeline.capture.graph_builder import build_graph
+from lightning_smddp.pipeline.partition.costs import NodeTimes
+from tests.choice.modules import Blocks, ByHand, Empty, Penalised, Small, Summing, WithLBFGS, WithoutData
 
 MODULES = "tests.choice.modules"
 
@@ -36,7 +38,7 @@ MODULES = "tests.choice.modules"
 def test_a_step_keeps_what_its_backward_needs() -> None:
     root = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Tanh(), nn.Linear(256, 64, bias=False), nn.Tanh())
     x = torch.zeros(1000, 64)
-    profile = profile_step(lambda: root(x).sum(), root)
+    (profile,) = profile_step(lambda: root(x).sum(), root)
     inner, outer = 4 * 1000 * 256, 4 * 1000 * 64
     assert profile.kept == pytest.approx(inner + outer, rel=0.01)  # what both tanh have returned
     # The inner tanh's backward has the gradient of its result and makes that of its input.
@@ -90,7 +92,7 @@ def test_memory_of_data_parallel_ranks() -> None:
     assert data_parallel(SIZES, profile, 1) == Memory(101, 90, 180, 5, 0, 60)  # in the optimizer's step
     assert data_parallel(SIZES, profile, 4, shards_state=True) == Memory(101, 90, 45, 35, 90, 10)
 
-    units = UnitSizes(units=80, largest=20, root=20)
+    units = [20, 20, 20, 20]
     # 40 of two units, 10 in which they are gathered, 40 of a unit's gradients, 40 of the root.
     assert fully_sharded(SIZES, profile, 4, units, reshard=True) == Memory(26, 23, 45, 35, 130, 10)
     assert fully_sharded(SIZES, profile, 4, units, reshard=False) == Memory(26, 23, 45, 35, 170, 10)
@@ -123,6 +125,25 @@ def test_a_plan_of_a_small_module() -> None:
     of_stages = found.estimates[-2].memory
     assert of_stages.parameters <= whole
     assert "predicted from a CPU trace" in str(found)
+
+
+def test_stages_may_begin_at_a_later_call_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Both modules are cut alike: blocks are the units, and take as long as each other.
+    def choose_blocks(traced: Any, modules: Any, *_: Any) -> Any:
+        return build_graph(traced, modules, [name for name in modules.calls if name.count(".") < 2])
+
+    def time_alike(graph: Any, *_: Any) -> Any:
+        return NodeTimes([1.0] * len(graph.nodes), [2.0] * len(graph.nodes))
+
+    monkeypatch.setattr(pipelines, "choose_units", choose_blocks)
+    monkeypatch.setattr(pipelines, "time_nodes", time_alike)
+    found = []
+    for shared in (True, False):
+        estimates = {estimate.name: estimate for estimate in lightning_smddp.plan(Blocks(shared), 3, 1.0).estimates}
+        memory = estimates["smddp_pipeline"].memory
+        assert memory is not None
+        found.append(memory.activations)
+    assert found[0] == found[1]
 
 
 def test_optimizers_that_cannot_be_shared_are_said() -> None:

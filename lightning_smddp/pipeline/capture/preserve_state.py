@@ -49,6 +49,22 @@ def preserve_state(root: nn.Module, device: torch.device) -> Iterator[None]:
             parameter.grad = gradient
 
 
+@contextmanager
+def dropped_gradients(root: nn.Module) -> Iterator[None]:
+    """Within it a parameter's gradient is freed when it is complete: those of all may be too much for one process."""
+    trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
+    handles = [parameter.register_post_accumulate_grad_hook(_drop) for parameter in trained]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     """Each attribute, and a copy of what is in it; None where it is put back as an object only."""
     found = {}

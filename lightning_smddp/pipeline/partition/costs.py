@@ -26,6 +26,7 @@ from lightning_smddp.communication.objects import gather
 from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.pipeline.capture.boundaries import boundary_bytes, possible_cuts
 from lightning_smddp.pipeline.capture.graph import StepGraph
+from lightning_smddp.pipeline.capture.preserve_state import dropped_gradients
 from lightning_smddp.pipeline.capture.tracer import StepCall, now
 from lightning_smddp.pipeline.mesh import named_tensors
 from lightning_smddp.pipeline.runtime.schedules import Schedule, orders
@@ -282,9 +283,7 @@ def time_nodes(graph: StepGraph, step: StepCall, loss_of: LossIn, root: nn.Modul
             unit = root.get_submodule(name)
             stack.callback(unit.register_forward_pre_hook(hooks.begins, prepend=True).remove)
             stack.callback(unit.register_forward_hook(partial(hooks.ends, name)).remove)
-        for parameter in root.parameters():
-            if parameter.requires_grad:
-                stack.callback(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)
+        stack.enter_context(dropped_gradients(root))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # to compile it anew for the hooks takes long
         loss = loss_of(step())
         if loss is not None and loss.requires_grad:
@@ -342,8 +341,3 @@ class _UnitHooks:
         time = now(self._device)
         self.backward[self._in_backward] += time - self.since
         self.since, self._in_backward = time, name
-
-
-def _drop_gradient(parameter: Tensor) -> None:
-    """The whole model's gradients may be too much for one rank."""
-    parameter.grad = None

@@ -77,7 +77,6 @@ class Shapes:
         """Take over what ``other`` knows."""
         self.values.update(other.values)
         self.constants.update(other.constants)
-        self.boundaries.clear()
 
 
 def constants_of(result: Sequence[Any]) -> tuple[Any, ...]:

@@ -62,7 +62,7 @@ def infer_shapes(
         Exception: on every rank, where a stage raises one.
     """
     device = runtime.device
-    shapes = Shapes(values={})
+    shapes = Shapes()
     received: list[Tensor] = []
     with preserve_state(runtime.root, device), runtime.wrappers.active([staged.graph]), torch.set_grad_enabled(train):
         for stage, rank in enumerate(runtime.rank_of_stage):
@@ -97,7 +97,7 @@ def _run_stage(
 
     None if the step takes another path.
     """
-    found = Shapes(values={})
+    found = Shapes()
     try:
         with step.around(None, index, microbatch, keep=program.is_last):
             sent, _ = run_stage(program, lambda: step(microbatch), received, shapes, step.seed_of(index), made=found)
