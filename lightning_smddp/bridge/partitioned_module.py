@@ -25,6 +25,7 @@ from lightning_smddp.bridge.step_record import StepRecorder
 from lightning_smddp.communication.nonfinite import NonFinite, bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.patches import patched
+from lightning_smddp.pipeline.capture.boundaries import StagePlan
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules
 from lightning_smddp.pipeline.mesh import Groups
@@ -33,7 +34,7 @@ from lightning_smddp.pipeline.partition.microbatches import MicroBatch, MicroBat
 from lightning_smddp.pipeline.partition.plan import PartitionPlan, own_error, record, same_graph
 from lightning_smddp.pipeline.partition.self_check import Finding
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
-from lightning_smddp.pipeline.runtime.stage_program import StagedStep, StagePlan, TracedPath
+from lightning_smddp.pipeline.runtime.stage_program import StagedStep, TracedPath
 from lightning_smddp.pipeline.runtime.trace_cache import TraceCache
 from lightning_smddp.pipeline.state.gradients import GradientStash, clip_by_norm
 from lightning_smddp.pipeline.state.optimizer import OptimizerPartition

@@ -35,6 +35,7 @@ from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.communication.objects import broadcast, first, gather
 from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.patches import patched
+from lightning_smddp.pipeline.capture.boundaries import StagePlan
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.mesh import held_parameters
@@ -53,7 +54,7 @@ from lightning_smddp.pipeline.partition.self_check import (
 )
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.runtime.remote import ReplayError, Shapes
-from lightning_smddp.pipeline.runtime.stage_program import StagePlan, StageProgram
+from lightning_smddp.pipeline.runtime.stage_program import StageProgram
 from lightning_smddp.pipeline.runtime.step_run import run_stage
 from lightning_smddp.pipeline.runtime.wrappers import Wrappers
 from lightning_smddp.pipeline.state.gradients import GradientStash, TiedGradients, create_tied_groups

@@ -16,12 +16,12 @@ from lightning_smddp.choice.first_batch import FirstBatch
 from lightning_smddp.choice.step_profile import StepProfile, profile_step
 from lightning_smddp.communication.tensors import CPU
 from lightning_smddp.patches import patched
-from lightning_smddp.pipeline.capture.boundaries import boundary_bytes
+from lightning_smddp.pipeline.capture.boundaries import cut_into_stages
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.tracer import trace
-from lightning_smddp.pipeline.partition.assignment import cut_into_stages, parameter_stages_of
+from lightning_smddp.pipeline.partition.assignment import parameter_stages_of
 from lightning_smddp.pipeline.partition.costs import LOOPBACK, cluster_of, in_flight, time_nodes
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, rows_of
 from lightning_smddp.pipeline.partition.plan import refuse_external_writes
@@ -127,12 +127,13 @@ def _training(
         with patched(replaced):
             profiles = profile_step(lambda: loss_of(run()), module, [_first_call(graph, cut) for cut in cuts])
 
-    boundaries = [0, *(boundary_bytes(graph, cut) for cut in cuts), 0]  # bytes before and behind each stage
+    stages = cut_into_stages(graph, cuts)
     named = dict(module.named_parameters())
-    users = parameter_stages_of(graph, cut_into_stages(graph, cuts), list(named))
+    users = parameter_stages_of(graph, stages, list(named))
     moments = []
-    for stage, profile in enumerate(profiles):
-        own = [named[name] for name in named if stage in users[name]]  # a tied one is on each rank that uses it
+    for plan, profile in zip(stages, profiles, strict=True):
+        own = [named[name] for name in named if plan.stage in users[name]]  # a tied one is on each rank that uses it
+        received, sent = (sum(graph.values[value].nbytes for value in each) for each in (plan.receives, plan.sends))
         held = Memory(
             parameters=sum(parameter.nbytes for parameter in own) + sizes.buffers,
             gradients=sum(parameter.nbytes for parameter in own if parameter.requires_grad),
@@ -141,8 +142,8 @@ def _training(
         )
         running = replace(
             held,
-            activations=sizes.batch + flights[stage] * (profile.kept + boundaries[stage]),
-            communication=boundaries[stage + 1],  # torch's schedule holds the last output until it has the next one
+            activations=sizes.batch + flights[plan.stage] * (profile.kept + received),
+            communication=sent,  # torch's schedule holds the last output until it has the next one
             temporary=profile.temporary,
         )
         moments += [running, replace(held, temporary=sizes.optimizer_temporary)]

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.capture.boundaries import boundary_values, possible_cuts
+from lightning_smddp.pipeline.capture.boundaries import StagePlan, cut_into_stages, possible_cuts
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
 from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.runtime.remote import Shapes
-from lightning_smddp.pipeline.runtime.stage_program import StagePlan, StageProgram
+from lightning_smddp.pipeline.runtime.stage_program import StageProgram
 from lightning_smddp.pipeline.runtime.step_run import run_stage
 from lightning_smddp.pipeline.runtime.wrappers import Wrappers
 from lightning_smddp.pipeline.state.meta_parameters import AbsentParameter, set_contents
@@ -70,12 +70,6 @@ def even_cuts(graph: StepGraph, num_stages: int) -> list[int]:
     """Cuts in stages of about equally many units, where cuts are allowed."""
     places = possible_cuts(graph)
     return sorted({places[len(places) * stage // num_stages] for stage in range(1, num_stages)})
-
-
-def plans_of(graph: StepGraph, cuts: Sequence[int]) -> list[StagePlan]:
-    live, again = boundary_values(graph, cuts)
-    bounds, received, sent = [0, *cuts, len(graph.nodes)], [(), *live], [*live, ()]
-    return [StagePlan(s, bounds[s], bounds[s + 1], again[s], received[s], sent[s]) for s in range(len(bounds) - 1)]
 
 
 def run_stages(
@@ -151,7 +145,7 @@ def stages_on(
     root: nn.Module, graph: StepGraph, cuts: Sequence[int], step: Step, checkpointing: bool = False
 ) -> list[Stage]:
     """All stages on one module."""
-    return [Stage(root, program(graph, plan, root, checkpointing), step) for plan in plans_of(graph, cuts)]
+    return [Stage(root, program(graph, plan, root, checkpointing), step) for plan in cut_into_stages(graph, cuts)]
 
 
 def stages_apart(
@@ -159,7 +153,7 @@ def stages_apart(
 ) -> list[Stage]:
     """A stage on each copy of the module; parameters that a stage does not use are on the meta device."""
     stages = []
-    for part, plan in zip(copies, plans_of(graph, cuts), strict=True):
+    for part, plan in zip(copies, cut_into_stages(graph, cuts), strict=True):
         mine = {name for item in graph.nodes[plan.begin : plan.end] for name in item.parameters}
         for name, parameter in list(part.named_parameters()):
             if name not in mine:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_smddp.pipeline.capture.boundaries import boundary_values, possible_cuts
+from lightning_smddp.pipeline.capture.boundaries import StagePlan, cut_into_stages, possible_cuts
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from tests.pipeline.example_modules import EXAMPLES, D, Net, example, graph_of, leaf_modules, step_of
 from tests.pipeline.stage_emulation import program_of
@@ -14,6 +14,11 @@ from tests.pipeline.stage_emulation import program_of
 
 def item(graph: StepGraph, name: str) -> int:
     return next(i.index for i in graph.nodes if i.name.startswith(name))
+
+
+def second_stage(graph: StepGraph, name: str) -> StagePlan:
+    _, second = cut_into_stages(graph, [item(graph, name)])
+    return second
 
 
 def test_a_residual_sum_crosses_as_one_tensor() -> None:
@@ -24,8 +29,7 @@ def test_a_residual_sum_crosses_as_one_tensor() -> None:
 
     graph = graph_of(body)
     for name in ("net.b", "net.c", "net.d"):
-        ((live,), _) = boundary_values(graph, [item(graph, name)])
-        assert [graph.values[v].shape for v in live] == [(4, D)]
+        assert [graph.values[v].shape for v in second_stage(graph, name).receives] == [(4, D)]
 
 
 def test_a_mask_crosses_before_it_is_expanded() -> None:
@@ -36,12 +40,11 @@ def test_a_mask_crosses_before_it_is_expanded() -> None:
         return s.c(h * wide.sum(0)).mean()
 
     graph = graph_of(body)
-    cut = item(graph, "net.b")
-    ((live,), (_, again)) = boundary_values(graph, [cut])
-    assert [graph.values[v].shape for v in live] == [(4, 1)]
-    assert {graph.nodes[i].name.partition(" at")[0] for i in again} == {"expand", "exp", "mul"}
-    needed = sum(graph.values[value].nbytes for value in graph.needed_after(cut))
-    assert sum(graph.values[value].nbytes for value in live) < needed
+    second = second_stage(graph, "net.b")
+    assert [graph.values[v].shape for v in second.receives] == [(4, 1)]
+    assert {graph.nodes[i].name.partition(" at")[0] for i in second.recomputed} == {"expand", "exp", "mul"}
+    needed = sum(graph.values[value].nbytes for value in graph.needed_after(second.begin))
+    assert sum(graph.values[value].nbytes for value in second.receives) < needed
 
 
 def test_random_values_and_watched_ones_are_sent() -> None:
@@ -53,9 +56,9 @@ def test_random_values_and_watched_ones_are_sent() -> None:
         return (s.b(x) * noisy * watched).mean()
 
     graph = graph_of(body)
-    ((live,), (_, again)) = boundary_values(graph, [item(graph, "net.b")])
-    assert len(live) == 2
-    assert not again
+    second = second_stage(graph, "net.b")
+    assert len(second.receives) == 2
+    assert not second.recomputed
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -64,10 +67,7 @@ def test_what_is_sent_was_received_or_made(name: str) -> None:
     graph = program_of(root, step_of(root), leaf_modules)
     cuts = possible_cuts(graph)
     cuts = cuts[:: max(1, len(cuts) // 4)]
-    live, again = boundary_values(graph, cuts)
-    bounds = [0, *cuts, len(graph.nodes)]
-    for stage, sent in enumerate(live):
-        has = set(live[stage - 1]) if stage else set()
-        done = {*again[stage], *range(bounds[stage], bounds[stage + 1])}
-        has |= {v for i in done for v in graph.nodes[i].outputs}
-        assert set(sent) <= has
+    for stage in cut_into_stages(graph, cuts):
+        done = {*stage.recomputed, *range(stage.begin, stage.end)}
+        made = {v for i in done for v in graph.nodes[i].outputs}
+        assert set(stage.sends) <= made.union(stage.receives)

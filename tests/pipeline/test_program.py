@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.capture.boundaries import boundary_values, possible_cuts, reason_not_to_cut
+from lightning_smddp.pipeline.capture.boundaries import cut_into_stages, possible_cuts, reason_not_to_cut
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
 from lightning_smddp.pipeline.capture.tracer import trace
@@ -46,8 +46,8 @@ def test_what_python_reads_is_sent_on_and_read_again(read: Callable[[Tensor], fl
     (reader,) = (node.index for node in found.nodes if node.reads)
     cut = names(found).index("net.c")
     assert cut in possible_cuts(found)
-    _, again = boundary_values(found, [cut])
-    assert reader in again[1]
+    _, second = cut_into_stages(found, [cut])
+    assert reader in second.recomputed
 
 
 def test_neither_placed_nor_opened() -> None:

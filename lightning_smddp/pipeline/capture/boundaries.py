@@ -6,6 +6,8 @@ A stage begins at a unit. What is made of values that are no larger is made agai
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 from lightning_smddp._compat.torch import BACKWARD_HOOK
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
@@ -58,44 +60,51 @@ def reason_not_to_cut(graph: StepGraph, cut: int) -> str | None:
         if maker.module is None and maker.buffers_read:
             return f"{maker.name} reads a buffer that the step changes, which one stage alone has"
     try:
-        boundary_values(graph, [cut])
+        cut_into_stages(graph, [cut])
     except SplitError as error:
         return str(error)
     return None
 
 
-def boundary_values(graph: StepGraph, cuts: Sequence[int]) -> tuple[list[Values], list[frozenset[int]]]:
-    """For each cut the values that cross it, and for each stage the earlier nodes that it does again.
+@dataclass(frozen=True)
+class StagePlan:
+    """What a stage does: nodes ``[begin, end)``, and ``recomputed`` ones before; values that it receives and sends."""
 
-    Args:
-        graph: the step.
-        cuts: first nodes of all stages but the first, ascending.
+    stage: int
+    begin: int
+    end: int
+    recomputed: frozenset[int]
+    receives: Values
+    sends: Values
+
+
+def cut_into_stages(graph: StepGraph, cuts: Sequence[int]) -> tuple[StagePlan, ...]:
+    """The stages of ``graph`` if all but the first begin with the nodes ``cuts``, which ascend.
 
     Raises:
         SplitError: something that is needed behind a cut can neither be sent nor be made again.
     """
     crossing: list[Values] = [()]
     for cut in cuts:
-        needed = _wanted(graph, cut, len(graph.nodes))
-        sent, _ = _sent_and_repeated(graph, cut, crossing[-1], needed)
+        sent, _ = _sent_and_repeated(graph, cut, crossing[-1], _wanted(graph, cut, len(graph.nodes)))
         crossing.append(tuple(sorted(sent)))
     crossing.append(())
-    recomputed: list[frozenset[int]] = [frozenset()]
-    ends = [*cuts[1:], len(graph.nodes)]
-    for stage, begin in enumerate(cuts):
-        needed = _wanted(graph, begin, ends[stage])
-        needed.update(value for value in crossing[stage + 2] if graph.producers[value] < begin)
-        _, repeated = _sent_and_repeated(graph, begin, crossing[stage], needed)
+    stages = []
+    for stage, (begin, end) in enumerate(pairwise([0, *cuts, len(graph.nodes)])):
+        receives, sends = crossing[stage : stage + 2]
+        needed = _wanted(graph, begin, end)
+        needed.update(value for value in sends if graph.producers[value] < begin)
+        _, repeated = _sent_and_repeated(graph, begin, receives, needed)
         # Where Python reads, it does so on each stage.
         repeated.update(node.index for node in graph.nodes[:begin] if node.reads and node.inputs)
-        recomputed.append(frozenset(repeated))
-    return crossing[1:-1], recomputed
+        stages.append(StagePlan(stage, begin, end, frozenset(repeated), receives, sends))
+    return tuple(stages)
 
 
 def boundary_bytes(graph: StepGraph, cut: int) -> int:
     """Bytes that cross ``cut`` if it is the only one."""
-    (sent,), _ = boundary_values(graph, [cut])
-    return _nbytes(graph, sent)
+    _, second = cut_into_stages(graph, [cut])
+    return _nbytes(graph, second.receives)
 
 
 def _nbytes(graph: StepGraph, values: Iterable[int]) -> int:

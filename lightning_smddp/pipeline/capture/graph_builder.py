@@ -42,7 +42,7 @@ def build_graph(trace: Trace, modules: Modules, small: Iterable[str]) -> StepGra
         raise SplitError(trace.refusals[0])
     _refuse_scripted(modules)
     builder = _Builder(trace, modules, small)
-    builder.visit(None)
+    builder.visit(None, 0, len(trace.events))
     nodes = builder.nodes
     between = [event for event in trace.events if nodes[builder.node_of[event.index]].module is None]
     facts = {fact.name: getattr(trace, fact.name) for fact in fields(StepFacts)}
@@ -183,21 +183,18 @@ class _Builder:
         # A tied parameter is found under several names, and known by the first one.
         self.canonical = {id(p): name for name, p in modules.root.named_parameters()}
 
-    def visit(self, call: Call | None) -> None:
-        """Emit the nodes of one call (None: the whole step) in order."""
-        index, position, last = None, 0, len(self.trace.events)
-        if call is not None:
-            index, position, last = call.index, call.first, call.last
-        # A call's events are [first, last), its children's lie within, one behind the other: what is between them was
-        # done by the module's own code. A call without events depends on the batch alone, and is no node.
-        for child in self.children[index]:
-            self._operations(position, child.first)
+    def visit(self, call: int | None, first: int, last: int) -> None:
+        """Emit in order the nodes of one call (None: the whole step), whose events are ``[first, last)``."""
+        # Its children's events lie within, one behind the other: what is between them was done by the module's own
+        # code. A call without events depends on the batch alone, and is no node.
+        for child in self.children[call]:
+            self._operations(first, child.first)
             if child.last > child.first and self._is_unit(child.module):
                 self._unit(child)
             else:
-                self.visit(child)
-            position = child.last
-        self._operations(position, last)
+                self.visit(child.index, child.first, child.last)
+            first = child.last
+        self._operations(first, last)
 
     def _is_unit(self, name: str) -> bool:
         """A module that must be whole is a unit; any other that may be one is one if it is small."""

@@ -105,27 +105,31 @@ def trace(step: StepCall, module: nn.Module, device: torch.device, fetch: Fetch 
         written.put_back()
 
 
+class _OfThread(threading.local):
+    """``tracer``: that of the step that runs in this thread."""
+
+    tracer: _Tracer | None = None
+
+
 _of_one_thread = threading.RLock()  # default generators are the process's: who else traces would draw in between
-_active = threading.local()  # .tracer: that of the step that runs in this thread
+_active = _OfThread()
 
 
 def is_tracing() -> bool:
     """Whether a step is traced in this thread."""
-    return getattr(_active, "tracer", None) is not None
+    return _active.tracer is not None
 
 
 def depends_on_module(value: Any) -> bool:
     """Whether there is a tensor in ``value`` that depends on a parameter in the step that is traced; False without."""
-    tracer: _Tracer | None = getattr(_active, "tracer", None)
+    tracer = _active.tracer
     return tracer is not None and any(tracer.find_tracked(tensor) is not None for tensor in tensors(value))
 
 
 def open_modules(reason: str) -> None:
     """Let no module whose forward runs now be placed whole. Nothing happens where no step is traced."""
-    tracer: _Tracer | None = getattr(_active, "tracer", None)
-    if tracer is not None:
-        for call in tracer.stack:
-            call.not_placeable = f"{reason}, at {user_location()}"
+    if _active.tracer is not None:
+        _active.tracer.refuse_whole(f"{reason}, at {user_location()}")
 
 
 class _Tracer(TorchFunctionMode, Tracking):
@@ -159,8 +163,7 @@ class _Tracer(TorchFunctionMode, Tracking):
         if self.fetch is not None:  # no backward will come
             saving = saved_tensors_hooks(lambda _: _NOTHING, lambda _: _NOTHING)
         buffers = dict(self.module.named_buffers())
-        outer = getattr(_active, "tracer", None)
-        _active.tracer = self
+        outer, _active.tracer = _active.tracer, self
         try:
             # The order of modes: the function mode, entered last, sees the user's calls; the dispatch mode below sees
             # what they come to, and operators that no function announces (C++ extensions).
@@ -317,13 +320,17 @@ class _Tracer(TorchFunctionMode, Tracking):
         event = Event(index, function, self.innermost_call(), user_location(), inputs, parameters)
         versions = [self._version(tensor) for tensor in given]
         drawn_from = self.generators.states_of_torch()
+        called = (args, kwargs)
+        if self.fetch is not None:  # with parameters that are borrowed for it
+            called = map_leaves(self._fetched, called)
         # `inside`: what the function itself calls is not the user's. `busy`: what our bookkeeping calls is nobody's.
         self.inside, self.busy = True, False
         start = now(self.device)
         try:
-            result = self._do(function, args, kwargs)
+            result = function(*called[0], **called[1])
         finally:
             self.inside = False
+            self.lent.clear()
         event.seconds = now(self.device) - start
         self.busy = True
         event.is_seeded = not same(drawn_from, self.generators.states_of_torch())
@@ -341,17 +348,6 @@ class _Tracer(TorchFunctionMode, Tracking):
         if id(tensor) in self.buffers:
             return tensor.clone()
         return torch.tensor(-1 if tensor.is_inference() else write_count(tensor))
-
-    def _do(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Call ``function``; where parameters are elsewhere, with those that are borrowed for it."""
-        if self.fetch is not None:
-            self.busy = True
-            args, kwargs = map_leaves(self._fetched, (args, kwargs))
-            self.busy = False
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self.lent.clear()
 
     def _is_elsewhere(self, leaf: Any) -> bool:
         """Whether it is a parameter that is not on the step's device."""

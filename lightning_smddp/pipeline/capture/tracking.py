@@ -112,6 +112,11 @@ class Tracking:
         """The index of the module call that the step is in; None outside of all."""
         return self.stack[-1].index if self.stack else None
 
+    def refuse_whole(self, reason: str) -> None:
+        """Let none of the modules whose calls the step is in be placed whole."""
+        for call in self.stack:
+            call.not_placeable = reason
+
     def add_opaque(self, call: int | None, inputs: Values = (), parameters: Names = ()) -> int:
         """Record an operation in ``call`` that was not seen; returns the event's index."""
         event = Event(len(self.trace.events), OPAQUE, call, user_location(), inputs, parameters)
@@ -223,8 +228,7 @@ class Tracking:
             self.trace.reads_batch = True
             # A stage that does not run the module would not know the size. Opened, its code runs on all stages, and
             # these have the batch whose values decide.
-            for call in self.stack:
-                call.not_placeable = f"the size of a tensor at {event.location} depends on the batch's values"
+            self.refuse_whole(f"the size of a tensor at {event.location} depends on the batch's values")
         sized = given[:1] if event.name in PUTS_ROWS_BACK else given
         varying: set[int] = set().union(*(self.storage_of(tensor).varying for tensor in sized))
         if not event.sized_by_module and not varying:

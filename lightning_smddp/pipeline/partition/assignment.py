@@ -1,26 +1,21 @@
-"""What each stage does in a step; which stages, and so which ranks, have which parameters and buffers."""
+"""Which stages, and so which ranks, have which parameters and buffers; where another step is cut for these."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 from os.path import commonprefix
+from typing import TypeAlias
 
-from lightning_smddp.pipeline.capture.boundaries import boundary_values, possible_cuts
+from lightning_smddp.pipeline.capture.boundaries import StagePlan, cut_into_stages, possible_cuts
 from lightning_smddp.pipeline.capture.graph import Node, SplitError, StepGraph
+from lightning_smddp.pipeline.capture.records import each_once
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.partition.split import what_forbids
-from lightning_smddp.pipeline.runtime.stage_program import StagePlan
 
-
-def cut_into_stages(graph: StepGraph, cuts: Sequence[int]) -> tuple[StagePlan, ...]:
-    """The stages of ``graph`` if it is cut before the nodes ``cuts``."""
-    sent, recomputed = boundary_values(graph, cuts)
-    crossing = [(), *sent, ()]
-    stages = []
-    for stage, (begin, end) in enumerate(pairwise([0, *cuts, len(graph.nodes)])):
-        stages.append(StagePlan(stage, begin, end, recomputed[stage], crossing[stage], crossing[stage + 1]))
-    return tuple(stages)
+Stages: TypeAlias = tuple[int, ...]
+"""Of one parameter: those that use it, ascending."""
+ParameterStages: TypeAlias = Mapping[str, Stages]
 
 
 def nodes_by_stage(graph: StepGraph, stages: Sequence[StagePlan]) -> Iterator[tuple[int, Node]]:
@@ -32,29 +27,19 @@ def nodes_by_stage(graph: StepGraph, stages: Sequence[StagePlan]) -> Iterator[tu
 
 def parameter_stages_of(
     graph: StepGraph, stages: Sequence[StagePlan], all_parameters: Sequence[str]
-) -> dict[str, tuple[int, ...]]:
+) -> dict[str, Stages]:
     """For each parameter, in the order of ``all_parameters``, the stages that use it.
 
     Those that no node uses have to be somewhere, too: hooks, other steps and other paths of the step may use them.
     """
-    used: dict[str, tuple[int, ...]] = {}
+    used: dict[str, Stages] = {}
     for stage, node in nodes_by_stage(graph, stages):
         for name in node.parameters:
-            used[name] = tuple(sorted({stage, *used.get(name, ())}))
-    placed = {}
-    before: list[str] = []  # the last one first
-    for name in all_parameters:
-        if name in used:
-            placed[name] = used[name]
-            before.insert(0, name)
-        else:
-            placed[name] = (_stage_of_idle(name, all_parameters, used, before),)
-    return placed
+            used[name] = each_once(used.get(name, ()), [stage])
+    return {name: used.get(name) or (_stage_of_idle(name, all_parameters, used),) for name in all_parameters}
 
 
-def _stage_of_idle(
-    name: str, all_parameters: Sequence[str], used: Mapping[str, tuple[int, ...]], before: Sequence[str]
-) -> int:
+def _stage_of_idle(name: str, all_parameters: Sequence[str], used: ParameterStages) -> int:
     """Where to place a parameter that is not used.
 
     Beside its twin: a teacher that follows a student, or an average of the weights, is a copy of a module under another
@@ -70,12 +55,14 @@ def _stage_of_idle(
             if expected.issubset(all_parameters) and used.keys().isdisjoint(copied + one for one in inside):
                 return used[twin][0]
         module, _, rest = rest.partition(".")
-    return _stage_near(name, {**{other: used[other] for other in before}, **used})
+    # Of equally near ones the last before it, else the first behind it.
+    before = all_parameters[: all_parameters.index(name)]
+    return _stage_near(name, {other: used[other] for other in [*reversed(before), *all_parameters] if other in used})
 
 
 def follow(
     graph: StepGraph,
-    parameter_stages: Mapping[str, tuple[int, ...]],
+    parameter_stages: ParameterStages,
     ownership: Ownership,
     rank_of_stage: Sequence[int],
 ) -> tuple[StagePlan, ...]:
@@ -119,7 +106,7 @@ def follow(
 def ownership_of(
     graph: StepGraph,
     stages: Sequence[StagePlan],
-    parameter_stages: Mapping[str, Sequence[int]],
+    parameter_stages: ParameterStages,
     rank_of_stage: Sequence[int],
     all_buffers: Collection[str],
 ) -> Ownership:
@@ -128,25 +115,19 @@ def ownership_of(
     A buffer that the step changes belongs to the rank of the node that does. Others may be changed by a later step (a
     BatchNorm that is unfrozen): they belong to where their unit is, else to where parameters near them are.
     """
-    changed: dict[str, int] = {}  # and the stage that does: the graph keeps these nodes together
-    units: dict[str, int] = {}  # and their stages
+    places: dict[str, Stages] = {}  # of buffers that change, which are near to themselves, and of units
     for stage, node in nodes_by_stage(graph, stages):
-        if node.module is not None:
-            units[node.module] = stage
-        changed.update(dict.fromkeys(node.buffers, stage))
-    buffers = {}
-    for name in all_buffers:
-        around = [stage for unit, stage in units.items() if name.startswith(f"{unit}.")]
-        stage = changed[name] if name in changed else [*around, _stage_near(name, parameter_stages)][0]
-        buffers[name] = rank_of_stage[stage]
+        places.update(dict.fromkeys(each_once([node.module], node.buffers), (stage,)))
+    places.update(parameter_stages)
+    buffers = {name: rank_of_stage[_stage_near(name, places)] for name in all_buffers}
     parameters = {}
     for name, users in parameter_stages.items():
-        parameters[name] = tuple(dict.fromkeys(rank_of_stage[stage] for stage in users))  # a rank may have several
+        parameters[name] = each_once(rank_of_stage[stage] for stage in users)  # a rank may have several
     return Ownership(parameters, buffers, max(rank_of_stage) + 1)
 
 
-def _stage_near(name: str, stages: Mapping[str, Sequence[int]]) -> int:
-    """That of the parameter that is nearest to ``name`` in the tree of modules, of equally near ones the first."""
+def _stage_near(name: str, stages: ParameterStages) -> int:
+    """That of what is nearest to ``name`` in the tree of modules, of equally near ones the first."""
     path = name.split(".")
     nearest = max(stages, key=lambda other: len(commonprefix([path, other.split(".")])), default=None)
     return 0 if nearest is None else stages[nearest][0]

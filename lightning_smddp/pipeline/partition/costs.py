@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -24,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_smddp.communication.objects import gather
 from lightning_smddp.communication.topology import node_identity
+from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.capture.boundaries import boundary_bytes, possible_cuts
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.preserve_state import dropped_gradients
@@ -33,6 +33,7 @@ from lightning_smddp.pipeline.runtime.schedules import Schedule, orders
 from lightning_smddp.planner.problem import Link, NodeCost, PartitionProblem
 from lightning_smddp.planner.schedules import Action, parse_action, simulated_bound
 from lightning_smddp.pytree import tensors
+from lightning_smddp.seeding import Forward, forward_patches
 
 LossIn: TypeAlias = Callable[[Any], Tensor | None]
 """The loss in what a step returned; None if there is none."""
@@ -277,33 +278,30 @@ def time_nodes(graph: StepGraph, step: StepCall, loss_of: LossIn, root: nn.Modul
     Units are timed. Operations between them are so short that their forward is taken from the trace, and their backward
     counts with the unit behind them.
     """
-    hooks = _UnitHooks(device)
+    timer = _UnitTimer(device)
     with ExitStack() as stack:
-        for name in graph.units:
-            unit = root.get_submodule(name)
-            stack.callback(unit.register_forward_pre_hook(hooks.begins, prepend=True).remove)
-            stack.callback(unit.register_forward_hook(partial(hooks.ends, name)).remove)
+        stack.enter_context(patched(forward_patches(root, timer.timed, graph.units)))
         stack.enter_context(dropped_gradients(root))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # to compile it anew for the hooks takes long
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # to compile it anew for the timer takes long
         loss = loss_of(step())
         if loss is not None and loss.requires_grad:
-            hooks.since = now(device)
+            timer.since = now(device)
             loss.backward()
-            hooks.enter_backward(None)
+            timer.enter_backward(None)
     times = NodeTimes.of_trace(graph)
     calls = Counter(node.module for node in graph.nodes)
     for node in graph.nodes:
         if node.module is None:
             times.backward[node.index] = 0.0
-        elif node.module in hooks.forward:  # else its `forward` was called, and no hooks
-            times.forward[node.index] = hooks.forward[node.module] / calls[node.module]
-            times.backward[node.index] = hooks.backward[node.module] / calls[node.module]
-    times.backward[-1] += hooks.backward[None]
+        else:
+            times.forward[node.index] = timer.forward[node.module] / calls[node.module]
+            times.backward[node.index] = timer.backward[node.module] / calls[node.module]
+    times.backward[-1] += timer.backward[None]
     return times
 
 
-class _UnitHooks:
-    """Time forward and backward of units, by name, of all their calls together.
+class _UnitTimer:
+    """Times forward and backward of units, by name, of all their calls together.
 
     One that is shared may be called within another, whose time it is then. Gradients reach a unit's results when the
     backward of all behind it is done: from then on the time is the unit's, until they reach another one's. What comes
@@ -314,27 +312,27 @@ class _UnitHooks:
         self.forward: dict[str, float] = defaultdict(float)
         self.backward: dict[str | None, float] = defaultdict(float)
         self.since = 0.0  # in backward
-        self._began = 0.0  # in forward, also where backward calls it again
         self._device = device
-        self._depth = 0  # calls of units that are in calls of others
+        self._inside = False  # of a unit's forward
         self._in_backward: str | None = None
 
-    def begins(self, unit: nn.Module, arguments: Any) -> None:
-        """Hook before a unit's forward: time is its own from here on, unless another unit has called it."""
-        if self._depth == 0:
-            self._began = now(self._device)
-        self._depth += 1
+    def timed(self, name: str, forward: Forward) -> Forward:
+        """A unit's forward: behind it backward's time is the unit's from the first gradient of its results on."""
 
-    def ends(self, name: str, unit: nn.Module, arguments: Any, result: Any) -> None:
-        """Hook behind it: in backward time is the unit's from the first gradient of its results on."""
-        self._depth -= 1
-        if self._depth:
-            return
-        self.forward[name] += now(self._device) - self._began
-        # A hook on the gradient of each of its results: the first that fires is when its backward begins.
-        for tensor in tensors(result):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(lambda gradient: self.enter_backward(name))
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return forward(*args, **kwargs)
+            self._inside = True
+            began = now(self._device)
+            result = forward(*args, **kwargs)
+            self.forward[name] += now(self._device) - began
+            self._inside = False
+            for tensor in tensors(result):
+                if tensor.requires_grad and tensor.grad_fn is not None:
+                    tensor.register_hook(lambda gradient: self.enter_backward(name))
+            return result
+
+        return call
 
     def enter_backward(self, name: str | None) -> None:
         """Backward comes to this unit: the time until now is that of the one where it has been."""

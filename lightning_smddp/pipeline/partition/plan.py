@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import without_torch_functions
 from lightning_smddp.communication.objects import first, gather
+from lightning_smddp.pipeline.capture.boundaries import StagePlan, cut_into_stages
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph, first_difference
 from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.capture.tracer import Fetch, StepCall, trace
 from lightning_smddp.pipeline.mesh import Ownership
-from lightning_smddp.pipeline.partition.assignment import cut_into_stages, ownership_of, parameter_stages_of
+from lightning_smddp.pipeline.partition.assignment import ParameterStages, ownership_of, parameter_stages_of
 from lightning_smddp.pipeline.partition.costs import Cluster, LossIn, NodeTimes, explained_shortage, time_nodes
 from lightning_smddp.pipeline.partition.split import choose_units, partition
 from lightning_smddp.pipeline.runtime.remote import ReplayError
-from lightning_smddp.pipeline.runtime.stage_program import StagePlan
 
 Result = TypeVar("Result")
 _END = "its end"
@@ -51,7 +51,7 @@ class PartitionPlan:
     stages: tuple[StagePlan, ...]
     cluster: Cluster
     ownership: Ownership
-    parameter_stages: Mapping[str, tuple[int, ...]]
+    parameter_stages: ParameterStages
     times: NodeTimes
     stage_seconds: tuple[float, ...]
     stage_memory: tuple[int, ...]

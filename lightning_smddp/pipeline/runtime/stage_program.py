@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lightning_smddp.pipeline.capture.boundaries import seen_before
+from lightning_smddp.pipeline.capture.boundaries import StagePlan, seen_before
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.records import Value
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
@@ -18,18 +18,6 @@ from lightning_smddp.pipeline.runtime.remote import Shapes
 from lightning_smddp.pipeline.runtime.wrappers import Wrappers
 
 _DRY_RUN = -1  # in place of a stage's number
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """What a stage does: nodes ``[begin, end)``, and ``recomputed`` ones before; values that it receives and sends."""
-
-    stage: int
-    begin: int
-    end: int
-    recomputed: frozenset[int]
-    receives: tuple[int, ...]
-    sends: tuple[int, ...]
 
 
 def dry_run_plan(graph: StepGraph) -> StagePlan:
