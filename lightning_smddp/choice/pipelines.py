@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,11 +18,11 @@ from lightning_smddp.communication.tensors import CPU
 from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.capture.boundaries import cut_into_stages
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
-from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
+from lightning_smddp.pipeline.capture.graph_builder import Modules
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.partition.assignment import parameter_stages_of
-from lightning_smddp.pipeline.partition.costs import LOOPBACK, cluster_of, in_flight, time_nodes
+from lightning_smddp.pipeline.partition.costs import LOOPBACK, Cluster, cluster_of, in_flight, time_nodes
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, rows_of
 from lightning_smddp.pipeline.partition.plan import refuse_external_writes
 from lightning_smddp.pipeline.partition.split import choose_units, partition
@@ -97,38 +97,17 @@ def _training(
 ) -> tuple[Memory, StepProfile]:
     """What the fullest rank holds in training, and the profile of one micro-batch through the whole module.
 
-    The step is cut by the times of a run on the first micro-batch, as the strategy's first rank does.
-
     Raises:
         SplitError, ReplayError: a pipeline cannot train the module.
     """
-    module = first.module
-    reason = refusal_of_training(module, (), first.optimizers)
+    reason = refusal_of_training(first.module, (), first.optimizers)
     if reason is not None:
         raise SplitError(reason)
     flights = in_flight(_SCHEDULE, range(ranks), len(microbatches))
-    cluster = cluster_of(module, first.optimizers, range(ranks), flights, (LOOPBACK,) * (ranks - 1))
-    step = LightningStep(module, "training_step", first.arguments, first.precision, StepRecorder(module), seed=0)
-    with step.alone(microbatches[0], Generators(module, CPU)) as run:
-        with preserve_state(module, CPU):
-            traced = trace(run, module, CPU)
-        refuse_external_writes(traced.external_writes)
-        modules = Modules(traced, module)
-        units = choose_units(traced, modules, cluster, None, checkpointing).units
-        graph = build_graph(traced, modules, units)
-        with preserve_state(module, CPU):
-            times = time_nodes(graph, run, loss_of, module, CPU)
-        cuts = partition(graph, cluster, times, None, checkpointing).cuts
-        (whole,) = profile_step(lambda: loss_of(run()), module)
-        # Units that are checkpointed keep their inputs alone, and run again in the backward, as in training.
-        replaced = []
-        for unit in map(module.get_submodule, graph.units if checkpointing else ()):
-            replaced.append((vars(unit), "forward", partial(checkpoint, unit.forward, use_reentrant=False)))
-        with patched(replaced):
-            profiles = profile_step(lambda: loss_of(run()), module, [_first_call(graph, cut) for cut in cuts])
-
+    cluster = cluster_of(first.module, first.optimizers, range(ranks), flights, (LOOPBACK,) * (ranks - 1))
+    graph, cuts, whole, profiles = _profiles(first, microbatches[0], cluster, checkpointing)
     stages = cut_into_stages(graph, cuts)
-    named = dict(module.named_parameters())
+    named = dict(first.module.named_parameters())
     users = parameter_stages_of(graph, stages, list(named))
     moments = []
     for plan, profile in zip(stages, profiles, strict=True):
@@ -148,6 +127,33 @@ def _training(
         )
         moments += [running, replace(held, temporary=sizes.optimizer_temporary)]
     return fullest(moments), whole
+
+
+def _profiles(
+    first: FirstBatch, microbatch: MicroBatch, cluster: Cluster, checkpointing: bool
+) -> tuple[StepGraph, Sequence[int], StepProfile, list[StepProfile]]:
+    """The graph of the step, where it is cut, and the profiles of the whole step and of each stage.
+
+    It is cut by the times of a run on one micro-batch, as by the strategy's first rank.
+    """
+    module = first.module
+    step = LightningStep(module, "training_step", first.arguments, first.precision, StepRecorder(module), seed=0)
+    with step.alone(microbatch, Generators(module, CPU)) as run:
+        with preserve_state(module, CPU):
+            traced = trace(run, module, CPU)
+        refuse_external_writes(traced.external_writes)
+        graph = choose_units(traced, Modules(traced, module), cluster, None, checkpointing)
+        with preserve_state(module, CPU):
+            times = time_nodes(graph, run, loss_of, module, CPU)
+        cuts = partition(graph, cluster, times, None, checkpointing).cuts
+        (whole,) = profile_step(lambda: loss_of(run()), module)
+        # Units that are checkpointed keep their inputs alone, and run again in the backward, as in training.
+        replaced = []
+        for unit in map(module.get_submodule, graph.units if checkpointing else ()):
+            replaced.append((vars(unit), "forward", partial(checkpoint, unit.forward, use_reentrant=False)))
+        with patched(replaced):
+            stages = profile_step(lambda: loss_of(run()), module, [_first_call(graph, cut) for cut in cuts])
+    return graph, cuts, whole, stages
 
 
 def _first_call(graph: StepGraph, cut: int) -> tuple[str, int]:

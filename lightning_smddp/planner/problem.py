@@ -41,13 +41,12 @@ class Link:
 
     Attributes:
         latency_s, bytes_per_s: one message of n bytes takes ``latency_s + n / bytes_per_s``.
-        unhidden: the share of that time, 0 to 1, in which the rank cannot compute: 1 where the cores that compute also
-            copy, 0 where a device or a network card does it beside them.
+        is_hidden: whether a device or a network card copies while the rank computes. Else the cores that compute do.
     """
 
     latency_s: float
     bytes_per_s: float
-    unhidden: float = 1.0
+    is_hidden: bool = False
 
     def seconds(self, size: float) -> float:
         """Of a message of ``size`` bytes."""
@@ -88,14 +87,12 @@ class StageCosts:
 
     A stage k of the nodes i .. j-1 takes
 
-        sum of forward_s + backward_s of its nodes + busy(i) + busy(j) + max(late(i), late(j))
-        busy(i) = unhidden * boundary(i)
-        late(i) = max(0, (1 - unhidden) * boundary(i) - the mean stage's forward_s + backward_s)
-        boundary(i) = 2 * (latency_s + cut_bytes[i] / bytes_per_s)
+        sum of forward_s + backward_s of its nodes + boundary(i) + boundary(j)
+        boundary(i) = 2 * (latency_s + cut_bytes[i] / bytes_per_s), each with its own link
 
-    picoseconds for a micro-batch, each boundary with its own link: at each of its two boundaries the activations pass
-    one way and their gradients the other, and both ends are charged: for the share in which a rank cannot compute, and
-    for what is left of the rest, which runs beside computing and beside the other boundary's. (Set off against the
+    picoseconds for a micro-batch: at each of its two boundaries the activations pass one way and their gradients the
+    other, and both ends are charged. Where links are hidden, a boundary costs what it takes longer than the mean
+    stage's forward_s + backward_s, and runs beside the other one: the larger of the two counts. (Set off against the
     stage's own time instead of the mean, slow links would make uneven stages as good as even ones.) A boundary between
     two stages of one rank costs nothing; nor does the start of the first stage or the end of the last.
 
@@ -126,28 +123,19 @@ class StageCosts:
 
         # By stage, what starting at each node costs. One entry more than stages: the last one is the end of the step.
         free = [0] * len(problem.cut_bytes)
-        self.busy = [free]
-        self.late = [free]
-        mean = self.compute[-1] // self.num_stages  # picoseconds that a stage computes
+        self.boundary = [free]
+        self.both = max if all(link.is_hidden for link in problem.links) else sum  # of two boundaries
         for stage, is_sent in enumerate(self.is_sent):
-            busy = late = free
-            if is_sent and problem.links:
-                link = problem.links[stage]
-                busy = self._boundary(link, link.unhidden)
-                beside_computing = self._boundary(link, 1 - link.unhidden)
-                late = [max(0, rest - mean) for rest in beside_computing]
-            self.busy.append(busy)
-            self.late.append(late)
-        self.busy.append(free)
-        self.late.append(free)
+            self.boundary.append(self._boundary(problem.links[stage]) if is_sent and problem.links else free)
+        self.boundary.append(free)
 
-    def _boundary(self, link: Link, share: float) -> list[int]:
-        """A share of the messages' picoseconds, both ways, at each cut; 0 where none is allowed: it is never used."""
+    def _boundary(self, link: Link) -> list[int]:
+        """Picoseconds of messages both ways at each cut; 0 where none is allowed: it is never used."""
+        hidden = self.compute[-1] // self.num_stages if link.is_hidden else 0  # what a stage computes meanwhile
         picoseconds = [0] * len(self.problem.cut_bytes)
         for cut, size in enumerate(self.problem.cut_bytes):
             if not math.isinf(size):
-                seconds = 2 * share * link.seconds(size)
-                picoseconds[cut] = round(seconds * PICOSECONDS)
+                picoseconds[cut] = max(0, round(2 * link.seconds(size) * PICOSECONDS) - hidden)
         return picoseconds
 
     def _tied_names(self) -> list[frozenset[str]]:
@@ -179,11 +167,9 @@ class StageCosts:
 
     def seconds(self, stage: int, start: int, end: int) -> int:
         """Picoseconds of ``stage`` when it has the nodes ``start`` .. ``end - 1``."""
-        following = stage + 1  # the boundary behind a stage is that before the following one
-        computing = self.compute[end] - self.compute[start]
-        busy = self.busy[stage][start] + self.busy[following][end]
-        late = max(self.late[stage][start], self.late[following][end])
-        return computing + busy + late
+        # The boundary behind a stage is that before the next one.
+        boundaries = self.both((self.boundary[stage][start], self.boundary[stage + 1][end]))
+        return self.compute[end] - self.compute[start] + boundaries
 
     def untied_bytes(self, stage: int, start: int, end: int) -> int:
         """Bytes that no other stage can hold as well: activations, and parameters used by one node only."""

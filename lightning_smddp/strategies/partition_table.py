@@ -58,15 +58,16 @@ def _schedule(partitioned: PartitionedModule, microbatches: Sequence[MicroBatch]
 def _stages(partitioned: PartitionedModule) -> Iterator[tuple[str, str]]:
     """A row for each stage, in the order of the model; a parameter that several stages use counts with each of them."""
     plan = partitioned.plan
-    total = sum(plan.stage_seconds) or 1.0
+    seconds, memory = plan.decision["stage_seconds"], plan.decision["stage_memory"]
+    total = sum(seconds) or 1.0
     sizes = {name: parameter.numel() for name, parameter in partitioned.setup.module.named_parameters()}
     for stage in plan.stages:
         number = stage.stage
         modules = [node.module for node in plan.graph.nodes[stage.begin : stage.end] if node.module is not None]
         span = " .. ".join(dict.fromkeys([modules[0], modules[-1]])) if modules else "no module"
         parameters = sum(sizes[name] for name, stages in plan.parameter_stages.items() if number in stages)
-        text = f"{span}: {plan.stage_seconds[number] / total:.0%} of the time, {parameters:,} parameters"
-        text += f", {plan.stage_memory[number] / 2**20:.1f} MiB"
+        text = f"{span}: {seconds[number] / total:.0%} of the time, {parameters:,} parameters"
+        text += f", {memory[number] / 2**20:.1f} MiB"
         if stage.sends:
             sent = sum(plan.graph.values[value].nbytes for value in stage.sends)
             text += f", sends {sent / 2**10:.1f} KiB a micro-batch"
@@ -90,7 +91,7 @@ def _setting(partitioned: PartitionedModule, microbatches: Sequence[MicroBatch])
     ranks = max(cluster.rank_of_stage) + 1
     return Setting(
         nodes=problem_of(plan.graph, cluster, plan.times, options.activation_checkpointing).nodes,
-        stage_seconds=plan.stage_seconds,
+        stage_seconds=plan.decision["stage_seconds"],
         num_microbatches=len(microbatches),
         num_ranks=ranks,
         batch_rows=sum(microbatch.size for microbatch in microbatches),

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from itertools import combinations
 
-from lightning_smddp.planner.problem import PartitionProblem
+from lightning_smddp.planner.problem import PICOSECONDS, PartitionProblem
 
 Score = tuple[float, float, float]  # slowest stage, how uneven where ranks hold several, bytes sent
 
@@ -22,26 +22,23 @@ def possible_cuts(problem: PartitionProblem) -> Iterator[tuple[int, ...]]:
             yield cuts
 
 
-def boundary_s(problem: PartitionProblem, stage: int, cut: int) -> tuple[float, float]:
-    """Between ``stage - 1`` and ``stage``: seconds of messages that computing can hide, and of those that it cannot."""
+def boundary_ps(problem: PartitionProblem, stage: int, cut: int, mean: int) -> int:
+    """Between ``stage - 1`` and ``stage``: picoseconds of messages that computing does not hide."""
     if not problem.links or problem.rank_of_stage[stage - 1] == problem.rank_of_stage[stage]:
-        return 0.0, 0.0
+        return 0
     link = problem.links[stage - 1]
-    seconds = 2 * (link.latency_s + problem.cut_bytes[cut] / link.bytes_per_s)
-    return (1 - link.unhidden) * seconds, link.unhidden * seconds
+    picoseconds = round(2 * (link.latency_s + problem.cut_bytes[cut] / link.bytes_per_s) * PICOSECONDS)
+    return max(0, picoseconds - mean) if link.is_hidden else picoseconds
 
 
-def stage_seconds(problem: PartitionProblem, cuts: tuple[int, ...]) -> list[float]:
+def stage_ps(problem: PartitionProblem, cuts: tuple[int, ...]) -> list[int]:
+    seconds = [node.forward_s + node.backward_s for node in problem.nodes]
     bounds = zip((0, *cuts), (*cuts, len(problem.nodes)), strict=True)
-    busy = [float(sum(node.forward_s + node.backward_s for node in problem.nodes[a:b])) for a, b in bounds]
-    mean = sum(busy) / len(busy)
-    late = [0.0] * len(busy)
-    for stage, cut in enumerate(cuts, start=1):
-        for end in (stage - 1, stage):
-            can_hide, unhidden = boundary_s(problem, stage, cut)
-            late[end] = max(late[end], can_hide - mean)
-            busy[end] += unhidden
-    return [sum(both) for both in zip(busy, late, strict=True)]
+    busy = [round(sum(seconds[a:b]) * PICOSECONDS) for a, b in bounds]
+    mean = sum(busy) // len(busy)
+    messages = [0, *(boundary_ps(problem, stage, cut, mean) for stage, cut in enumerate(cuts, start=1)), 0]
+    both = max if all(link.is_hidden for link in problem.links) else sum
+    return [computing + both(messages[stage : stage + 2]) for stage, computing in enumerate(busy)]
 
 
 def rank_memory(problem: PartitionProblem, cuts: tuple[int, ...]) -> dict[int, int]:
@@ -67,10 +64,10 @@ def keeps_shares(problem: PartitionProblem, cuts: tuple[int, ...]) -> bool:
 
 
 def score(problem: PartitionProblem, cuts: tuple[int, ...]) -> Score:
-    seconds, ranks = stage_seconds(problem, cuts), problem.rank_of_stage
-    uneven = 0.0 if len(set(ranks)) == len(ranks) else sum(value**2 for value in seconds)
+    times, ranks = stage_ps(problem, cuts), problem.rank_of_stage
+    uneven = 0 if len(set(ranks)) == len(ranks) else sum(value**2 for value in times)
     sent = sum(problem.cut_bytes[cut] for k, cut in enumerate(cuts, start=1) if ranks[k - 1] != ranks[k])
-    return max(seconds), uneven, sent
+    return max(times), uneven, sent
 
 
 def best_score(problem: PartitionProblem) -> Score | None:

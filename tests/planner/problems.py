@@ -40,6 +40,7 @@ def random_problem(
         )
     sizes = {name: draw.randint(1, 20) for item in items for name in item.parameters}
     cuts = [math.inf if draw.random() < forbidden else draw.randint(0, 9) for _ in range(num_nodes + 1)]
+    kinds = draw.choice([[True], [False], [True, False]])
     return PartitionProblem(
         items,
         sizes,
@@ -47,7 +48,7 @@ def random_problem(
         rank_of_stage,
         in_flight=[draw.randint(1, 3) for _ in rank_of_stage],
         links=[
-            Link(draw.choice([0.0, 0.5]), draw.choice([1.0, 4.0, math.inf]), draw.choice([0.0, 0.5, 1.0]))
+            Link(draw.choice([0.0, 0.5]), draw.choice([1.0, 4.0, math.inf]), draw.choice(kinds))
             for _ in rank_of_stage[1:]
         ],
     )

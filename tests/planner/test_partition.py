@@ -84,7 +84,7 @@ def test_boundaries_cost_both_ends_unless_they_share_a_rank() -> None:
 
 
 def test_stages_are_even_also_where_messages_take_longer_than_computing() -> None:
-    slow = chain(8, [0, 1, 2, 3], cut_bytes=[0] * 9, link=Link(100.0, 1.0, unhidden=0.0))
+    slow = chain(8, [0, 1, 2, 3], cut_bytes=[0] * 9, link=Link(100.0, 1.0, is_hidden=True))
     assert best_partition(slow).cuts == (2, 4, 6)
 
 

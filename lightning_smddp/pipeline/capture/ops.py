@@ -49,12 +49,12 @@ class Kind(Enum):
     BACKWARD = "backward"
 
 
-# What a name in none of these is, is an operation.
-_NAMES = {
-    Kind.METADATA: _METADATA,
-    Kind.WATCHER: _WATCHERS,
-    Kind.LIKE: _LIKE,
-    Kind.BACKWARD: _BACKWARD,
+# By name; what is not here is an operation.
+_KINDS = {
+    **dict.fromkeys(_METADATA, Kind.METADATA),
+    **dict.fromkeys(_WATCHERS, Kind.WATCHER),
+    **dict.fromkeys(_LIKE, Kind.LIKE),
+    **dict.fromkeys(_BACKWARD, Kind.BACKWARD),
 }
 
 
@@ -81,15 +81,8 @@ def _kind(function: Any) -> Kind:
     name = name_of(function)
     attribute = getattr(function, "__name__", None)
     if attribute == "__get__":
-        if name in _TENSOR_PROPERTIES:
-            return Kind.OPERATION
-        return Kind.METADATA
-    if attribute == "__set__":
-        return Kind.OPERATION
-    for kind, names in _NAMES.items():
-        if name in names:
-            return kind
-    return Kind.OPERATION
+        return Kind.OPERATION if name in _TENSOR_PROPERTIES else Kind.METADATA
+    return Kind.OPERATION if attribute == "__set__" else _KINDS.get(name, Kind.OPERATION)
 
 
 def kind_of(function: Any, args: tuple[Any, ...]) -> Kind:

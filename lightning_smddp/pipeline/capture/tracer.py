@@ -318,7 +318,7 @@ class _Tracer(TorchFunctionMode, Tracking):
         parameters = each_once(self.parameters.get(id(tensor)) for tensor in given)
         index = len(self.trace.events)
         event = Event(index, function, self.innermost_call(), user_location(), inputs, parameters)
-        versions = [self._version(tensor) for tensor in given]
+        versions = list(map(self._version, given))
         drawn_from = self.generators.states_of_torch()
         called = (args, kwargs)
         if self.fetch is not None:  # with parameters that are borrowed for it
@@ -412,14 +412,13 @@ class _Tracer(TorchFunctionMode, Tracking):
 
     def note_dispatched(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An operation of torch's dispatcher, inside of a function that was seen or not."""
-        if function.namespace in ("c10d", "_c10d_functional"):  # a collective of the user's own
-            modules = [self.modules[call.module] for call in self.stack]
-            if not any(isinstance(module, nn.SyncBatchNorm) for module in modules):
-                self.trace.refusals.append(
-                    f"The step calls a collective of its own at {user_location()} (`self.all_gather`, "
-                    "`torch.distributed`). The ranks of a pipeline are at different places of the step, and would not "
-                    "meet there."
-                )
+        is_collective = function.namespace in ("c10d", "_c10d_functional")
+        if is_collective and not any(isinstance(self.modules[call.module], nn.SyncBatchNorm) for call in self.stack):
+            self.trace.refusals.append(
+                f"The step calls a collective of its own at {user_location()} (`self.all_gather`, "
+                "`torch.distributed`). The ranks of a pipeline are at different places of the step, and would not "
+                "meet there."
+            )
         if function is CAST:  # a copy in another type, as autocast makes them of weights
             name = self.parameters.get(id(args[0]), self.lent.get(id(args[0])))
             if name is not None and result.dtype != args[0].dtype:

@@ -44,7 +44,7 @@ class Storage:
         bound: what is in it depends on a parameter or a random number.
         opaque: the event of the opaque operation that made it.
         parameter, buffer: first name of the parameter or buffer that lies in it.
-        varying: sizes of tensors in it that depend on values that a module made.
+        varies: sizes of tensors in it depend on values that a module made.
         views: the tracked tensors in it.
     """
 
@@ -54,7 +54,7 @@ class Storage:
     opaque: int | None = None
     parameter: str | None = None
     buffer: str | None = None
-    varying: set[int] = field(default_factory=set)
+    varies: bool = False
     views: list[weakref.ref[Tensor]] = field(default_factory=list)
 
     def live_views(self) -> list[Tensor]:
@@ -80,18 +80,20 @@ class Tracking:
         self.changed_buffers = changed_buffers
         self.borrows = borrows
         # By identity of the tensor; the module keeps these tensors, so no other one can have it.
-        self.parameters = {id(p): name for name, p in module.named_parameters()}
-        self.buffers = {id(b): name for name, b in module.named_buffers()}
+        self.parameters: dict[int, str] = {}
+        self.buffers: dict[int, str] = {}
         # By identity, too, but nothing keeps these tensors alive: the reference says whether it is still the same one.
         self.tracked: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.stack: list[Call] = []
         self._storages: dict[StorageWeakRef, Storage] = {}  # the key keeps a storage's address from being used again
         self._num_storages = 0
         for name, parameter in module.named_parameters():
+            self.parameters[id(parameter)] = name
             storage = self.storage_of(parameter)
             storage.bound = True
             storage.parameter = storage.parameter or name
         for name, buffer in module.named_buffers():
+            self.buffers[id(buffer)] = name
             storage = self.storage_of(buffer)
             storage.buffer = storage.buffer or name
 
@@ -138,7 +140,7 @@ class Tracking:
             requires_grad=tensor.requires_grad,
             storage=storage.number,
             sendable=is_strided,
-            varies=not storage.varying.isdisjoint(shape),
+            varies=storage.varies and shape != (),
         )
         values.append(value)
         reference = weakref.ref(tensor)
@@ -230,16 +232,10 @@ class Tracking:
             # these have the batch whose values decide.
             self.refuse_whole(f"the size of a tensor at {event.location} depends on the batch's values")
         sized = given[:1] if event.name in PUTS_ROWS_BACK else given
-        varying: set[int] = set().union(*(self.storage_of(tensor).varying for tensor in sized))
-        if not event.sized_by_module and not varying:
-            return
-        fixed = {1}.union(*(tensor.shape for tensor in given if not tensor.is_nested))
-        for tensor in made:
-            if not tensor.is_nested:
-                sizes = varying.intersection(tensor.shape)
-                if event.sized_by_module:  # all rows may have been chosen, this time
-                    sizes.update(set(tensor.shape) - fixed or tensor.shape[:1])
-                self.storage_of(tensor).varying |= sizes
+        if event.sized_by_module or any(self.storage_of(tensor).varies for tensor in sized):
+            for tensor in made:
+                if not any(tensor is one for one in given):  # which in place are as large as before
+                    self.storage_of(tensor).varies = True
 
     def note_free(self, event: Event, made: list[Tensor], mutated: Collection[Tensor]) -> None:
         """A free operation is done again by each stage, so its changes in place must not be hidden in a unit."""

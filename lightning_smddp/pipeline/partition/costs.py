@@ -45,8 +45,8 @@ _GROUPS = Path("/sys/fs/cgroup")
 # What messages cost is taken for known, by kind: a measurement tells how busy hosts are. The cores of hosts
 # without devices copy, and cannot compute meanwhile.
 LOOPBACK = Link(latency_s=1e-4, bytes_per_s=2e9)
-NVLINK = Link(latency_s=1e-5, bytes_per_s=100e9, unhidden=0.0)
-NETWORK = Link(latency_s=1e-4, bytes_per_s=3e9, unhidden=0.0)
+NVLINK = Link(latency_s=1e-5, bytes_per_s=100e9, is_hidden=True)
+NETWORK = Link(latency_s=1e-4, bytes_per_s=3e9, is_hidden=True)
 
 
 @dataclass(frozen=True)

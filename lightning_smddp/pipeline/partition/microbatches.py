@@ -130,7 +130,7 @@ class Splitter:
                 f"split_batch returned batches of {sizes} rows for num_microbatches={count}. Return one batch at "
                 "least, and in each one row at least."
             )
-        return [MicroBatch(value, size, size / sum(sizes)) for value, size in parts]
+        return _weighted(parts)
 
     def whole(self, batch: Any) -> MicroBatch:
         """All of a batch as one micro-batch."""
@@ -180,7 +180,12 @@ def split(batch: Any, count: int, rows: int) -> list[MicroBatch]:
         return [MicroBatch(batch, max(1, rows), 1.0)]
     if parts is None:
         raise UnclearBatchError(f"nothing in the batch has {rows} rows: {shown(batch)}")
-    return [MicroBatch(part, size, size / rows) for part, size in zip(parts, sizes, strict=True)]
+    return _weighted(list(zip(parts, sizes, strict=True)))
+
+
+def _weighted(parts: Sequence[tuple[Any, int]]) -> list[MicroBatch]:
+    rows = sum(size for _, size in parts)
+    return [MicroBatch(value, size, size / rows) for value, size in parts]
 
 
 def signature(value: Any, depth: int = _DEPTH, numbers: bool = False) -> str:

@@ -43,8 +43,8 @@ class PartitionPlan:
         ownership: which pipeline ranks hold which parameters.
         parameter_stages: for each parameter the stages that use it.
         times: of the graph's nodes.
-        stage_seconds, stage_memory: predicted, forward and backward of a micro-batch; bytes.
-        decision: what the first rank decided, by times that it measured, in JSON.
+        decision: what the first rank decided, by times that it measured, in JSON: with the predicted ``stage_seconds``
+            (forward and backward of a micro-batch) and ``stage_memory`` (bytes).
     """
 
     graph: StepGraph
@@ -53,8 +53,6 @@ class PartitionPlan:
     ownership: Ownership
     parameter_stages: ParameterStages
     times: NodeTimes
-    stage_seconds: tuple[float, ...]
-    stage_memory: tuple[int, ...]
     decision: Mapping[str, Any]
 
     @property
@@ -107,8 +105,7 @@ def divide(
                 graph = build_graph(traced, modules, known["splitting"]["units"])
                 if graph.digest() == known["digest"]:
                     return known, _measure(graph, trial, root, device)
-        units = choose_units(traced, modules, cluster, split, checkpointing).units
-        graph = build_graph(traced, modules, units)
+        graph = choose_units(traced, modules, cluster, split, checkpointing)
         times = _measure(graph, trial, root, device)
         found = partition(graph, cluster, times, split, checkpointing)
         decision = {  # checkpoints keep it, so keys stay as they are
@@ -133,8 +130,6 @@ def divide(
         ownership=ownership_of(graph, stages, parameter_stages, cluster.rank_of_stage, buffers),
         parameter_stages=parameter_stages,
         times=times,
-        stage_seconds=tuple(decision["stage_seconds"]),
-        stage_memory=tuple(decision["stage_memory"]),
         decision=decision,
     )
 

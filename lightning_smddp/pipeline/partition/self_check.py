@@ -65,15 +65,13 @@ def compare(
     ``nodes``: in order, each with its stage.
     """
     total = math.hypot(*filter(math.isfinite, expected.values()))
-    groups: dict[str, tuple[int, list[str]]] = {}  # by title: stage, and names of parameters
-    seen: set[str] = set()
+    places: dict[str, tuple[str, int]] = {}  # of parameters: one that several nodes use counts for the first of them
     for stage, node in nodes:
-        for name in node.parameters:  # one that several nodes use counts for the first of them
-            if name not in seen and (name in expected or name in actual):
-                seen.add(name)
-                groups.setdefault(node.module or name, (stage, []))[1].append(name)
+        for name in node.parameters:
+            places.setdefault(name, (node.module or name, stage))
     findings = [Finding("loss", None, expected_loss, actual_loss, abs(expected_loss))]
-    for title, (stage, names) in groups.items():
+    for title, stage in dict.fromkeys(places[name] for name in places if name in expected or name in actual):
+        names = [name for name in places if places[name] == (title, stage)]
         norms = [math.hypot(*(of.get(name, 0.0) for name in names)) for of in (expected, actual)]
         findings.append(Finding(title, stage, norms[0], norms[1], total))
     return findings
