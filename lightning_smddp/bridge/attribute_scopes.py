@@ -45,7 +45,6 @@ from lightning_smddp.bridge.attributes import (
     owners_in,
     slot_at,
 )
-from lightning_smddp.bridge.metrics import detached
 from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.capture.tracer import depends_on_module
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
@@ -53,16 +52,21 @@ from lightning_smddp.pytree import leaves, map_leaves
 
 
 class _Traced(NamedTuple):
-    """A change that a trace saw; ``is_made`` if there is a tensor in it that depends on parameters."""
+    """A change that a trace saw.
+
+    Attributes:
+        place: of what.
+        value: that it has then.
+        is_made: whether there is a tensor in it that depends on parameters.
+        is_written: a tensor in place, or a number became one: `self.hits += tensor` writes from the next batch on.
+        is_here: whether it happens in a module that is placed whole, on this rank; None: that is not known yet.
+    """
 
     place: Place
     value: Any
     is_made: bool
-    is_written: bool  # a tensor in place, or a number became one: `self.hits += tensor` writes from the next batch on
-
-    @property
-    def is_number(self) -> bool:
-        return type(self.value) in (int, float)
+    is_written: bool
+    is_here: bool | None = None
 
     @property
     def is_once(self) -> bool:
@@ -114,7 +118,7 @@ class AttributeScopes:
         self._base: Watch | None = None  # from before the batch on
         self._scope: _Scope = None  # which is in place
         self._contents: dict[_Scope, Contents] = {}
-        self._copies: dict[_Scope, Copies] = {}  # of what is written in place
+        self._copies: Copies = {}  # of what is written in place, in all scopes
 
     # ---- during a batch ----
 
@@ -137,7 +141,7 @@ class AttributeScopes:
 
     def side_effects(self) -> list[Change]:
         """What the run that is under way, and those before it, have left in attributes of the LightningModule."""
-        watch, copies = self._learning or (self._base, self._copies.get(self._scope, {}))
+        watch, copies = self._learning or (self._base, self._copies)
         assert watch is not None, "no micro-batch is running"
         with without_torch_functions():
             return [change for change in watch.changes(watch.now(), copies) if not change[0][0]]
@@ -156,20 +160,40 @@ class AttributeScopes:
             settled = map_leaves(here, value)
             apply_changes(self.module, [(place, settled.tensor if isinstance(settled, Written) else settled)])
 
-    def changes(self, stage: int) -> list[Change]:
-        """What the runs of ``stage``, the last one, have done: plain data and tensors."""
-        plain: list[Change] = detached([change for change in self._changes_of(stage) if is_plain(change)])
-        return plain
-
-    def end(self, changes: Sequence[Change] = ()) -> None:
-        """The batch is over: the last stage's :meth:`changes`, and what stays on this rank. On all ranks."""
+    def changes(self) -> list[Change]:
+        """What the runs of this rank's last stage have done."""
         self._enter(None, None)
         stages = [scope for scope in self._contents if isinstance(scope, int)]
-        found = self._changes_of(max(stages))
-        # What a trace saw change, and the last stage has not: inside of a module of another stage, as hooks do.
-        elsewhere = [traced for traced in self._undecided if not _is_among(traced.place, changes)]
+        if self._base is None or not stages:
+            return []
+        found = self._base.changes(self._contents[max(stages)], self._copies)
+        return [change for change in found if not any(isinstance(leaf, RemoteTensor) for leaf in leaves(change[1]))]
+
+    def end(self, changes: Sequence[Change] = ()) -> None:
+        """The batch is over: the last stage's plain :meth:`changes`, and what stays on this rank. On all ranks."""
+        found = self.changes()
+        numbers = []
+        for traced in self._undecided:
+            place, name = traced.place, in_words(traced.place)
+            if _is_among(place, changes):
+                continue
+            # What a trace saw change, and the last stage has not: inside of a module of another stage, as hooks do.
+            is_here = _is_among(place, found) if traced.is_here is None else traced.is_here
+            self._elsewhere[place] = None
+            if type(traced.value) in (int, float):
+                numbers.append(f"`{name}`")
+            if traced.is_made and not is_here:
+                self._elsewhere[place] = absent_tensor(
+                    f"`{name}` is set by a module that is on another rank, and is not on this one. Let the step keep "
+                    f"it in an attribute of the LightningModule: `self.kept = {name}`."
+                )
         self._undecided = []
-        self._note_elsewhere([(traced, _is_among(traced.place, found)) for traced in elsewhere])
+        if numbers:
+            self.warn(
+                f"{', '.join(numbers)}: changed inside of modules that are placed whole, so right on their stage's "
+                "rank alone, and changed once for each micro-batch. Keep such numbers in attributes of the "
+                "LightningModule."
+            )
         self.drop()
         stays = [change for change in found if change[0] in self._elsewhere or not is_plain(change)]
         apply_changes(self.module, [*stays, *changes])
@@ -193,16 +217,9 @@ class AttributeScopes:
         elif self._scope is not None:
             self._contents[self._scope] = self._base.now()
         self._base.put_back(self._contents.get(known, self._base.before))
-        if scope is not None and (scope != known or scope not in self._copies):
-            self._copies[scope] = copies_at(self.module, self._written)
+        if scope is not None and (scope != known or scope not in self._contents):
+            self._copies |= copies_at(self.module, self._written)
         self._scope = scope
-
-    def _changes_of(self, stage: int) -> list[Change]:
-        self._enter(None, None)
-        if self._base is None or stage not in self._contents:
-            return []
-        found = self._base.changes(self._contents[stage], self._copies[stage])
-        return [change for change in found if not any(isinstance(leaf, RemoteTensor) for leaf in leaves(change[1]))]
 
     # ---- what a trace sees ----
 
@@ -218,62 +235,37 @@ class AttributeScopes:
             self._traced = []
             with without_torch_functions():
                 for place, value in before.changes(before.now(), copies):
-                    is_written = isinstance(value, Written)
                     if isinstance(value, Written):
-                        value = value.tensor
-                    elif type(value) is Tensor:
-                        is_written = type(before.before[place[:-1]].get(place[-1])) in (int, float)
-                    self._traced.append(_Traced(place, value, depends_on_module(value), is_written))
+                        traced = _Traced(place, value.tensor, depends_on_module(value), True)
+                    else:
+                        known = before.before[place[:-1]].get(place[-1]) if type(value) is Tensor else None
+                        traced = _Traced(place, value, depends_on_module(value), type(known) in (int, float))
+                    self._traced.append(traced)
             before.put_back(before.before)
             apply_changes(self.module, [traced[:2] for traced in self._traced if traced.is_once])
         finally:
             self._learning = None
 
     def learn(self, units: Mapping[str, bool]) -> None:
-        """Follow what the last trace has seen change between modules, and say what changes inside of ``units``.
+        """Follow what the last trace has seen change between modules, and note what changes inside of ``units``.
 
         Args:
             units: names of modules that are placed whole, and whether they are on this rank.
         """
-        elsewhere = []
         for traced in self._traced:
-            place = traced.place
-            self.changed[in_words(place)] = None
-            inside = [is_here for name, is_here in units.items() if f"{place[0]}.".startswith(f"{name}.")]
-            if inside:
-                elsewhere.append((traced, inside[0]))
-                continue
-            if traced.is_once:
+            place, name = traced.place, in_words(traced.place)
+            inside = [is_here for unit, is_here in units.items() if f"{place[0]}.".startswith(f"{unit}.")]
+            if not traced.is_once and name not in self.changed:
+                self._undecided.append(traced._replace(is_here=inside[0] if inside else None))
+            self.changed[name] = None
+            if inside or traced.is_once:
                 continue
             self._followed[owner_of(place)] = None
             if traced.is_written:
                 self._written[place] = None
             if type(traced.value) in (int, bool):
-                self.counts[in_words(place)] = None
-            self._undecided.append(traced)
+                self.counts[name] = None
         self._traced = []
-        self._note_elsewhere(elsewhere)
-
-    def _note_elsewhere(self, found: Iterable[tuple[_Traced, bool]]) -> None:
-        """These change on the rank of one stage alone, not the last one: there they are, elsewhere tensors raise."""
-        numbers = []
-        for traced, is_here in found:
-            place, name = traced.place, in_words(traced.place)
-            if traced.is_number and place not in self._elsewhere:
-                numbers.append(f"`{name}`")
-            if traced.is_number or traced.is_made:
-                self._elsewhere[place] = None
-            if traced.is_made and not is_here:
-                self._elsewhere[place] = absent_tensor(
-                    f"`{name}` is set by a module that is on another rank, and is not on this one. Let the step keep "
-                    f"it in an attribute of the LightningModule: `self.kept = {name}`."
-                )
-        if numbers:
-            self.warn(
-                f"{', '.join(numbers)}: changed inside of modules that are placed whole, so right on their stage's "
-                "rank alone, and changed once for each micro-batch. Keep such numbers in attributes of the "
-                "LightningModule."
-            )
 
     def absent_shown(self) -> AbstractContextManager[None]:
         """Around a hook: what is on other ranks raises where it is used."""

@@ -28,7 +28,7 @@ from lightning_smddp.pytree import leaves
 
 ROOT = ("",)  # the place of the LightningModule
 NOT_OF_USERS = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}  # attributes of modules: parameters, hooks
-_MOST_MEMBERS = 1000  # of a container that is looked through; of a longer list only what it gains is seen
+_MOST_MEMBERS = 1000  # of a container that is looked through; of a longer list only its end is
 _CONTAINERS = (list, dict, set, deque)
 _PLAIN = (Tensor, numbers.Number, str, np.ndarray, np.generic, type(None))
 _LIBRARIES = {
@@ -40,8 +40,8 @@ Place: TypeAlias = tuple[Any, ...]
 Contents: TypeAlias = dict[Place, Any]
 """Members of containers, by place: a dict, list, set or deque. Those of an owner are its attributes."""
 
-Copies: TypeAlias = dict[Place, Tensor]
-"""That stand for tensors which are written in place, by place."""
+Copies: TypeAlias = dict[int, Tensor]
+"""That stand for tensors which are written in place, by id."""
 
 Change: TypeAlias = tuple[Place, Any]
 """What is at a place now: a value, or ``Written``, ``Members`` or ``Deleted``."""
@@ -74,22 +74,18 @@ class Deleted:
 
 
 def owners_in(root: nn.Module) -> dict[Place, Any]:
-    """All of them. Metrics are none: see ``metrics.py``."""
-    owners: dict[Place, Any] = {}
-    inside: set[int] = set()  # modules in metrics: a wrapper has others in it, and a collection its members
-    for name, module in root.named_modules():
-        if isinstance(module, (Metric, MetricCollection)):
-            inside.update(map(id, module.modules()))
-        elif id(module) not in inside:
-            owners[name,] = module
-    helpers: dict[Place, Any] = {}
-    for place, owner in owners.items():
-        for attribute, value in vars(owner).items():
-            if attribute not in NOT_OF_USERS:
-                where = (*place, Attribute(attribute))
-                found = {where: value, **{(*where, key): member for key, member in _members(value)}}
-                helpers.update((there, one) for there, one in found.items() if _is_helper(one))
-    return owners | helpers
+    """All of them. Metrics, and modules in these, are none: see ``metrics.py``."""
+    metrics = [module for module in root.modules() if isinstance(module, (Metric, MetricCollection))]
+    left_out = {module for metric in metrics for module in metric.modules()}
+    modules: dict[Place, Any] = {(name,): module for name, module in root.named_modules(left_out)}
+    owners = dict(modules)
+    for place, module in modules.items():
+        for attribute, value in vars(module).items():
+            where = (*place, Attribute(attribute))
+            for there, found in [(where, value), *(((*where, key), member) for key, member in _members(value))]:
+                if attribute not in NOT_OF_USERS and _is_helper(found):
+                    owners[there] = found
+    return owners
 
 
 def object_at(root: nn.Module, place: Place) -> Any:
@@ -144,40 +140,36 @@ class Watch:
 
     Args:
         owners: the objects, by place.
-        ignored: attributes of the LightningModule that are not looked at; of others these are torch's.
+        ignored: attributes that are not looked at.
 
     Attributes:
         before: what they were at that time.
     """
 
     def __init__(self, owners: Mapping[Place, Any], ignored: frozenset[str]) -> None:
-        self._ignored = {place: ignored if place == ROOT else NOT_OF_USERS for place in owners}
-        self._containers: dict[Place, tuple[Any, int]] = {}  # with the position from which on a list is looked at
+        # By place a container, the position from which on a list is looked at, and what is ignored of an owner.
+        self._containers: dict[Place, tuple[Any, int, frozenset[str]]] = {}
         for place, owner in owners.items():
-            self._containers[place] = vars(owner), 0
+            self._containers[place] = vars(owner), 0, ignored
             for attribute, value in vars(owner).items():
-                if attribute not in self._ignored[place]:
-                    self._add((*place, Attribute(attribute)), value)
+                if attribute not in ignored:
+                    where = (*place, Attribute(attribute))
+                    self._add(where, value)
+                    for key, member in _members(value):
+                        self._add((*where, key), member)
         self.before = self.now()
 
-    def _add(self, place: Place, value: Any, is_inner: bool = False) -> None:
-        """What is in it, and in containers in it."""
-        if not isinstance(value, _CONTAINERS):
-            return
-        is_long = len(value) > _MOST_MEMBERS
-        if isinstance(value, list) and is_long:
-            self._containers[place] = value, len(value)
-        elif not is_long:
-            self._containers[place] = value, 0
-            for key, member in () if is_inner else _members(value):
-                self._add((*place, key), member, is_inner=True)
+    def _add(self, place: Place, value: Any) -> None:
+        if isinstance(value, list):
+            self._containers[place] = value, max(0, len(value) - _MOST_MEMBERS), frozenset()
+        elif isinstance(value, _CONTAINERS) and len(value) <= _MOST_MEMBERS:
+            self._containers[place] = value, 0, frozenset()
 
     def now(self) -> Contents:
         """What they are now."""
         found: Contents = {}
-        for place, (container, start) in self._containers.items():
+        for place, (container, start, ignored) in self._containers.items():
             if isinstance(container, dict):
-                ignored = self._ignored.get(place, ())
                 found[place] = {key: value for key, value in container.items() if key not in ignored}
             else:
                 found[place] = container[start:] if isinstance(container, list) else container.copy()
@@ -186,11 +178,11 @@ class Watch:
     def put_back(self, contents: Contents) -> None:
         """Let them be so again."""
         for place, members in contents.items():
-            container, start = self._containers[place]
+            container, start, ignored = self._containers[place]
             if not isinstance(container, dict):
                 _set_members(container, start, members)
                 continue
-            for key in container.keys() - members.keys() - self._ignored.get(place, frozenset()):
+            for key in container.keys() - members.keys() - ignored:
                 del container[key]
             dict.update(container, members)  # of whatever class: one may refuse to be changed
 
@@ -199,28 +191,27 @@ class Watch:
         replaced: set[Place] = set()
         for place, members in contents.items():
             before = self.before[place]
-            container, start = self._containers[place]
-            if place in replaced or place[:-1] in replaced:
-                continue  # it is in what was set
+            container, start, _ = self._containers[place]
+            if _are_same(members, before) or place in replaced or place[:-1] in replaced:
+                continue  # the last two: it is in what was set
             if isinstance(container, dict):
-                if list(members) == list(before) and all(map(operator.is_, members.values(), before.values())):
-                    continue  # the usual case, and the quick one
                 for key in {**before, **members}:
                     value = members.get(key, Deleted)
                     if value is before.get(key, Deleted):
                         continue
                     where = self._where(place, key)
-                    if not (isinstance(value, Tensor) and value is copies.get(where)):
+                    if id(value) not in copies:
                         replaced.add(where)
                         yield where, value
                     elif isinstance(value, RemoteTensor) or write_count(value):  # another stage has written, or this
                         yield where, Written(value)
-            elif not _are_same(members, before):
-                gains = isinstance(container, list) and _are_same(members[: len(before)], before)
-                known = len(before) if gains else 0
-                if not gains:
-                    replaced.add(place)
-                yield place, Members(start + known, list(members)[known:])
+                continue
+            known = 0
+            if isinstance(container, list) and _are_same(members[: len(before)], before):
+                known = len(before)
+            else:
+                replaced.add(place)
+            yield place, Members(start + known, list(members)[known:])
 
     def tensors(self) -> Iterator[Place]:
         """Where tensors are, as attributes or in dicts."""
@@ -229,7 +220,8 @@ class Watch:
                 yield from (self._where(place, key) for key, value in members.items() if type(value) is Tensor)
 
     def _where(self, place: Place, key: Any) -> Place:
-        return (*place, Attribute(key) if place in self._ignored else key)
+        is_owner = self._containers[place][2]
+        return (*place, Attribute(key) if is_owner else key)
 
 
 def apply_changes(root: nn.Module, changes: Iterable[Change]) -> None:
@@ -264,7 +256,8 @@ def copies_at(root: nn.Module, places: Iterable[Place]) -> Copies:
         value = None if container is None else container.get(key)
         if type(value) is Tensor and not value.requires_grad and not value.is_meta:
             with torch.inference_mode(False), torch.no_grad():  # writes to inference tensors are not counted
-                copies[place] = container[key] = value.clone()
+                copy = container[key] = value.clone()
+            copies[id(copy)] = copy
     return copies
 
 
@@ -277,6 +270,8 @@ def _are_same(some: Any, others: Any) -> bool:
     """Whether two containers have the very same objects."""
     if isinstance(some, set):
         return bool(some == others)
+    if isinstance(some, dict):
+        return list(some) == list(others) and _are_same(some.values(), others.values())
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 

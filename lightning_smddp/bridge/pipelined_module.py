@@ -331,7 +331,7 @@ class PipelinedModule:
         results: Any = None
         if runtime.ends_here and not run.failures:
             try:
-                results = self.recorder.results(run.outputs, setup.num_stages - 1, step.trains)
+                results = self.recorder.results(run.outputs, step.trains)
             except UncombinableError as error:
                 results = f"what `{step.hook}` gives for micro-batches cannot be put together: {error}"
         try:

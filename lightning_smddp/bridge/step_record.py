@@ -26,7 +26,7 @@ from torchmetrics import Metric
 
 from lightning_smddp._compat.torch import forward_cache, set_forward_cache, without_torch_functions
 from lightning_smddp.bridge.attribute_scopes import AttributeScopes
-from lightning_smddp.bridge.attributes import Change
+from lightning_smddp.bridge.attributes import Change, is_plain
 from lightning_smddp.bridge.metrics import PipelineMetrics, StepMetrics, detached, touch
 from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.capture.tracer import open_modules
@@ -202,7 +202,6 @@ class StepRecorder:
     def results(
         self,
         outputs: Sequence[Any],
-        stage: int = 0,
         trains: bool = False,
         plain: Plain | None = None,
     ) -> StepResults:
@@ -210,7 +209,6 @@ class StepRecorder:
 
         Args:
             outputs: what the step returned for each micro-batch, in order.
-            stage: the last one.
             trains: whether it is a training step. For which it returns None, those micro-batches do not count.
             plain: see :meth:`microbatch`.
 
@@ -225,7 +223,7 @@ class StepRecorder:
         if len(counting) < len(runs) and not adds:
             share = sum(record.weight for record, _ in counting)
         records, outputs = zip(*(counting or runs), strict=True)
-        changes = self.scopes.changes(stage)
+        changes = detached([change for change in self.scopes.changes() if is_plain(change)])
         if plain is not None:
             records, outputs, changes = plain((records, outputs, changes))
         with torch.no_grad():

@@ -70,7 +70,7 @@ def ran(step: Step, stages: int = 2, batches: int = 1) -> Module:
             for stage in range(stages):
                 with scopes.within(stage, index):
                     step(module, index)
-        scopes.end(scopes.changes(stages - 1))
+        scopes.end(scopes.changes())
     return module
 
 
