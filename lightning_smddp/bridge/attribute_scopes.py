@@ -35,7 +35,6 @@ from lightning_smddp.bridge.attributes import (
     Copies,
     Place,
     Watch,
-    Written,
     apply_changes,
     copies_at,
     in_words,
@@ -55,24 +54,23 @@ class _Traced(NamedTuple):
     """A change that a trace saw.
 
     Attributes:
-        place: of what.
-        value: that it has then.
+        change: what.
         is_made: whether there is a tensor in it that depends on parameters.
-        is_written: a tensor in place, or a number became one: `self.hits += tensor` writes from the next batch on.
+        becomes_tensor: what was a number is one now: `self.hits += tensor` writes from the next batch on.
         is_here: whether it happens in a module that is placed whole, on this rank; None: that is not known yet.
     """
 
-    place: Place
-    value: Any
+    change: Change
     is_made: bool
-    is_written: bool
+    becomes_tensor: bool
     is_here: bool | None = None
 
     @property
     def is_once(self) -> bool:
         """Of another object, and neither number nor tensor: a flag that something was done which stays, as hooks."""
-        is_state = any(type(leaf) in (int, float) or isinstance(leaf, Tensor) for leaf in leaves(self.value))
-        return owner_of(self.place) != ROOT and not is_state
+        found = leaves(self.change.value)
+        is_state = any(type(leaf) in (int, float) or isinstance(leaf, Tensor) for leaf in found)
+        return owner_of(self.change.place) != ROOT and not is_state
 
 
 class _DryRun(NamedTuple):
@@ -129,22 +127,18 @@ class AttributeScopes:
             self._enter(stage, stage)
             yield
             return
-        trainer: Any = vars(self.module).get("_trainer")
-        stops = getattr(trainer, "should_stop", None)
         self._enter(_DryRun(index), _DryRun(index - 1))
         try:
             yield
         finally:
             self._enter(None, None)
-            if stops is not None:
-                trainer.should_stop = stops
 
     def side_effects(self) -> list[Change]:
         """What the run that is under way, and those before it, have left in attributes of the LightningModule."""
         watch, copies = self._learning or (self._base, self._copies)
         assert watch is not None, "no micro-batch is running"
         with without_torch_functions():
-            return [change for change in watch.changes(watch.now(), copies) if not change[0][0]]
+            return [change for change in watch.changes(watch.now(), copies) if not change.place[0]]
 
     def settle(self, effects: Sequence[Change], touched: Mapping[int, Tensor]) -> None:
         """Let tensors in :meth:`side_effects` be what they are here, by id: other stages have made or written some."""
@@ -156,9 +150,7 @@ class AttributeScopes:
             is_other = isinstance(leaf, RemoteTensor) or (after is not leaf and after.data_ptr() != leaf.data_ptr())
             return after if is_other else leaf
 
-        for place, value in effects:
-            settled = map_leaves(here, value)
-            apply_changes(self.module, [(place, settled.tensor if isinstance(settled, Written) else settled)])
+        apply_changes(self.module, [Change(place, map_leaves(here, value)) for place, value, _ in effects])
 
     def changes(self) -> list[Change]:
         """What the runs of this rank's last stage have done."""
@@ -167,20 +159,20 @@ class AttributeScopes:
         if self._base is None or not stages:
             return []
         found = self._base.changes(self._contents[max(stages)], self._copies)
-        return [change for change in found if not any(isinstance(leaf, RemoteTensor) for leaf in leaves(change[1]))]
+        return [change for change in found if not any(isinstance(leaf, RemoteTensor) for leaf in leaves(change.value))]
 
     def end(self, changes: Sequence[Change] = ()) -> None:
         """The batch is over: the last stage's plain :meth:`changes`, and what stays on this rank. On all ranks."""
         found = self.changes()
         numbers = []
         for traced in self._undecided:
-            place, name = traced.place, in_words(traced.place)
+            place, name = traced.change.place, in_words(traced.change.place)
             if _is_among(place, changes):
                 continue
             # What a trace saw change, and the last stage has not: inside of a module of another stage, as hooks do.
             is_here = _is_among(place, found) if traced.is_here is None else traced.is_here
             self._elsewhere[place] = None
-            if type(traced.value) in (int, float):
+            if type(traced.change.value) in (int, float):
                 numbers.append(f"`{name}`")
             if traced.is_made and not is_here:
                 self._elsewhere[place] = absent_tensor(
@@ -195,7 +187,7 @@ class AttributeScopes:
                 "LightningModule."
             )
         self.drop()
-        stays = [change for change in found if change[0] in self._elsewhere or not is_plain(change)]
+        stays = [change for change in found if change.place in self._elsewhere or not is_plain(change)]
         apply_changes(self.module, [*stays, *changes])
 
     def drop(self) -> None:
@@ -234,15 +226,14 @@ class AttributeScopes:
             yield
             self._traced = []
             with without_torch_functions():
-                for place, value in before.changes(before.now(), copies):
-                    if isinstance(value, Written):
-                        traced = _Traced(place, value.tensor, depends_on_module(value), True)
-                    else:
-                        known = before.before[place[:-1]].get(place[-1]) if type(value) is Tensor else None
-                        traced = _Traced(place, value, depends_on_module(value), type(known) in (int, float))
-                    self._traced.append(traced)
+                for change in before.changes(before.now(), copies):
+                    known = (
+                        before.before[change.place[:-1]].get(change.place[-1]) if type(change.value) is Tensor else None
+                    )
+                    becomes_tensor = type(known) in (int, float)
+                    self._traced.append(_Traced(change, depends_on_module(change.value), becomes_tensor))
             before.put_back(before.before)
-            apply_changes(self.module, [traced[:2] for traced in self._traced if traced.is_once])
+            apply_changes(self.module, [traced.change for traced in self._traced if traced.is_once])
         finally:
             self._learning = None
 
@@ -253,7 +244,8 @@ class AttributeScopes:
             units: names of modules that are placed whole, and whether they are on this rank.
         """
         for traced in self._traced:
-            place, name = traced.place, in_words(traced.place)
+            place, value, is_written = traced.change
+            name = in_words(place)
             inside = [is_here for unit, is_here in units.items() if f"{place[0]}.".startswith(f"{unit}.")]
             if not traced.is_once and name not in self.changed:
                 self._undecided.append(traced._replace(is_here=inside[0] if inside else None))
@@ -261,9 +253,9 @@ class AttributeScopes:
             if inside or traced.is_once:
                 continue
             self._followed[owner_of(place)] = None
-            if traced.is_written:
+            if is_written or traced.becomes_tensor:
                 self._written[place] = None
-            if type(traced.value) in (int, bool):
+            if type(value) in (int, bool):
                 self.counts[name] = None
         self._traced = []
 
@@ -275,4 +267,4 @@ class AttributeScopes:
 
 def _is_among(place: Place, changes: Iterable[Change]) -> bool:
     """Whether it, or what it is in, or something in it has changed."""
-    return any(all(map(operator.eq, place, known)) for known, _ in changes)
+    return any(all(map(operator.eq, place, change.place)) for change in changes)

@@ -43,9 +43,6 @@ Contents: TypeAlias = dict[Place, Any]
 Copies: TypeAlias = dict[int, Tensor]
 """That stand for tensors which are written in place, by id."""
 
-Change: TypeAlias = tuple[Place, Any]
-"""What is at a place now: a value, or ``Written``, ``Members`` or ``Deleted``."""
-
 
 class Attribute(str):
     """The name of an attribute in a place; all else in it are keys of dicts, and positions."""
@@ -60,14 +57,22 @@ class Members(NamedTuple):
     members: list[Any]
 
 
-class Written(NamedTuple):
-    """What a tensor has now, which is the same object as before: whoever else holds it sees it."""
-
-    tensor: Tensor
-
-
 class Deleted:
     """Itself what is at a place where nothing is any more."""
+
+
+class Change(NamedTuple):
+    """What is at a place now.
+
+    Attributes:
+        place: where.
+        value: that is there; or ``Members`` or ``Deleted``.
+        is_written: a tensor is the same object as before, with these numbers: whoever else holds it sees them.
+    """
+
+    place: Place
+    value: Any
+    is_written: bool = False
 
 
 # ---- places ----------------------------------------------------------------------------------------------------------
@@ -202,16 +207,16 @@ class Watch:
                     where = self._where(place, key)
                     if id(value) not in copies:
                         replaced.add(where)
-                        yield where, value
+                        yield Change(where, value)
                     elif isinstance(value, RemoteTensor) or write_count(value):  # another stage has written, or this
-                        yield where, Written(value)
+                        yield Change(where, value, is_written=True)
                 continue
             known = 0
             if isinstance(container, list) and _are_same(members[: len(before)], before):
                 known = len(before)
             else:
                 replaced.add(place)
-            yield place, Members(start + known, list(members)[known:])
+            yield Change(place, Members(start + known, list(members)[known:]))
 
     def tensors(self) -> Iterator[Place]:
         """Where tensors are, as attributes or in dicts."""
@@ -226,15 +231,15 @@ class Watch:
 
 def apply_changes(root: nn.Module, changes: Iterable[Change]) -> None:
     """Do them to the objects here; owners that this rank lacks are left out."""
-    for place, value in changes:
+    for place, value, is_written in changes:
         container, key = slot_at(root, place)
         if container is None:
             continue
         if isinstance(value, Members):
             _set_members(container[key], value.start, value.members)
-        elif isinstance(value, Written):
+        elif is_written:
             with torch.no_grad():
-                container[key].copy_(value.tensor)
+                container[key].copy_(value)
         elif value is Deleted:
             container.pop(key, None)
         else:
@@ -243,9 +248,8 @@ def apply_changes(root: nn.Module, changes: Iterable[Change]) -> None:
 
 def is_plain(change: Change) -> bool:
     """Whether other ranks can be told of it: there are tensors, numbers, text and None."""
-    place, value = change
-    are_plain = all(isinstance(leaf, _PLAIN) or leaf is Deleted for leaf in leaves(value))
-    return are_plain and all(isinstance(key, (str, int)) for key in place)
+    are_plain = all(isinstance(leaf, _PLAIN) or leaf is Deleted for leaf in leaves(change.value))
+    return are_plain and all(isinstance(key, (str, int)) for key in change.place)
 
 
 def copies_at(root: nn.Module, places: Iterable[Place]) -> Copies:

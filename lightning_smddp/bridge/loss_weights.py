@@ -227,11 +227,7 @@ def _losses(
         with preserve_state(module, device), torch.no_grad():
             module.eval()
             step.seed = _SEEDS[number % 2]
-            try:
-                paths = partitioned.paths(step, parts)
-                outputs += partitioned.runtime.require_success(partitioned.runtime.run(paths, step, parts, False))
-            finally:
-                step.forget()
+            outputs += partitioned.trial(step, parts)
     # Only now: what this rank alone may raise would leave the others in the next run.
     return [float(loss_of(output, step.hook, detached=True)) for output in outputs]
 

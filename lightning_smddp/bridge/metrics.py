@@ -31,6 +31,9 @@ from lightning_smddp.pipeline.runtime.remote_tensor import ACTIVE
 from lightning_smddp.pytree import map_leaves, tensors
 
 AnyMetric: TypeAlias = "Metric | MetricCollection"
+Saved: TypeAlias = list[tuple[dict[str, Any], dict[str, Any]]]
+"""Attributes of metrics, and what they were."""
+
 _METHODS = ("forward", "update", "compute", "reset")
 
 
@@ -48,7 +51,6 @@ class StepMetrics:
 
     Attributes:
         names: of metrics in the module, by id; None before the first batch.
-        called: names of those that were called in this batch.
     """
 
     def __init__(self, module: nn.Module, pipeline: PipelineMetrics | None = None) -> None:
@@ -57,11 +59,15 @@ class StepMetrics:
         self.names: dict[int, str] | None = None
         self._functions: list[Patch] = []  # in place of methods
         self._results: dict[tuple[str, str], Any] = {}  # what a metric's method has returned once
-        self.called: dict[str, None] = {}
-        self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []  # attributes of those, and what they were
+        self._before: dict[str, Saved] = {}  # what those that were called in this batch were before it
         self._needed: list[Any] | None = None
         self._plain: Callable[[Any], Any] | None = None
         self._busy = False
+
+    @property
+    def called(self) -> list[str]:
+        """Names of those that were called in this batch."""
+        return list(self._before)
 
     def find(self) -> None:
         """Look for the module's metrics: at the first batch, and where there may be others."""
@@ -91,15 +97,14 @@ class StepMetrics:
 
     def end(self, called: Iterable[str]) -> None:
         """The batch is over, in which ``called`` were called where the step ends. On all ranks."""
-        self.called.clear()
         self._before.clear()
         if self.pipeline is not None:
             self.pipeline.note_changes(called)
 
     def drop(self) -> None:
         """Metrics are as they were before the batch."""
-        _put_back(self._before)
-        self.called.clear()
+        for saved in self._before.values():
+            _put_back(saved)
         self._before.clear()
 
     def _wrapped(self, name: str, metric: AnyMetric, method: str) -> Callable[..., Any]:
@@ -113,21 +118,17 @@ class StepMetrics:
             with patched([(vars(self), "_busy", True)]):
                 open_modules(f"it calls `self.{name}`")
                 if method == "forward" and _is_loss(metric, (args, kwargs)):
-                    return self._call_as_loss(name, metric, functools.partial(original, *args, **kwargs))
+                    # It is a part of the step on each stage, and counts where the step ends.
+                    saved = _saved(metric)
+                    result = original(*args, **kwargs)
+                    if self._needed is None:
+                        _put_back(saved)
+                    else:
+                        self._before.setdefault(name, saved)
+                    return result
                 return self._call(name, metric, method, original, (args, kwargs))
 
         return call
-
-    def _call_as_loss(self, name: str, metric: AnyMetric, call: Callable[[], Any]) -> Any:
-        """It is a part of the step on each stage, and counts where the step ends."""
-        if self._needed is not None:
-            self._note(name, metric)
-            return call()
-        saved = _saved(metric)
-        try:
-            return call()
-        finally:
-            _put_back(saved)
 
     def _call(self, name: str, metric: AnyMetric, method: str, original: Callable[..., Any], given: Any) -> Any:
         if self._plain is not None:
@@ -143,18 +144,13 @@ class StepMetrics:
         if run is not None:  # before its first module a stage hands out placeholders of what it has received
             given = map_leaves(run.real, given)
         with without_torch_functions():
-            self._note(name, metric)
+            if name not in self._before:
+                self._before[name] = _saved(metric)
             args, kwargs = given
             result = original(*args, **kwargs)
             if (name, method) not in self._results:
                 self._results[name, method] = detached(result)
         return result
-
-    def _note(self, name: str, metric: AnyMetric) -> None:
-        """The metric is about to change: keep what it was before the batch."""
-        if name not in self.called:
-            self.called[name] = None
-            self._before += _saved(metric)
 
 
 def _is_loss(metric: AnyMetric, given: Any) -> bool:
@@ -163,7 +159,7 @@ def _is_loss(metric: AnyMetric, given: Any) -> bool:
     return is_differentiable and any(tensor.requires_grad for tensor in tensors(given))
 
 
-def _put_back(saved: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+def _put_back(saved: Saved) -> None:
     """All but the methods, which may be patched or not."""
     for attributes, before in saved:
         for name in attributes.keys() - before.keys() - set(_METHODS):
@@ -171,8 +167,8 @@ def _put_back(saved: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         attributes.update((name, value) for name, value in before.items() if name not in _METHODS)
 
 
-def _saved(metric: AnyMetric) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Attributes of ``metric`` and of those in it, and what they are: states, counts of updates, values computed."""
+def _saved(metric: AnyMetric) -> Saved:
+    """Of ``metric`` and of those in it: states, counts of updates, values computed."""
     saved = []
     for member in metric.modules():
         before = dict(vars(member))

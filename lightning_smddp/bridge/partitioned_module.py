@@ -236,6 +236,14 @@ class PartitionedModule:
             self.remember(self._trace(step, microbatches[0], 0), step, microbatches[0], 0)
         return self.traces[step.key].find(step, microbatches)
 
+    def trial(self, step: LightningStep, microbatches: MicroBatches) -> list[Any]:
+        """Run micro-batches for nothing; what the step returns for each, on the rank where it ends. Collective."""
+        try:
+            paths = self.paths(step, microbatches)
+            return self.runtime.require_success(self.runtime.run(paths, step, microbatches, step.trains))
+        finally:
+            step.forget()
+
     def remember(self, staged: StagedStep, step: LightningStep, microbatch: MicroBatch, index: int) -> None:
         """``staged`` is the first path of ``step``, traced on micro-batch ``index``. Collective."""
         scopes = self.recorder.scopes

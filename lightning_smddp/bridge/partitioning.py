@@ -69,7 +69,6 @@ from lightning_smddp.wording import USE_INSTEAD
 
 Numbers: TypeAlias = tuple[float, dict[str, float]]
 """What is compared: the weighted sum of the losses, and norms of gradients by parameter."""
-Parameters: TypeAlias = dict[str, nn.Parameter]
 
 _WEIGHTS = (2 / 3, 1 / 3)  # unequal, so that wrong ones show
 
@@ -190,7 +189,7 @@ def _first_values(before: Unpartitioned, seed: int, name: str) -> Tensor:
 # ---- this rank's part ------------------------------------------------------------------------------------------------
 
 
-def _keep_own_parameters(before: Unpartitioned, plan: PartitionPlan, seed: int) -> Parameters:
+def _keep_own_parameters(before: Unpartitioned, plan: PartitionPlan, seed: int) -> dict[str, nn.Parameter]:
     """Give this rank's parameters memory on its device, and free that of all others. This rank's, by name."""
     setup, rank = before.setup, before.setup.groups.pipeline_rank
     held = held_parameters(setup.module, plan.ownership, rank)
@@ -203,31 +202,27 @@ def _keep_own_parameters(before: Unpartitioned, plan: PartitionPlan, seed: int) 
     return held
 
 
-def _stash(before: Unpartitioned, plan: PartitionPlan, held: Parameters) -> GradientStash:
-    setup, groups = before.setup, before.setup.groups
+def _stash(before: Unpartitioned, plan: PartitionPlan, held: dict[str, nn.Parameter]) -> GradientStash:
+    setup, groups, options = before.setup, before.setup.groups, before.setup.options.gradients
     here = setup.stages_here
     stages = {name: [stage for stage in plan.parameter_stages[name] if stage in here] for name in held}
     pipeline = groups.mesh.pipelines[groups.replica]
     tied_groups = create_tied_groups(plan.ownership, pipeline, setup.timeout, setup.device)
-    replicas = _replicas(before, held) if setup.num_replicas > 1 and before.optimizers else None
     tied = TiedGradients(setup.module, plan.ownership, groups.pipeline_rank, tied_groups)
+    replicas = None
+    if setup.num_replicas > 1 and before.optimizers:
+        replicas = ReplicaGradients(
+            held,
+            groups.data_parallel_group,
+            setup.device,
+            setup.timeout,
+            options.algorithm,
+            options.compression,
+            options.bucket_cap_mb,
+        )
+        replicas.watching = setup.checks.watches_gradients
+        replicas.load_state_dict(before.remembered)
     return GradientStash(held, stages, tied, replicas)
-
-
-def _replicas(before: Unpartitioned, held: Parameters) -> ReplicaGradients:
-    setup, options = before.setup, before.setup.options.gradients
-    replicas = ReplicaGradients(
-        held,
-        setup.groups.data_parallel_group,
-        setup.device,
-        setup.timeout,
-        options.algorithm,
-        options.compression,
-        options.bucket_cap_mb,
-    )
-    replicas.watching = setup.checks.watches_gradients
-    replicas.load_state_dict(before.remembered)
-    return replicas
 
 
 def _partition_optimizers(before: Unpartitioned, partitioned: PartitionedModule) -> None:
@@ -312,13 +307,11 @@ def _check(partitioned: PartitionedModule, step: LightningStep, parts: MicroBatc
 
 def _in_the_pipeline(partitioned: PartitionedModule, step: LightningStep, parts: MicroBatches) -> Numbers:
     """The numbers of the first pipeline, on all of its ranks. Collective over it."""
-    setup, stash, runtime = partitioned.setup, partitioned.stash, partitioned.runtime
+    setup, stash = partitioned.setup, partitioned.stash
     with preserve_state(setup.module, setup.device), _without_own_dropout(setup.module):
-        paths = partitioned.paths(step, parts)
         # Replicas are not averaged: compression would be a difference.
         stash.begin(continues=False, may_drop=True, accumulates=True, num_microbatches=len(parts))
-        outputs = runtime.require_success(runtime.run(paths, step, parts, True))
-        step.forget()
+        outputs = partitioned.trial(step, parts)
         stash.stash()
         stash.restore(1.0)
         stash.tied.sum()

@@ -234,7 +234,7 @@ class StepRecorder:
                 loss = sum(map(_loss_in, parts))
                 output = {**output, "loss": loss} if isinstance(output, dict) else loss
         stops = bool(getattr(vars(self.module).get("_trainer"), "should_stop", False))
-        return StepResults(logs, output, changes, list(self.metrics.called), stops, share)
+        return StepResults(logs, output, changes, self.metrics.called, stops, share)
 
     def apply(self, results: StepResults) -> Any:
         """Show the batch to Lightning, on every rank in the strategy's step method; returns what the step returns."""
