@@ -341,7 +341,7 @@ class PartitionedModule:
 
     def report(self) -> CommunicationReport | None:
         """What averaging over replicas cost; None with one. Collective over the replicas."""
-        return self.stash.replicas.report() if self.stash.replicas is not None else None
+        return self.stash.replicas.synchronizer.report() if self.stash.replicas is not None else None
 
     # ---- state: of replicas the first one gives it ----
 
@@ -387,7 +387,7 @@ class PartitionedModule:
     def compression_state(self) -> State:
         """What compression of gradients remembers on this rank; empty if nothing."""
         replicas = self.stash.replicas
-        return {} if replicas is None else replicas.state_dict()
+        return {} if replicas is None else replicas.synchronizer.state_dict()
 
     def optimized(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """The parameters of all ranks that ``optimizer`` steps."""

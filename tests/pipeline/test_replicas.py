@@ -105,13 +105,13 @@ def steps() -> None:
 def starts_during_backward() -> None:
     model, launched = stage(), []
     with averaging(model, algorithm="shared_memory") as replicas:
-        average = replicas._synchronizer.average
+        average = replicas.synchronizer.average
 
         def record(bucket: Any) -> Any:
             launched.append((bucket.index(), threading.current_thread() is threading.main_thread()))
             return average(bucket)
 
-        replicas._synchronizer.average = record
+        replicas.synchronizer.average = record
         replicas.begin(passes(model))
         backward(model, dist.get_rank(), MICROBATCHES - 1)
         assert launched == []
@@ -214,8 +214,8 @@ def nothing_to_train() -> None:
     with averaging(model, algorithm="auto") as replicas:
         replicas.begin(passes(model))
         replicas.finish()
-        assert replicas.report().gradient_bytes == 0
-        assert replicas.state_dict() == {}
+        assert replicas.synchronizer.report().gradient_bytes == 0
+        assert replicas.synchronizer.state_dict() == {}
     with averaging(nn.Module(), algorithm="auto") as replicas:
         replicas.begin({})
         replicas.finish()

@@ -85,13 +85,9 @@ class TiedGradients:
     """
 
     def __init__(self, module: nn.Module, ownership: Ownership, rank: int, groups: TiedGroups) -> None:
-        named = dict(module.named_parameters())
         # In the order of `shared`, which is the same on all ranks: so ranks of two sets come to both in one order.
-        self._sets: list[tuple[dist.ProcessGroup, list[nn.Parameter]]] = []
-        for ranks, names in ownership.shared().items():
-            if rank in ranks:
-                parameters = [named[name] for name in names]
-                self._sets.append((groups[ranks], parameters))
+        shared = [(groups[ranks], names) for ranks, names in ownership.shared().items() if rank in ranks]
+        self._sets = [(group, [module.get_parameter(name) for name in names]) for group, names in shared]
 
     @torch.no_grad()
     def sum(self) -> None:
@@ -114,10 +110,10 @@ def _sum(group: dist.ProcessGroup, parameters: list[nn.Parameter]) -> None:
     """
     first = parameters[0]
     has_one = [parameter.grad is not None for parameter in parameters]
-    gradients = [_gradient(parameter).flatten() for parameter in parameters]
-    flat = torch.cat([*gradients, from_numbers(has_one, first.dtype, first.device)])
+    gradients = [torch.zeros_like(each) if each.grad is None else each.grad.to_dense() for each in parameters]
+    flat = torch.cat([*map(torch.flatten, gradients), from_numbers(has_one, first.dtype, first.device)])
     dist.all_reduce(flat, group=group)
-    *sums, holders = flat.split([*map(len, gradients), len(parameters)])
+    *sums, holders = flat.split([*map(torch.numel, gradients), len(parameters)])
     # Reading the counts waits for the device. Where this rank has all gradients, each has a holder anyway.
     counts = has_one if all(has_one) else holders.tolist()
     for parameter, total, count in zip(parameters, sums, counts, strict=True):
@@ -126,15 +122,6 @@ def _sum(group: dist.ProcessGroup, parameters: list[nn.Parameter]) -> None:
             parameter.grad = torch.empty_like(parameter)
         if parameter.grad is not None:
             parameter.grad.copy_(total.view(parameter.shape))
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    """The dense gradient of ``parameter``; zeros where it has none."""
-    if parameter.grad is None:
-        return torch.zeros_like(parameter)
-    if parameter.grad.is_sparse:
-        return parameter.grad.to_dense()
-    return parameter.grad
 
 
 # ---- until backward ----
@@ -233,8 +220,7 @@ class GradientStash:
 
     def _gradients(self) -> Gradients:
         """What ``.grad`` is now, by parameter; without those that have none."""
-        found = {name: parameter.grad for name, parameter in self.parameters.items()}
-        return {name: gradient for name, gradient in found.items() if gradient is not None}
+        return {name: each.grad for name, each in self.parameters.items() if each.grad is not None}
 
     def _set(self, gradients: Gradients) -> None:
         """Let each parameter's ``.grad`` be the one of its name, or None where there is none."""
@@ -306,8 +292,8 @@ def clip_by_norm(
     # A tied parameter has the same summed gradient on several ranks, so its owner alone counts it; all of its holders
     # scale it by the same factor.
     rank = group.rank()
-    owned = [parameter.grad for name, parameter in parameters.items() if ownership.owner(name) == rank]
-    counted = [gradient for gradient in owned if gradient is not None]
+    owned = [parameter for name, parameter in parameters.items() if ownership.owner(name) == rank]
+    counted = [parameter.grad for parameter in owned if parameter.grad is not None]
     total = norm_over_ranks(counted, group, 2.0, device, error_if_nonfinite=False)
     clip_grads_with_norm_(parameters.values(), max_norm, total)
     return total
@@ -341,11 +327,7 @@ def share_overflow(parameters: Iterable[nn.Parameter], placeholder: nn.Parameter
         placeholder: see ``OptimizerPartition.add_placeholder``; its gradient becomes 0 or inf.
         group: the ranks of this pipeline.
     """
-    dense: list[Tensor] = []
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None and parameter is not placeholder:
-            dense.append(gradient.coalesce().values() if gradient.is_sparse else gradient)
+    dense = [each.grad.to_dense() for each in parameters if each.grad is not None and each is not placeholder]
     # The largest absolute value is finite if all are. The flag stays on the device: to read it would wait for that.
     is_spoiled = ~get_total_norm(dense, inf).isfinite()
     flag = is_spoiled.to(placeholder).view(1, 1)

@@ -153,9 +153,8 @@ class OptimizerPartition:
         if states is None:
             states = real
         owned = {key: value for key, value in real.items() if not isinstance(key, Tensor)}
-        for parameter in self._all():
-            if parameter in states and self.ownership.owner(self._names[id(parameter)]) == self.rank:
-                owned[parameter] = states[parameter]
+        mine = [each for each in self._all() if self.ownership.owner(self._names[id(each)]) == self.rank]
+        owned |= {parameter: states[parameter] for parameter in mine if parameter in states}
         # `Optimizer.state_dict` reads its attribute `state`: for that moment it is another dict, which no step sees.
         optimizer.state = owned
         self._unshard()

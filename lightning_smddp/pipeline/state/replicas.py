@@ -25,7 +25,7 @@ from lightning_smddp.communication.compression import Compression, check_compres
 from lightning_smddp.communication.consistency import check_same_model
 from lightning_smddp.communication.hook import GradientSynchronizer
 from lightning_smddp.communication.nonfinite import NonFinite
-from lightning_smddp.communication.report import CommunicationReport, Recorder
+from lightning_smddp.communication.report import Recorder
 from lightning_smddp.communication.tensors import from_numbers
 
 
@@ -100,21 +100,19 @@ def assign_buckets(parameters: list[nn.Parameter], cap_bytes: int) -> list[Gradi
 
     That is taken to be the reverse of the module's.
     """
-    filled: list[list[nn.Parameter]] = []
+    # A bucket can start when its last gradient is there, so buckets are in the order of their last members. Launches
+    # follow it on all replicas: collectives in another order on another rank would never match.
+    filled: dict[int, list[nn.Parameter]] = {}
     filling: dict[torch.dtype, list[nn.Parameter]] = {}  # the open bucket of each dtype
-    ends: dict[int, int] = {}  # for each parameter its position in the order of backward
-    for position, parameter in enumerate(reversed(parameters)):
-        ends[id(parameter)] = position
+    for parameter in reversed(parameters):
         members = filling.get(parameter.dtype)
         if members is None or sum(member.nbytes for member in members) + parameter.nbytes > cap_bytes:
             members = filling[parameter.dtype] = []
-            filled.append(members)
         members.append(parameter)
-    # A bucket can start when its last gradient is there, so buckets are numbered by their last members. Launches
-    # follow the numbers on all replicas: collectives in another order on another rank would never match.
-    filled.sort(key=lambda members: ends[id(members[-1])])
-    last = len(filled) - 1
-    return [GradientBucket(number, members, number == last) for number, members in enumerate(filled)]
+        filled[id(members)] = filled.pop(id(members), members)
+    return [
+        GradientBucket(number, members, number == len(filled) - 1) for number, members in enumerate(filled.values())
+    ]
 
 
 class ReplicaGradients:
@@ -159,13 +157,13 @@ class ReplicaGradients:
         self.recorder = Recorder(device)
         size = sum(parameter.nbytes for parameter in self._trained().values())
         self.communicator = Communicator(group, device, timeout, self.recorder.on_wait, size, apart=True)
-        check_same_model(_Held(self._parameters), group)
+        held = _Held(self._parameters)
+        check_same_model(held, group)
         if compression is not None:
             for name, parameter in self._trained().items():
                 check_compressible(parameter.dtype, f"The gradient of {name!r}")
-        self.choice = Choice(algorithm)
-        if algorithm == "auto":
-            self.choice = choose(self.communicator, _Held(self._parameters), compression, bucket_cap_mb)
+        is_open = algorithm == "auto"
+        self.choice = choose(self.communicator, held, compression, bucket_cap_mb) if is_open else Choice(algorithm)
         self._bucket_bytes = int((bucket_cap_mb or DEFAULT_BUCKET_MB) * 2**20)
         self.buckets: list[GradientBucket] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_smddp_replicas")
@@ -233,19 +231,7 @@ class ReplicaGradients:
 
         ``changed``: whether code of the user's may have written them since then.
         """
-        return self._synchronizer.nonfinite(self._trained().values(), changed)
-
-    def report(self) -> CommunicationReport:
-        """What communication cost so far. Collective over the replicas."""
-        return self._synchronizer.report()
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """What compression remembers on this rank."""
-        return self._synchronizer.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a :meth:`state_dict` of this rank."""
-        self._synchronizer.load_state_dict(state)
+        return self.synchronizer.nonfinite(self._trained().values(), changed)
 
     def close(self) -> None:
         """Free threads, memory and groups; ``.grad`` stays. Not collective: also after an error, in mid-step."""
@@ -264,7 +250,7 @@ class ReplicaGradients:
         trained = self._trained()
         self._built_for = list(trained)
         # Its algorithms make groups here, where all ranks come: within a step they do not wait for each other.
-        self._synchronizer = GradientSynchronizer(
+        self.synchronizer = GradientSynchronizer(
             self.communicator, _Held(trained), self.choice.algorithm, self._compression, self.recorder
         )
         self.buckets = assign_buckets(list(trained.values()), self._bucket_bytes)
@@ -275,7 +261,7 @@ class ReplicaGradients:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._synchronizer.close()
+        self.synchronizer.close()
 
     def _accumulated(self, parameter: Tensor) -> None:
         """A backward pass has added to the gradient."""
@@ -307,11 +293,11 @@ class ReplicaGradients:
 
     def _launch(self, bucket: GradientBucket) -> None:
         bucket.collect()
-        self._synchronizer.watches = self.watching
+        self.synchronizer.watches = self.watching
         # On a CPU an average blocks until all replicas have come. Backward must not wait there: its pipeline would
         # stand still, and with it the replica that it waits for. So a thread of this object waits, one bucket after the
         # other.
-        average = self._synchronizer.average
+        average = self.synchronizer.average
         as_ddp = cast(GradBucket, bucket)
         if self._device.type == "cpu":
             self._pending.append(self._thread.submit(average, as_ddp))

@@ -158,28 +158,27 @@ class SharedBuffers:
 
     def __init__(self, view: GlobalView) -> None:
         self.view = view
-        self.ownership = view.ownership
         self.trained = False
-        self._changed_in_hooks = view.changed_buffers
         self._used_in_training: set[str] = set()
 
     def note_training(self, graph: StepGraph) -> None:
         """Note which buffers this training step uses."""
-        self._used_in_training |= graph.buffers_used & self.ownership.buffers.keys()
+        self._used_in_training |= graph.buffers_used & self.view.ownership.buffers.keys()
 
     def before_training(self) -> None:
         """All ranks get what training steps use of what hooks have changed. Collective if that is anything."""
         # What no training step uses stays on its owner, such as an average of the weights; a later `share` sends it.
-        if self._changed_in_hooks:
-            self._send(self._changed_in_hooks & self._used_in_training)
+        if self.view.changed_buffers:
+            self._send(self.view.changed_buffers & self._used_in_training)
 
     def share(self) -> None:
         """All ranks get all that has changed. Collective if anything has."""
-        self._send(self.ownership.buffers.keys() if self.trained else set(self._changed_in_hooks))
+        self._send(self.view.ownership.buffers.keys() if self.trained else self.view.changed_buffers)
         self.trained = False
 
     def _send(self, wanted: Set[str]) -> None:
-        named = [(name, buffer.detach()) for name, buffer in self.view.module.named_buffers() if name in wanted]
-        owned = [(self.ownership.buffers[name], buffer) for name, buffer in named]
-        broadcast_from_owners(owned, self.view.group, self.view.device)
-        self._changed_in_hooks.difference_update(wanted)  # in place: it is the set of the view
+        view = self.view
+        buffers = [(name, buffer) for name, buffer in view.module.named_buffers() if name in wanted]
+        owned = [(view.ownership.buffers[name], buffer.detach()) for name, buffer in buffers]
+        broadcast_from_owners(owned, view.group, view.device)
+        view.changed_buffers -= wanted
