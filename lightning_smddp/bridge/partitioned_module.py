@@ -347,14 +347,11 @@ class PartitionedModule:
 
     def state_dict(self, gather: bool) -> StateDict:
         """The whole module's on the first rank; without ``gather`` of each rank what it holds. Collective."""
-        module, groups, ownership = self.setup.module, self.setup.groups, self.plan.ownership
         if self.is_gathered:
-            return module.state_dict()
-        if groups.replica != 0:
+            return self.setup.module.state_dict()
+        if self.setup.groups.replica != 0:
             return {}
-        if not gather:
-            return partial_state_dict(module, ownership, groups.pipeline_rank)
-        return full_state_dict(module, ownership, groups.pipeline, self.setup.device)
+        return full_state_dict(self.view) if gather else partial_state_dict(self.view)
 
     def load_state_dict(self, state: State, strict: bool) -> None:
         """Load a whole module's state: this rank takes what it holds. Names that differ are an error if ``strict``."""

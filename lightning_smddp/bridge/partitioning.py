@@ -125,7 +125,7 @@ def partition(
             _check(partitioned, trial, checked, expected)
     except (SplitError, VerificationError):  # on every rank, which has the whole module again
         partitioned.close()
-        unshard(setup.module, plan.ownership, setup.groups.pipeline, setup.device)
+        unshard(view)
         raise
     _partition_optimizers(before, partitioned)
     return partitioned

@@ -373,7 +373,7 @@ class PipelinedModule:
                 # Each rank gets the whole module on its host, where it goes after a run in any case.
                 if fits_on_hosts(module, setup.world):
                     partitioned.view.close()
-                    unshard(module, partitioned.plan.ownership, setup.groups.pipeline, setup.device, to=CPU)
+                    unshard(partitioned.view, to=CPU)
                     partitioned.is_gathered = True
                 else:
                     warn_on_first_rank(f"{type(module).__name__} stays in parts, each on its rank: {_BY_MEMORY}.")

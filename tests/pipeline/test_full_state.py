@@ -16,6 +16,7 @@ from lightning_smddp.pipeline.state.state_dict import (
     load_full_state_dict,
     unshard,
 )
+from lightning_smddp.pipeline.view.view import GlobalView
 from tests.communication.errors import message_of
 from tests.pipeline.models import OWNERSHIP, Tied, assert_same, tied
 from tests.ranks import run_in_threads
@@ -46,7 +47,7 @@ def test_state_is_that_of_the_whole_model_and_loads_into_the_parts() -> None:
 
 def compare_state(group: dist.ProcessGroup) -> None:
     model, other, expected = divided(group), tied(seed=1), trained().state_dict()
-    state = full_state_dict(model, OWNERSHIP, group)
+    state = full_state_dict(GlobalView(model, OWNERSHIP, group, CPU))
     if group.rank() != 0:
         assert state == {}
     else:
@@ -60,7 +61,8 @@ def compare_state(group: dist.ProcessGroup) -> None:
     other.note = "loaded"
     load_full_state_dict(model, other.state_dict())
     assert model.note == "loaded"
-    assert_same(full_state_dict(model, OWNERSHIP, group), other.state_dict() if group.rank() == 0 else {})
+    state = full_state_dict(GlobalView(model, OWNERSHIP, group, CPU))
+    assert_same(state, other.state_dict() if group.rank() == 0 else {})
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -96,7 +98,7 @@ def come_back(group: dist.ProcessGroup) -> None:
         for parameter in model.parameters():
             if not parameter.is_meta:
                 parameter.add_(1)
-    unshard(model, OWNERSHIP, group)
+    unshard(GlobalView(model, OWNERSHIP, group, CPU))
     assert all(new is old for new, old in zip(model.parameters(), before, strict=True))
     assert model.favourites[1] is model.body.weight
     for parameter, reference in zip(model.parameters(), trained().parameters(), strict=True):
@@ -104,7 +106,7 @@ def come_back(group: dist.ProcessGroup) -> None:
     model(torch.arange(5)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     release(model, OWNERSHIP, group.rank())  # and once more
-    unshard(model, OWNERSHIP, group)
+    unshard(GlobalView(model, OWNERSHIP, group, CPU))
 
 
 def test_every_rank_starts_from_the_first() -> None:

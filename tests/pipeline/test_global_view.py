@@ -218,7 +218,7 @@ def on_rank(hook: Hook, times: int = 2) -> Any:
     ownership = placed(net)
     gradients = {n: p.grad for n, p in net.named_parameters() if ownership.is_mine(n, dist.get_rank())}
     held = {n: p.detach().clone() for n, p in net.named_parameters() if ownership.is_mine(n, dist.get_rank())}
-    unshard(net, ownership, dist.group.WORLD)
+    unshard(view)
     assert all(torch.equal(net.get_parameter(name), value) for name, value in held.items())  # also of what is tied
     return results, dict(net.state_dict()), gradients, [p.requires_grad for p in net.parameters()]
 
@@ -392,7 +392,7 @@ def kept() -> Any:
     except GlobalViewError as error:
         message = str(error)
     view.close()
-    unshard(net, placed(net), dist.group.WORLD)
+    unshard(view)
     kinds = {type(value) for value in average.values()} | {type(p) for p in clone.parameters()}
     return message, kinds, average, dict(clone.state_dict())
 

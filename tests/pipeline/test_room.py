@@ -14,6 +14,7 @@ from lightning_smddp.pipeline.partition import costs
 from lightning_smddp.pipeline.partition.costs import available_host_bytes, fits_on_devices, fits_on_hosts
 from lightning_smddp.pipeline.state.meta_parameters import release
 from lightning_smddp.pipeline.state.state_dict import unshard
+from lightning_smddp.pipeline.view.view import GlobalView
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -63,7 +64,7 @@ def gather_beside_parts() -> tuple[list[str], int]:
     ownership = Ownership({"0.weight": (0,), "1.weight": (1,)}, {}, 2)
     release(module, ownership, dist.get_rank())
     before = torch.cuda.memory_stats(device)["allocated_bytes.all.current"]
-    unshard(module, ownership, group, device, to=CPU)
+    unshard(GlobalView(module, ownership, group, device), to=CPU)
     places = [parameter.device.type for parameter in module.parameters()]
     return places, torch.cuda.memory_stats(device)["allocated_bytes.all.current"] - before
 

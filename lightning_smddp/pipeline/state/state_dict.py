@@ -15,7 +15,7 @@ from lightning_smddp.checkpoint.stored import Stored
 from lightning_smddp.communication.consistency import check_same_model
 from lightning_smddp.communication.tensors import CPU, broadcast_tensors, gather_structures
 from lightning_smddp.pipeline.capture.graph import StepGraph
-from lightning_smddp.pipeline.mesh import Ownership, named_tensors
+from lightning_smddp.pipeline.mesh import named_tensors
 from lightning_smddp.pipeline.state.meta_parameters import set_contents, swapped
 from lightning_smddp.pipeline.view.global_tensor import broadcast_from_owners
 from lightning_smddp.pipeline.view.view import GlobalView
@@ -39,54 +39,46 @@ def broadcast_initial(module: nn.Module, group: dist.ProcessGroup, device: torch
     broadcast_tensors(tensors, group, 0, device)
 
 
-def full_state_dict(
-    module: nn.Module, ownership: Ownership, group: dist.ProcessGroup, device: torch.device = CPU
-) -> dict[str, Any]:
-    """What ``module.state_dict()`` would be if the model were whole, with tensors on the CPU. Collective.
+def full_state_dict(view: GlobalView) -> dict[str, Any]:
+    """What ``state_dict()`` of the view's module would be if it were whole, with tensors on the CPU. Collective.
 
     On the first rank; the others get an empty dict.
 
     Parameters come from their owners, buffers that training changes too; the rest (extra state, state of hooks) is
     this rank's. As with ``state_dict()``, tied names share memory, and values are not copies of what this rank
     holds on the CPU.
-
-    Args:
-        module: divided by :func:`release`.
-        ownership: who holds what.
-        group: the ranks of this pipeline.
-        device: where ``group``'s backend has its messages.
     """
     received: dict[str, Tensor] = {}
-    for share in gather_structures(_owned(module, ownership, group.rank()), group, False, device):
+    for share in gather_structures(_owned(view), view.group, False, view.device):
         received |= share
-    if group.rank() != 0:
+    if view.rank != 0:
         return {}
-    named = named_tensors(module)
+    named = named_tensors(view.module)
     lent = []
     for name, value in received.items():
         if named[name].is_meta or named[name].data_ptr() != value.data_ptr():
             lent.append((named[name], value.detach().requires_grad_(named[name].requires_grad)))
     # Swapped, not copied: `state_dict` then returns the received tensors themselves.
     with swapped(lent):
-        state: dict[str, Any] = module.state_dict()
+        state: dict[str, Any] = view.module.state_dict()
     for key, value in state.items():
         if isinstance(value, Tensor):
             state[key] = value.cpu()  # what was received is there: tied names still share memory
     return state
 
 
-def partial_state_dict(module: nn.Module, ownership: Ownership, rank: int) -> dict[str, Any]:
-    """What ``rank`` gives to :func:`full_state_dict`: nothing is copied, moved or sent.
+def partial_state_dict(view: GlobalView) -> dict[str, Any]:
+    """What this rank gives to :func:`full_state_dict`: nothing is copied, moved or sent.
 
     What no rank owns (buffers that training leaves alone, what hooks add) is in the part of every rank that has it.
     """
     # `keep_vars` gives the module's own tensor objects: they tell that a tied name is another one's, and whose it is.
-    named = named_tensors(module)
-    others = {id(tensor) for name, tensor in named.items() if ownership.owner(name) not in (rank, None)}
+    named, here = named_tensors(view.module), (view.rank, None)
+    others = {id(tensor) for name, tensor in named.items() if view.ownership.owner(name) not in here}
     part = {}
-    for key, value in module.state_dict(keep_vars=True).items():
+    for key, value in view.module.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
-            if rank == 0:
+            if view.rank == 0:
                 part[key] = value
         elif not value.is_meta and id(value) not in others:
             part[key] = value.detach()
@@ -109,38 +101,29 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bo
         return module.load_state_dict(state, strict=strict)
 
 
-def unshard(
-    module: nn.Module,
-    ownership: Ownership,
-    group: dist.ProcessGroup,
-    device: torch.device = CPU,
-    to: torch.device | None = None,
-) -> None:
+def unshard(view: GlobalView, to: torch.device | None = None) -> None:
     """Undo :func:`release`: every rank holds every parameter again, as the same objects. Collective.
 
     Args:
-        module: divided by :func:`release`.
-        ownership: who holds what.
-        group: the ranks of this pipeline.
-        device: where ``group``'s backend has its messages.
-        to: where parameters of other ranks go, by one rank's share after the other; ``device`` if None.
+        view: of the module.
+        to: where parameters of other ranks go, by one rank's share after the other; None: to the view's device.
     """
-    rank = group.rank()
-    named = named_tensors(module)
-    for share in gather_structures(_owned(module, ownership, rank), group, True, device):
+    named = named_tensors(view.module)
+    for share in gather_structures(_owned(view), view.group, True, view.device):
         for name, value in share.items():
             # Every rank has each buffer, but its owner alone has what training has made of it.
             tensor = named[name]
             if tensor.is_meta:
-                set_contents(tensor, value.to(to or device))
-            elif ownership.owner(name) != rank:
+                set_contents(tensor, value.to(to or view.device))
+            elif view.ownership.owner(name) != view.rank:
                 set_contents(tensor, value.to(tensor.device))
 
 
-def _owned(module: nn.Module, ownership: Ownership, rank: int) -> dict[str, Tensor]:
-    """The tensors that ``rank`` owns."""
-    ownership.check(module)
-    return {name: tensor for name, tensor in named_tensors(module).items() if ownership.owner(name) == rank}
+def _owned(view: GlobalView) -> dict[str, Tensor]:
+    """The tensors that this rank owns."""
+    view.ownership.check(view.module)
+    owner = view.ownership.owner
+    return {name: tensor for name, tensor in named_tensors(view.module).items() if owner(name) == view.rank}
 
 
 class SharedBuffers:
