@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +21,13 @@ from lightning_smddp.pipeline.view.view import GlobalView
 from tests.communication.errors import message_of
 from tests.pipeline.models import OWNERSHIP, Tied, assert_same, tied
 from tests.ranks import run_in_threads
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """Views and their tensors know each other, and the group: it is closed when they are collected."""
+    yield
+    gc.collect()
 
 
 def trained() -> Tied:
