@@ -23,6 +23,9 @@ from tests.pipeline.models import OWNERSHIP, Tied, assert_same, tied
 from tests.ranks import run_in_threads
 
 
+CPU = torch.device("cpu")
+
+
 @pytest.fixture(autouse=True)
 def collected() -> Iterator[None]:
     """Views and their tensors know each other, and the group: it is closed when they are collected."""
