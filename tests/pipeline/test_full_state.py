@@ -22,7 +22,6 @@ from tests.communication.errors import message_of
 from tests.pipeline.models import OWNERSHIP, Tied, assert_same, tied
 from tests.ranks import run_in_threads
 
-
 CPU = torch.device("cpu")
 
 
