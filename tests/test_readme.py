@@ -74,33 +74,25 @@ def first_cells(page: Path, heading: str) -> list[list[str]]:
 # ---- snippets ----
 
 
-def test_the_first_program_is_short() -> None:
+def test_the_first_page_and_program_are_short() -> None:
+    assert len(README.read_text().splitlines()) <= 130
     assert len(snippets(README, "python")[0].splitlines()) <= 6
 
 
-def output_of(program: str, directory: Path) -> str:
-    """What a program prints that is run as a script."""
-    (directory / "train.py").write_text(program)
-    result = run_program(["train.py"], directory, {"XDG_CACHE_HOME": str(directory / "cache")})
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        (README, ["2 ranks on cpu", "gradient communication over 32 steps"]),
+        (PIPELINE_GUIDE, ["stage 1 on rank 1"]),
+    ],
+    ids=["data", "pipeline"],
+)
+def test_the_first_program_trains_on_two_ranks(page: Path, said: list[str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(snippets(page, "python")[0])
+    result = run_program(["train.py"], tmp_path)
     assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-@pytest.mark.slow
-def test_the_first_program_trains_on_two_ranks(tmp_path: Path) -> None:
-    output = output_of(snippets(README, "python")[0], tmp_path)
-    assert "2 ranks on cpu" in output
-    assert "gradient communication over 32 steps" in output
-
-
-def test_the_first_page_is_short() -> None:
-    assert len(README.read_text().splitlines()) <= 130
-
-
-@pytest.mark.slow
-def test_the_first_pipeline_trains_on_two_ranks(tmp_path: Path) -> None:
-    output = output_of(snippets(PIPELINE_GUIDE, "python")[0], tmp_path)
-    assert "stage 1 on rank 1" in output
+    assert [text for text in said if text not in result.stdout] == []
 
 
 FRAGMENTS = [text for page in PAGES for text in snippets(page, "python") if ".fit(" not in text]
@@ -280,7 +272,7 @@ def slug(heading: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_relative_links_resolve(page: Path) -> None:
+def test_relative_links_and_named_tests_are_there(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if link.startswith(("http://", "https://")):
@@ -291,6 +283,8 @@ def test_relative_links_resolve(page: Path) -> None:
         if anchor:
             headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
             assert anchor in map(slug, headings), f"{page.name}: {link}"
+    named = set(re.findall(r"`(tests/[\w/]+\.py)`", page.read_text()))
+    assert {name for name in named if not (ROOT / name).exists()} == set()
 
 
 # ---- messages ----
@@ -325,12 +319,6 @@ def test_quoted_messages_exist(message: str) -> None:
     parts = [part.strip(" ():=,.;") for part in re.split(r"\.\.\.|='\w+'", message)]
     for part in filter(None, parts):
         assert part in strings, part
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tests_that_a_page_names_exist(page: Path) -> None:
-    named = set(re.findall(r"`(tests/[\w/]+\.py)`", page.read_text()))
-    assert {name for name in named if not (ROOT / name).exists()} == set()
 
 
 def test_files_that_the_design_names_exist() -> None:

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_smddp.communication import choose as choose_module
-from lightning_smddp.communication.choose import Choice, choose, time_algorithm
+from lightning_smddp.communication.choose import Choice, choose
 from lightning_smddp.communication.communicator import Communicator
-from lightning_smddp.communication.compression import Compression
 from tests.ranks import run_ranks
 
 TIMES = {"native": 3e-3, "hierarchical": 2e-3, "balanced": 1e-3}
@@ -46,32 +45,19 @@ def test_all_ranks_measure_and_choose_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cap", "times", "algorithm", "size"),
-    [(None, TIMES, "balanced", 4_000_000), (2.0, TIMES, "balanced", 2 * 2**20), (None, EQUAL, "native", 4_000_000)],
+    ("nodes", "cap", "times", "choice"),
+    [
+        ("ab", None, TIMES, Choice("balanced", 4_000_000, TIMES)),
+        ("ab", 2.0, TIMES, Choice("balanced", 2 * 2**20, TIMES)),
+        ("ab", None, EQUAL, Choice("native", 4_000_000, EQUAL)),
+        ("a", None, {}, Choice("native")),  # nothing to choose
+    ],
 )
-def test_the_fastest_at_the_size_of_a_bucket(cap: Any, times: dict[str, float], algorithm: str, size: int) -> None:
-    assert run_ranks(chosen, 2, cap, times, node_ids=["a", "b"]) == [Choice(algorithm, size, times)] * 2
-
-
-def test_one_rank_has_nothing_to_choose() -> None:
-    assert run_ranks(chosen, 1, None, {}) == [Choice("native")]
+def test_the_fastest_at_the_size_of_a_bucket(nodes: str, cap: Any, times: dict[str, float], choice: Choice) -> None:
+    assert run_ranks(chosen, len(nodes), cap, times, node_ids=list(nodes)) == [choice] * len(nodes)
 
 
 def test_one_line_says_it() -> None:
     assert str(Choice("balanced")) == "balanced"
     measured = Choice("hierarchical", 2**22, {"native": 0.00302, "hierarchical": 0.0021})
     assert str(measured) == "hierarchical (measured at 4 MiB: native 3.02 ms, hierarchical 2.1 ms)"
-
-
-def time_all(compression: str | None) -> None:
-    communicator = communicate()
-    for name in communicator.available():
-        seconds = time_algorithm(name, communicator, Compression.parse(compression), 65536)
-        assert communicator.maximum([seconds]) == [seconds]  # the slowest rank's, on all ranks
-        assert 0 < seconds < 5
-    communicator.close()
-
-
-@pytest.mark.parametrize("compression", [None, "bf16", "int8"])
-def test_every_algorithm_can_be_timed(compression: str | None) -> None:
-    run_ranks(time_all, 2, compression, node_ids=["a", "b"])

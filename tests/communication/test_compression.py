@@ -119,24 +119,20 @@ EXCHANGES: dict[str, Make] = {
     "balanced fp16": lambda group, feedback: BalancedExchange(group, group, CastCodec(torch.float16), feedback),
     "balanced int8": lambda group, feedback: BalancedExchange(group, group, Int8Codec(16), feedback),
 }
-BALANCED = [name for name in EXCHANGES if name.startswith("balanced")]
 NUMEL = 487
 
 
-def exchange_steps(
-    group: dist.ProcessGroup, name: str, inputs: list[list[Tensor]], with_feedback: bool
-) -> tuple[list[Tensor], Tensor]:
+def exchange_steps(group: dist.ProcessGroup, name: str, inputs: list[list[Tensor]]) -> tuple[list[Tensor], Tensor]:
     """What arrived in each step of ``inputs[step][rank]``, and what this rank remembers."""
-    feedback = ErrorFeedback() if with_feedback else None
+    feedback = ErrorFeedback()
     exchange = EXCHANGES[name](group, feedback)
     arrived = []
     for step in inputs:
         shard = step[group.rank()].clone()
-        if feedback is not None:
-            feedback.begin(0, "w")
+        feedback.begin(0, "w")
         exchange.start(shard, 0)()
         arrived.append(shard)
-    return arrived, torch.zeros(()) if feedback is None else feedback.state()["w"]
+    return arrived, feedback.state()["w"]
 
 
 def random_inputs(members: int, steps: int) -> list[list[Tensor]]:
@@ -145,23 +141,16 @@ def random_inputs(members: int, steps: int) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize("members", [2, 3])
 @pytest.mark.parametrize("name", EXCHANGES)
-def test_members_receive_the_same_sum_up_to_rounding(name: str, members: int) -> None:
-    inputs = random_inputs(members, 1)
-    results = run_in_threads(exchange_steps, members, name, inputs, False)
-    assert all(torch.equal(results[0][0][0], other[0][0]) for other in results[1:])
-    torch.testing.assert_close(results[0][0][0], sum(inputs[0]), rtol=0, atol=0.1)
-
-
-@pytest.mark.parametrize("members", [2, 3])
-@pytest.mark.parametrize("name", BALANCED)
-def test_nothing_is_lost_with_error_feedback(name: str, members: int) -> None:
+def test_members_receive_the_same_sum_and_nothing_is_lost_over_steps(name: str, members: int) -> None:
     inputs = random_inputs(members, 6)
-    results = run_in_threads(exchange_steps, members, name, inputs, True)
-    sent = sum(sum(step) for step in inputs)
-    arrived = sum(results[0][0])
-    left = sum(residual for _, residual in results)
-    assert (arrived - sent).abs().max() > 1e-3  # something was held back
-    torch.testing.assert_close(arrived + left, sent, rtol=1e-5, atol=2e-5)
+    results = run_in_threads(exchange_steps, members, name, inputs)
+    for arrived, _ in results:
+        assert all(torch.equal(step, first) for step, first in zip(arrived, results[0][0], strict=True))
+    torch.testing.assert_close(results[0][0][0], sum(inputs[0]), rtol=0, atol=0.1)
+    if name.startswith("balanced"):  # a ring rounds on its way, too
+        sent, arrived, left = sum(sum(step) for step in inputs), sum(results[0][0]), sum(kept for _, kept in results)
+        assert (arrived - sent).abs().max() > 1e-3  # something was held back
+        torch.testing.assert_close(arrived + left, sent, rtol=1e-5, atol=2e-5)
 
 
 def encode_nothing(group: dist.ProcessGroup, dtype: torch.dtype) -> list[Tensor]:
@@ -191,27 +180,10 @@ INFINITE_AT = 33
 def test_an_inf_is_seen_by_all_and_gone_in_the_next_step(name: str) -> None:
     inputs = random_inputs(2, 4)
     inputs[1][1][INFINITE_AT] = float("inf")
-    for (_, spoiled, *after), residual in run_in_threads(exchange_steps, 2, name, inputs, True):
+    for (_, spoiled, *after), residual in run_in_threads(exchange_steps, 2, name, inputs):
         assert not spoiled[INFINITE_AT].isfinite()
         assert all(step.isfinite().all() for step in after)
         assert residual.isfinite().all()
-
-
-def exchange_exactly(group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> list[Tensor]:
-    results = []
-    for exchange in (RingExchange(group), BalancedExchange(group, group)):
-        shard = (normal(numel, seed=group.rank()) * 10).round().to(dtype)
-        exchange.start(shard, None)()
-        results.append(shard)
-    return results
-
-
-@pytest.mark.parametrize("numel", [1, 2, 3, 1001])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
-def test_sums_without_a_codec_are_exact(numel: int, dtype: torch.dtype) -> None:
-    expected = sum((normal(numel, seed=rank) * 10).round() for rank in range(3)).to(dtype)
-    for results in run_in_threads(exchange_exactly, 3, numel, dtype):
-        assert all(torch.equal(result, expected) for result in results)
 
 
 # ---- the memory itself ----

@@ -176,12 +176,6 @@ def test_a_second_start_in_the_same_processes(tmp_path: Path) -> None:
     assert said == [["joined"] * 2] * 2
 
 
-def test_two_jobs_at_the_same_time() -> None:
-    ranks = [{"rank": rank, "world": 2, "port": port} for port in (free_port(), free_port()) for rank in (0, 1)]
-    said, _ = start(ranks)
-    assert said == ["joined"] * 4
-
-
 # ---- the list ----
 
 

@@ -51,42 +51,6 @@ def test_every_rank_receives_every_others_message_on_each_mesh(size: int) -> Non
         assert received == [{peer: f"{index}:{peer}".encode() for peer in others} for index in range(2)]
 
 
-def meet_on_two_nodes(group: dist.ProcessGroup) -> dict[int, bytes]:
-    topology = Topology.from_identities(["a", "b", "a", "b"], group.rank())
-    (mesh,), _ = NodeMesh.connect(topology, group, PATIENCE)
-    received = mesh.exchange(str(group.rank()).encode()).messages
-    mesh.close()
-    return received
-
-
-def test_only_ranks_of_one_node_meet() -> None:
-    assert run_in_threads(meet_on_two_nodes, 4) == [{1: b"2"}, {1: b"3"}, {0: b"0"}, {0: b"1"}]
-
-
-def pass_descriptor(group: dist.ProcessGroup) -> bytes:
-    (mesh,) = connect(group)
-    reader, writer = os.pipe()
-    try:
-        arrival = mesh.exchange(b"here", writer if group.rank() == 0 else None)
-        if group.rank() == 0:
-            assert arrival.descriptors == {}
-            mesh.exchange()
-            return os.read(reader, 10)
-        (descriptor,) = arrival.descriptors.values()
-        os.write(descriptor, b"hello")
-        os.close(descriptor)
-        mesh.exchange()
-        return b""
-    finally:
-        os.close(reader)
-        os.close(writer)
-        mesh.close()
-
-
-def test_a_descriptor_travels_with_the_message() -> None:
-    assert run_in_threads(pass_descriptor, 2) == [b"hello", b""]
-
-
 # ---- failures ----
 
 

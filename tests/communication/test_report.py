@@ -18,83 +18,43 @@ from tests.ranks import run_ranks
 CPU = torch.device("cpu")
 
 
-class Clock:
-    """``time.perf_counter`` by hand."""
+# Of each case the events with their times, and what then is exposed and hidden: (first bucket), (hook left), (done).
+EVENTS: dict[str, tuple[list[tuple[float, str]], float, float]] = {
+    "nothing": ([], 0.0, 0.0),
+    "a synchronous bucket is exposed whole": ([(0, "first"), (2, "left"), (2, "done")], 2.0, 0.0),
+    "what runs behind backward is hidden": (
+        # a second in the second hook, and three behind the last one
+        [(0, "first"), (0, "left"), (3, "next"), (4, "left"), (5, "done"), (7, "done")], 4.0, 3.0,
+    ),
+    "nothing in flight": (
+        [(0, "first"), (0, "left"), (2, "done"), (10, "next"), (10, "left"), (12, "done")], 2.0, 2.0,
+    ),
+    "steps add up": ([(10.0 * i + j, event) for i in range(3) for j, event in enumerate(["first", "left", "done"])],
+                     3.0 * 2, 0.0),
+}  # fmt: skip
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        monkeypatch.setattr(reports.time, "perf_counter", lambda: self.now)
 
-    def __call__(self, now: float) -> None:
-        self.now = 100.0 + now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
-
-
-def test_a_synchronous_bucket_is_exposed_whole(clock: Clock) -> None:
+@pytest.mark.parametrize("case", EVENTS)
+def test_what_is_exposed_and_what_is_hidden(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    events, exposed, hidden = EVENTS[case]
+    now = [0.0]
+    monkeypatch.setattr(reports.time, "perf_counter", lambda: 100.0 + now[0])
     recorder = Recorder(CPU)
-    recorder.bucket_started(first=True)
-    clock(2)
-    recorder.hook_left(1000)
-    recorder.bucket_done()
-    clock(9)
-    totals = recorder.read()
-    assert (totals.steps, totals.gradient_bytes) == (1, 1000)
-    assert (totals.exposed_s, totals.hidden_s) == (2.0, 0.0)
-    assert recorder.last_exposed_s == 2.0
-
-
-def test_what_runs_behind_backward_is_hidden_and_the_rest_exposed(clock: Clock) -> None:
-    recorder = Recorder(CPU)
-    recorder.bucket_started(first=True)
-    recorder.hook_left(10)
-    clock(3)
-    recorder.bucket_started(first=False)
-    clock(4)  # a second in the hook
-    recorder.hook_left(20)
-    clock(5)
-    recorder.bucket_done()
-    clock(7)  # three seconds after the last hook
-    recorder.bucket_done()
-    totals = recorder.read()
-    assert (totals.exposed_s, totals.hidden_s) == (4.0, 3.0)
-    assert totals.gradient_bytes == 30
-
-
-def test_time_with_nothing_in_flight_is_not_communication(clock: Clock) -> None:
-    recorder = Recorder(CPU)
-    for start in (0.0, 10.0):
-        clock(start)
-        recorder.bucket_started(first=start == 0.0)
-        recorder.hook_left(0)
-        clock(start + 2)
-        recorder.bucket_done()
-    totals = recorder.read()
-    assert (totals.exposed_s, totals.hidden_s) == (2.0, 2.0)
-
-
-def test_steps_add_up_and_reading_twice_counts_once(clock: Clock) -> None:
-    recorder = Recorder(CPU)
-    for step in range(3):
-        clock(10.0 * step)
-        recorder.bucket_started(first=True)
-        clock(10.0 * step + 1)
-        recorder.hook_left(5)
-        recorder.bucket_done()
+    for moment, event in events:
+        now[0] = moment
+        if event == "left":
+            recorder.hook_left(10)
+        elif event == "done":
+            recorder.bucket_done()
+        else:
+            recorder.bucket_started(first=event == "first")
+    now[0] += 7
     recorder.on_wait(0.5, 1)
     recorder.on_wait(0.25, None)
-    recorder.on_wait(0.25, 1)
-    for _ in range(2):
-        totals = recorder.read()
-        assert (totals.steps, totals.exposed_s, totals.gradient_bytes) == (3, 3.0, 15)
-        assert (totals.waited_s, totals.waited_for) == (1.0, Counter({1: 2}))
-
-
-def test_a_fresh_recorder_has_nothing() -> None:
-    assert Recorder(CPU).read() == Totals()
+    kinds = [event for _, event in events]
+    expected = Totals(kinds.count("first"), 10 * kinds.count("left"), exposed, hidden, 0.75, Counter({1: 1}))
+    for _ in range(2):  # reading twice counts once
+        assert recorder.read() == expected
 
 
 @pytest.mark.parametrize(
@@ -113,7 +73,7 @@ def test_the_straggler_is_whom_those_waited_for_that_waited_long(
     assert _straggler(waited, [Counter(counts) for counts in waited_for], steps=10) == expected
 
 
-def report(algorithm: str, steps: int, slow_rank: int = -1) -> CommunicationReport:
+def report(algorithm: str, steps: int, slow_rank: int) -> CommunicationReport:
     with hooked(algorithm) as wrapper:
         torch.manual_seed(0)
         ddp = wrapper.wrap(nn.Linear(100, 100, bias=False))
@@ -124,27 +84,19 @@ def report(algorithm: str, steps: int, slow_rank: int = -1) -> CommunicationRepo
         return wrapper.synchronizers[0].report()
 
 
-GRADIENTS = 100 * 100 * 4
-
-
-@pytest.mark.parametrize(("algorithm", "nodes"), [("shared_memory", "aa"), ("hierarchical", "ab")])
-def test_all_ranks_report_the_same(algorithm: str, nodes: str) -> None:
-    results = run_ranks(report, 2, algorithm, 3, node_ids=list(nodes))
-    assert results[0] == results[1]
-    assert (results[0].steps, results[0].gradient_bytes) == (3, 3 * GRADIENTS)
-    assert len(results[0].exposed_s) == len(results[0].hidden_s) == len(results[0].waited_s) == 2
-
-
 @pytest.mark.parametrize(("algorithm", "nodes"), [("shared_memory", "aaa"), ("native", "aab"), ("hierarchical", "ab")])
-def test_the_rank_that_is_late_is_named(algorithm: str, nodes: str) -> None:
-    result = run_ranks(report, len(nodes), algorithm, 6, 1, node_ids=list(nodes))[0]
+def test_all_ranks_report_the_same_and_name_the_one_that_is_late(algorithm: str, nodes: str) -> None:
+    result, *others = run_ranks(report, len(nodes), algorithm, 6, 1, node_ids=list(nodes))
+    assert all(other == result for other in others)
+    assert (result.steps, result.gradient_bytes) == (6, 6 * 100 * 100 * 4)
+    assert len(result.exposed_s) == len(result.hidden_s) == len(result.waited_s) == len(nodes)
     assert result.straggler == 1
     host, local = ("b", 0) if nodes == "ab" else ("a", 1)
     assert result.straggler_name == f"rank 1 (host {host}, local rank {local})"
     assert f"others waited most for rank 1 (host {host}" in str(result)
-    others = [waited for rank, waited in enumerate(result.waited_s) if rank != 1]
-    assert min(others) > 0.2  # of the 0.3 s that rank 1 slept
-    assert result.waited_s[1] < 0.5 * min(others)
+    waited = [seconds for rank, seconds in enumerate(result.waited_s) if rank != 1]
+    assert min(waited) > 0.2  # of the 0.3 s that rank 1 slept
+    assert result.waited_s[1] < 0.5 * min(waited)
 
 
 def test_a_report_reads_by_step() -> None:

@@ -63,44 +63,39 @@ def is_shared(address: int) -> bool:
 
 
 def reduce_all(group: dist.ProcessGroup, numel: int, copied: set[int], dtype: torch.dtype, slots: bool) -> list[Tensor]:
+    """The means of some steps, each also watched, which changes no bit."""
     results = []
     with memory_of(group, zero_copy=group.rank() not in copied) as memory:
-        kept = torch.empty(numel, dtype=dtype)
+        kept, watched = (torch.empty(numel, dtype=dtype) for _ in range(2))
         for step in range(3):
-            kept.copy_(tensors(numel, group.size(), dtype, step)[group.rank()])
-            memory.all_reduce(kept, 0 if slots else None, 1 / group.size())
+            for slot, tensor in enumerate((kept, watched)):
+                tensor.copy_(tensors(numel, group.size(), dtype, step)[group.rank()])
+                finite = memory.all_reduce(tensor, slot if slots else None, 1 / group.size(), watch=tensor is watched)
+                assert finite
+            assert torch.equal(kept, watched)
             results.append(kept.clone())
     return results
 
 
-def check_means(results: list[list[Tensor]], numel: int, dtype: torch.dtype = torch.float32) -> None:
-    for step, of_ranks in enumerate(zip(*results, strict=True)):
-        expected = reference_all_reduce(tensors(numel, len(results), dtype, step))
-        torch.testing.assert_close(of_ranks[0], expected)
-        assert all(torch.equal(of_ranks[0], other) for other in of_ranks[1:])
+DTYPES = [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
+NONE: set[int] = set()
 
 
-@pytest.mark.parametrize("numel", [0, 1, 7, 200003])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_means_without_a_copy(numel: int, size: int) -> None:
-    check_means(run_in_threads(reduce_all, size, numel, set(), torch.float32, True), numel)
-
-
-@pytest.mark.parametrize("slots", [False, True])
-@pytest.mark.parametrize("copied", [{0}, {1}, {0, 1, 2}], ids=str)
-@pytest.mark.parametrize("numel", [1, 10007])
-def test_means_with_a_copy(numel: int, copied: set[int], slots: bool) -> None:
-    check_means(run_in_threads(reduce_all, 3, numel, copied, torch.float32, slots), numel)
-
-
-@pytest.mark.parametrize("copied", [set(), {0}], ids=str)
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128],
+    ("size", "numel", "copied", "dtype", "slots"),
+    [
+        *((size, numel, NONE, torch.float32, True) for size in (1, 2, 3) for numel in (0, 1, 7, 200003)),
+        *((3, 10007, copied, torch.float32, slots) for copied in ({0}, {1}, {0, 1, 2}) for slots in (False, True)),
+        *((size, 3001, copied, dtype, True) for size, copied in ((2, NONE), (3, {0})) for dtype in DTYPES),
+    ],
     ids=str,
 )
-def test_means_of_every_dtype(dtype: torch.dtype, copied: set[int]) -> None:
-    check_means(run_in_threads(reduce_all, 2, 3001, copied, dtype, True), 3001, dtype)
+def test_means(size: int, numel: int, copied: set[int], dtype: torch.dtype, slots: bool) -> None:
+    results = run_in_threads(reduce_all, size, numel, copied, dtype, slots)
+    for step, of_ranks in enumerate(zip(*results, strict=True)):
+        expected = reference_all_reduce(tensors(numel, size, dtype, step))
+        torch.testing.assert_close(of_ranks[0], expected)
+        assert all(torch.equal(of_ranks[0], other) for other in of_ranks[1:])
 
 
 def reduce_in_two_steps(group: dist.ProcessGroup, numel: int, num_shards: int, copied: set[int]) -> list[Tensor]:
@@ -149,25 +144,6 @@ def share_views(group: dist.ProcessGroup) -> tuple[bool, bool, list[float], list
 def test_the_bucket_itself_moves_into_shared_memory_with_all_its_views() -> None:
     for rank, result in enumerate(run_in_threads(share_views, 2)):
         assert result == (False, True, [2001.0, 2003.0, 2005.0], [0.0 + rank, 1.0 + rank, 2.0 + rank])
-
-
-def change_tensor_on_rank_one(group: dist.ProcessGroup) -> list[tuple[float, float]]:
-    bucket = torch.empty(5000)
-    seen = []
-    with memory_of(group) as memory:
-        for step in range(6):
-            # what a joined rank does: new zeros each step, while the other one keeps its bucket
-            other = group.rank() == 1 and step in (1, 2, 4)
-            tensor = torch.zeros(5000) if other else bucket.fill_(10.0**step)
-            memory.all_reduce(tensor, 0)
-            seen.append((tensor[0].item(), tensor[-1].item()))
-            del tensor
-    return seen
-
-
-def test_a_slots_tensor_may_change_on_one_rank_only() -> None:
-    sums = [2.0, 10.0, 100.0, 2000.0, 10000.0, 200000.0]
-    assert run_in_threads(change_tensor_on_rank_one, 2) == [[(value, value) for value in sums]] * 2
 
 
 def memory_files() -> set[str]:

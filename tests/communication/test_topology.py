@@ -17,10 +17,13 @@ from tests.ranks import run_ranks
         (["a", "b", "a", "b"], ((0, 2), (1, 3))),
         (["b", "a", "a", "a"], ((0,), (1, 2, 3))),
         (["c", "b", "a"], ((0,), (1,), (2,))),
+        (["x/boot1", "x/boot2"], ((0,), (1,))),
     ],
 )
 def test_equal_identities_share_a_node(identities: list[str], nodes: tuple[tuple[int, ...], ...]) -> None:
-    assert Topology.from_identities(identities, 0).nodes == nodes
+    topology = Topology.from_identities(identities, 0)
+    assert topology.nodes == nodes
+    assert topology.num_shards == min(map(len, nodes))
 
 
 def test_places_of_a_rank_on_interleaved_nodes() -> None:
@@ -30,14 +33,6 @@ def test_places_of_a_rank_on_interleaved_nodes() -> None:
     assert topology.num_shards == 2
     assert [topology.shard_owners(shard) for shard in range(2)] == [(0, 1), (2, 3)]
     assert topology.hosts == ("x", "y")
-
-
-def test_hosts_of_one_name_are_told_apart_by_what_follows_it() -> None:
-    assert Topology.from_identities(["x/boot1", "x/boot2"], 0).nodes == ((0,), (1,))
-
-
-def test_a_single_rank_node_leaves_one_shard() -> None:
-    assert Topology.from_identities(["a", "a", "a", "b"], 0).num_shards == 1
 
 
 def test_describe_names_host_and_local_rank() -> None:

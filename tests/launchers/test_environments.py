@@ -77,7 +77,7 @@ def test_the_environment_is_chosen(package: str, case: str, expected: str, monke
         assert chosen.creates_processes_externally
 
 
-def test_every_strategy_of_ours_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_strategy_of_ours_chooses_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     enter("open_mpi_4", monkeypatch)
 
     class Own(lightning_smddp.SMDDPStrategy):
@@ -86,6 +86,8 @@ def test_every_strategy_of_ours_chooses(monkeypatch: pytest.MonkeyPatch) -> None
     for strategy in ("smddp_pipeline", "smddp_find_unused_parameters_true", lightning_smddp.SMDDPStrategy(), Own()):
         chosen = trainer("lightning.pytorch", strategy, num_nodes=1).strategy.cluster_environment
         assert isinstance(chosen, MPIRunEnvironment)
+    others = trainer("lightning.pytorch", "ddp", num_nodes=1).strategy.cluster_environment
+    assert type(others).__name__ == "LightningEnvironment"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -108,12 +110,6 @@ def test_a_given_environment_is_not_judged_by_others_variables(
     with caplog.at_level(logging.INFO):
         environments.before_start(Strategy(environments_of("lightning.pytorch").LightningEnvironment()), verbose=True)
     assert "Started by" not in caplog.text
-
-
-def test_other_strategies_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    enter("open_mpi_4", monkeypatch)
-    chosen = trainer("lightning.pytorch", "ddp", num_nodes=1).strategy.cluster_environment
-    assert type(chosen).__name__ == "LightningEnvironment"
 
 
 def test_our_environments_as_plugins_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,15 +153,10 @@ def test_a_sagemaker_host_starts_its_own_ranks(monkeypatch: pytest.MonkeyPatch) 
 def test_sagemaker_with_a_base_directory_of_its_own() -> None:
     environment = SageMakerEnvironment(FIXTURES / "sagemaker_none" / "opt_ml")
     assert environment.node_rank() == 1
+    with pytest.raises(ValueError, match="num_nodes=1. Set num_nodes=2"):
+        environment.validate_settings(num_devices=2, num_nodes=1)
     with pytest.raises(ValueError, match="This is no SageMaker training job.*below /nowhere"):
         SageMakerEnvironment("/nowhere")
-
-
-def test_settings_are_checked_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    enter("sdk3_mpi_np_bug", monkeypatch)
-    environment = trainer("lightning.pytorch", "smddp").strategy.cluster_environment
-    with pytest.raises(ValueError, match="SDK 3, which gives mpirun the number of ranks of one host"):
-        environment.validate_settings(num_devices=2, num_nodes=2)
 
 
 def test_ranks_of_mpirun_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launchers.test_mpirun import MPIRUN, open_mpi_is_missing
 from tests.multinode import job
 from tests.multinode.machines import Machines, machines
+
+MPIRUN = shutil.which("mpirun")
+
+
+def open_mpi_is_missing() -> bool:
+    if MPIRUN is None:
+        return True
+    version = subprocess.run([MPIRUN, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout
+    return "Open MPI" not in version
+
 
 pytestmark = [
     pytest.mark.multinode,

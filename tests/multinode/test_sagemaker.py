@@ -1,7 +1,6 @@
 """SageMaker's training toolkit on two hosts, which train as one process does. In a container it is what starts jobs.
 
-``SAGEMAKER_TRAINING_PYTHON`` is a Python with sagemaker_pytorch_training, of this interpreter's version; for MPI it
-needs mpi4py too, and the machine ssh's server and Open MPI.
+``SAGEMAKER_TRAINING_PYTHON`` is a Python with sagemaker_pytorch_training, of this interpreter's version.
 """
 
 from __future__ import annotations
@@ -9,12 +8,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sysconfig
 from pathlib import Path
 
 import pytest
 
-from tests.launchers.test_mpirun import open_mpi_is_missing
 from tests.multinode import job
 from tests.multinode.machines import Machines, machines
 
@@ -33,19 +30,6 @@ from tests.multinode.job import main
 values = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 main(values["--where"], values["--devices"], values["--nodes"])
 """
-# Files of its own: a key that opens the other host, as images for MPI have it, and /opt/ml, for what the toolkit
-# loads into each rank reads it there, whatever SAGEMAKER_BASE_DIR says.
-CHANGED = ("/etc", "/root", "/opt")
-OVERLAY = "mount -t overlay none -o lowerdir={0},upperdir=/mnt{0},workdir=/mnt/work{0} {0}"
-OWN_FILES = " && ".join(
-    [
-        "mount -t tmpfs none /mnt",
-        *(f"mkdir -p /mnt{folder} /mnt/work{folder} && {OVERLAY.format(folder)}" for folder in CHANGED),
-        "cp {where}/hosts /etc && ln -s {where}/$(hostname) /opt/ml",
-        "mount -t tmpfs none /run && mkdir -p /run/sshd /root/.ssh && chmod 700 /root/.ssh",
-        "cp {where}/id_rsa {where}/authorized_keys {where}/config /root/.ssh && ssh-keygen -A > /dev/null",
-    ]
-)
 
 
 def prepare(there: Machines, flag: str, devices: int) -> None:
@@ -75,28 +59,20 @@ def prepare(there: Machines, flag: str, devices: int) -> None:
             (config / f"{name}.json").write_text(json.dumps(content))
 
 
-def make_key(where: Path) -> None:
-    words = ["ssh-keygen", "-q", "-t", "rsa", "-m", "PEM", "-N", "", "-f", str(where / "id_rsa")]
-    subprocess.run(words, check=True)
-    (where / "id_rsa.pub").rename(where / "authorized_keys")
-    (where / "config").write_text("Host *\n  StrictHostKeyChecking no\n")
-
-
-def start(there: Machines, host: str, own_files: str) -> subprocess.Popen[bytes]:
+def start(there: Machines, host: str) -> subprocess.Popen[bytes]:
     """What the container of ``host`` does when it starts."""
     train = str(Path(str(TOOLKIT)).with_name("train"))
     environment = there.environment(host, {"SAGEMAKER_BASE_DIR": str(there.where / host)})
     environment |= {"SAGEMAKER_TRAINING_MODULE": "sagemaker_pytorch_container.training:main"}
     environment |= {"PATH": f"{there.where / 'bin'}:{environment['PATH']}", "AWS_DEFAULT_REGION": "us-east-1"}
-    environment["PYTHONPATH"] += f":{sysconfig.get_path('purelib')}"  # mpirun starts the toolkit's Python
     with (there.where / f"{host}.log").open("w") as file:
-        command = there.command(host, train, prepare=own_files)
+        command = there.command(host, train)
         return subprocess.Popen(command, env=environment, cwd=there.where, stdout=file, stderr=file)
 
 
-def run(there: Machines, own_files: str = ":") -> str:
+def run(there: Machines) -> str:
     """Both hosts to their ends; what they printed."""
-    started = [start(there, host, own_files) for host in there.names]
+    started = [start(there, host) for host in there.names]
     try:
         codes = [process.wait(140) for process in started]
     finally:
@@ -124,18 +100,3 @@ def test_without_mpi(distribution: str, devices: int, master: str, tmp_path: Pat
         output = run(there)
     job.check(tmp_path, devices, 2, "sagemaker", output)
     assert f"on SageMaker (distribution {distribution}, host {master})" in output, output
-
-
-@pytest.mark.exhaustive  # the toolkit sleeps for half a minute on each host in the end
-@pytest.mark.skipif(open_mpi_is_missing(), reason="Open MPI's mpirun is not installed (Debian: openmpi-bin)")
-@pytest.mark.skipif(not Path("/usr/sbin/sshd").exists(), reason="ssh's server is not installed (openssh-server)")
-def test_mpi(tmp_path: Path) -> None:
-    make_key(tmp_path)
-    try:
-        with machines(["algo-1", "algo-2"], tmp_path) as there:
-            prepare(there, "sagemaker_mpi_enabled", 1)
-            output = run(there, OWN_FILES.format(where=tmp_path))
-    finally:
-        Path("/tmp/done.algo-2").unlink(missing_ok=True)  # by which the toolkit tells the other hosts
-    job.check(tmp_path, 1, 2, "sagemaker", output)
-    assert "on SageMaker (distribution mpi, host algo-2)" in output, output

@@ -131,15 +131,3 @@ def test_a_node_is_killed_and_the_job_goes_on(rendezvous: str, devices: int, tmp
     assert codes == [0, 0], one.output
     job.check(tmp_path, devices, 2, "torchrun", one.output)
     assert "the run goes on from" in one.output
-
-
-@pytest.mark.parametrize(
-    ("nodes", "rendezvous"),
-    [(3, "c10d"), (4, "c10d"), (4, "static")],
-)
-@pytest.mark.exhaustive
-def test_more_nodes(nodes: int, rendezvous: str, tmp_path: Path) -> None:
-    with started(tmp_path, nodes, 1, rendezvous) as one:
-        codes = one.wait()
-    assert codes == [0] * nodes, one.output
-    job.check(tmp_path, 1, nodes, "torchrun", one.output)
