@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import multiprocessing
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,6 +20,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import handle_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
+from torch.utils.data._utils.worker import _worker_loop
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
@@ -51,6 +53,11 @@ def share_storage(tensor: Tensor) -> int:
     """
     fd, _size = tensor.untyped_storage()._share_fd_cpu_()
     return cast(int, fd)
+
+
+def is_loader_worker() -> bool:
+    """Whether a ``DataLoader`` has started this process. Remove when ``get_worker_info`` knows from its begin on."""
+    return getattr(multiprocessing.current_process(), "_target", None) is _worker_loop
 
 
 def set_group_timeout(timeout: timedelta) -> None:

@@ -31,7 +31,6 @@ from lightning_smddp.strategies.checks import has_changed
 from lightning_smddp.strategies.launchers import end_processes, launcher_pid, may_be_ended
 from lightning_smddp.strategies.tables import say
 from lightning_smddp.supervision.failure import Failure
-from lightning_smddp.supervision.shutdown import children_may_end
 from lightning_smddp.supervision.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -133,8 +132,7 @@ class RunSupervision:
             yield
             self._end_run()
         except BaseException as error:
-            with children_may_end():
-                explained = self._explain(error)
+            explained = self._explain(error)
             self.strategy._session.failed = not self._stopped or not is_stop(explained)
             if explained is error:
                 raise

@@ -8,13 +8,12 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
-import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 from lightning_smddp.communication.groups import abort_groups
 
@@ -98,24 +97,6 @@ def say(text: str) -> None:
     """To the descriptor, not to ``sys.stderr``, whose lock another thread may hold."""
     with suppress(OSError):  # it is closed, or nobody reads it
         os.write(2, text.encode(errors="replace"))
-
-
-@contextmanager
-def children_may_end() -> Iterator[None]:
-    """In this context no child's end interrupts this thread.
-
-    torch raises from its handler where a DataLoader worker was killed, as launchers do with all of a rank's processes:
-    it would take the place of the error that is being explained.
-    """
-    handler = signal.getsignal(signal.SIGCHLD)
-    if handler is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, handler)
 
 
 def _flush() -> None:

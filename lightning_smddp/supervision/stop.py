@@ -13,8 +13,11 @@ import os
 import signal
 import threading
 import time
+from multiprocessing.util import register_after_fork
 from types import FrameType
 from typing import Any
+
+from lightning_smddp._compat.torch import is_loader_worker
 
 AGAIN_AFTER_S = 1.0  # a launcher may pass on what the terminal has sent to everyone
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -79,6 +82,7 @@ class Signals:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 self._previous[signum] = signal.signal(signum, self._handle)
         self._previous_wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        register_after_fork(self, _leave_group)
 
     def read(self) -> list[tuple[int, bool]]:
         """Those that came since the last time, each with whether it came again: a second or more after the first."""
@@ -114,3 +118,12 @@ class Signals:
         if self._first == 0.0:  # not read yet, or somebody has replaced the wakeup descriptor, such as asyncio
             with contextlib.suppress(OSError):  # full: it is read then
                 os.write(self._pipe[1], bytes([signum]))
+
+
+def _leave_group(signals: Signals) -> None:
+    """In a child: torchrun and terminals send to a rank's whole process group.
+
+    The rank needs batches up to the step where all stop, and torch raises in it where a worker is killed.
+    """
+    if is_loader_worker():
+        os.setpgid(0, 0)

@@ -56,7 +56,8 @@ def fault_at(rank: int, step: int, kind: str, phase: str, timed: bool = True) ->
         kind: ``kill`` (SIGKILL), ``exit`` (``os._exit(0)``), ``sysexit`` (``sys.exit(0)``), ``raise``, ``stop``
             (SIGSTOP), ``nan`` (a gradient becomes NaN), ``oom`` (``MemoryError``), ``segv``, ``hang``, ``launcher``
             (SIGKILL to the parent); signals to the job's first process (script, parent of spawned ranks, torchrun's
-            agent): ``term``, ``term_twice``, ``int``, ``int_twice``, ``int_group``; while saving: ``full`` (no file
+            agent): ``term``, ``term_twice``, ``int``, ``int_twice``, and to all of its process group ``term_group``,
+            ``int_group``; while saving: ``full`` (no file
             may grow any more) and ``removed`` (the checkpoints' directory); ``oom_kill``: the kernel kills it for lack
             of memory; ``nap``: SIGSTOP, and SIGCONT after ``NAP_S``; to the rank's whole node: ``node`` (all processes
             are killed at once), ``cut`` (off the network) and ``blink`` (for a moment); ``none``: only the time counts.
@@ -220,6 +221,7 @@ KINDS: dict[str, Callable[[Any], object]] = {
     "term_twice": lambda _: _twice(signal.SIGTERM),
     "int": lambda _: _send(signal.SIGINT),
     "int_twice": lambda _: _twice(signal.SIGINT),
+    "term_group": lambda _: os.killpg(os.getpgid(main_process()), signal.SIGTERM),
     "int_group": lambda _: os.killpg(os.getpgid(main_process()), signal.SIGINT),
     "none": lambda _: None,
     "full": _limit_files,

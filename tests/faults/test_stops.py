@@ -30,13 +30,14 @@ def stop(kind: str, step: int, phase: str, code: int | None, everyday: bool = Fa
     [
         stop("term", 5, "forward", TERM, everyday=True),
         stop("term", 5, "validation", TERM, strategy=PP, trainer=VALIDATES),
-        stop("term", 5, "forward", None, launcher="torchrun"),  # the agent exits with a code of its own
+        stop("term", 5, "forward", None, launcher="torchrun", workers=2),  # the agent exits with a code of its own
+        stop("term_group", 5, "forward", TERM, workers=2),  # as schedulers do, and torchrun to each rank's
         *exhaustive(
             stop("term", 0, "forward", TERM, strategy=PP),
             stop("term", 5, "validation", TERM, trainer=VALIDATES),
             stop("int", 5, "forward", INT),
             stop("term", 5, "comm", TERM, launcher="spawn"),
-            stop("int_group", 5, "backward", INT, strategy=PP),
+            stop("int_group", 5, "backward", INT, strategy=PP, workers=2),
             stop("int_group", 5, "optimizer", INT, launcher="spawn"),
         ),
     ],

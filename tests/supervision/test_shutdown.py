@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_smddp.supervision.shutdown import Shutdown, children_may_end
+from lightning_smddp.supervision.shutdown import Shutdown
 
 
 @pytest.mark.parametrize("error", [None, ValueError("bad")])
@@ -34,22 +32,6 @@ def test_a_process_is_ended_where_nothing_can_be_said(
             shutdown.take_over(error)
         shutdown.force(143, "rank 0", "it did not stop")
     assert codes == [143]
-
-
-def test_no_child_interrupts_an_error_that_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch's handler does, which raises where a DataLoader worker was killed."""
-
-    def handler(signum: int, frame: object) -> None:
-        raise RuntimeError("DataLoader worker is killed by signal: Terminated.")
-
-    before = signal.signal(signal.SIGCHLD, handler)
-    try:
-        with children_may_end():
-            subprocess.run(["true"], check=True)
-        with pytest.raises(RuntimeError, match="DataLoader worker"):
-            subprocess.run(["true"], check=True)
-    finally:
-        signal.signal(signal.SIGCHLD, before)
 
 
 def test_what_a_stream_of_the_users_holds_is_written_before_a_forced_end(
