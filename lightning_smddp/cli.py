@@ -54,14 +54,6 @@ def _add_conversions(commands: Any) -> None:
     consolidate.add_argument("source", metavar="directory", help="the sharded checkpoint")
     consolidate.add_argument("target", metavar="file", help="path or URL of the new file")
     consolidate.set_defaults(run=_convert)
-    shard = commands.add_parser(
-        "shard",
-        help="turn a plain checkpoint into a sharded one",
-        description="Write a Trainer's checkpoint as a directory, which each rank reads no more of than it needs.",
-    )
-    shard.add_argument("source", metavar="file", help="the plain checkpoint")
-    shard.add_argument("target", metavar="directory", help="path of the new directory")
-    shard.set_defaults(run=_convert)
 
 
 def _add_doctor(commands: Any) -> None:
@@ -141,9 +133,9 @@ def _convert(options: argparse.Namespace) -> int:
     from lightning_smddp.checkpoint import sharded
 
     try:
-        getattr(sharded, options.command)(options.source, options.target)
+        sharded.consolidate(options.source, options.target)
     except (ValueError, OSError) as error:
-        print(f"lightning-smddp {options.command}: {error}", file=sys.stderr)
+        print(f"lightning-smddp consolidate: {error}", file=sys.stderr)
         return 1
     return 0
 

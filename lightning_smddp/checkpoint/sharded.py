@@ -215,26 +215,3 @@ def consolidate(directory: AnyPath, file: AnyPath) -> None:
     for optimizer in checkpoint.get("optimizer_states", ()):
         optimizer["state"] = dict(optimizer["state"])
     files.save(checkpoint, file)
-
-
-def shard(file: AnyPath, directory: AnyPath) -> None:
-    """Write a plain checkpoint of a Trainer as a sharded one. Optimizer states are known by number where no names are.
-
-    Args:
-        file: path or URL; memory has to hold all of it.
-        directory: what is there is replaced when the new one is complete.
-
-    Raises:
-        CheckpointError: the file is damaged, or was not saved by a Trainer.
-        OSError: as the system reports it.
-    """
-    checkpoint = files.load(file)
-    if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
-        raise CheckpointError(file, "was not saved by a Trainer: it has no `state_dict`", "Give another file.")
-    names = []
-    for optimizer in checkpoint.get("optimizer_states", ()):
-        known: dict[int, str] = {}
-        for group in optimizer["param_groups"]:
-            known.update(zip(group["params"], group.get("param_names") or (), strict=False))
-        names.append(known)
-    save(checkpoint, directory, names)

@@ -1,8 +1,8 @@
 """``resume="auto"``: a script that is started again goes on from the newest valid checkpoint that it has left.
 
 torchrun (``--max-restarts``), Slurm (requeue) and SageMaker (spot instances) all just run the script again, with
-``trainer.fit(model)`` in it. Rank 0 looks for checkpoints where the Trainer writes them, and all ranks verify the
-newest and start from it.
+``trainer.fit(model)`` in it. Rank 0 looks for checkpoints where the Trainer writes them and verifies the newest, and
+all ranks start from it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,6 @@ def continuing(trainer: Any) -> None:
 
     Args:
         trainer: Lightning's.
-
-    Raises:
-        CheckpointError: on every rank, when it starts: a rank cannot read what rank 0 has chosen.
     """
 
     def choose(given: Any) -> Any:

@@ -261,7 +261,6 @@ class TrainerStrategy(_Base):
     def teardown(self) -> None:
         """Free shared memory, threads and sockets. Hooks follow, so the supervision goes on until the run's end."""
         # First what takes all ranks, a whole module, as long as there is what it is sent by.
-        self._exact_resume.close()
         module = self.lightning_module
         trainer = None if module is None else module._trainer
         if trainer is not None and trainer.state.fn == "fit" and not self._interrupted:
@@ -308,9 +307,10 @@ class TrainerStrategy(_Base):
             of_ranks = gathered_memory(own, dist.group.WORLD, self.root_device)
             if of_ranks:
                 checkpoint[COMPRESSION_KEY] = of_ranks
-        with self._supervision.saves():
-            self._saving.save(checkpoint, filepath, storage_options)
-            self._sagemaker.saved(checkpoint, filepath)
+        self._supervision.phase("checkpoint")
+        self._saving.save(checkpoint, filepath, storage_options)
+        self._sagemaker.saved(checkpoint, filepath)
+        self._supervision.phase("data")
 
     def _can_save(self, filepath: Any) -> bool:
         """Whether a checkpoint can be saved now; the first rank warns if not: nobody can gather it."""

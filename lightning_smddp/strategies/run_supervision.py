@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 _AFTER_THE_FIRST_S = 2.0  # launchers show the error of the rank that ends first, which should be the one that failed
 _END = 2**62  # a place to stop at, behind all others
-_GOODBYES_S = 8.0  # for the other ranks' ends
 
 
 class RunSupervision:
@@ -100,9 +99,8 @@ class RunSupervision:
         """From here on signals stop the run by agreement, and epochs end together."""
         supervisor = self.supervisor
         if supervisor is not None:
-            supervisor.shutdown.hooks_s = self.hooks_after_exception_s
             self._lightnings.close()
-            self._lightnings.enter_context(own_stops(trainer, supervisor.signals.take))
+            self._lightnings.enter_context(own_stops(trainer, supervisor.stops.take_signals))
             self._lightnings.enter_context(after_training_epoch(trainer, self._end_epoch))
 
     def let_go(self) -> None:
@@ -111,13 +109,6 @@ class RunSupervision:
         if self._runs or self.supervisor is None:
             return
         supervisor, self.supervisor = self.supervisor, None
-        hooks_s = self.hooks_after_exception_s
-        if self.strategy._session.failed and hooks_s > 0.0:
-            supervisor.shutdown.postpone(hooks_s + _GOODBYES_S)
-            # torchrun and others kill all ranks as soon as one has ended, and the rank that failed first may still be
-            # in the user's `on_exception`: so this one ends behind it.
-            if supervisor.await_first(hooks_s) and may_be_ended():
-                time.sleep(_AFTER_THE_FIRST_S)
         supervisor.close()
 
     # ---- errors ----
@@ -289,20 +280,6 @@ class RunSupervision:
             self._look_for_stop()
         elif trainer.validating and self._behind_validation is not None:
             self._look_for_stop()  # Lightning ends the run behind this batch
-
-    @contextmanager
-    def saves(self) -> Iterator[None]:
-        """Around a save, for which there is time, also when another rank fails meanwhile."""
-        self.phase("checkpoint")
-        supervisor = self.supervisor
-        if supervisor is not None:
-            supervisor.is_saving = self.strategy.is_global_zero
-        try:
-            yield
-        finally:
-            if supervisor is not None:
-                supervisor.is_saving = False
-        self.phase("data")
 
 
 def _nothing() -> None:

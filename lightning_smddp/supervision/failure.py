@@ -7,7 +7,6 @@ from typing import Literal, NamedTuple
 from lightning_smddp.communication.errors import RankFailedError
 
 Kind = Literal["failed", "died", "fell silent", "did not come", "left", "lost the job's store"]
-RUNS_HOOKS: frozenset[Kind] = frozenset({"failed", "left"})  # the rank's process is there, and may be in one
 MAX_MESSAGE_CHARACTERS = 2000
 # In errors of communication that are plain RuntimeErrors: gloo's and NCCL's have its name in a path; the last two come
 # from the callback of a future.

@@ -20,7 +20,6 @@ from lightning_smddp.communication.groups import abort_groups
 RELEASE_AFTER_S = 0.5  # errors of communication come by themselves within less
 GRACE_S = 3.0  # from a failure on, within which the training thread has to raise
 UNWIND_S = 8.0  # within which it has to come to the end of its run
-SAVING_S = 60.0  # for a checkpoint that is being written
 CLEAN_UP_WITHIN_S = 1.5
 
 
@@ -28,13 +27,11 @@ class Shutdown:
     """Created by the training thread, to which the first two methods belong; the others to a thread beside it.
 
     Attributes:
-        hooks_s: how long users' hooks for exceptions may take, on the rank that failed.
         clean_ups: called before a forced end, in threads of their own.
         is_handled: it has an error in hand.
     """
 
     def __init__(self) -> None:
-        self.hooks_s = 0.0
         self.thread = threading.get_ident()
         self.clean_ups: list[Callable[[], object]] = [_flush, _kill_workers]
         self.is_handled = self._is_released = False
@@ -47,25 +44,19 @@ class Shutdown:
         self._error = error or self._error
 
     def postpone(self, seconds: float) -> None:
-        """No forced end because of a failure within ``seconds`` from now: something is being saved."""
+        """No forced end because of a failure within ``seconds`` from now: users' hooks for exceptions run."""
         self._not_before = max(self._not_before, time.monotonic() + seconds)
 
-    def due(self, first_runs_hooks: bool, is_saving: bool) -> bool:
+    def due(self) -> bool:
         """Whether the process has to be ended. Called again and again from the failure on.
 
-        The training thread is set free if it waits for NCCL. The rank that failed may be in a hook of the user's, and
-        gloo holds this thread until that has ended: the time to raise counts from there. A checkpoint that is being
-        written has its time, too.
+        The training thread is set free if it waits for NCCL.
         """
         self._began = self._began or time.monotonic()
         passed = time.monotonic() - self._began
         if passed > RELEASE_AFTER_S and not self._is_released:
             self._is_released = True
             _run([abort_groups])
-        if first_runs_hooks and passed < self.hooks_s:
-            self.postpone(GRACE_S)
-        if is_saving and passed < SAVING_S:
-            self.postpone(UNWIND_S)  # for what comes behind it
         limit = UNWIND_S if self.is_handled else GRACE_S
         return passed > limit and time.monotonic() > self._not_before
 

@@ -15,11 +15,11 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from lightning_smddp.supervision.board import Beat, Board
-from lightning_smddp.supervision.failure import RUNS_HOOKS, Failure, Kind, is_of_communication, place, text_of
+from lightning_smddp.supervision.failure import Failure, Kind, is_of_communication, place, text_of
 from lightning_smddp.supervision.hangs import NO_RANK_IS_BEHIND, Stillness, behind, waited_for
 from lightning_smddp.supervision.processes import name_of
 from lightning_smddp.supervision.shutdown import Shutdown, say
-from lightning_smddp.supervision.stop import Signals, StopGate
+from lightning_smddp.supervision.stop import Stops
 from lightning_smddp.wording import counted
 
 LOOK_S = 0.5  # between two looks at the store, and at processes
@@ -55,10 +55,9 @@ class Supervisor:
     Attributes:
         step, phase, batches: set these as training goes on; ``batches`` are those of the epoch that are begun.
         moves: add one where this rank goes on in a way that the rest does not show, such as a batch of a validation.
-        is_saving: it writes a checkpoint, which all ranks wait for.
         failure: the first failure of the job, as all ranks agree on it; None if there is none.
         stop_signal: by which the job was asked to stop; None if it was not.
-        shutdown, signals, stillness: see there for what can be set and called.
+        shutdown, stops, stillness: see there for what can be set and called.
     """
 
     def __init__(
@@ -77,12 +76,10 @@ class Supervisor:
         self._parent_pid = parent_pid
         self.step, self.phase = -1, "setup"
         self.batches = self.moves = 0
-        self.is_saving = False
         self.failure: Failure | None = None
         self.stop_signal: int | None = None
         self.shutdown = Shutdown()
-        self._gate = StopGate()
-        self.signals = Signals(self._gate)
+        self.stops = Stops()
         self.stillness = Stillness(self.shutdown.thread)
         self._number = self._over = 0
         self._ended = (0, 0)  # how many epochs this rank has ended, and after how many batches the last one
@@ -143,7 +140,7 @@ class Supervisor:
         self._number += 1
         where = (self._number, self.step, self.phase, self.batches, *self._ended)
         waits = (round(self.stillness.still_s, 2), self.stillness.waits)
-        return Beat(*where, *waits, self._gate.first, self.failure is not None, self._over)
+        return Beat(*where, *waits, self.stops.answer, self.failure is not None, self._over)
 
     def _failure_of(self, rank: int, kind: Kind, message: str) -> Failure:
         beat = self._board.beat(rank)
@@ -155,7 +152,7 @@ class Supervisor:
     def _record(self, failure: Failure) -> None:
         if failure.kind == "fell silent" and failure.rank in self._board.local:
             self._board.who[failure.rank].kill()  # nobody runs its Python
-        self._gate.attention = True
+        self.stops.attention = True
         self.failure = self.failure or failure
 
     def _store_ended(self, kind: Kind, how: str) -> None:
@@ -183,10 +180,10 @@ class Supervisor:
             looked = now
             failure = self.failure
             if failure is not None or not self._suspects:  # else they wait for what is known of these in a moment
-                for signum, again in self.signals.read():
+                for signum, again in self.stops.read_signals():
                     self._signalled(signum, again)
             if failure is not None:
-                if self.shutdown.due(self._waits_for_first(), self.is_saving):
+                if self.shutdown.due():
                     self._force(failure.describe())
             elif self.stop_signal is not None and now - self._stop_at > self.stop_grace:
                 self._force(f"it did not stop within {self.stop_grace:g} s of {name_of(self.stop_signal)}")
@@ -217,14 +214,6 @@ class Supervisor:
         self._suspects.setdefault(rank, (kind, message))
         self._wake.set()
 
-    def _waits_for_first(self) -> bool:
-        """Whether the rank that failed may be in a hook of the user's, that this one's end would cut off."""
-        failure = self.failure
-        if failure is None or failure.kind not in RUNS_HOOKS or failure.rank == self.rank or self._lost:
-            return False
-        ended = failure.rank in self._board.local and self._board.who[failure.rank].look()[1]
-        return not ended and not self._board.beat(failure.rank).over
-
     def _force(self, reason: str) -> None:
         code = 1 if self.stop_signal is None else 128 + self.stop_signal
         self.shutdown.force(code, self._where(self.rank), reason)
@@ -248,7 +237,7 @@ class Supervisor:
         follows = is_of_communication(error)
         if follows:
             self._judge(text_of(error))
-        elif self._gate.decision is None or isinstance(error, Exception):
+        elif self.stops.decision is None or isinstance(error, Exception):
             self._declare(self.rank, "left" if isinstance(error, SystemExit) else "failed", text_of(error))
             self._wait(lambda: False, _TOLD_S)
         # The end of the store must not be taken for the cause: others have to know what that is.
@@ -284,12 +273,6 @@ class Supervisor:
         else:
             self._declare(late, "did not come", text)
         self._wait(lambda: False, _TOLD_S)
-
-    def await_first(self, seconds: float) -> bool:
-        """Wait until the run of the rank that failed first is over; whether it was not yet."""
-        waits = self._waits_for_first()
-        self._wait(lambda: not self._waits_for_first(), seconds, despite_failure=True)
-        return waits
 
     def _wait(self, ready: Callable[[], bool], seconds: float, despite_failure: bool = False) -> bool:
         """Let the training thread wait until ``ready()``, or a failure; whether one of them came."""
@@ -347,12 +330,12 @@ class Supervisor:
         Raises:
             RankFailedError: there is a failure, such as a rank that did not answer.
         """
-        self._gate.step = step
-        if not self._gate.attention:
+        self.stops.step = step
+        if not self.stops.attention:
             return False
-        self._wait(lambda: self._lost or self._gate.may_pass(step), self.stop_grace)
+        self._wait(lambda: self._lost or self.stops.may_pass(step), self.stop_grace)
         self.raise_failure()
-        return self._gate.decision is not None and step >= self._gate.decision
+        return self.stops.decision is not None and step >= self.stops.decision
 
     def _signalled(self, signum: int, again: bool) -> None:
         """The first signal asks for a stop; a second one, or Ctrl+C after a failure, ends this process."""
@@ -377,14 +360,14 @@ class Supervisor:
     def _agree(self, signum: int, decision: str) -> None:
         """Answer, and decide if all have. A rank that does not answer in time has failed."""
         self._stop_asked(signum)
-        self._gate.answer()
+        self.stops.ask()
         running = [(rank, beat.answer) for rank, beat in enumerate(self._board.beats()) if beat.over < 2]
         answers = [answer for _, answer in running if answer is not None]
         limit = min(AGREE_WITHIN_S, self.stop_grace / 4)
         if not decision and len(answers) == len(running):
             decision = self._board.set_once("decision", str(max(answers)))
         if decision:
-            self._gate.decision = int(decision)
+            self.stops.decision = int(decision)
         elif time.monotonic() - self._stop_at > limit:
             text = f"it did not say within {limit:g} s of {name_of(signum)} where it can stop, and runs no Python"
             silent = [rank for rank, answer in running if answer is None]
@@ -436,7 +419,7 @@ class Supervisor:
         if self._closed.is_set():
             return self.failure
         self.shutdown.take_over()
-        self.signals.restore()
+        self.stops.restore_signals()
         self._over = 1
         if self.rank == self._server:
             self._wait(self._may_take_store, patience)
@@ -461,7 +444,7 @@ def _forget_all() -> None:
     """In a forked child: copies of the parent's, which must not say goodbye for it. It has its own signals back."""
     for supervisor in list(_live):
         supervisor._closed.set()
-        supervisor.signals.restore()
+        supervisor.stops.restore_signals()
     _live.clear()
 
 

@@ -126,11 +126,9 @@ def test_from_fully_sharded_to_two_stages_and_back(sharded: bool, tmp_path: Path
 
 @pytest.mark.slow
 def test_from_one_process_to_two_stages(tmp_path: Path) -> None:
-    """By a plain file, and by the directory that is made of it."""
+    """That save files, or directories."""
     first, unbroken = alone("net", tmp_path)
-    directory = tmp_path / "sharded.ckpt"
-    assert main(["shard", str(first.path(BETWEEN)), str(directory)]) == 0
-    runs = [Run("net", "pp2", tmp_path, False, first.path(BETWEEN)), Run("net", "pp2", tmp_path, True, directory)]
+    runs = [Run("net", "pp2", tmp_path, sharded, first.path(BETWEEN)) for sharded in (False, True)]
     for run, result in zip(runs, execute(runs), strict=True):
         check(run, result, unbroken)
 

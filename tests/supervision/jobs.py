@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,7 +70,7 @@ def supervise(body: Callable[[Rank], Any], directory: str, limits: dict[str, flo
     pids: list[Any] = [None] * world_size
     dist.all_gather_object(pids, os.getpid())
     supervisor = Supervisor(store, rank, world_size, limits.get("timeout", 60.0), limits.get("grace", 60.0))
-    supervisor.signals.take()
+    supervisor.stops.take_signals()
     try:
         result = body(Rank(rank, world_size, where, store, supervisor, pids))
     except BaseException as error:
@@ -109,10 +108,3 @@ def run(body: Callable[[Rank], Any], world_size: int, directory: Path, **limits:
                 raise
             ends = error.tracebacks
     return Ended(results, ends, [(directory / f"{rank}.err").read_text() for rank in range(world_size)])
-
-
-def end_by(signum: int) -> None:
-    """Of this process."""
-    os.kill(os.getpid(), signum)
-    time.sleep(60)
-    sys.exit("still here")

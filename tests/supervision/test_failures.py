@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
-import signal
 import subprocess
 import threading
 import time
@@ -14,30 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_smddp.supervision import Failure, supervisor
-from tests.supervision.jobs import Rank, end_by, run
-
-HEARD_S = 1.6  # a beat has said where a rank is, and others have read it: each twice a second
-
-
-def hold_sockets_and_die(rank: Rank) -> None:
-    time.sleep(HEARD_S)
-    if rank.rank == 0:
-        if os.fork() == 0:
-            time.sleep(20)
-            os._exit(0)
-        end_by(signal.SIGKILL)
-
-
-def killed_with_children(rank: Rank) -> None:
-    rank.steps(hold_sockets_and_die)
-
-
-@pytest.mark.slow
-def test_children_of_a_killed_rank_0_that_hold_its_store_hide_nothing(tmp_path: Path) -> None:
-    """The store's connections do not break, and nobody answers on them."""
-    ended = run(killed_with_children, 2, tmp_path)
-    cause = r"died at step \d+ \(\w+\): its process (ended|was killed by SIGKILL)"
-    assert re.search(rf"[Rr]ank 0 .* {cause}", ended.said(1))
+from tests.supervision.jobs import Rank, run
 
 
 def hold(rank: Rank) -> None:

@@ -29,11 +29,11 @@ def handlers() -> tuple[object, int]:
 
 def open_and_close(rank: Rank) -> list[str]:
     """What is not as it was."""
-    rank.supervisor.signals.restore()
+    rank.supervisor.stops.restore_signals()
     before, found = handlers(), []
     for number in range(3):
         watching = Supervisor(rank.store, rank.rank, rank.world_size, 60.0)
-        watching.signals.take()
+        watching.stops.take_signals()
         watching.gate(number)
         child = os.fork()
         if child == 0:
