@@ -153,6 +153,7 @@ class RunSupervision:
         supervisor.shutdown.postpone(self.hooks_after_exception_s)
         if supervisor.stop_signal is not None and is_stop(error):
             supervisor.shutdown.take_over(error)
+            supervisor.shutdown.postpone(supervisor.stop_grace)  # a node may go before another one has saved
             try:
                 self._end_by_stop(error, supervisor.stop_signal)
                 return error

@@ -20,7 +20,6 @@ from lightning_smddp import SMDDPStrategy
 from lightning_smddp._compat.trainer import own_stops
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.strategies.launchers import _watch_start
-from tests.programs import run_program
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import Learner, make_trainer, samples
@@ -124,43 +123,6 @@ def test_ranks_stop_at_one_step_where_a_validation_was_shorter_than_it_said(tmp_
 
 
 # ---- while a checkpoint is written ----
-
-
-SAVES_WHILE_RANK_ONE_DIES = """
-import os, threading, time
-from lightning.pytorch import Callback, Trainer
-from lightning_smddp.checkpoint import files
-from tests.strategies.learners import QUIET, Learner
-
-write = files.write
-
-
-def slowly(*args):
-    time.sleep(6.0)
-    write(*args)
-
-
-class Saves(Callback):
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == 2:
-            if trainer.global_rank == 1:
-                threading.Timer(1.0, os._exit, [1]).start()
-            trainer.save_checkpoint("saved/regular.ckpt")
-
-
-files.write = slowly
-Trainer(strategy="smddp", devices=2, callbacks=[Saves()], max_epochs=2, **QUIET).fit(Learner())
-"""
-
-
-@pytest.mark.slow
-def test_a_save_is_not_cut_off_where_another_rank_dies(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SAVES_WHILE_RANK_ONE_DIES)
-    result = run_program(["train.py"], tmp_path, {})
-    assert result.returncode == 1
-    assert "Rank 1 (host " in result.stderr
-    assert torch.load(tmp_path / "saved" / "regular.ckpt", weights_only=True)["global_step"] == 2
-    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["regular.ckpt"]
 
 
 class DiesWhileAStopIsSaved(Learner):
