@@ -42,7 +42,7 @@ class Algorithm(Protocol):
 
     name: str
 
-    def all_reduce(self, tensor: Tensor, slot: int | None) -> Future[Any]:
+    def all_reduce(self, tensor: Tensor, slot: int) -> Future[Any]:
         """Begin to replace 1-D contiguous ``tensor`` by its mean over all ranks, in place.
 
         The future's value is ``tensor``. Calls come in the same order on every rank. ``slot`` is the number of a
@@ -64,7 +64,7 @@ class Native:
         self.group = group
         self.world_size = dist.get_world_size(group)
 
-    def all_reduce(self, tensor: Tensor, slot: int | None) -> Future[Any]:
+    def all_reduce(self, tensor: Tensor, slot: int) -> Future[Any]:
         """See :meth:`Algorithm.all_reduce`."""
         if self.world_size == 1:
             return completed(tensor)
@@ -109,12 +109,12 @@ class SharedMemoryAllReduce:
     def __init__(self, memory: SharedMemory) -> None:
         self.memory = memory
 
-    def all_reduce(self, tensor: Tensor, slot: int | None) -> Future[Any]:
+    def all_reduce(self, tensor: Tensor, slot: int) -> Future[Any]:
         """See :meth:`Algorithm.all_reduce`."""
         self.mean(tensor, slot, watch=False)
         return completed(tensor)
 
-    def mean(self, tensor: Tensor, slot: int | None, watch: bool) -> bool:
+    def mean(self, tensor: Tensor, slot: int, watch: bool) -> bool:
         """As :meth:`all_reduce`, at once; with ``watch`` also whether it is finite, see :class:`SharedMemory`."""
         scale = 1.0 / self.memory.mesh.size
         return self.memory.all_reduce(tensor, slot, scale, watch)
@@ -159,7 +159,7 @@ class TwoLevel:
         self._closed = False
         self._stream: torch.cuda.Stream | None = None
 
-    def all_reduce(self, tensor: Tensor, slot: int | None) -> Future[Any]:
+    def all_reduce(self, tensor: Tensor, slot: int) -> Future[Any]:
         """See :meth:`Algorithm.all_reduce`."""
         if tensor.is_cuda:
             return self._on_stream(tensor, slot)
@@ -189,7 +189,7 @@ class TwoLevel:
             if part is not None:
                 part.close()
 
-    def _begin(self, tensor: Tensor, slot: int | None) -> Callable[[], None]:
+    def _begin(self, tensor: Tensor, slot: int) -> Callable[[], None]:
         """Reduce in the node and start the exchange; returns what completes both."""
         # Two nodes of two ranks, a bucket in two shards; ranks 0 and 2 have local rank 0:
         #     node 0   rank 0 |A0   |  rank 1 |   B0|     after the reduce-scatter: sums over the node
@@ -209,7 +209,7 @@ class TwoLevel:
 
         return complete
 
-    def _on_stream(self, tensor: Tensor, slot: int | None) -> Future[Any]:
+    def _on_stream(self, tensor: Tensor, slot: int) -> Future[Any]:
         if self._stream is None:
             self._stream = torch.cuda.Stream(tensor.device)
         # Backward's stream has written the bucket, so ours waits for it. The future takes note of the stream that is

@@ -17,7 +17,7 @@ from lightning_smddp.communication.algorithms import (
     SharedMemoryAllReduce,
     TwoLevel,
 )
-from lightning_smddp.communication.compression import Compression, ErrorFeedback
+from lightning_smddp.communication.compression import Compression, ErrorFeedback, ExactCodec, Int8Codec
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.groups import close_group, create_group, new_name
 from lightning_smddp.communication.inter_node import BalancedExchange, InterNodeReduce, RingExchange
@@ -80,17 +80,11 @@ class Communicator:
         if all(len(ranks) == 1 for ranks in self.topology.nodes):
             return "no node has more than one rank"
         # Two meshes, as two threads work at the same time: the one of backward, and the one that gathers.
-        self._meshes, reason = NodeMesh.connect(
-            self.topology,
-            self.group,
-            self.timeout,
-            count=2,
-        )
+        self._meshes, reason = NodeMesh.connect(self.topology, self.group, self.timeout, count=2)
         if reason is not None:
             self.notes.append(f"no shared memory: {reason}")
             return reason
-        needed = gradient_bytes * len(self.topology.local_ranks)
-        free = free_bytes()
+        needed, free = gradient_bytes * len(self.topology.local_ranks), free_bytes()
         short = None
         if free < needed:
             short = f"{needed / 2**20:.0f} MiB needed, {free / 2**20:.0f} free"
@@ -141,14 +135,11 @@ class Communicator:
 
     def available(self) -> list[str]:
         """Algorithms that make sense here, ``native`` first."""
-        names = ["native"]
-        if self.world_size == 1:
-            return names
         if self.topology.num_nodes > 1:
-            return [*names, "hierarchical", "balanced"]
+            return ["native", "hierarchical", "balanced"]
         if self.shared_memory_refusal is None:
-            names.append("shared_memory")
-        return names
+            return ["native", "shared_memory"]
+        return ["native"]
 
     def algorithm(
         self, name: str, compression: Compression | None = None, feedback: ErrorFeedback | None = None
@@ -166,19 +157,30 @@ class Communicator:
         if name not in NAMES or name == "auto":
             valid = ", ".join([repr(each) for each in NAMES])
             raise ValueError(f"algorithm={name!r} is unknown. Valid: {valid}.")
-        # `native` has no level inside the node, and with scope="all" there is to be none: then all ranks exchange
-        # compressed values with each other.
-        if (
-            compression is not None
-            and self.compresses(compression)
-            and (name == "native" or compression.scope == "all")
-        ):
-            return self._flat(name, compression, feedback)
-        if name == "native" or self.world_size == 1:
-            return Native(self.group)
-        if name == "shared_memory":
-            return SharedMemoryAllReduce(self._memory(0))
-        return self._two_level(name, compression, feedback)
+        if not self.compresses(compression):
+            compression = feedback = None
+        # Without a level inside the node all ranks exchange compressed values with each other: `native` has none, and
+        # with scope="all" there is to be none.
+        is_flat = compression is not None and (name == "native" or compression.scope == "all")
+        topology = self.topology
+        exchange: InterNodeReduce | None = None
+        if not is_flat:
+            if name == "native" or self.world_size == 1:
+                return Native(self.group)
+            if name == "shared_memory":
+                self._require_one_node()
+                return SharedMemoryAllReduce(self._memory(0))
+            is_flat = name == "balanced" and topology.num_nodes == 1  # the node's ranks are the servers
+        if is_flat:
+            exchange = self._exchange(name, tuple(range(self.world_size)), compression, feedback)
+            return TwoLevel(name, self.world_size, self.thread, None, None, exchange)
+        scatter, gather = self._inside_node()
+        # One exchange for each shard, between its owners, one a node. A rank owns the shard of its local rank, or none
+        # where its node has more ranks than another one.
+        if topology.num_nodes > 1 and topology.local_rank < topology.num_shards:
+            owners = topology.shard_owners(topology.local_rank)
+            exchange = self._exchange(name, owners, compression, feedback)
+        return TwoLevel(name, self.world_size, self.thread, scatter, gather, exchange)
 
     def compresses(self, compression: Compression | None) -> bool:
         """Whether there is a link here that ``compression`` applies to."""
@@ -188,8 +190,8 @@ class Communicator:
             return self.world_size > 1
         return self.topology.num_nodes > 1
 
-    def _memory(self, mesh: int, num_shards: int | None = None) -> SharedMemory:
-        if self.topology.num_nodes > 1 and num_shards is None:
+    def _require_one_node(self) -> None:
+        if self.topology.num_nodes > 1:
             hosts = ", ".join(self.topology.hosts)
             raise ValueError(
                 f"algorithm='shared_memory' works inside one node, these ranks are on {self.topology.num_nodes} "
@@ -199,40 +201,23 @@ class Communicator:
             raise ValueError(
                 f"algorithm='shared_memory' cannot be used: {self.shared_memory_refusal}. Use algorithm='auto'."
             )
-        return SharedMemory(self._meshes[mesh], num_shards, self.on_wait, self.zero_copy)
+
+    def _memory(self, mesh: int) -> SharedMemory:
+        return SharedMemory(self._meshes[mesh], self.topology.num_shards, self.on_wait, self.zero_copy)
 
     def everyone(self, purpose: str) -> dist.ProcessGroup:
         """A group of all ranks, for one purpose. Collective."""
         return self._new_group(purpose, tuple(range(self.world_size)))
 
-    def _flat(self, name: str, compression: Compression | None, feedback: ErrorFeedback | None) -> TwoLevel:
-        """One exchange between all ranks, without a level inside the node."""
-        ranks = tuple(range(self.world_size))
-        exchange = self._exchange(name, ranks, compression, feedback)
-        return TwoLevel(name, self.world_size, self.thread, None, None, exchange)
-
-    def _two_level(self, name: str, compression: Compression | None, feedback: ErrorFeedback | None) -> TwoLevel:
-        topology = self.topology
-        if topology.num_nodes == 1 and name == "balanced":  # the node's ranks are the servers
-            return self._flat(name, None, None)
-        scatter, gather = self._inside_node()
-        # One exchange for each shard, between its owners, one a node. A rank owns the shard of its local rank, or none
-        # where its node has more ranks than another one.
-        exchange: InterNodeReduce | None = None
-        if topology.num_nodes > 1 and topology.local_rank < topology.num_shards:
-            owners = topology.shard_owners(topology.local_rank)
-            exchange = self._exchange(name, owners, compression, feedback)
-        return TwoLevel(name, self.world_size, self.thread, scatter, gather, exchange)
-
     def _inside_node(self) -> tuple[IntraNodeReduce | None, IntraNodeReduce | None]:
         """What scatters and what gathers inside this node; None for both where that would be a group of one rank."""
         topology = self.topology
         if self.shared_memory_refusal is None:
-            return self._memory(0, topology.num_shards), self._memory(1, topology.num_shards)
-        scatter = self.neighbours("scatter")
-        gather = self.neighbours("gather")
-        if scatter is None or gather is None:
+            return self._memory(0), self._memory(1)
+        if len(topology.local_ranks) == 1:
             return None, None
+        scatter = self._new_group("scatter", topology.local_ranks)
+        gather = self._new_group("gather", topology.local_ranks)
         return IntraNodeGroup(scatter, topology.num_shards), IntraNodeGroup(gather, topology.num_shards)
 
     def _exchange(
@@ -242,10 +227,8 @@ class Communicator:
         # Two groups, as an exchange starts in one thread and ends in another.
         first = self._new_group("start", ranks)
         second = self._new_group("finish", ranks)
-        codec = None if compression is None else compression.codec()
-        if compression is not None and compression.method == "int8":  # cannot be added up on the way round a ring
-            name = "balanced"
-        if name == "balanced":
+        codec = ExactCodec() if compression is None else compression.codec()
+        if name == "balanced" or isinstance(codec, Int8Codec):  # which cannot be added up on the way round a ring
             return BalancedExchange(first, second, codec, feedback)
         return RingExchange(first, codec, feedback)
 
@@ -257,12 +240,6 @@ class Communicator:
             name = f"{self._name}-{purpose}-{ranks}"
             self._groups[key] = create_group(global_ranks, name, self.timeout, self.device)
         return self._groups[key]
-
-    def neighbours(self, purpose: str) -> dist.ProcessGroup | None:
-        """A group of the ranks of this node; None where it has no other one. Collective."""
-        if len(self.topology.local_ranks) == 1:
-            return None
-        return self._new_group(purpose, self.topology.local_ranks)
 
     def partners(self, purpose: str) -> dist.ProcessGroup | None:
         """A group of the ranks of equal local rank, one a node; None where a node has no such rank. Collective."""
@@ -290,7 +267,7 @@ class Communicator:
         self._groups.clear()
 
 
-def reduce_once(algorithm: Algorithm, tensor: Tensor, slot: int | None = None) -> Tensor:
+def reduce_once(algorithm: Algorithm, tensor: Tensor, slot: int = 0) -> Tensor:
     """All-reduce a tensor of any shape outside of training and wait: for tests and timings."""
     algorithm.all_reduce(tensor.view(-1), slot).wait()
     return tensor

@@ -78,12 +78,10 @@ class Compression:
                 f"or the arguments of `Compression` ({arguments}), of which `method` is required."
             ) from error
 
-    def codec(self) -> Codec | None:
-        """The codec of this method; None for ``powersgd``, which compresses whole matrices."""
+    def codec(self) -> Codec:
+        """The codec of this method, which is not ``powersgd``: that compresses whole matrices."""
         if self.method == "int8":
             return Int8Codec(self.block_size)
-        if self.method == "powersgd":
-            return None
         return CastCodec(_CAST_TYPES[self.method])
 
 
@@ -166,7 +164,7 @@ class Int8Codec:
     nan decodes to nan.
     """
 
-    def __init__(self, block_size: int = 256) -> None:
+    def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.itemsize = 1 + 4 / block_size
 
@@ -199,7 +197,7 @@ class ErrorFeedback:
     """Remembers what compression lost of each bucket on this rank, for the next step.
 
     Of each bucket (``slot``) it holds one residual, as long as this rank's shard of the bucket. A step first adds it to
-    the shard (:meth:`add_to`), which makes it on the way, then writes what is lost now over it (:meth:`remember`).
+    the shard (:meth:`add_to`), then has it remember what is lost on the way (:meth:`remember`).
 
     Attributes:
         restored: by the names of a bucket's parameters, what :meth:`state` had of it.
@@ -207,8 +205,8 @@ class ErrorFeedback:
 
     def __init__(self) -> None:
         self.restored: dict[str, Tensor] = {}
-        self._names: dict[int | None, str] = {}  # of the parameters in each bucket
-        self._residuals: dict[int | None, Tensor] = {}
+        self._names: dict[int, str] = {}  # of the parameters in each bucket
+        self._residuals: dict[int, Tensor] = {}
 
     def begin(self, slot: int, names: str) -> None:
         """Bucket ``slot`` has the parameters ``names``: if it had others, what was remembered of it is nobody's."""
@@ -216,28 +214,22 @@ class ErrorFeedback:
             self._names[slot] = names
             self._residuals.pop(slot, None)
 
-    def add_to(self, shard: Tensor, slot: int | None) -> None:
-        """Add what is remembered to ``shard``, in place."""
+    def add_to(self, shard: Tensor, slot: int) -> None:
+        """Add what is remembered to ``shard``, in place, and forget it."""
         if slot not in self._residuals:
             residual = self._residuals[slot] = torch.zeros_like(shard)
             restored = self.restored.pop(self._names[slot], torch.empty(0))
             if restored.numel() == shard.numel():  # else nodes were others
                 residual.copy_(restored)
         shard.add_(self._residuals[slot])
+        self._residuals[slot].zero_()
 
-    def remember(self, values: Tensor, sent: Tensor, slot: int | None, low: int = 0) -> None:
-        """``sent`` went out for ``values``, the shard's elements from ``low`` on: remember the difference.
+    def remember(self, values: Tensor, sent: Tensor, slot: int, low: int = 0) -> None:
+        """``sent`` went out for ``values``, the shard's elements from ``low`` on: remember the difference, too.
 
         What is not finite is forgotten.
         """
-        own = self._residuals[slot][low : low + values.numel()]
-        torch.sub(values, sent, out=own)
-        own.nan_to_num_(0, 0, 0)
-
-    def remember_more(self, total: Tensor, sent: Tensor, slot: int | None, low: int) -> None:
-        """As :meth:`remember`, in addition to what is remembered already."""
-        lost = total - sent
-        lost.nan_to_num_(0, 0, 0)
+        lost = (values - sent).nan_to_num_(0, 0, 0)
         self._residuals[slot][low : low + lost.numel()].add_(lost)
 
     def state(self) -> dict[str, Tensor]:

@@ -112,14 +112,12 @@ class GradientSynchronizer:
 
     def state_dict(self) -> Mapping[str, Any]:
         """What compression remembers on this rank, by the names of each bucket's parameters."""
-        memory = self._powersgd or self._feedback
-        return {} if memory is None else memory.state()
+        return {} if self._memory is None else self._memory.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a :meth:`state_dict` of this rank."""
-        memory = self._powersgd or self._feedback
-        if memory is not None:
-            memory.restored = dict(state)
+        if self._memory is not None:
+            self._memory.restored = dict(state)
             self._steps = 0
 
     def close(self) -> None:
@@ -134,9 +132,8 @@ class GradientSynchronizer:
         self._steps += 1
         if self._powersgd is not None:
             self._powersgd.new_step()
-        memory = self._powersgd or self._feedback
-        if memory is not None and memory.restored and self._steps == _SETTLED:
-            memory.restored = {}
+        if self._steps == _SETTLED and self._memory is not None and self._memory.restored:
+            self._memory.restored = {}
             warnings.warn(
                 "What compression remembered of gradients begins at zero: the checkpoint is of other buckets, or of "
                 "another compression.",
@@ -147,7 +144,7 @@ class GradientSynchronizer:
         tensor, slot = bucket.buffer(), bucket.index()
         if tensor.is_sparse:  # gloo adds them up, nobody else does
             self._seen_finite = False
-            return self._native.all_reduce(tensor, None)
+            return self._native.all_reduce(tensor, slot)
         if self._powersgd is not None:
             return self._powersgd.average(bucket, self._names_in(bucket))
         if self._feedback is not None:
@@ -162,6 +159,10 @@ class GradientSynchronizer:
             self._brought |= brought(bucket.parameters(), tensor, self._names)
             self._algorithm.mean(tensor, slot, watch=False)
         return completed(tensor)
+
+    @property
+    def _memory(self) -> PowerSGD | ErrorFeedback | None:
+        return self._powersgd or self._feedback
 
     @property
     def _looks_itself(self) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_smddp._compat.torch import all_gather_single
 from lightning_smddp.communication.compression import Codec, ErrorFeedback, ExactCodec
-from lightning_smddp.communication.shared_memory import sum_dtype
+from lightning_smddp.communication.shared_memory import add_up, sum_dtype
 
 Finish = Callable[[], object]
 
@@ -27,7 +27,7 @@ _ENCODED_AT_ONCE = 2**18  # elements that are encoded at a time, while the ones 
 class InterNodeReduce(Protocol):
     """Sums a tensor over a group, in place."""
 
-    def start(self, shard: Tensor, slot: int | None) -> Finish:
+    def start(self, shard: Tensor, slot: int) -> Finish:
         """Begin the sum of ``shard``; the returned function waits and leaves the sum in ``shard``.
 
         ``slot`` is the bucket's number, for what is remembered from step to step (error feedback).
@@ -35,11 +35,9 @@ class InterNodeReduce(Protocol):
         ...
 
 
-def _worthwhile(codec: Codec | None, dtype: torch.dtype) -> Codec:
-    """``codec`` if it makes values of ``dtype`` smaller, else ``_EXACT``: what would only round is left out."""
-    if codec is None or codec.itemsize >= dtype.itemsize:
-        return _EXACT
-    return codec
+def _worthwhile(codec: Codec, feedback: ErrorFeedback | None, dtype: torch.dtype) -> tuple[Codec, ErrorFeedback | None]:
+    """``codec`` with ``feedback`` if it makes values of ``dtype`` smaller; what would only round is left out."""
+    return (codec, feedback) if codec.itemsize < dtype.itemsize else (_EXACT, None)
 
 
 class RingExchange:
@@ -48,27 +46,21 @@ class RingExchange:
     The ring also rounds the sums on its way, which error feedback does not see.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, codec: Codec | None = None, feedback: ErrorFeedback | None = None
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, codec: Codec = _EXACT, feedback: ErrorFeedback | None = None) -> None:
         self.group = group
         self.codec = codec
         self.feedback = feedback
 
-    def start(self, shard: Tensor, slot: int | None) -> Finish:
+    def start(self, shard: Tensor, slot: int) -> Finish:
         """See :meth:`InterNodeReduce.start`."""
-        codec = _worthwhile(self.codec, shard.dtype)
-        feedback = self.feedback
-        if codec is _EXACT:
-            work = dist.all_reduce(shard, group=self.group, async_op=True)
-            assert work is not None
-            return lambda: work.wait()
+        codec, feedback = _worthwhile(self.codec, self.feedback, shard.dtype)
         if feedback is not None:
             # The order matters: what was lost before goes into the values that are encoded, and what is lost now is the
             # difference of those and of what the wire carries. Nothing is lost for good.
             feedback.add_to(shard, slot)
         sent = []
-        pieces = [shard] if shard.is_cuda else shard.split(_ENCODED_AT_ONCE)  # a device encodes fast: few messages
+        # Few messages where nothing is encoded, or fast, by a device.
+        pieces = [shard] if codec is _EXACT or shard.is_cuda else shard.split(_ENCODED_AT_ONCE)
         for number, piece in enumerate(pieces):
             wire = codec.encode(piece)
             if feedback is not None:
@@ -80,7 +72,7 @@ class RingExchange:
         def finish() -> None:
             for piece, wire, work in sent:
                 work.wait()
-                piece.copy_(wire)
+                piece.copy_(wire)  # nothing where they are one
 
         return finish
 
@@ -95,7 +87,7 @@ class BalancedExchange:
     Args:
         scatter_group: carries the parts to their servers.
         gather_group: a second group of the same ranks; carries the sums back.
-        codec: form of the values on the wire; None sends them as they are.
+        codec: form of the values on the wire.
         feedback: remembers what encoding lost, on the way to the server and on the way back.
     """
 
@@ -103,7 +95,7 @@ class BalancedExchange:
         self,
         scatter_group: dist.ProcessGroup,
         gather_group: dist.ProcessGroup,
-        codec: Codec | None = None,
+        codec: Codec = _EXACT,
         feedback: ErrorFeedback | None = None,
     ) -> None:
         self.scatter_group = scatter_group
@@ -111,15 +103,12 @@ class BalancedExchange:
         self.codec = codec
         self.feedback = feedback
 
-    def start(self, shard: Tensor, slot: int | None) -> Finish:
+    def start(self, shard: Tensor, slot: int) -> Finish:
         """See :meth:`InterNodeReduce.start`."""
         # With 3 servers and 7 elements, which are padded to 9 (a part is 3, or with a codec a multiple of its block):
         #     shard     | 0 1 2 | 3 4 5 | 6 - - |    of each rank: part i goes to server i
         #     server 1  | 3 4 5 | of every rank      their sum goes back to everyone
-        codec = _worthwhile(self.codec, shard.dtype)
-        feedback = self.feedback
-        if codec is _EXACT:  # nothing is lost
-            feedback = None
+        codec, feedback = _worthwhile(self.codec, self.feedback, shard.dtype)
         size = dist.get_world_size(self.scatter_group)
         rank = self.scatter_group.rank()
         numel, dtype = shard.numel(), shard.dtype
@@ -139,14 +128,16 @@ class BalancedExchange:
         def finish() -> None:
             work.wait()
             terms = codec.decode(received, part * size, dtype)
-            own = _sum_rows(terms.view(size, part))
+            total = shard.new_empty(part, dtype=sum_dtype(dtype))
+            add_up(terms.view(size, part).unbind(), total)
             del terms  # as large as the shard
+            own = total.to(dtype)
             answer = codec.encode(own)
             if feedback is not None:  # the server's loss, on the elements that are no padding
                 low = min(rank * part, numel)
                 count = min(part, numel - low)
                 carried = codec.decode(answer, part, dtype)
-                feedback.remember_more(own[:count], carried[:count], slot, low)
+                feedback.remember(own[:count], carried[:count], slot, low)
                 del carried
             gathered = answer.new_empty(answer.numel() * size)
             all_gather_single(gathered, answer, self.gather_group)
@@ -154,14 +145,3 @@ class BalancedExchange:
             shard.copy_(sums)
 
         return finish
-
-
-def _sum_rows(parts: Tensor) -> Tensor:
-    """Sum of the rows in their order; halves are summed in fp32 and rounded once."""
-    wide = sum_dtype(parts.dtype)
-    if wide != parts.dtype:
-        return parts.sum(0, dtype=wide).to(parts.dtype)
-    total = parts[0].clone()
-    for row in parts[1:]:
-        total.add_(row)
-    return total

@@ -23,7 +23,7 @@ class IntraNodeGroup:
         self.rank = group.rank()
         self.size = dist.get_world_size(group)
 
-    def reduce_scatter(self, tensor: Tensor, slot: int | None, scale: float) -> Tensor:
+    def reduce_scatter(self, tensor: Tensor, slot: int, scale: float) -> Tensor:
         """``scale`` times the sum of this rank's shard over the local ranks, in ``tensor`` itself."""
         shard, width = self._shard(tensor)
         sent = _padded(tensor, width * self.size)
@@ -45,7 +45,7 @@ class IntraNodeGroup:
         shard.copy_(total)
         return shard
 
-    def all_gather(self, tensor: Tensor, slot: int | None) -> None:
+    def all_gather(self, tensor: Tensor, slot: int) -> None:
         """This rank's shard of ``tensor`` goes into all local ranks' tensors."""
         shard, width = self._shard(tensor)
         if width * self.size == tensor.numel():

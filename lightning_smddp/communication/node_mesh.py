@@ -37,9 +37,7 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 
 def supported() -> str | None:
     """None where this mesh works, else the reason why not."""
-    if sys.platform != "linux":
-        return f"sockets in the abstract namespace need Linux, this is {sys.platform}"
-    return None
+    return None if sys.platform == "linux" else f"sockets in the abstract namespace need Linux, this is {sys.platform}"
 
 
 @dataclass(frozen=True)
@@ -78,11 +76,7 @@ class NodeMesh:
 
     @classmethod
     def connect(
-        cls,
-        topology: Topology,
-        group: dist.ProcessGroup,
-        timeout: timedelta,
-        count: int = 1,
+        cls, topology: Topology, group: dist.ProcessGroup, timeout: timedelta, count: int = 1
     ) -> tuple[list[NodeMesh], str | None]:
         """``count`` meshes between the ranks of this node, or none and the reason. Collective over ``group``.
 
@@ -136,7 +130,13 @@ class NodeMesh:
             RankFailedError: a peer's connection ended.
         """
         for peer, connection in self._sockets.items():
-            self._send(peer, connection, message, descriptor)
+            try:
+                if descriptor is None:
+                    connection.send(message)
+                else:
+                    socket.send_fds(connection, [message], [descriptor])
+            except OSError as error:
+                raise self._failed(peer, str(error)) from error
 
     def finish(self) -> Arrival:
         """The second half of :meth:`exchange`: wait for what the peers said in the oldest one that is not finished."""
@@ -168,28 +168,18 @@ class NodeMesh:
             connection.close()
         self._sockets = {}
 
-    def _send(
-        self,
-        peer: int,
-        connection: socket.socket,
-        message: bytes,
-        descriptor: int | None,
-    ) -> None:
-        try:
-            if descriptor is None:
-                connection.send(message)
-            else:
-                socket.send_fds(connection, [message], [descriptor])
-        except OSError as error:
-            raise self._failed(peer, str(error)) from error
-
     def _receive(self, peer: int, connection: socket.socket, deadline: float) -> tuple[bytes, int | None]:
         remaining = deadline - time.perf_counter()
         connection.settimeout(max(remaining, _LEAST_TIMEOUT_S))
         try:
             message, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 1)
         except TimeoutError:
-            raise self._timed_out(peer) from None
+            text = (
+                f"{self.describe(peer)} did not come to the gradient exchange within {self._timeout_s:g} s. It hangs, "
+                "is much slower than the other ranks, or runs a different number of batches. "
+                "Raise `collective_timeout` if such a delay is expected."
+            )
+            raise RankTimeoutError(self.topology.local_ranks[peer], text) from None
         except OSError as error:
             raise self._failed(peer, str(error)) from error
         if not message:
@@ -199,14 +189,6 @@ class NodeMesh:
     def _failed(self, peer: int, cause: str) -> RankFailedError:
         message = f"{self.describe(peer)} is gone ({cause}) while {self.describe(self.rank)} waited."
         return RankFailedError(self.topology.local_ranks[peer], message)
-
-    def _timed_out(self, peer: int) -> RankTimeoutError:
-        message = (
-            f"{self.describe(peer)} did not come to the gradient exchange within {self._timeout_s:g} s. It hangs, "
-            "is much slower than the other ranks, or runs a different number of batches. "
-            "Raise `collective_timeout` if such a delay is expected."
-        )
-        return RankTimeoutError(self.topology.local_ranks[peer], message)
 
 
 _open: weakref.WeakSet[NodeMesh] = weakref.WeakSet()

@@ -45,16 +45,9 @@ class NonFinite:
 
 def bad_gradients(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str] | None:
     """Name -> what is wrong, of the gradients that are not finite; None if all are, which takes one look."""
-    held = []
-    for name, parameter in parameters:
-        if parameter.grad is None:
-            continue
-        values = _values(parameter.grad)
-        if values.numel() > 0:
-            held.append((name, values))
-    if not held:
-        return None
-    if _all_finite([values for _, values in held]):
+    held = [(name, _values(each.grad)) for name, each in parameters if each.grad is not None]
+    held = [(name, values) for name, values in held if values.numel() > 0]
+    if not held or _all_finite([values for _, values in held]):
         return None
     return _described(held) or None
 
@@ -105,9 +98,7 @@ def _listed(found: Mapping[str, str]) -> str:
     texts = [f"{name} ({text})" for name, text in found.items()]
     shown = ", ".join(texts[:_SHOWN])
     more = len(found) - _SHOWN
-    if more <= 0:
-        return shown
-    return f"{shown} and {more} more parameters"
+    return f"{shown} and {more} more parameters" if more > 0 else shown
 
 
 def brought(parameters: Sequence[Tensor], values: Tensor, names: Mapping[int, str]) -> dict[str, str]:
@@ -118,23 +109,14 @@ def brought(parameters: Sequence[Tensor], values: Tensor, names: Mapping[int, st
 
 
 def _described(held: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """What is wrong with those that are not finite, by name."""
+    """What is wrong with those that are not finite, by name: ``nan in 3 of 16 elements``."""
     found = {}
     for name, values in held:
-        text = _describe(values)
-        if text is not None:
-            found[name] = text
+        bad = int((~values.isfinite()).sum())
+        if bad:
+            kind = "nan" if bool(values.isnan().any()) else "inf"
+            found[name] = f"{kind} in {bad} of {counted(values.numel(), 'element')}"
     return found
-
-
-def _describe(values: Tensor) -> str | None:
-    """``nan in 3 of 16 elements``; None if all are finite."""
-    not_finite = ~values.isfinite()
-    bad = int(not_finite.sum())
-    if bad == 0:
-        return None
-    kind = "nan" if bool(values.isnan().any()) else "inf"
-    return f"{kind} in {bad} of {counted(values.numel(), 'element')}"
 
 
 def _values(gradient: Tensor) -> Tensor:

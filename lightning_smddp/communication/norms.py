@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import get_total_norm
+
+from lightning_smddp._compat.torch import all_gather_single
 
 
 def norm_over_ranks(
@@ -36,20 +37,11 @@ def norm_over_ranks(
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} has to be positive, or inf.")
-    # norm of all = (sum over ranks of norm(rank)^p)^(1/p)
+    # The norm of all is that of the ranks' norms: in fp64, as the squares of large ones overflow fp32.
     norm = get_total_norm(gradients, norm_type).to(device=device, dtype=torch.float64, non_blocking=True)
-    if norm_type == inf:
-        # MAX of nan is not the same on every backend: an inf in its place, and the number of nans beside it
-        without_nan = norm.nan_to_num(inf, posinf=inf)
-        pair = torch.stack([without_nan, norm.isnan().to(norm)])
-        dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
-        largest, nans = pair
-        norm = largest.where(nans == 0, float("nan"))
-    else:
-        norm = norm**norm_type  # in fp64: the squares of large norms overflow fp32
-        dist.all_reduce(norm, group=group)
-        norm = norm ** (1.0 / norm_type)
-    total = norm.float()
+    norms = norm.new_empty(group.size())
+    all_gather_single(norms, norm.view(1), group)
+    total: Tensor = torch.linalg.vector_norm(norms, norm_type).float()
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"The total norm of order {norm_type} of all ranks' gradients is {float(total)}, so they cannot be "

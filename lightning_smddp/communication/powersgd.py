@@ -40,13 +40,8 @@ class _Matrices:
 
     def gradients(self) -> list[Tensor]:
         parts = self.flat.split([parameter.numel() for parameter in self.parameters])
-        views = []
-        for parameter, part in zip(self.parameters, parts, strict=True):
-            if parameter.dim() > 1 and parameter.numel():
-                part = part.view(parameter.shape[0], -1)
-            if parameter.numel():
-                views.append(part)
-        return views
+        held = [(parameter, part) for parameter, part in zip(self.parameters, parts, strict=True) if part.numel()]
+        return [part.view(parameter.shape[0], -1) if parameter.dim() > 1 else part for parameter, part in held]
 
 
 class PowerSGD:

@@ -216,6 +216,4 @@ def _per_step(seconds: tuple[float, ...], steps: int) -> str:
 
 
 def _size(value: float) -> str:
-    if value < 2**20:
-        return f"{value / 2**10:.1f} KiB"
-    return f"{value / 2**20:.2f} MiB"
+    return f"{value / 2**10:.1f} KiB" if value < 2**20 else f"{value / 2**20:.2f} MiB"

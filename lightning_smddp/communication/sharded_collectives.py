@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_smddp._compat.torch import all_gather_single
 from lightning_smddp.communication.communicator import Communicator
-from lightning_smddp.communication.node_mesh import NodeMesh, OnWait
+from lightning_smddp.communication.node_mesh import NodeMesh
 from lightning_smddp.communication.shared_memory import add_up, sum_dtype, write_scaled
 from lightning_smddp.communication.shared_segments import GATHER, REDUCE, SharedSegments
 from lightning_smddp.communication.topology import Topology
@@ -65,13 +65,12 @@ class ShardedCollectives:
     Args:
         mesh: that of ``fully_shard``; its last dimension has the ranks that share each parameter.
         timeout: how long a collective waits for a rank.
-        on_wait: called when this rank waited inside its node.
 
     Attributes:
         notes: why something that is wanted is not used, a sentence each.
     """
 
-    def __init__(self, mesh: DeviceMesh, timeout: timedelta, on_wait: OnWait | None = None) -> None:
+    def __init__(self, mesh: DeviceMesh, timeout: timedelta) -> None:
         self.notes: list[str] = []
         self._names: list[str] = []  # of modules
         self._communicator: Communicator | None = None
@@ -79,22 +78,21 @@ class ShardedCollectives:
         self._group: ShardGroup | None = None
         if mesh.device_type != "cpu":
             return
-        communicator = Communicator(mesh.get_group(mesh.ndim - 1), torch.device("cpu"), timeout, on_wait)
+        communicator = Communicator(mesh.get_group(mesh.ndim - 1), torch.device("cpu"), timeout)
         self._communicator = communicator
         self.notes += communicator.notes
         topology = communicator.topology
         alone = len(topology.local_ranks) == 1
         counts = [len(ranks) for ranks in topology.nodes]
         if len(set(counts)) > 1:
-            listed = ", ".join(map(str, counts))
-            self.notes.append(f"FSDP2's own collectives: its nodes have {listed} ranks, not equally many")
+            self.notes.append(f"FSDP2's own collectives: its nodes have {counts} ranks, not equally many")
             return
         if topology.world_size == 1 or (not alone and communicator.shared_memory_refusal is not None):
             return
         partners = communicator.partners("sharded") if topology.num_nodes > 1 else None
         self._group = ShardGroup(topology, partners)
         node_mesh = NodeMesh(topology, {}, timeout) if alone else communicator.node_mesh
-        self._segments = SharedSegments(node_mesh, self._names, on_wait)
+        self._segments = SharedSegments(node_mesh, self._names)
 
     def attach(self, module: nn.Module) -> None:
         """Let every ``FSDPModule`` in ``module`` communicate by this object, from its next forward on.
@@ -142,18 +140,13 @@ class ShardGroup:
     partners: dist.ProcessGroup | None
 
     @property
-    def rank(self) -> int:
-        """This rank within the group."""
-        return self.topology.rank
-
-    @property
     def owners(self) -> tuple[int, ...]:
         """The ranks of equal local rank, by node, within the group."""
         return self.topology.shard_owners(self.topology.local_rank)
 
 
-class SharedAllGather:
-    """FSDP2's all-gather of one unit, on CPUs.
+class _UnitCollective:
+    """What the collectives of one unit have in common.
 
     Args:
         segments: of this node.
@@ -165,28 +158,29 @@ class SharedAllGather:
         self._segments = segments
         self._unit = unit
         self._group = group
-        self._address = 0
+
+
+class SharedAllGather(_UnitCollective):
+    """FSDP2's all-gather of one unit, on CPUs."""
+
+    _address = 0  # of the last output
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The output, one for all ranks of the node: each writes its own shard there, before the call."""
-        nbytes = math.prod(size) * dtype.itemsize
-        output = self._segments.lend(self._unit, nbytes).view(dtype)
+        output = self._segments.lend(self._unit, math.prod(size) * dtype.itemsize).view(dtype)
         self._address = output.data_ptr()
         return output.view(tuple(size))
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work:
         """Begin to gather. The result's ``wait`` waits for what the others bring.
 
         FSDP2 waits before it copies the parameters out, with ``async_op`` or without: in between it computes.
         """
         # The input is this rank's shard within the output.
-        own = self._address + self._group.rank * input_tensor.nbytes
+        rank = self._group.topology.rank
+        own = self._address + rank * input_tensor.nbytes
         if output_tensor.data_ptr() != self._address or input_tensor.data_ptr() != own:
             raise RuntimeError(f"FSDP2 gathers parameters in {_OTHER_MEMORY}")
         partners = self._group.partners
@@ -202,7 +196,7 @@ class SharedAllGather:
             sent.wait()
             shards = output_tensor.view(-1, input_tensor.numel())
             for owner, shard in zip(owners, gathered, strict=True):
-                if owner != self._group.rank:
+                if owner != rank:
                     shards[owner].copy_(shard)
             # Told only now: the node's other ranks read the shards of other nodes where this one has put them.
             self._segments.begin(GATHER, self._unit, output_tensor.nbytes)
@@ -211,36 +205,20 @@ class SharedAllGather:
         return _Gathering(complete)
 
 
-class SharedReduceScatter:
-    """FSDP2's reduce-scatter of one unit, on CPUs.
+class SharedReduceScatter(_UnitCollective):
+    """FSDP2's reduce-scatter of one unit, on CPUs."""
 
-    Args:
-        segments: of this node.
-        unit: the unit's number, the same on all ranks.
-        group: the ranks among which the unit's parameters are sharded.
-    """
-
-    def __init__(self, segments: SharedSegments, unit: int, group: ShardGroup) -> None:
-        self._segments = segments
-        self._unit = unit
-        self._group = group
-        self._parts: Tensor | None = None  # between `allocate` and the call: a row of bytes for each rank of the node
-        self._numel = 0
+    _parts: Tensor | None = None  # between `allocate` and the call: a row of bytes for each rank of the node
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP2 asks twice before each call: first for the input, which the others read, then for the output."""
-        numel = math.prod(size)
-        is_slice = self._numel == numel * self._group.topology.world_size  # of one rank: the output
-        if self._parts is not None and is_slice:
+        if self._parts is not None:
             return torch.empty(tuple(size), dtype=dtype)
         mesh = self._segments.mesh
-        nbytes = numel * dtype.itemsize
+        nbytes = math.prod(size) * dtype.itemsize
         row = -(-nbytes // _ALIGNMENT) * _ALIGNMENT  # rounded up
-        segment = self._segments.lend(self._unit, row * mesh.size)
-        self._parts = segment.view(mesh.size, row)
-        self._numel = numel
-        own = self._parts[mesh.rank, :nbytes]
-        return own.view(dtype).view(tuple(size))
+        self._parts = self._segments.lend(self._unit, row * mesh.size).view(mesh.size, row)
+        return self._parts[mesh.rank, :nbytes].view(dtype).view(tuple(size))
 
     def __call__(
         self,
@@ -251,10 +229,12 @@ class SharedReduceScatter:
         async_op: bool = False,
     ) -> None:
         """``output_tensor`` becomes this rank's slice of what ``op`` makes of all ranks' inputs."""
-        parts = self._parts
-        self._parts = None
+        parts, self._parts = self._parts, None
         if parts is None or parts[self._segments.mesh.rank].data_ptr() != input_tensor.data_ptr():
             raise RuntimeError(f"FSDP2 reduces gradients in {_OTHER_MEMORY}")
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ValueError(f"Gradients are reduced by SUM or AVG, not by {op}: leave out set_gradient_divide_factor.")
+        factor = 1.0 / self._group.topology.world_size if op == dist.ReduceOp.AVG else 1.0
         self._segments.begin(REDUCE, self._unit, input_tensor.nbytes)
         self._segments.finish_all()
         # `parts` is the last tensor on the segment that this rank has. While it is there nobody gets that memory again,
@@ -263,14 +243,9 @@ class SharedReduceScatter:
         output = output_tensor.view(-1)
         partners = self._group.partners
         sums = output.view(1, -1) if partners is None else output.new_empty(len(owners), output.numel())
-        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise ValueError(f"Gradients are reduced by SUM or AVG, not by {op}: leave out set_gradient_divide_factor.")
-        factor = 1.0 / self._group.topology.world_size if op == dist.ReduceOp.AVG else 1.0
         for owner, total in zip(owners, sums, strict=True):
             low = owner * output.nbytes
-            high = low + output.nbytes
-            slices = [part[low:high].view(output.dtype) for part in parts]
-            _reduce(slices, total, factor)
+            _reduce([part[low : low + output.nbytes].view(output.dtype) for part in parts], total, factor)
         if partners is not None:  # row i of all partners' goes to partner i, which sums them
             of_nodes = torch.empty_like(sums)
             dist.all_to_all_single(of_nodes, sums, group=partners)

@@ -18,7 +18,6 @@ import os
 import struct
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,13 +25,13 @@ from torch import Tensor
 from lightning_smddp._compat.torch import share_storage
 from lightning_smddp.communication.node_mesh import Arrival, NodeMesh, OnWait
 from lightning_smddp.communication.shared_segments import create_file
-from lightning_smddp.communication.topology import local_shard_bounds
+from lightning_smddp.communication.topology import local_shard
 from lightning_smddp.wording import counted
 
 _CHUNK_BYTES = 256 * 2**10  # fits the level-2 cache together with the peers' chunks
 _HEADER = struct.Struct("<BBqQQ")  # kind, dtype, slot, numel, byte offset in the segment
 _SAME, _MAPPED, _COPIED, _MOVING = range(4)
-_NO_SLOT = -1  # in a header, and for the memory to which a peer copies
+_COPY = -1  # in the place of a slot: the memory to which a peer copies
 _FINITE, _NOT_FINITE = b"\0", b"\1"
 _DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
@@ -43,23 +42,6 @@ HOW_TO_RAISE = (
     "To use zero-copy shared memory, enlarge the mount at /dev/shm: `docker run --shm-size=8g`, an `emptyDir` "
     "volume with `medium: Memory` in Kubernetes, or `mount -o remount,size=8g /dev/shm`."
 )
-
-
-@dataclass
-class _Peers:
-    """What all local ranks have before them.
-
-    Attributes:
-        copied: the local ranks that have a copy of their tensor there.
-        regions: by local rank, for each but this one, its tensor's memory as bytes.
-    """
-
-    copied: set[int]
-    regions: dict[int, Tensor]
-
-    def view(self, peer: int, dtype: torch.dtype, low: int, high: int) -> Tensor:
-        """Elements [low, high) of ``peer``'s tensor."""
-        return self.regions[peer][low * dtype.itemsize : high * dtype.itemsize].view(dtype)
 
 
 class SharedMemory:
@@ -90,19 +72,9 @@ class SharedMemory:
         self._peers: dict[tuple[int, int], Tensor] = {}  # by local rank and slot
         self._copy: Tensor | None = None
         self._copy_fd = -1
-        self._copied_bytes: dict[int | None, int] = {}  # by slot
+        self._copied_bytes: dict[int, int] = {}  # by slot
 
-    def bounds(self, numel: int) -> list[int]:
-        """Bounds of all local ranks' shards."""
-        return local_shard_bounds(numel, self.num_shards, self.mesh.size)
-
-    def all_reduce(
-        self,
-        tensor: Tensor,
-        slot: int | None,
-        scale: float = 1.0,
-        watch: bool = False,
-    ) -> bool:
+    def all_reduce(self, tensor: Tensor, slot: int, scale: float = 1.0, watch: bool = False) -> bool:
         """``tensor`` becomes ``scale`` times the sum of the local ranks' tensors, in place, bit-equal on all.
 
         Returns whether the sum is finite, the same on all ranks; True without ``watch``. Where it is not, each rank's
@@ -110,7 +82,7 @@ class SharedMemory:
 
         Args:
             tensor: 1-D and contiguous, of one size and dtype on all ranks.
-            slot: a number that names this tensor for good, so that its memory is shared once. None stages it.
+            slot: a number that names this tensor for good, so that its memory is shared once.
             scale: factor of the sum.
             watch: look for NaN and inf; the same on all ranks.
 
@@ -121,43 +93,35 @@ class SharedMemory:
         # rank 0: [a|b|c]   rank 1: [a|b|c]   rank 2: [a|b|c]      all full: a barrier, in `_meet`
         # Rank 0 alone reads and writes every `a`, rank 1 every `b`, and so on: between the barriers no two ranks touch
         # the same bytes, so there are no locks. Behind the second barrier all slices are written.
-        bounds = self.bounds(tensor.numel())
-        peers = self._meet(tensor, slot, bring=True)
-        own_finite = self._reduce(tensor, peers, bounds, scale, push=True, watch=watch)
+        shown, _ = self._meet(tensor, slot, bring=True)
+        own_finite = self._reduce(shown, scale, push=True, watch=watch)
         arrival = self._exchange(_FINITE if own_finite else _NOT_FINITE)
-        self._copy_back(tensor, peers, bounds)
+        self._take_back(tensor, shown)
         return own_finite and _NOT_FINITE not in arrival.messages.values()
 
-    def reduce_scatter(
-        self,
-        tensor: Tensor,
-        slot: int | None,
-        scale: float,
-    ) -> Tensor:
+    def reduce_scatter(self, tensor: Tensor, slot: int, scale: float) -> Tensor:
         """``scale`` times the sum of this rank's shard over the local ranks, in ``tensor`` itself; returns that view.
 
         Peers may still be reading the other shards when this returns: leave these alone until an
         :meth:`all_gather` of the same tensor.
         """
-        bounds = self.bounds(tensor.numel())
-        peers = self._meet(tensor, slot, bring=True)
-        self._reduce(tensor, peers, bounds, scale, push=False)
-        if peers.copied:  # what is copied next would overwrite what peers still read
+        shown, is_copied = self._meet(tensor, slot, bring=True)
+        self._reduce(shown, scale, push=False)
+        if is_copied:  # what is copied next would overwrite what peers still read
             self._exchange()
-        rank = self.mesh.rank
-        return tensor[bounds[rank] : bounds[rank + 1]]
+        own = self._own_shard(tensor)
+        self._take_back(own, [self._own_shard(each) for each in shown])
+        return own
 
-    def all_gather(self, tensor: Tensor, slot: int | None) -> None:
+    def all_gather(self, tensor: Tensor, slot: int) -> None:
         """Write this rank's shard of ``tensor`` into all local ranks' tensors."""
-        bounds = self.bounds(tensor.numel())
-        peers = self._meet(tensor, slot, bring=False)
-        low, high = self._own_part(bounds)
-        if low < high:
-            own = tensor[low:high]
-            for peer in peers.regions:
-                peers.view(peer, tensor.dtype, low, high).copy_(own)
+        shown, _ = self._meet(tensor, slot, bring=False)
+        own = self._own_shard(tensor)
+        for each in shown:
+            if each is not tensor:
+                self._own_shard(each).copy_(own)
         self._exchange()
-        self._copy_back(tensor, peers, bounds)
+        self._take_back(tensor, shown)
 
     def close(self) -> None:
         """Drop all mappings. The mesh belongs to the caller."""
@@ -168,30 +132,46 @@ class SharedMemory:
             os.close(self._copy_fd)
             self._copy_fd = -1
 
-    def _meet(self, tensor: Tensor, slot: int | None, bring: bool) -> _Peers:
-        """A barrier: show ``tensor`` to the peers and see theirs.
+    def _meet(self, tensor: Tensor, slot: int, bring: bool) -> tuple[list[Tensor], bool]:
+        """A barrier: what each local rank shows the others, its tensor or a copy of it, and whether one is a copy.
 
         ``bring``: the tensor's values go to the peers (else only the peers' come here).
         """
         kind, descriptor, offset = self._announce(tensor, slot)
-        number = _NO_SLOT if slot is None else slot
-        if kind == _COPIED and bring:
-            self._copied(tensor).copy_(tensor)
-        dtype = _DTYPES.index(tensor.dtype)
-        header = _HEADER.pack(kind, dtype, number, tensor.numel(), offset)
+        own = tensor
+        if kind == _COPIED:
+            assert self._copy is not None
+            own = self._copy[: tensor.nbytes].view(tensor.dtype)
+            if bring:
+                own.copy_(tensor)
+        header = _HEADER.pack(kind, _DTYPES.index(tensor.dtype), slot, tensor.numel(), offset)
         arrival = self._exchange(header, descriptor)
-        kinds, regions = self._map(arrival, tensor, number)
-        kinds[self.mesh.rank] = kind
-        if _MOVING in kinds.values():  # all see the same kinds, so all of them meet again
+        kinds, shown = [kind], {self.mesh.rank: own}
+        try:
+            for peer, message in arrival.messages.items():
+                kind, dtype, peer_slot, numel, offset = _HEADER.unpack(message)
+                self._check(peer, tensor, slot, (_DTYPES[dtype], peer_slot, numel))
+                kinds.append(kind)
+                # A peer has one memory for all that it copies, and one for each tensor that it maps.
+                key = (peer, _COPY if kind == _COPIED else slot)
+                if peer in arrival.descriptors:
+                    self._peers[key] = _map_descriptor(arrival.descriptors[peer], offset)
+                if kind == _MOVING:
+                    self._peers.pop(key, None)
+                else:
+                    shown[peer] = self._peers[key][: tensor.nbytes].view(tensor.dtype)
+        finally:
+            arrival.close_descriptors()  # the mappings stay
+        if _MOVING in kinds:  # all see the same kinds, so all of them meet again
             return self._meet(tensor, slot, bring)
-        return _Peers({rank for rank, kind in kinds.items() if kind == _COPIED}, regions)
+        return [shown[rank] for rank in sorted(shown)], _COPIED in kinds
 
-    def _announce(self, tensor: Tensor, slot: int | None) -> tuple[int, int | None, int]:
+    def _announce(self, tensor: Tensor, slot: int) -> tuple[int, int | None, int]:
         """How the peers find ``tensor``: (kind, descriptor to send, byte offset in it).
 
         One whose memory is another than before is to be announced again: before it is shared, the old is let go of.
         """
-        if slot is None or not self._zero_copy or tensor.numel() == 0:
+        if not self._zero_copy or tensor.numel() == 0:
             return self._announce_copy(tensor, slot)
         memory = (tensor.data_ptr(), tensor.nbytes)
         if slot in self._own:
@@ -211,9 +191,9 @@ class SharedMemory:
         offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
         return _MAPPED, descriptor, offset
 
-    def _announce_copy(self, tensor: Tensor, slot: int | None) -> tuple[int, int | None, int]:
+    def _announce_copy(self, tensor: Tensor, slot: int) -> tuple[int, int | None, int]:
         """The copy's memory goes to the peers where they do not have it yet, or not large enough."""
-        if slot is not None and self._copied_bytes.get(slot, tensor.nbytes) != tensor.nbytes:
+        if self._copied_bytes.get(slot, tensor.nbytes) != tensor.nbytes:
             # DDP has made its buckets anew: the first step's is as large as the whole model.
             self._copied_bytes, self._copy = {}, None
         self._copied_bytes[slot] = tensor.nbytes
@@ -225,34 +205,7 @@ class SharedMemory:
         self._copy = _map_descriptor(self._copy_fd, 0)
         return _COPIED, self._copy_fd, 0
 
-    def _map(self, arrival: Arrival, tensor: Tensor, slot: int) -> tuple[dict[int, int], dict[int, Tensor]]:
-        """The peers' kinds and memory, mapping what they sent a descriptor for."""
-        kinds: dict[int, int] = {}
-        regions: dict[int, Tensor] = {}
-        try:
-            for peer, message in arrival.messages.items():
-                kind, dtype, peer_slot, numel, offset = _HEADER.unpack(message)
-                self._check(peer, tensor, slot, (_DTYPES[dtype], peer_slot, numel))
-                kinds[peer] = kind
-                # A peer has one memory for all that it copies, and one for each tensor that it maps.
-                key = (peer, _NO_SLOT if kind == _COPIED else slot)
-                if peer in arrival.descriptors:
-                    self._peers[key] = _map_descriptor(arrival.descriptors[peer], offset)
-                if kind == _MOVING:
-                    self._peers.pop(key, None)
-                else:
-                    regions[peer] = self._peers[key]
-        finally:
-            arrival.close_descriptors()  # the mappings stay
-        return kinds, regions
-
-    def _check(
-        self,
-        peer: int,
-        tensor: Tensor,
-        slot: int,
-        announced: tuple[torch.dtype, int, int],
-    ) -> None:
+    def _check(self, peer: int, tensor: Tensor, slot: int, announced: tuple[torch.dtype, int, int]) -> None:
         if announced == (tensor.dtype, slot, tensor.numel()):
             return
         dtype, peer_slot, numel = announced
@@ -264,63 +217,42 @@ class SharedMemory:
             "The models, or the order in which their layers run, differ between ranks."
         )
 
-    def _reduce(
-        self,
-        tensor: Tensor,
-        peers: _Peers,
-        bounds: list[int],
-        scale: float,
-        push: bool,
-        watch: bool = False,
-    ) -> bool:
+    def _reduce(self, shown: list[Tensor], scale: float, push: bool, watch: bool = False) -> bool:
         """Sum this rank's shard in the order of local ranks, chunk by chunk.
 
         With ``push`` the sum is written into the peers' tensors as well. With ``watch`` a chunk whose sum is not finite
         stays as it was; returns whether there was none.
         """
-        rank, dtype = self.mesh.rank, tensor.dtype
-        low, high = self._own_part(bounds)
-        if low >= high:
-            return True
+        rank, dtype = self.mesh.rank, shown[0].dtype
+        shards = [self._own_shard(each) for each in shown]
         finite = True
         wide = sum_dtype(dtype)
         step = _CHUNK_BYTES // wide.itemsize
-        scratch = torch.empty(min(step, high - low), dtype=wide)
+        scratch = torch.empty(min(step, shards[rank].numel()), dtype=wide)
         in_place = self.mesh.size == 2 and wide == dtype and not watch  # two terms: their order does not matter
-        shards = [peers.view(peer, dtype, low, high) for peer in sorted(peers.regions)]
-        shards.insert(rank, tensor[low:high])
         # Of each chunk `terms` has what every local rank brings, by local rank; `own` is this rank's.
         for terms in zip(*[shard.split(step) for shard in shards], strict=True):
             own = terms[rank]
-            total = own
-            if not in_place:
-                total = scratch[: own.numel()]
+            total = own if in_place else scratch[: own.numel()]
             add_up(terms, total)
             if watch and not _is_finite(total):
                 finite = False
                 continue
             write_scaled(total, scale, own)
             if push:
-                for local, term in enumerate(terms):
-                    if local != rank:
+                for term in terms:
+                    if term is not own:
                         term.copy_(own)
         return finite
 
-    def _copy_back(self, tensor: Tensor, peers: _Peers, bounds: list[int]) -> None:
-        """A rank whose peers see a copy takes into its own tensor what they wrote there, beside its own shard."""
-        if self.mesh.rank in peers.copied:
-            low, high = self._own_part(bounds)
-            for part in (slice(0, low), slice(high, tensor.numel())):
-                tensor[part].copy_(self._copied(tensor)[part])
+    def _own_shard(self, tensor: Tensor) -> Tensor:
+        return tensor[local_shard(tensor.numel(), self.num_shards, self.mesh.rank)]
 
-    def _own_part(self, bounds: list[int]) -> tuple[int, int]:
-        """The bounds of this rank's shard."""
-        return bounds[self.mesh.rank], bounds[self.mesh.rank + 1]
-
-    def _copied(self, tensor: Tensor) -> Tensor:
-        """The memory of the copy of ``tensor``."""
-        assert self._copy is not None
-        return self._copy[: tensor.nbytes].view(tensor.dtype)
+    def _take_back(self, tensor: Tensor, shown: list[Tensor]) -> None:
+        """A rank that shows a copy takes into its own tensor what was written there."""
+        own = shown[self.mesh.rank]
+        if own.data_ptr() != tensor.data_ptr():
+            tensor.copy_(own)
 
     def _exchange(self, message: bytes = b"\0", descriptor: int | None = None) -> Arrival:
         arrival = self.mesh.exchange(message, descriptor)

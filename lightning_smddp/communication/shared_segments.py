@@ -19,17 +19,18 @@ import mmap
 import os
 import weakref
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lightning_smddp.communication.node_mesh import Arrival, NodeMesh, OnWait
+from lightning_smddp.communication.node_mesh import Arrival, NodeMesh
 from lightning_smddp.wording import counted
 
 _MAX_TOLD = 50  # numbers of segments in one message; the rest is told in later ones
 GATHER, REDUCE = "gathers parameters", "reduces gradients"
-_GROW, _NO_MEMORY = "needs more shared memory", "has no memory left"
+_GROW = "needs more shared memory"
 
 _Header = tuple[str, int, int]
 """What a rank is about to do, with which unit, and of how many bytes: its peers have to say the same."""
@@ -55,14 +56,12 @@ class SharedSegments:
 
     Args:
         mesh: barrier with the node's ranks.
-        on_wait: called after each exchange.
         names: of the units, for messages.
     """
 
-    def __init__(self, mesh: NodeMesh, names: list[str], on_wait: OnWait | None = None) -> None:
+    def __init__(self, mesh: NodeMesh, names: list[str]) -> None:
         self.mesh = mesh
         self._names = names
-        self._on_wait = on_wait
         self._segments: dict[int, _Segment] = {}
         self._next_number = 0
         self._let_go: deque[int] = deque()  # by this rank, not told yet
@@ -114,11 +113,8 @@ class SharedSegments:
 
     def _free_segment(self, size: int) -> int | None:
         """The smallest that is free and large enough. Where all that are free are too small, the largest goes."""
-        free = []  # (bytes, number)
-        for number, segment in self._segments.items():
-            if not segment.holders:
-                free.append((len(segment.mapping), number))
-        free.sort()
+        # By bytes.
+        free = sorted((len(each.mapping), number) for number, each in self._segments.items() if not each.holders)
         for found_size, number in free:
             if found_size >= size:
                 return number
@@ -130,16 +126,13 @@ class SharedSegments:
     def _grow(self, unit: int, size: int) -> int:
         """Make a new segment of ``size`` bytes; returns its number. A barrier."""
         # Local rank 0 makes the file and passes its descriptor along, in an exchange that is finished at once. Where it
-        # cannot, its message says so, and all of them fail in the same place.
+        # has none to pass, all of them fail in the same place.
         descriptor: int | None = None
-        kind = _GROW
         if self.mesh.rank == 0:
-            try:
+            with suppress(OSError):
                 descriptor = create_file(size)
-            except OSError:
-                kind = _NO_MEMORY
         try:
-            self._begin((kind, unit, size), descriptor)
+            self._begin((_GROW, unit, size), descriptor)
             arrival = self._finish()
             if descriptor is None:
                 descriptor = arrival.descriptors.pop(0, None)
@@ -158,28 +151,20 @@ class SharedSegments:
         return number
 
     def _begin(self, header: _Header, descriptor: int | None = None) -> None:
-        told: list[int] = []
-        while self._let_go and len(told) < _MAX_TOLD:
-            told.append(self._let_go.popleft())
+        told = [self._let_go.popleft() for _ in range(min(len(self._let_go), _MAX_TOLD))]
         self.mesh.begin(json.dumps([*header, *told]).encode(), descriptor)
         self._begun.append((header, told))
 
     def _finish(self) -> Arrival:
         header, told = self._begun.popleft()
         arrival = self.mesh.finish()
-        if self._on_wait is not None:
-            self._on_wait(arrival.waited_s, arrival.last)
         # What this rank let go counts from here on only, not since it happened: the peers learn of it now. See `lend`.
         self._note(self.mesh.rank, told)
         for peer, message in arrival.messages.items():
             kind, unit, size, *peers_told = json.loads(message)
-            theirs = (kind, unit, size)
-            # Local rank 0 says that it has no memory where the others say that they need more: no difference here, as
-            # all of them raise MemoryError next.
-            is_growth = {header[0], theirs[0]} == {_GROW, _NO_MEMORY}
-            if header != theirs and not (is_growth and header[1:] == theirs[1:]):
+            if header != (kind, unit, size):
                 arrival.close_descriptors()
-                raise self._differing(peer, header, theirs)
+                raise self._differing(peer, header, (kind, unit, size))
             self._note(peer, peers_told)
         return arrival
 

@@ -105,10 +105,10 @@ def discover(group: dist.ProcessGroup) -> Topology:
     return Topology.from_identities(gather(node_identity(), group), group.rank())
 
 
-def local_shard_bounds(numel: int, num_shards: int, num_ranks: int) -> list[int]:
-    """Cut ``range(numel)`` into ``num_shards`` nearly equal parts, and an empty one for each further rank of a node.
+def local_shard(numel: int, num_shards: int, local_rank: int) -> slice:
+    """A local rank's part of ``range(numel)``, of ``num_shards`` nearly equal ones; empty for each further rank.
 
     A node has such ranks if it has more than another one: see :attr:`Topology.num_shards`.
     """
-    bounds = [numel * shard // num_shards for shard in range(num_shards + 1)]
-    return bounds + [numel] * (num_ranks - num_shards)
+    low, high = [numel * min(shard, num_shards) // num_shards for shard in (local_rank, local_rank + 1)]
+    return slice(low, high)

@@ -85,14 +85,13 @@ def compare_algorithms(sizes: list[int]) -> list[str]:
             for seed, dtype in enumerate(DTYPES):
                 inputs = everyones(numel, dtype, seed)
                 expected = reference_all_reduce(inputs)
-                # a view into a larger storage, as DDP's buckets may be, named and nameless
+                # a view into a larger storage, as DDP's buckets may be
                 whole = torch.full((numel + 5,), 7, dtype=dtype)
-                for named in (slot * 10 + seed, None):
-                    tensor = whole[3 : numel + 3].copy_(inputs[dist.get_rank()])
-                    reduce_once(algorithm, tensor, named)
-                    check(tensor, expected, f"{name} {dtype} {numel}")
-                    assert torch.equal(whole[:3], torch.full((3,), 7, dtype=dtype))
-                    assert torch.equal(whole[-2:], torch.full((2,), 7, dtype=dtype))
+                tensor = whole[3 : numel + 3].copy_(inputs[dist.get_rank()])
+                reduce_once(algorithm, tensor, slot * 10 + seed)
+                check(tensor, expected, f"{name} {dtype} {numel}")
+                assert torch.equal(whole[:3], torch.full((3,), 7, dtype=dtype))
+                assert torch.equal(whole[-2:], torch.full((2,), 7, dtype=dtype))
         large = torch.full((1000,), 60000.0, dtype=torch.float16)  # whose sum is infinite
         reduce_once(algorithm, large, 99)
         assert large.unique().tolist() == [60000.0], name
@@ -172,7 +171,7 @@ def let_go_of_while_under_way() -> bool:
     held = weakref.ref(native)
     if dist.get_rank() == 1:
         dist.barrier(apart)  # till then the other rank's is under way
-    future = native.all_reduce(tensor, None)
+    future = native.all_reduce(tensor, 0)
     del native
     is_held = held() is not None
     if dist.get_rank() == 0:

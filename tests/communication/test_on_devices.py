@@ -46,9 +46,9 @@ def means() -> None:
     for dtype, value in ((torch.float16, 40000.0), (torch.bfloat16, 3.0), (torch.float32, 3.0)):
         for numel in (1, 8, 9):
             collective, tensor = IntraNodeGroup(group, 2), on_device(value, numel, dtype)
-            shard = collective.reduce_scatter(tensor, None, 0.5)
+            shard = collective.reduce_scatter(tensor, 0, 0.5)
             assert torch.equal(shard.cpu(), torch.full((len(shard),), value, dtype=dtype))
-            collective.all_gather(tensor, None)
+            collective.all_gather(tensor, 0)
             assert torch.equal(tensor.cpu(), torch.full((numel,), value, dtype=dtype))
 
 
@@ -62,14 +62,14 @@ def calls_of_one_bucket() -> tuple[Any, list[Any]]:
     assert group is not None
     with pytest.MonkeyPatch.context() as monkeypatch:
         recorded, tensor = Recorded(monkeypatch), on_device(1.0 + dist.get_rank(), 5)
-        Native(group).all_reduce(tensor, None).wait()
+        Native(group).all_reduce(tensor, 0).wait()
         assert torch.equal(tensor.cpu(), torch.full((5,), 1.5))
         native = recorded.calls.pop()[0]
         communicator = Communicator(group, tensor.device, timedelta(seconds=20))
         algorithm = communicator.algorithm("hierarchical", Compression("bf16", scope="all"))
         recorded.calls.clear()
         large = on_device(1.0 + dist.get_rank(), 2**20)
-        algorithm.all_reduce(large, None).wait()
+        algorithm.all_reduce(large, 0).wait()
         assert torch.equal(large.cpu(), torch.full((2**20,), 1.5))
         sizes = [numel for _, numel in recorded.calls]
         algorithm.close()
@@ -85,7 +85,7 @@ def test_a_device_gets_few_passes_and_large_messages() -> None:
 
 def streams_that_wait() -> list[Any]:
     algorithm, waited = TwoLevel("hierarchical", 1, ThreadPoolExecutor(1), None, None, None), []
-    algorithm.all_reduce(on_device(1.0, 4), None)
+    algorithm.all_reduce(on_device(1.0, 4), 0)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda self, other: waited.append(other))
         algorithm.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from lightning_smddp.communication.topology import Topology, discover, local_shard_bounds, node_identity
+from lightning_smddp.communication.topology import Topology, discover, local_shard, node_identity
 from tests.ranks import run_ranks
 
 
@@ -60,9 +60,8 @@ def test_processes_of_this_machine_share_a_node() -> None:
 @pytest.mark.parametrize("numel", [0, 1, 2, 7, 1000, 1000003])
 @pytest.mark.parametrize("shards", [1, 2, 3, 8])
 def test_shards_cover_everything_in_nearly_equal_parts(numel: int, shards: int) -> None:
-    bounds = local_shard_bounds(numel, shards, shards + 1)
-    assert bounds.pop() == numel  # a rank without a shard
-    sizes = [high - low for low, high in zip(bounds, bounds[1:], strict=False)]
-    assert (len(bounds), bounds[0], bounds[-1]) == (shards + 1, 0, numel)
-    assert min(sizes) >= 0
+    parts = [range(numel)[local_shard(numel, shards, rank)] for rank in range(shards)]
+    assert len(range(numel)[local_shard(numel, shards, shards)]) == 0  # a rank without a shard
+    sizes = [len(part) for part in parts]
+    assert [number for part in parts for number in part] == list(range(numel))
     assert max(sizes) - min(sizes) <= 1
