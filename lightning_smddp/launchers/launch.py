@@ -166,12 +166,7 @@ class Notes:
         """Note what cannot work; both are sentences."""
         self.problems.append((what, cure))
 
-    def launch(self, launcher: Launcher, product: str = "") -> Launch:
+    def launch(self, launcher: Launcher, product: str) -> Launch:
         """What was noted so far, as one frozen :class:`Launch`."""
-        return Launch(
-            launcher,
-            product=product,
-            sources=self.sources,
-            problems=tuple(self.problems),
-            **self.values,
-        )
+        problems = tuple(self.problems)
+        return Launch(launcher, product=product, sources=self.sources, problems=problems, **self.values)

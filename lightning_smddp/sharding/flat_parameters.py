@@ -113,15 +113,10 @@ def movable(named: Sequence[Named]) -> tuple[list[Named], list[str]]:
     Moved are dense ones of their own memory. Views of one memory, subclasses of tensors, sparse ones, single numbers
     and empty ones stay, and are stepped by each rank.
     """
-    users: Counter[int] = Counter()  # of each memory, by its address
-    for _, parameter in named:
-        if _is_plain(parameter):
-            users[parameter.untyped_storage().data_ptr()] += 1
     # Views of one memory stay there: moved by itself, a parameter would no longer change with the others.
-    moved = []
-    for name, parameter in named:
-        if _is_plain(parameter) and users[parameter.untyped_storage().data_ptr()] == 1:
-            moved.append((name, parameter))
+    plain = [(name, parameter) for name, parameter in named if _is_plain(parameter)]
+    users = Counter(parameter.untyped_storage().data_ptr() for _, parameter in plain)
+    moved = [each for each in plain if users[each[1].untyped_storage().data_ptr()] == 1]
     names = dict(moved)
     return moved, [name for name, _ in named if name not in names]
 
@@ -142,10 +137,8 @@ def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
 def _is_plain(parameter: nn.Parameter) -> bool:
     if type(parameter) is not nn.Parameter or parameter.is_meta or parameter.layout is not torch.strided:
         return False
-    if parameter.ndim == 0 or parameter.numel() == 0:
-        return False
-    is_dense: bool = torch.ops.aten.is_non_overlapping_and_dense.default(parameter)
-    return is_dense
+    has_elements = parameter.ndim > 0 and parameter.numel() > 0
+    return has_elements and bool(torch.ops.aten.is_non_overlapping_and_dense.default(parameter))
 
 
 def _aligned(position: int, dtype: torch.dtype) -> int:
@@ -158,20 +151,18 @@ def _equal_shares(members: Sequence[Named], shares: int) -> FlatLayout:
     slots: list[Slot] = []
     end = _append(slots, members, 0)
     # Whole cache lines, so that no two ranks write to the same one. So the last shares may be short, or empty.
-    dtype = slots[0].parameter.dtype
-    width = _aligned(math.ceil(end / shares), dtype)
-    bounds = [index * width for index in range(shares + 1)]
-    return FlatLayout(tuple(slots), tuple(bounds))
+    width = _aligned(math.ceil(end / shares), slots[0].parameter.dtype)
+    return FlatLayout(tuple(slots), tuple(index * width for index in range(shares + 1)))
 
 
 def _whole_parameters(members: Sequence[Named], shares: int) -> FlatLayout:
     """The largest parameter first, each to the share that has least so far."""
     loads = [0] * shares  # elements of each share
     chosen: list[list[Named]] = [[] for _ in range(shares)]
-    for name, parameter in sorted(members, key=lambda member: -member[1].numel()):
+    for member in sorted(members, key=lambda member: -member[1].numel()):
         share = loads.index(min(loads))
-        loads[share] += parameter.numel()
-        chosen[share].append((name, parameter))
+        loads[share] += member[1].numel()
+        chosen[share].append(member)
     slots: list[Slot] = []
     bounds = [0]
     for part in chosen:
@@ -241,12 +232,10 @@ class FlatParameters:
         # Files have no name: their descriptors go to the other ranks through the mesh's sockets. Behind the mappings
         # nobody needs them, and the memory is gone with the last mapping.
         size = layout.numel * layout.dtype.itemsize
-        own: int | None = None
+        descriptors: list[int] = []
         with contextlib.suppress(OSError):  # no memory: the others learn of it by getting no descriptor
-            own = create_file(size)
-        descriptors = list(mesh.exchange(descriptor=own).descriptors.values())
-        if own is not None:
-            descriptors.insert(0, own)
+            descriptors.append(create_file(size))
+        descriptors += mesh.exchange(descriptor=next(iter(descriptors), None)).descriptors.values()
         try:
             if len(descriptors) < mesh.size:
                 raise MemoryError(
@@ -275,8 +264,8 @@ class FlatParameters:
         for layout in self.layouts:
             for slot in layout.slots:
                 parameter = slot.parameter
-                home = self._homes.get(parameter)
-                if home is None or parameter.data_ptr() == home.data_ptr():
+                home = self._homes[parameter]
+                if parameter.data_ptr() == home.data_ptr():
                     continue
                 if parameter.shape != home.shape or parameter.dtype != home.dtype:
                     raise ValueError(
@@ -307,8 +296,8 @@ class FlatParameters:
             return range(0)
         if self._group is None:
             return range(self.share, self.share + 1)
-        first = self.share - dist.get_rank(self._group)
-        return range(first, first + dist.get_world_size(self._group))
+        first = self.share - self._group.rank()
+        return range(first, first + self._group.size())
 
     def close(self) -> None:
         """Give the parameters memory of their own. Not collective."""

@@ -112,10 +112,7 @@ class OptimizerShards(StepsParts):
         """Step a share of the parameters of ``flat`` from here on; others are stepped by every rank."""
         self._flat = flat
         self.splits = splits
-        fused: set[int] = set()
-        for group in self.optimizer.param_groups:
-            if group.get("fused"):
-                fused.update(id(parameter) for parameter in group["params"])
+        fused = {id(each) for group in self.optimizer.param_groups if group.get("fused") for each in group["params"]}
         for number, layout in enumerate(flat.layouts):
             for slot in layout.slots:
                 self.pieces[id(slot.parameter)] = []  # also where this rank's share has nothing of it
@@ -324,9 +321,7 @@ def around_step(shards: Iterable[Any]) -> Iterator[None]:
 
 def _closure_called(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of a step whose closure has been called already. ``args`` begins with the optimizer."""
-    closure: Callable[[], Any] | None = kwargs.get("closure")
-    if len(args) > 1:
-        closure = args[1]
+    closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         return args, kwargs
     # torch calls hooks before the closure, and the closure may make the gradients: it has to run while the groups still
@@ -334,13 +329,10 @@ def _closure_called(args: Any, kwargs: Any) -> tuple[Any, Any]:
     with torch.enable_grad():
         loss = closure()
 
-    def known() -> Any:
-        return loss
-
     if len(args) > 1:
         optimizer, _, *others = args
-        return (optimizer, known, *others), kwargs
-    return args, {**kwargs, "closure": known}
+        return (optimizer, lambda: loss, *others), kwargs
+    return args, {**kwargs, "closure": lambda: loss}
 
 
 def _local(value: Any) -> Any:

@@ -59,10 +59,8 @@ def whole_state_dict(shards: OptimizerShards, group: dist.ProcessGroup, device: 
     See :func:`whole_states`.
     """
     states = whole_states(shards, group, device)
-    state = {}
-    for number, parameter in enumerate(all_parameters(shards.optimizer)):
-        if parameter in states:
-            state[number] = states[parameter]
+    numbered = enumerate(all_parameters(shards.optimizer))
+    state = {number: states[parameter] for number, parameter in numbered if parameter in states}
     return {"state": state, "param_groups": _numbered(shards.optimizer.param_groups)}
 
 
@@ -75,30 +73,24 @@ def load_whole_state_dict(shards: OptimizerShards, whole: Mapping[str, Any]) -> 
     # What is saved numbers whole parameters: 0, 1, 2 ... over all groups. The optimizer has pieces while it loads, so
     # it gets the same groups with pieces in the parameters' place, numbered anew, and the state of each piece.
     groups: list[dict[str, Any]] = []
-    state: dict[Any, Any] = {}
-    for key in whole["state"]:
-        if not isinstance(key, int):  # of no parameter
-            state[key] = whole["state"][key]
+    state = {key: value for key, value in whole["state"].items() if not isinstance(key, int)}  # of no parameter
     count = 0
     for group, saved in zip(shards.optimizer.param_groups, whole["param_groups"], strict=False):
         numbers: list[int | None] = []
         if len(group["params"]) != len(saved["params"]):
             numbers.append(None)  # one too many, so that the optimizer itself refuses the group
         for parameter, number in zip(group["params"], saved["params"], strict=False):
-            parts = list(shards.parts_of(parameter))
-            saved_state = whole["state"].get(number) if parts else None
-            for part in parts:
-                if saved_state is not None:
-                    state[count] = _part_of_state(saved_state, parameter, part, shards.splits)
+            for part in shards.parts_of(parameter):
+                if number in whole["state"]:
+                    state[count] = _part_of_state(whole["state"][number], parameter, part, shards.splits)
                 numbers.append(count)
                 count += 1
         groups.append({**saved, "params": numbers})
     groups += whole["param_groups"][len(groups) :]  # and too many groups
 
-    optimizer = shards.optimizer
-    given = {**whole, "state": state, "param_groups": groups}
     with shards.as_pieces():
-        type(optimizer).load_state_dict(optimizer, given)  # not Fabric's
+        given = {**whole, "state": state, "param_groups": groups}
+        type(shards.optimizer).load_state_dict(shards.optimizer, given)  # not Fabric's
 
 
 def _numbered(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -107,9 +99,7 @@ def _numbered(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     count = 0
     for group in groups:
         end = count + len(group["params"])
-        saved = {key: value for key, value in group.items() if key != "params"}
-        saved["params"] = list(range(count, end))
-        numbered.append(saved)
+        numbered.append({**group, "params": list(range(count, end))})
         count = end
     return numbered
 

@@ -32,6 +32,8 @@ from torch.optim import (
     Rprop,
 )
 
+from lightning_smddp.sharding.optimizer_shards import all_parameters
+
 # Exactly these classes: what a class derived from one of them does in a step is not known.
 _ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, ASGD, RMSprop, Rprop)
 _STEPS = 12  # some optimizers begin to do more than they did only after some steps, as RAdam after five
@@ -64,7 +66,7 @@ def why_not_one_by_one(optimizer: Optimizer) -> str | None:
     """
     if isinstance(optimizer, LBFGS):
         return "its step needs all parameters and gradients at once"
-    parameters = _parameters(optimizer)
+    parameters = all_parameters(optimizer)
     if not parameters or type(optimizer).__module__.startswith("torch.optim."):
         return None
     # What depends on other parameters shows with two only: `_stepped` adds one to a single one.
@@ -81,13 +83,9 @@ def why_not_one_by_one(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _stepped(optimizer: Optimizer, chosen: Iterable[int]) -> list[Tensor]:
     """The values of the ``chosen`` parameters of a small copy after some steps on them alone."""
-    originals = _parameters(optimizer)
+    originals = all_parameters(optimizer)
     small = [_small(parameter, number) for number, parameter in enumerate(originals)]
     stand_ins = {id(original): copied for original, copied in zip(originals, small, strict=True)}
     clone = copy_with(optimizer, stand_ins)

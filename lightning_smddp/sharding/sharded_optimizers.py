@@ -86,9 +86,7 @@ class ShardedOptimizers:
         if communicator.shared_memory_refusal is not None:
             layouts = lay_out(named, topology.world_size, self.splits)
             return FlatParameters(layouts, topology.world_size, communicator.group.rank(), communicator.group)
-        between_nodes = None
-        if topology.num_nodes > 1:
-            between_nodes = communicator.partners("parameters")
+        between_nodes = communicator.partners("parameters") if topology.num_nodes > 1 else None
         # As many ranks of each node have shares as the smallest node has ranks. Ranks of equal local rank, which
         # exchange what they have stepped, have neighbouring ones: with 2 nodes those of local rank 0 have 0 and 1.
         share = None

@@ -94,8 +94,7 @@ def _elements(module: nn.Module, prefix: str, total: int, attributes: bool) -> d
     is_container = attributes or isinstance(module, _CONTAINERS)
     has_elements = is_container and len(with_parameters) > 1
     for key, child in module.named_children():
-        name = f"{prefix}{key}"
-        size = _size(child)
+        name, size = f"{prefix}{key}", _size(child)
         if size < _SMALL * total or size == 0:
             continue
         # A child is one unit, unless it is so large that its own elements are better, and they are nearly all of it:
@@ -118,23 +117,18 @@ def is_callable(module: nn.Module) -> bool:
 def _given(model: nn.Module, wrap: Choice | Sequence[Entry]) -> dict[str, nn.Module]:
     modules = dict(model.named_modules())
     del modules[""]  # the root
-    found: set[str] = set()
     if callable(wrap):
-        for name, module in modules.items():
-            if wrap(name, module) and is_callable(module):
-                found.add(name)
-    else:
-        for entry in wrap:
-            found.update(_matches(entry, modules, type(model).__name__, wrap))
+        return {name: module for name, module in modules.items() if wrap(name, module) and is_callable(module)}
+    found = {name for entry in wrap for name in _matches(entry, modules, type(model).__name__, wrap)}
     return {name: module for name, module in modules.items() if name in found}
 
 
 def _matches(entry: Entry, modules: Mapping[str, nn.Module], model: str, wrap: Sequence[Entry]) -> list[str]:
     """Names of the ``modules`` that an entry of ``wrap`` stands for; ``model`` is the root's class."""
-    names = []
-    for name, module in modules.items():
-        if entry in (name, type(module).__name__) or (not isinstance(entry, str) and isinstance(module, entry)):
-            names.append(name)
+    cls = () if isinstance(entry, str) else entry
+    names = [
+        name for name, module in modules.items() if entry in (name, type(module).__name__) or isinstance(module, cls)
+    ]
     if not names:
         written = repr(entry) if isinstance(entry, str) else entry.__name__
         first = ", ".join(list(modules)[:8])

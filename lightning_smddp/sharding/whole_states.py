@@ -101,30 +101,26 @@ def gathered_optimizer(state: Mapping[str, Any], keeps: Keeps, device: torch.dev
     return {**state, "state": kept}
 
 
-def own_part(value: Tensor, like: DTensor, device: torch.device | None = None) -> DTensor:
-    """This rank's part of a whole tensor that all ranks have, copied, divided as ``like`` is. Not collective.
+def own_part(value: Tensor, like: DTensor) -> DTensor:
+    """This rank's part of a whole tensor that all ranks have, copied, divided and placed as ``like``. Not collective.
 
     Args:
         value: of the shape of ``like``.
         like: how it is divided.
-        device: where the part is; None is where that of ``like`` is.
     """
-    if device is None:
-        device = like.to_local().device
     mesh = like.device_mesh
     rows = _rows_of_rank(value.size(0), mesh)
     low = rows * mesh.get_local_rank(mesh.ndim - 1)
-    local = value.detach()[low : low + rows].to(device, copy=True)
+    local = value.detach()[low : low + rows].to(like.to_local().device, copy=True)
     return divided_like(local, like)
 
 
 def divided_model_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """A whole model's ``state_dict`` for a ``module`` whose parameters are divided: with this rank's parts of them."""
     own = module.state_dict(keep_vars=True)
-    found = {}
+    found = dict(state)
     for name, value in state.items():
         like = own.get(name)
-        found[name] = value
         # Of another shape, `load_state_dict` says what is wrong.
         if isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.shape:
             found[name] = own_part(value, like).to(like.dtype)
@@ -133,20 +129,15 @@ def divided_model_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str
 
 def divided_optimizer_state(parameters: Sequence[Tensor], state: Mapping[str, Any]) -> dict[str, Any]:
     """A whole optimizer's ``state_dict`` for one of divided ``parameters``, in the order of its groups."""
-    states = {}
-    for number, values in state["state"].items():
-        states[number] = values
-        if not isinstance(number, int) or not isinstance(values, Mapping):
-            continue
-        like = parameters[number]
-        if isinstance(like, DTensor):
+    states = dict(state["state"])
+    for number, values in states.items():
+        like = parameters[number] if isinstance(number, int) else None
+        if isinstance(like, DTensor) and isinstance(values, Mapping):
             states[number] = {key: _divided(value, like) for key, value in values.items()}
     return {**state, "state": states}
 
 
 def _divided(value: Any, like: DTensor) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if value.shape == like.shape:
-        return own_part(value, like)
-    return value.clone()  # as optimizers have it for whole rows or columns
+    if isinstance(value, Tensor):  # of another shape, optimizers have it for whole rows or columns
+        return own_part(value, like) if value.shape == like.shape else value.clone()
+    return value
