@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Callback
 
 from lightning_smddp import PipelineStrategy, SMDDPStrategy, plan
 from tests.choice.modules import Wide
+from tests.growth import Growth
 from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import make_trainer
@@ -25,29 +21,6 @@ STRATEGIES = {
     "smddp_pipeline": (PipelineStrategy, {}),
 }
 RANKS, STEPS = 2, 2
-_M_MMAP_THRESHOLD = -3  # of malloc.h
-
-
-def held() -> int:
-    """Bytes of this process that are no file's; of memory that ranks share each has its part."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    sizes = {line.partition(":")[0]: 1024 * int(line.split()[1]) for line in lines if line.startswith("Rss")}
-    return sizes["RssAnon"] + sizes["RssShmem"] // RANKS
-
-
-@contextmanager
-def watched(most: list[int], done: threading.Event) -> Iterator[None]:
-    def look() -> None:
-        while not done.wait(0.002):
-            most[0] = max(most[0], held())
-
-    watcher = threading.Thread(target=look)
-    watcher.start()
-    try:
-        yield
-    finally:
-        done.set()
-        watcher.join()
 
 
 class Ends(Callback):
@@ -62,17 +35,12 @@ class Ends(Callback):
 
 def measure(strategy: str) -> int:
     """What training adds at most to what a process has."""
-    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**18)  # what is freed is given back
-    torch.set_num_threads(1)
     made, options = STRATEGIES[strategy]
-    done = threading.Event()
-    chosen = made(**grouped(verbose=False, **options))
-    trainer = make_trainer(chosen, max_steps=STEPS, callbacks=[Ends(done)])
-    most = [0]
-    before = held()
-    with watched(most, done):
+    growth = Growth(RANKS)
+    trainer = make_trainer(made(**grouped(verbose=False, **options)), max_steps=STEPS, callbacks=[Ends(growth.done)])
+    with growth.watching():
         trainer.fit(Wide())
-    return most[0] - before
+    return growth.most
 
 
 @pytest.mark.slow

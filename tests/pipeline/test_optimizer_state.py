@@ -103,26 +103,6 @@ def save_and_load(group: dist.ProcessGroup, build: Build) -> None:
     again.compare()
 
 
-def test_schedulers_and_the_placeholder_do_not_show() -> None:
-    run_in_threads(with_placeholder, 2)
-
-
-def with_placeholder(group: dist.ProcessGroup) -> None:
-    rank = Rank(group, two_groups)
-    placeholder = rank.partition.add_placeholder(torch.device("cpu"))
-    assert rank.partition.add_placeholder(torch.device("cpu")) is placeholder
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (rank.optimizer, rank.reference)]
-    for seed in range(2):
-        placeholder.grad = torch.zeros(1, 1)
-        rank.step(seed)
-        for scheduler in schedulers:
-            scheduler.step()
-    rank.compare()
-    assert any(p is placeholder for p in rank.optimizer.param_groups[0]["params"])
-    assert rank.optimizer.state[placeholder]["step"] == 2
-    assert placeholder.item() == 0
-
-
 def test_a_state_of_another_model_is_refused() -> None:
     model = tied()
     partition = OptimizerPartition(SGD(model.parameters(), lr=0.1), names_of(model), OWNERSHIP, 0)

@@ -19,6 +19,7 @@ from lightning_smddp import CommunicationMonitor
 from lightning_smddp.strategies import tables
 from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import Learner, make_trainer, silent
+from tests.strategies.pipeline_learners import Cases
 
 
 def fit_and_read(strategy_options: dict[str, Any], rich: bool) -> tuple[list[str], Any]:
@@ -47,11 +48,14 @@ ROWS = [
 ]
 
 
+OPTIONS = {"verbose": True, "algorithm": "hierarchical", "compression": "bf16", "bucket_cap_mb": 2}
+ON_TWO_NODES = Cases(fit_and_read, [(OPTIONS, True), (OPTIONS, False)], node_ids=["a", "b"])
+
+
 @pytest.mark.parametrize("rich", [True, False], ids=["rich", "plain"])
 def test_table_and_report(rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    options = {"verbose": True, "algorithm": "hierarchical", "compression": "bf16", "bucket_cap_mb": 2}
-    (lines, report), (others, same) = run_trainer_ranks(fit_and_read, 2, options, rich, node_ids=["a", "b"])
+    (lines, report), (others, same) = ON_TWO_NODES.results((OPTIONS, rich))
     assert others == []  # on the first rank only
     table = [line for line in lines if line in ROWS]
     assert table == ROWS

@@ -312,31 +312,6 @@ def test_what_users_code_makes_of_averages_is_seen_in_the_same_step(case: Any) -
     assert "in the averages net.2.bias (nan in 1 of 3 elements)" in first
 
 
-class OfEachRank(Spoiler):
-    """Parameters that DDP is told to leave to each rank; one is not finite on one of them."""
-
-    def __init__(self) -> None:
-        super().__init__(1, NAN)
-        self.own = torch.nn.Linear(1, 2)
-        self._ddp_params_and_buffers_to_ignore = ["own.weight", "own.bias"]
-
-    def on_fit_start(self) -> None:
-        self.own.bias.register_hook(self.spoil)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        return self.loss(batch) + self.own(torch.ones(1)).sum()
-
-
-def ignored_by_ddp() -> list[bool]:
-    model = OfEachRank()
-    make_trainer(strategy_of("smddp"), **EPOCH).fit(model)
-    return [all(bool(p.isfinite().all()) for p in part.parameters()) for part in (model.own, model.net)]
-
-
-def test_what_ddp_is_told_to_ignore_is_not_looked_at() -> None:
-    assert SEVERAL.results((ignored_by_ddp,)) == [[True, True], [False, True]]
-
-
 class BadLoss(Spoiler):
     """On one rank one batch gives a loss that is not finite."""
 
@@ -382,7 +357,7 @@ def manual() -> str:
     return str(caught.value)
 
 
-OF_SMDDP = (ignores, names_by_loss, manual, cleans_on_one_rank, ignored_by_ddp)
+OF_SMDDP = (ignores, names_by_loss, manual, cleans_on_one_rank)
 SEVERAL = Cases(call, [*((body,) for body in OF_SMDDP), *MADE])
 # The last one ends with its process, which the other one waits for.
 SLOW = Cases(call, [*OVERFLOWS, *LEFT_OUT, *CLEANED, fails_in_pipeline(1), fails_in_pipeline(2)])

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import yaml
 
-import lightning_smddp.strategies.lightning_fabric
-import lightning_smddp.strategies.pytorch_lightning
 from lightning_smddp import (
     CommunicationOptions,
     Compression,
@@ -25,18 +23,14 @@ from lightning_smddp import (
     SMDDPFSDPStrategy,
     SMDDPStrategy,
 )
+from lightning_smddp.strategies import pytorch_lightning
 from tests.strategies.grouped import GROUPS, grouped
 
-OTHERS = lightning_smddp.strategies.pytorch_lightning
 STRATEGIES: dict[str, tuple[type, set[str]]] = {
     "smddp": (SMDDPStrategy, {"communication", "reliability"}),
     "smddp_pipeline": (PipelineStrategy, set(GROUPS)),
     "fabric": (SMDDPFabricStrategy, {"communication", "reliability"}),
-    "pytorch_lightning smddp_pipeline": (OTHERS.PipelineStrategy, set(GROUPS)),
-    "lightning_fabric": (
-        lightning_smddp.strategies.lightning_fabric.SMDDPFabricStrategy,
-        {"communication", "reliability"},
-    ),
+    "pytorch_lightning smddp_pipeline": (pytorch_lightning.PipelineStrategy, set(GROUPS)),
 }
 
 

@@ -67,17 +67,17 @@ class Trained(Evaluated):
 EPOCHS, STEPS = 3, 2  # in all, and in each
 
 
-def saving(directory: str, name: str = "{epoch}") -> dict[str, Any]:
-    checkpoint = ModelCheckpoint(directory, name, save_top_k=-1)
+def saving(directory: str) -> dict[str, Any]:
+    checkpoint = ModelCheckpoint(directory, "{epoch}", save_top_k=-1)
     return {"max_epochs": EPOCHS, "enable_checkpointing": True, "callbacks": [checkpoint]}
 
 
-def train(strategy: Any, directory: str, name: str = "{epoch}", ckpt_path: str | None = None) -> dict[str, Any]:
+def train(strategy: Any, directory: str, ckpt_path: str | None = None) -> dict[str, Any]:
     """Body of a rank, and of one process: all epochs, or what is left of them from a checkpoint on."""
     if isinstance(strategy, dict):
         strategy = PipelineStrategy(**grouped(verbose=False, **strategy))
     model = Trained()
-    trainer = make_trainer(strategy, **saving(directory, name))
+    trainer = make_trainer(strategy, **saving(directory))
     trainer.fit(model, ckpt_path=ckpt_path)
     rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
     return outcome(model, trainer, batches=model.batches, rates=rates)
@@ -92,38 +92,18 @@ def assert_same_checkpoint(path: Path, expected: Path, tolerance: float = 1e-5) 
     assert ours["hyper_parameters"] == theirs["hyper_parameters"]
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """An unbroken run in one process, and its checkpoints."""
-    directory = tmp_path_factory.mktemp("alone")
-    return directory, train("auto", str(directory))
-
-
-@pytest.fixture(scope="module")
-def piped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same in two stages: its checkpoints."""
-    directory = tmp_path_factory.mktemp("piped")
-    run_trainer_ranks(train, 2, {}, str(directory))
-    return directory
-
-
 @pytest.mark.slow
-def test_saves_what_one_process_saves(alone: Any, piped: Path) -> None:
+def test_saves_what_one_process_saves_and_what_that_goes_on_from(tmp_path: Path) -> None:
+    alone, piped = tmp_path / "alone", tmp_path / "piped"
+    expected = train("auto", str(alone))
+    run_trainer_ranks(train, 2, {}, str(piped))
     for epoch in range(EPOCHS):
-        assert_same_checkpoint(piped / f"epoch={epoch}.ckpt", alone[0] / f"epoch={epoch}.ckpt")
-
-
-@pytest.mark.slow
-def test_goes_on_in_one_process(alone: Any, piped: Path, tmp_path: Path) -> None:
-    result = train("auto", str(tmp_path), ckpt_path=str(piped / "epoch=0.ckpt"))
-    assert_same(result, {**alone[1], "losses": alone[1]["losses"][STEPS:]})
-
-
-@pytest.mark.slow
-def test_load_from_checkpoint(alone: Any, piped: Path) -> None:
-    model, expected = (Trained.load_from_checkpoint(path / "epoch=2.ckpt") for path in (piped, alone[0]))
-    assert_same(model.state_dict(), expected.state_dict())
-    assert model.hparams == {"layers": 5}
+        assert_same_checkpoint(piped / f"epoch={epoch}.ckpt", alone / f"epoch={epoch}.ckpt")
+    result = train("auto", str(tmp_path), str(piped / "epoch=0.ckpt"))
+    assert_same(result, {**expected, "losses": expected["losses"][STEPS:]})
+    ours, theirs = (Trained.load_from_checkpoint(path / "epoch=2.ckpt") for path in (piped, alone))
+    assert_same(ours.state_dict(), theirs.state_dict())
+    assert ours.hparams == {"layers": 5}
 
 
 # ---- in one session ----

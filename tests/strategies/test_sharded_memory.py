@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +15,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_smddp import PipelineStrategy
 from lightning_smddp.checkpoint.sharded import load
+from tests.growth import Growth
 from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import make_trainer
 
-M_MMAP_THRESHOLD = -3  # malloc.h
 WIDTH, LAYERS, RANKS = 512, 32, 2
 WEIGHTS = LAYERS * WIDTH * WIDTH * 4 / 2**20  # MiB of the model; Adam has two times as much
 
@@ -43,35 +40,6 @@ class Wide(LightningModule):
 
     def train_dataloader(self) -> Any:
         return DataLoader(TensorDataset(torch.ones(12, WIDTH)), 4)
-
-
-def anonymous_memory() -> float:
-    """MiB of this process that are no file's."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
-
-
-class Growth:
-    """Of memory inside of :meth:`watching`, at most, in MiB."""
-
-    def __init__(self) -> None:
-        self.most, self.start = 0.0, anonymous_memory()
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        done = threading.Event()
-
-        def look() -> None:
-            while not done.wait(0.002):
-                self.most = max(self.most, anonymous_memory() - self.start)
-
-        watcher = threading.Thread(target=look)
-        watcher.start()
-        try:
-            yield
-        finally:
-            done.set()
-            watcher.join()
 
 
 class Started(Callback):
@@ -95,17 +63,13 @@ class Saves(Callback):
         for sharded in (True, False):
             strategy = trainer.strategy
             strategy._reliability = dataclasses.replace(strategy._reliability, sharded=sharded)
-            growth = Growth()
+            growth = Growth(RANKS)
             with growth.watching():
                 trainer.save_checkpoint(f"{self.directory}/{sharded}.ckpt")
-            self.growth[sharded] = growth.most
+            self.growth[sharded] = growth.most / 2**20
 
 
 def measure(directory: str) -> Any:
-    torch.set_num_threads(1)
-    ctypes.CDLL(None).mallopt(
-        M_MMAP_THRESHOLD, 2**16
-    )  # what is freed goes back at once, as that of larger tensors does
     options: dict[str, Any] = {"meta_init": True, "verbose": False, "sharded": True, "num_microbatches": 2}
     options["split"] = [f"layers.{LAYERS // RANKS}"]  # not by measured times, which are seldom those of equal layers
     saves = Saves(directory)
@@ -113,14 +77,14 @@ def measure(directory: str) -> Any:
     trainer.fit(Wide())
     held = sum(p.nbytes for p in trainer.lightning_module.parameters() if not p.is_meta) / 2**20
     del trainer
-    growth = Growth()
-    started = Started(lambda: growth.most)
+    growth = Growth(RANKS)
+    started = Started(lambda: growth.most / 2**20)
     again = make_trainer(PipelineStrategy(**grouped(**options)), max_steps=4, max_epochs=9, callbacks=[started])
     with growth.watching():
         again.fit(Wide(), ckpt_path=f"{directory}/True.ckpt")
     states = [again.strategy.optimizer_state(optimizer)["state"] for optimizer in again.optimizers]
     moments = sum(state["exp_avg"].nbytes for state in states[0].values()) / 2**20
-    return saves.growth, held, moments, started.before_first_batch, growth.most
+    return saves.growth, held, moments, started.before_first_batch, growth.most / 2**20
 
 
 @pytest.mark.slow

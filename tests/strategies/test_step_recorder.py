@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torchmetrics import MeanSquaredError, MetricCollection, R2Score
+from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, R2Score
 
 from lightning_smddp.bridge.absent import AbsentValueError
+from lightning_smddp.bridge.metrics import PipelineMetrics
 from lightning_smddp.bridge.step_record import StepRecorder
+from tests.ranks import run_in_threads
 
 
 class Module(LightningModule):
@@ -33,17 +37,11 @@ class Module(LightningModule):
         return [(name, value) for name, value, _ in self.logged]
 
 
-# ---- logged values ----
-
-
 def test_groups_of_the_users_own_are_refused() -> None:
     module = Module(lambda self, rows: self.log("x", 1.0, sync_dist_group=object()))
     recorder = StepRecorder(module)
     with pytest.raises(ValueError, match="Leave `sync_dist_group` out"), recorder.microbatch(0, 0, 1, None, keep=True):
         module.step(module, torch.zeros(1))
-
-
-# ---- metrics ----
 
 
 def test_what_metrics_return_where_the_step_does_not_end_cannot_be_read() -> None:
@@ -68,4 +66,15 @@ def test_what_metrics_return_where_the_step_does_not_end_cannot_be_read() -> Non
         step(module, rows)
 
 
-# ---- nothing is left behind ----
+@pytest.mark.parametrize("src", [0, 1])
+def test_nothing_is_sent_for_metrics_that_no_step_changed(src: int) -> None:
+    """So that other ranks need not take part."""
+    with pytest.warns(UserWarning, match="before the ``update``"):
+        assert run_in_threads(computes_alone, 2, src) == [None, None]
+
+
+def computes_alone(group: dist.ProcessGroup, src: int) -> None:
+    root = nn.ModuleDict({"mean": MeanMetric()})
+    with closing(PipelineMetrics(root, group, 1, torch.device("cpu"))):
+        if group.rank() == src:
+            root["mean"].compute()

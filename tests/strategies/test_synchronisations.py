@@ -83,27 +83,20 @@ def count_steps(strategy: Any, module: Net, **options: Any) -> Counter[tuple[str
     return counts.counts
 
 
-def count_data_parallel() -> list[Any]:
-    return [count_steps(strategy, Silent()) for strategy in ("ddp", silent())]
-
-
 def count_pipeline(module: type[Net], layout: dict[str, Any], options: dict[str, Any], microbatches: int) -> Any:
     quiet = {"verbose": False, "num_microbatches": microbatches}
     return count_steps(PipelineStrategy(**grouped(**quiet, **layout)), module(), **options)
 
 
-def count_pipelines(cases: dict[str, Case]) -> dict[str, Any]:
-    return {name: count_pipeline(*case, MICROBATCHES) for name, case in cases.items()}
-
-
-def test_of_a_data_parallel_step() -> None:
-    for stock, ours in run_trainer_ranks(count_data_parallel, 2):
-        assert ours.total() <= stock.total() + 1, f"ddp:\n{table(stock)}\nsmddp:\n{table(ours)}"
+def count_all() -> tuple[Any, Any, dict[str, Any]]:
+    stock, ours = (count_steps(strategy, Silent()) for strategy in ("ddp", silent()))
+    return stock, ours, {name: count_pipeline(*case, MICROBATCHES) for name, case in CASES.items()}
 
 
 @pytest.mark.slow
-def test_of_a_pipeline_step() -> None:
-    """Its limit is one for any number of micro-batches."""
-    for found in run_trainer_ranks(count_pipelines, 2, CASES):
-        for name, counts in found.items():
+def test_of_a_step() -> None:
+    """The limit of a pipeline's is one for any number of micro-batches."""
+    for stock, ours, pipelines in run_trainer_ranks(count_all, 2):
+        assert ours.total() <= stock.total() + 1, f"ddp:\n{table(stock)}\nsmddp:\n{table(ours)}"
+        for name, counts in pipelines.items():
             assert counts.total() <= PER_STEP, f"{name}\n{table(counts)}"
