@@ -14,7 +14,7 @@ from lightning_smddp import Compression
 from tests.devices import on_gpus
 from tests.ranks import run_trainer_ranks
 from tests.strategies.pipeline_learners import Bench, Case, Matrix, assert_same, name_of
-from tests.strategies.test_pipeline_checkpoints import best_and_last, resume_twice, save_afterwards, tied
+from tests.strategies.test_pipeline_checkpoints import best_and_last, tied
 from tests.strategies.test_pipeline_features import (
     TOLERANCE,
     accumulation,
@@ -55,7 +55,7 @@ OTHER_OPTIMIZATION = [
     gpt_checkpointed,
     *(accumulation, clip_by_norm, clip_by_value, bf16_mixed, fp16_accumulation, gpt),
 ]
-CHECKPOINTS = [save_afterwards, resume_twice, best_and_last, tied]  # in `make test`: tests/gpu/test_data_parallel.py
+CHECKPOINTS = [best_and_last, tied]  # in `make test`: tests/gpu/test_data_parallel.py
 SPLITS = [training("interleaved_1f1b", num_microbatches=4), training("1f1b"), training("dualpipev")]
 REPLICAS = [
     replicas(),

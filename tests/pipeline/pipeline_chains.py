@@ -14,7 +14,6 @@ from lightning_smddp.pipeline.runtime.engine import PipelineEngine
 from lightning_smddp.pipeline.runtime.messages import Boundary
 from lightning_smddp.pipeline.runtime.remote import TensorSpec
 from lightning_smddp.pipeline.runtime.schedules import parse
-from lightning_smddp.pipeline.runtime.spans import SpanRecorder
 
 WIDTH = 6
 CPU = torch.device("cpu")
@@ -100,9 +99,8 @@ def laid_out(boundaries: Sequence[Any], train: bool) -> list[list[Boundary]]:
 class Engine:
     """An engine with a body for each stage, which keeps the losses."""
 
-    def __init__(self, name: str, bodies: Sequence[StageBody], recorder: SpanRecorder | None = None) -> None:
+    def __init__(self, name: str, bodies: Sequence[StageBody]) -> None:
         self.engine = PipelineEngine(dist.group.WORLD, CPU, parse(name), len(bodies))
-        self.engine.recorder = recorder
         self.bodies = bodies  # of all stages; this rank's are used
         self.stages = [stage.stage_index for stage in self.engine.stages]
         self.losses: dict[int, Tensor] = {}

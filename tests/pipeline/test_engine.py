@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import copy
 import gc
-import time
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp.pipeline.runtime.schedules import SCHEDULES
-from lightning_smddp.pipeline.runtime.spans import Span, SpanRecorder
 from tests.pipeline import pipeline_chains
-from tests.pipeline.pipeline_chains import CPU, HIDDEN, Engine, two_stages
+from tests.pipeline.pipeline_chains import HIDDEN, Engine, two_stages
 from tests.ranks import run_ranks
 
 # Sizes differ within a step, lengths between steps; some numbers of micro-batches need a substitute schedule.
@@ -147,44 +143,3 @@ def test_nothing_is_held_longer_than_the_schedule_needs() -> None:
     assert run_ranks(kept, 2, "1f1b", 6) == [(2, 0, 0), (1, 0, 0)]
     assert run_ranks(kept, 2, "gpipe", 6) == [(6, 0, 0), (6, 0, 0)]
     assert run_ranks(kept, 1, "interleaved_zero_bubble", 6)[0][1:] == (0, 0)
-
-
-# ---- spans show what each rank did when, and when it had to wait ----
-
-
-def recorded(name: str) -> list[Span]:
-    bodies = two_stages()
-    slow, healthy = dist.get_world_size() - 1, bodies[-1].function
-
-    def sleep_first(*arguments: Any) -> tuple[Tensor, ...]:
-        time.sleep(0.1)
-        return healthy(*arguments)
-
-    bodies[slow].function = sleep_first
-    recorder = SpanRecorder(dist.get_rank(), CPU)
-    engine = Engine(name, bodies, recorder=recorder)
-    start = time.perf_counter()
-    engine.train([[[HIDDEN]]] * 2)
-    engine.evaluate([[[HIDDEN]]])
-    spans = recorder.take()
-    assert recorder.take() == []
-    assert spans[0].start_s >= start
-    assert spans[-1].end_s <= time.perf_counter()
-    return spans
-
-
-def test_spans_tell_what_each_rank_did_and_for_whom_it_waited() -> None:
-    first, last = run_ranks(recorded, 2, "gpipe")
-    for rank, spans in enumerate((first, last)):
-        work = [(span.kind, span.microbatch) for span in spans if span.kind not in ("wait", "send")]
-        assert work == [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1), ("forward", 0)]
-        assert {(span.rank, span.stage) for span in spans} == {(rank, rank)}
-        for before, after in zip(spans, spans[1:], strict=False):
-            assert before.end_s <= after.start_s or before.end_s == pytest.approx(after.start_s)
-            assert before.start_s <= before.end_s
-    seconds: Counter[tuple[int, str]] = Counter()
-    for span in (*first, *last):
-        seconds[span.rank, span.kind] += span.end_s - span.start_s
-    assert seconds[1, "forward"] >= 0.3
-    assert seconds[0, "wait"] > 0.15  # for the last rank's two forwards before its first backward
-    assert seconds[0, "forward"] < 0.25

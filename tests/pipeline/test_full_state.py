@@ -11,12 +11,7 @@ from torch import nn
 
 from lightning_smddp._compat.torch import without_torch_function
 from lightning_smddp.pipeline.state.meta_parameters import release
-from lightning_smddp.pipeline.state.state_dict import (
-    broadcast_initial,
-    full_state_dict,
-    load_full_state_dict,
-    unshard,
-)
+from lightning_smddp.pipeline.state.state_dict import broadcast_initial, full_state_dict, load_full_state_dict, unshard
 from lightning_smddp.pipeline.view.view import GlobalView
 from tests.communication.errors import message_of
 from tests.pipeline.models import OWNERSHIP, Tied, assert_same, tied

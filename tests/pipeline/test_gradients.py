@@ -11,11 +11,7 @@ from torch import Tensor, nn
 
 from lightning_smddp.communication.norms import norm_over_ranks
 from lightning_smddp.pipeline.mesh import Ownership, held_parameters
-from lightning_smddp.pipeline.state.gradients import (
-    TiedGradients,
-    clip_by_norm,
-    share_overflow,
-)
+from lightning_smddp.pipeline.state.gradients import TiedGradients, clip_by_norm, share_overflow
 from lightning_smddp.pipeline.state.meta_parameters import release
 from lightning_smddp.pipeline.state.optimizer import OptimizerPartition
 from tests.pipeline.models import OWNERSHIP, seeded, tied, train_step

@@ -9,13 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_smddp.bridge.loss_weights import (
-    EXACT,
-    LossWeight,
-    best_fit,
-    candidates,
-    given_weight,
-)
+from lightning_smddp import PipelineStrategy
+from lightning_smddp.bridge.loss_weights import EXACT, LossWeight, best_fit, candidates, given_weight
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, rows_of, split
 
 ROWS, LENGTH, VOCABULARY = 16, 12, 64
@@ -72,6 +67,12 @@ def test_a_function_has_to_return_a_weight(value: Any) -> None:
         weights(lambda part: value, torch.ones(4, 2), 2)
 
 
+@pytest.mark.parametrize("option", [None, 3, ""])
+def test_unknown_options_list_the_valid_ones(option: Any) -> None:
+    with pytest.raises(ValueError, match=r"loss_weight=.* is unknown. Valid: 'auto', 'rows', 'labels'"):
+        PipelineStrategy(loss_weight=option)
+
+
 def test_labels_are_integers_of_minus_100_or_called_so() -> None:
     full = torch.ones(4, 3, dtype=torch.int64)
     assert [weight.kind for weight in candidates({"labels": full})] == ["shifted_labels", "labels", "rows", "sum"]
@@ -121,8 +122,7 @@ def choose(loss: Any, batch: Any, again: float | None = None, count: int = 4) ->
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("share", [0.1, 0.6])
 @pytest.mark.parametrize(
-    ("loss", "kind"),
-    [(token_mean, "labels"), (shifted_mean, "shifted_labels"), (row_mean, "rows"), (total, "sum")],
+    ("loss", "kind"), [(token_mean, "labels"), (shifted_mean, "shifted_labels"), (row_mean, "rows"), (total, "sum")]
 )
 def test_the_smallest_error_is_chosen_also_for_fresh_models(loss: Any, kind: str, share: float, seed: int) -> None:
     found, note = choose(loss, padded(seed, share))

@@ -90,15 +90,7 @@ def test_buckets_are_filled_in_the_order_of_backward() -> None:
 
 
 def steps() -> None:
-    for check in (
-        starts_during_backward,
-        accumulated,
-        unused,
-        thawed,
-        too_many_backwards,
-        nothing_to_train,
-        hooks_of_users_come_first,
-    ):
+    for check in (starts_during_backward, accumulated, unused, thawed, too_many_backwards, hooks_of_users_come_first):
         check()
 
 
@@ -207,18 +199,6 @@ def hooks_of_users_come_first() -> None:
             parameter.register_post_accumulate_grad_hook(halve)
         run_step(model, replicas, 1)
         assert_close(model, expected)
-
-
-def nothing_to_train() -> None:
-    model = stage().requires_grad_(False)
-    with averaging(model, algorithm="auto") as replicas:
-        replicas.begin(passes(model))
-        replicas.finish()
-        assert replicas.synchronizer.report().gradient_bytes == 0
-        assert replicas.synchronizer.state_dict() == {}
-    with averaging(nn.Module(), algorithm="auto") as replicas:
-        replicas.begin({})
-        replicas.finish()
 
 
 def test_steps_of_all_kinds() -> None:

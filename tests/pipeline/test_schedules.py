@@ -7,14 +7,7 @@ import re
 import pytest
 import torch.distributed.pipelining  # noqa: F401  (sets an environment variable when first imported, not in a test)
 
-from lightning_smddp.pipeline.runtime.schedules import (
-    SCHEDULES,
-    Schedule,
-    check,
-    for_microbatches,
-    orders,
-    parse,
-)
+from lightning_smddp.pipeline.runtime.schedules import SCHEDULES, Schedule, check, for_microbatches, orders, parse
 
 
 def stages_per_rank_of(schedule: Schedule) -> list[int]:

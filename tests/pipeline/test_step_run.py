@@ -114,19 +114,12 @@ def facts(net: Net, i: int, x: Tensor, s: Tensor) -> Tensor:
 
 FORMS: dict[str, Between] = {
     "cat": lambda n, i, x, s: torch.cat([x, s, x], -1)[..., D // 2 : D // 2 + D],
-    "stack": lambda n, i, x, s: torch.stack((x, s)).mean(0),
-    "where": lambda n, i, x, s: torch.where(s > 0, x, x * n.scale),
-    "gather": lambda n, i, x, s: x.gather(-1, s.argsort(-1)),
     "free_by_remote_index": lambda n, i, x, s: x + torch.arange(20.0)[(s.abs() * 5).long().clamp(max=19)],
     "index": lambda n, i, x, s: x[:, s[0, :, 0].argsort()],
     "setitem": lambda n, i, x, s: x.clone().__setitem__((slice(None), s[0, :2, 0].argsort()), 0.0) or x,
-    "einsum": lambda n, i, x, s: torch.einsum("btd,bsd,bse->bte", x, s, s).tanh(),
-    "attention": lambda n, i, x, s: F.scaled_dot_product_attention(x, s, s),
     "out": lambda n, i, x, s: torch.mul(x.detach(), 2, out=torch.empty_like(x)) + x,
-    "layer_norm": lambda n, i, x, s: F.layer_norm(x, (D,), s[0, 0]),
     "foreach": lambda n, i, x, s: torch._foreach_mul([x, s], 0.5)[0] + s,
     "operators": lambda n, i, x, s: 1 - (2 ** -abs(x) / (1 + s**2)) % 0.7 + s @ s.mT @ x / 9,
-    "mirrored": lambda n, i, x, s: x * (s < 0.5) + (s <= 1) * x,
     "unpacked": lambda n, i, x, s: torch.stack([a + b for a, b in zip(x, s, strict=True)]) + sum(s.unbind(0)) + len(s),
     "chunks": lambda n, i, x, s: torch.cat(
         [b * a.sigmoid() for a, b in zip(s.chunk(2, -1), x.split(4, -1), strict=True)], -1
@@ -136,7 +129,6 @@ FORMS: dict[str, Between] = {
     "transposed": lambda n, i, x, s: x * s.data + s.mT.mT + s.real,
     "conversions": lambda n, i, x, s: x.to(s) + s.type(torch.float64).float() + torch.full_like(s, 0.1) + x.type_as(s),
     "as_tensor": lambda n, i, x, s: x + torch.as_tensor(s),
-    "numbers": lambda n, i, x, s: x * (s.shape[0] / s.numel()) ** 0.5 + s.dim() + s.size(-1) * s.stride(0),
     "padded": lambda n, i, x, s: F.pad(F.interpolate(s, scale_factor=0.5), (2, 2)) + x,
     "no_grad": lambda n, i, x, s: x + torch.no_grad()(lambda: x * n.scale + s)().detach() * 0.1,
     "stopped": lambda n, i, x, s: x + s.detach() - s,
@@ -146,7 +138,6 @@ FORMS: dict[str, Between] = {
     "dropout": lambda n, i, x, s: F.dropout(x, 0.3),
     "item": lambda n, i, x, s: x * 2 if x.abs().mean().item() > 0.05 else x,
     "any": lambda n, i, x, s: x * 1.5 if (x > 3).any() else x * 0.5,
-    "float": lambda n, i, x, s: x / (1 + float(x.detach().norm())),
     "for_logs": lambda n, i, x, s: (f"{x.mean():.3f}", x.detach().numpy().sum(), x.sum(-1)[0].tolist()) and x * 2,
     "asserted": lambda n, i, x, s: x if math.isfinite(float(x.detach().sum())) else 1 / 0,
     "topk": lambda n, i, x, s: x + ((best := s.topk(2, -1)).values * best.indices).sum(-1, keepdim=True),
@@ -236,6 +227,29 @@ def test_a_sum_that_no_module_sees_is_sent() -> None:
 )
 def test_draws_are_those_of_one_process(between: Between | None, before: Before | None) -> None:
     check(Net(between, p=0.5, before=before))
+
+
+def test_draws_do_not_depend_on_cuts() -> None:
+    """Dropouts follow each other without a module between: each has a seed of its own, in any number of stages."""
+    seen: list[Tensor] = []
+
+    def between(n: Net, i: int, x: Tensor, s: Tensor) -> Tensor:
+        first, second = F.dropout(x, 0.3), F.dropout(x, 0.3)
+        seen[:] = first.detach(), second.detach()
+        return F.dropout(first + second + s, 0.2)
+
+    net = Net(between, before=lambda n, x: torch.randn_like(x))
+    root = nn.ModuleDict({"net": net})
+
+    def step() -> Tensor:
+        return loss_of_net(root)
+
+    graph = program_of(root, step, is_unit)
+    assert graph.mixes_draws
+    all_cuts: list[list[int]] = [even_cuts(graph, 2), even_cuts(graph, 4), []]
+    losses = [run_stages(graph, stages_on(root, graph, cuts, step)) for cuts in all_cuts]
+    assert losses[0] == losses[1] == losses[2]
+    assert not torch.equal(*seen)
 
 
 # ---- precision, compiled modules, hooks ----

@@ -87,3 +87,9 @@ def test_auto_num_microbatches_keeps_the_schedules_rule() -> None:
 def test_a_batch_too_small_for_the_rule() -> None:
     with pytest.raises(ValueError, match=r"a batch of 3 rows .* on 4 ranks: use a bigger batch"):
         auto_num_microbatches(3, 4, lambda count: count >= 4)
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(0, 4), (4, 0)])
+def test_nothing_to_cut(rows: int, ranks: int) -> None:
+    with pytest.raises(ValueError, match=f"batch_rows={rows} and num_ranks={ranks}"):
+        auto_num_microbatches(rows, ranks)

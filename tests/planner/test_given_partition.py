@@ -27,12 +27,7 @@ def problem(num_stages: int, cut_bytes: list[float] | None = None) -> PartitionP
 
 @pytest.mark.parametrize(
     ("split", "cuts"),
-    [
-        ([], ()),
-        (["head"], (8,)),
-        (["blocks.0.mlp", "norm"], (2, 6)),
-        (["blocks.1", "blocks.10"], (3, 5)),
-    ],
+    [([], ()), (["head"], (8,)), (["blocks.0.mlp", "norm"], (2, 6)), (["blocks.1", "blocks.10"], (3, 5))],
 )
 def test_names_and_prefixes(split: list[str], cuts: tuple[int, ...]) -> None:
     assert given_partition(problem(len(split) + 1), split).cuts == cuts

@@ -118,11 +118,7 @@ def test_forbidden_cuts_that_leave_too_few_stages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cuts", "message"),
-    [
-        ((2, 2), "stage 1 would have no unit"),
-        ((1, 4), r"between 'net\.3' and 'net\.4'"),
-    ],
+    ("cuts", "message"), [((2, 2), "stage 1 would have no unit"), ((1, 4), r"between 'net\.3' and 'net\.4'")]
 )
 def test_cuts_that_make_no_partition(cuts: tuple[int, ...], message: str) -> None:
     problem = chain(5, [0, 1, 2], cut_bytes=[0, 1, 1, 1, math.inf, 0])

@@ -182,10 +182,6 @@ class Detr(HuggingFace):
         return {"pixel_values": images, "pixel_mask": mask, "labels": [labels for _, labels in rows]}
 
 
-@table(
-    Case(SmpUnet, WHOLE),
-    Case(FasterRcnn, WHOLE),
-    Case(Detr, WHOLE),
-)
+@table(Case(SmpUnet, WHOLE), Case(FasterRcnn, WHOLE), Case(Detr, WHOLE))
 def test_detection_segmentation(case: Case) -> None:
     check(case)

@@ -9,18 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.public.cases import (
-    MARKS,
-    REPLICAS,
-    WHOLE,
-    ZERO_BUBBLE,
-    Built,
-    Case,
-    Learner,
-    check,
-    integers,
-    table,
-)
+from tests.public.cases import MARKS, REPLICAS, WHOLE, ZERO_BUBBLE, Built, Case, Learner, check, integers, table
 
 timm = pytest.importorskip("timm")
 timm_losses = pytest.importorskip("timm.loss")
@@ -83,26 +72,6 @@ class TimmMixup(TimmVit):
         self.log("val_accuracy", (self.model(images).argmax(1) == labels).float().mean())
 
 
-class TorchvisionInception(Classifier):
-    """Two heads while training, one in evaluation."""
-
-    rate = 0.01
-
-    def build(self) -> Any:
-        return torchvision.models.GoogLeNet(num_classes=CLASSES, init_weights=False, dropout=0.0, dropout_aux=0.0)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        images, labels = batch
-        out = self.model(images)
-        loss = F.cross_entropy(out.logits, labels)
-        loss = loss + 0.3 * F.cross_entropy(out.aux_logits1, labels) + 0.3 * F.cross_entropy(out.aux_logits2, labels)
-        self.log("train_loss", loss)
-        return loss
-
-    def data(self) -> Any:
-        return digits(16, size=64)
-
-
 class KorniaAugmented(TimmVit):
     """kornia's augmentation in the step, which draws torch's random numbers."""
 
@@ -143,7 +112,6 @@ class OpenClip(Learner):
     Case(TimmVit, REPLICAS, ranks=4, variant="replicas"),
     Case(TimmSwin, ZERO_BUBBLE, variant="zero_bubble"),
     Case(TimmMixup, WHOLE),
-    Case(TorchvisionInception, WHOLE),
     Case(KorniaAugmented),
     Case(OpenClip, WHOLE),
 )

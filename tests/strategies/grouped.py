@@ -7,11 +7,7 @@ from typing import Any
 
 from lightning_smddp import CommunicationOptions, PartitionOptions, ReliabilityOptions
 
-GROUPS = {
-    "communication": CommunicationOptions,
-    "partition": PartitionOptions,
-    "reliability": ReliabilityOptions,
-}
+GROUPS = {"communication": CommunicationOptions, "partition": PartitionOptions, "reliability": ReliabilityOptions}
 
 
 def grouped(**options: Any) -> dict[str, Any]:

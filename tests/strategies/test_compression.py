@@ -96,12 +96,7 @@ def fit_save_and_resume(compression: Any, path: str) -> dict[str, Any]:
     loaded: dict[str, Any] = {}
     resumed.on_train_start = lambda: loaded.update(again.strategy._scheme.state_dict())  # type: ignore[method-assign]
     again.fit(resumed, ckpt_path=path)
-    return {
-        "half": weights(first),
-        "unbroken": weights(unbroken),
-        "resumed": weights(resumed),
-        "loaded": loaded,
-    }
+    return {"half": weights(first), "unbroken": weights(unbroken), "resumed": weights(resumed), "loaded": loaded}
 
 
 SHORT = {"limit_train_batches": 5}

@@ -672,24 +672,6 @@ def generating(bench: Bench) -> Any:
     return {"seen": [each for each in result["seen"] if isinstance(each, Tensor)], "metrics": result["metrics"]}
 
 
-class WritesInValidation(Evaluated):
-    """Into a tensor of another object: with whole batches."""
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        out = self.net(batch[0])
-        OUTSIDE.add_(out.sum())
-        return OUTSIDE.clone()
-
-
-def writing_in_validation(bench: Bench) -> Any:
-    OUTSIDE.zero_()
-    options = {"max_epochs": 1, "num_sanity_val_steps": 0}
-    with caught() as said:
-        result = watched(Bench(bench.pipeline), WritesInValidation(), THREE if bench.pipeline else None, **options)
-    assert_said_once(bench, said, "_step` runs", "writes a tensor in place at")
-    return {"seen": [each for each in result["seen"] if isinstance(each, Tensor)]}
-
-
 def evaluated(bench: Bench) -> Any:
     model, trainer = Evaluated(), bench.trainer(THREE, **SHORT)
     trainer.fit(model)
@@ -773,7 +755,7 @@ RULES: dict[str, list[Any]] = {
     "13 paths by what all ranks know are found before the schedule": [branching],
     "14 evaluation has the same contract": [evaluated],
 }  # fmt: skip
-AS_WHOLE_BATCHES = [ragged, generating, writing_in_validation]
+AS_WHOLE_BATCHES = [ragged, generating]
 CASES = [case for cases in RULES.values() for case in cases]
 TWO = Matrix([*CASES, *AS_WHOLE_BATCHES, stopping, hooked], timeout=300.0)
 SEVERAL_STAGES = Matrix([logging, measured, counting], pipeline={"schedule": "interleaved_1f1b"})

@@ -161,10 +161,7 @@ def test_lazy_layers_are_refused_with_the_cure_and_barriers_in_a_step_do_not_han
 
 SLOW = Cases(
     call,
-    [
-        *((body, name) for body in (copies, refuses) for name in BOTH),
-        *((goes_on, name) for name in ("ddp", "smddp")),
-    ],
+    [*((body, name) for body in (copies, refuses) for name in BOTH), *((goes_on, name) for name in ("ddp", "smddp"))],
 )
 
 

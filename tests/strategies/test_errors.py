@@ -119,18 +119,6 @@ class DifferentShape(Learner):
         self.net[2] = nn.Linear(16, CLASSES + self.global_rank)
 
 
-class OneMore(Learner):
-    def configure_model(self) -> None:
-        if self.global_rank == 1:
-            self.extra = nn.Linear(2, 2)
-
-
-class DifferentType(Learner):
-    def configure_model(self) -> None:
-        if self.global_rank == 1:
-            self.net[0].double()
-
-
 class Complex(Learner):
     def __init__(self) -> None:
         super().__init__()
@@ -160,11 +148,6 @@ class OtherRate(Learner):
         return torch.optim.SGD(self.parameters(), lr=0.1 * (1 + self.global_rank))
 
 
-class OtherBuffer(Learner):
-    def configure_model(self) -> None:
-        self.register_buffer("seen", torch.zeros(2 + self.global_rank))
-
-
 SHAPES = ["rank 0 (host ", "has parameter net.2.weight", "(3, 16)", "rank 1 (host ", "(4, 16)"]
 RATES = ["SGD 0, group 0 of 1: lr=0.1", "SGD 0, group 0 of 1: lr=0.2"]
 FIT: list[tuple[str, list[dict[str, Any]], type[Learner], list[str]]] = [
@@ -173,9 +156,6 @@ FIT: list[tuple[str, list[dict[str, Any]], type[Learner], list[str]]] = [
     ("smddp", [{}], FrozenOnRankOne, ["parameter net.0.weight", "frozen"]),
     ("smddp", [{}], DifferentShape, SHAPES),
     ("stages", [{}], DifferentShape, SHAPES[1:]),
-    ("smddp", [{}], OneMore, ["has nothing more", "parameter extra.weight"]),
-    ("smddp", [{}], DifferentType, ["net.0.weight", "torch.float32", "torch.float64"]),
-    ("smddp", [{}], OtherBuffer, ["buffer seen: ", "(2,)", "(3,)"]),
     ("smddp", [{"compression": "int8"}], Complex, ["'phase'", "torch.complex64", "compression=None"]),
     ("smddp", [{"process_group": "a group"}], Learner, ["`process_group`", "DDPStrategy"]),
     ("smddp", [{"device_mesh": "a mesh"}], Learner, ["`device_mesh`", "DDPStrategy"]),

@@ -81,9 +81,7 @@ class Case:
 
 CASES = {
     "BackboneFinetuning": Case(
-        WithBackbone,
-        callback=partial(BackboneFinetuning, unfreeze_backbone_at_epoch=1),
-        strategy={"algorithm": "auto"},
+        WithBackbone, callback=partial(BackboneFinetuning, unfreeze_backbone_at_epoch=1), strategy={"algorithm": "auto"}
     ),
     "within accumulation": Case(FrozenFirst, {"accumulate_grad_batches": 2}, UnfreezesAtBatch),
     "parts by turns": Case(Adversaries, strategy={"find_unused_parameters": True}),
@@ -138,8 +136,7 @@ def train_with_fabric() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "cure"),
-    [(train_unfreezing_in_step, "on_train_epoch_start"), (train_with_fabric, "fabric.setup")],
+    ("body", "cure"), [(train_unfreezing_in_step, "on_train_epoch_start"), (train_with_fabric, "fabric.setup")]
 )
 def test_gradients_that_nobody_averages_are_an_error(body: Callable[[], None], cure: str) -> None:
     with pytest.raises(RanksFailedError, match=r"2 parameters \((net\.)?0\.weight, (net\.)?0\.bias\)") as failed:

@@ -125,45 +125,25 @@ DIFFERS = "The pipeline does not compute what the step computes on one rank"
 
 def test_the_check_can_be_turned_off() -> None:
     """Silently wrong, as it was asked for."""
-    first, _ = TWO.results(
-        (
-            shown,
-            "unchecked",
-        )
-    )
+    first, _ = TWO.results((shown, "unchecked"))
     assert "stage 1 on rank 1" in first
 
 
 def test_a_loss_between_rows_is_noted_with_both_numbers_and_the_cure() -> None:
-    first, second = TWO.results(
-        (
-            shown,
-            "between rows",
-        )
-    )
+    first, second = TWO.results((shown, "between rows"))
     assert "loss weights rows" in first
     assert re.search(r"the loss of the first batch is \d.* and no other weights fit: .* Give loss_weight=", first)
     assert second == ""
 
 
 def test_weights_that_fit_are_in_the_table() -> None:
-    first, _ = TWO.results(
-        (
-            shown,
-            "labels",
-        )
-    )
+    first, _ = TWO.results((shown, "labels"))
     assert "labels that are not -100 in batch['labels'] without its first column" in first
     assert "no other weights fit" not in first
 
 
 def test_the_table_says_what_sees_micro_batches() -> None:
-    first, second = TWO.results(
-        (
-            shown,
-            "BatchNorm",
-        )
-    )
+    first, second = TWO.results((shown, "BatchNorm"))
     assert "stage 1 on rank 1" in first
     assert "4 micro-batches of 2 rows" in first
     assert "in training net.1 (BatchNorm)" in first
@@ -214,6 +194,7 @@ def test_the_timeline_of_a_step(tmp_path: Path) -> None:
     assert (tmp_path / "t.svg").read_text().startswith("<?xml")
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     names = [event["name"] for event in events if event["ph"] == "X"]
+    assert {name.split()[0] for name in names} == {"forward", "backward", "send", "wait"}
     for microbatch in range(4):
         assert sum(name == f"forward {microbatch}" for name in names) == 2  # one for each stage
         assert sum(name == f"backward {microbatch}" for name in names) == 2

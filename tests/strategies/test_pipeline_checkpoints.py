@@ -109,17 +109,6 @@ def test_saves_what_one_process_saves_and_what_that_goes_on_from(tmp_path: Path)
 # ---- in one session ----
 
 
-def save_afterwards(bench: Bench) -> Any:
-    """Without a checkpoint callback; the state of the optimizer is there too."""
-    model = Trained()
-    trainer = bench.trainer(max_epochs=1)
-    trainer.fit(model)
-    path = Path(bench.directory, "afterwards.ckpt")
-    trainer.save_checkpoint(path)
-    saved = torch.load(path, weights_only=False)
-    return outcome(model, trainer), saved["state_dict"], saved["optimizer_states"]
-
-
 def fit_again(bench: Bench) -> Any:
     """With the same Trainer, then with another one."""
     model = Trained()
@@ -145,24 +134,6 @@ def best_and_last(bench: Bench) -> Any:
     return best, validated, predicted, outcome(model, trainer)
 
 
-def resume_twice(bench: Bench) -> Any:
-    model = Trained()
-    trainer = bench.trainer(**{**saving(bench.directory), "max_epochs": 2})
-    trainer.fit(model)
-    trainer.fit_loop.max_epochs = 3
-    trainer.fit(model, ckpt_path=f"{bench.directory}/epoch=0.ckpt")
-    return outcome(model, trainer)
-
-
-def weights_only(bench: Bench) -> Any:
-    model = Trained()
-    checkpoint = ModelCheckpoint(bench.directory, "weights", save_weights_only=True, every_n_train_steps=STEPS)
-    trainer = bench.trainer(callbacks=[checkpoint], enable_checkpointing=True, max_epochs=1)
-    trainer.fit(model)
-    saved = torch.load(checkpoint.best_model_path, weights_only=False)
-    return list(saved), saved["state_dict"]
-
-
 def tied(bench: Bench) -> Any:
     """A shared weight, under both of its names."""
     model = Gpt()
@@ -176,7 +147,7 @@ def tied(bench: Bench) -> Any:
     return torch.load(path, weights_only=False)["state_dict"], outcome(other, trainer)
 
 
-CASES: list[Case] = [fit_again, best_and_last, weights_only, tied]
+CASES: list[Case] = [fit_again, best_and_last, tied]
 UNCHECKED = {"check": False}  # how they compute is compared here
 TWO = Matrix(CASES, pipeline=UNCHECKED)
 

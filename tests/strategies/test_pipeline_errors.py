@@ -124,10 +124,7 @@ def test_a_callback() -> None:
 
 @pytest.mark.parametrize(
     ("expected", "options"),
-    [
-        ("Use num_microbatches=3", {"num_microbatches": 2}),
-        ("pipeline_parallel_size=2", {"pipeline_parallel_size": 2}),
-    ],
+    [("Use num_microbatches=3", {"num_microbatches": 2}), ("pipeline_parallel_size=2", {"pipeline_parallel_size": 2})],
 )
 def test_three_ranks(expected: str, options: dict[str, Any]) -> None:
     for error in ON_THREE.results((Net, options, {})):
@@ -180,13 +177,7 @@ def test_exceptions_of_the_user_come_out_as_they_are() -> None:
 
 
 ON_THREE = Cases(
-    refused,
-    [
-        (Failing, {}, {}),
-        (Net, {"num_microbatches": 2}, {}),
-        (Net, {"pipeline_parallel_size": 2}, {}),
-    ],
-    3,
+    refused, [(Failing, {}, {}), (Net, {"num_microbatches": 2}, {}), (Net, {"pipeline_parallel_size": 2}, {})], 3
 )
 
 

@@ -11,11 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import (
-    BasePredictionWriter,
-    LearningRateMonitor,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import BasePredictionWriter, LearningRateMonitor, StochasticWeightAveraging
 from lightning.pytorch.core import hooks as of_modules
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn

@@ -106,8 +106,7 @@ def lent(root: nn.Module, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("uses", "kind"),
-    [("once", torch.bfloat16), ("twice", None), ("checkpoint", None), ("another type", torch.float16)],
+    ("uses", "kind"), [("once", torch.bfloat16), ("twice", None), ("checkpoint", None), ("another type", torch.float16)]
 )
 def test_copies_are_kept_where_that_makes_no_difference(uses: str, kind: torch.dtype | None) -> None:
     root, cpu = Steps(uses), torch.device("cpu")

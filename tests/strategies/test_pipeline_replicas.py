@@ -76,7 +76,7 @@ def replicas(options: Any = None, **trainer_options: Any) -> Case:
 CASES = [
     replicas(
         {"algorithm": "native", "schedule": "interleaved_zero_bubble"}, accumulate_grad_batches=2, gradient_clip_val=0.1
-    ),
+    )
 ]
 COMPRESSED = replicas({"compression": Compression("bf16", scope="all")})
 
