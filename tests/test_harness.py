@@ -72,14 +72,10 @@ def rank_environment(*names: str) -> tuple[bool, list[str | None]]:
     return dist.is_initialized(), [os.environ.get(name) for name in names]
 
 
-def raise_on_rank_one() -> None:
-    if dist.get_rank() == 1:
-        raise ValueError("bad rank 1")
-    dist.all_reduce(torch.ones(1))
-
-
 def end_rank_one(how: str) -> None:
     if dist.get_rank() == 1:
+        if how == "raise":
+            raise ValueError("bad rank 1")
         if how == "exit":
             os._exit(3)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -106,30 +102,16 @@ def node_identity() -> str:
     return topology.node_identity()
 
 
-def test_processes_see_the_environment_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SET_BY_THE_TEST", "a")
-    names = ("SET_BY_THE_TEST", "SET_FOR_THE_RANKS", "RANK", "LOCAL_RANK", "WORLD_SIZE")
-    results = run_ranks(rank_environment, 2, *names, env={"SET_FOR_THE_RANKS": "b"}, init=False)
-    assert results == [(False, ["a", "b", str(rank), str(rank), "2"]) for rank in range(2)]
-
-
-def test_a_failed_rank_ends_the_run() -> None:
-    start = time.monotonic()
-    with pytest.raises(RanksFailedError, match="bad rank 1") as caught:
-        run_ranks(raise_on_rank_one, 2)
-    assert time.monotonic() - start < GRACE_S + 10
-    assert next(iter(caught.value.tracebacks)) == 1
-    assert "in raise_on_rank_one" in caught.value.tracebacks[1]
-
-
 @pytest.mark.parametrize(
     ("how", "report"),
-    [("exit", "exited with code 3"), ("kill", "was killed by SIGKILL")],
-    ids=["exit", "kill"],
+    [("raise", "bad rank 1"), ("exit", "exited with code 3"), ("kill", "was killed by SIGKILL")],
 )
-def test_a_dead_rank_is_reported(how: str, report: str) -> None:
+def test_a_failed_rank_ends_the_run_and_is_reported(how: str, report: str) -> None:
+    start = time.monotonic()
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(end_rank_one, 2, how)
+    assert time.monotonic() - start < GRACE_S + 10
+    assert next(iter(caught.value.tracebacks)) == 1
     assert report in caught.value.tracebacks[1]
 
 
@@ -157,11 +139,26 @@ def test_ranks_have_the_warning_filters_of_the_test() -> None:
         assert run_ranks(warn, 1) == [None]
 
 
-def test_simulated_nodes() -> None:
-    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-    expected = [["0", "1", "0"], ["0", "2", "1"], ["1", "2", "1"]]
-    results = run_ranks(rank_environment, 3, *names, node_ids=["a", "b", "b"], init=False)
-    assert [values for _, values in results] == expected
+def test_environment_and_simulated_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SET_BY_THE_TEST", "a")
+    names = (
+        "SET_BY_THE_TEST",
+        "SET_FOR_THE_RANKS",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+    )
+    expected = [
+        ["a", "b", "0", "3", "0", "1", "0"],
+        ["a", "b", "1", "3", "0", "2", "1"],
+        ["a", "b", "2", "3", "1", "2", "1"],
+    ]
+    results = run_ranks(
+        rank_environment, 3, *names, node_ids=["a", "b", "b"], env={"SET_FOR_THE_RANKS": "b"}, init=False
+    )
+    assert results == [(False, values) for values in expected]
     assert run_ranks(node_identity, 2, node_ids=["a", "b"], init=False) == ["a", "b"]
     with pytest.raises(ValueError, match="one name per rank"):
         run_ranks(node_identity, 2, node_ids=["a"])
@@ -170,15 +167,32 @@ def test_simulated_nodes() -> None:
 # ---- leaks ----
 
 
-def test_leaked_environment_variables_are_reported_and_restored() -> None:
+def test_leaks_of_each_kind_are_reported() -> None:
+    """Environment and process group are put right again."""
+    process: Any = multiprocessing.current_process()
+    assert process._config["semprefix"] == f"/mp-{SEMAPHORES}"  # until joblib gives them names of its own
     os.environ["HARNESS_OLD"] = "old"
     before = Snapshot.take()
-    os.environ["HARNESS_NEW"] = "1"
-    os.environ["HARNESS_OLD"] = "new"
-    assert before.leaks() == [
+    os.environ |= {"HARNESS_NEW": "1", "HARNESS_OLD": "new"}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    segment = shared_memory.SharedMemory(create=True, size=64)
+    own, others = Path(f"/dev/shm/sem.mp-{SEMAPHORES}-own"), Path("/dev/shm/sem.mp-others")
+    own.touch()
+    others.touch()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        *leaks, listens = before.leaks(patience_s=0.5)
+        assert listens.endswith(f"{server.getsockname()[1]:04X}")
+    segment.close()
+    for path in (own, others):
+        path.unlink()
+    segment.unlink()
+    assert leaks == [
         "environment variable HARNESS_NEW changed from None to '1'",
         "environment variable HARNESS_OLD changed from 'old' to 'new'",
+        "the default process group is still initialized",
+        *sorted([f"/dev/shm/{segment.name.lstrip('/')} still exists", f"{own} still exists"]),
     ]
+    assert not dist.is_initialized()
     assert "HARNESS_NEW" not in os.environ
     assert os.environ.pop("HARNESS_OLD") == "old"
 
@@ -193,15 +207,6 @@ def test_a_process_that_escapes_its_rank_is_reported() -> None:
     os.waitpid(pid, 0)
 
 
-def test_leaked_shared_memory_is_reported() -> None:
-    before = Snapshot.take()
-    segment = shared_memory.SharedMemory(create=True, size=64)
-    leaks = before.leaks(patience_s=0.05)
-    segment.close()
-    segment.unlink()
-    assert leaks == [f"/dev/shm/{segment.name.lstrip('/')} still exists"]
-
-
 def test_shared_memory_of_an_unrelated_process_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
     before = Snapshot.take()
     segment = shared_memory.SharedMemory(create=True, size=64)
@@ -211,30 +216,3 @@ def test_shared_memory_of_an_unrelated_process_is_no_leak(monkeypatch: pytest.Mo
     segment.close()
     segment.unlink()
     assert leaks == []
-
-
-def test_a_semaphore_is_a_leak_of_those_that_made_it() -> None:
-    process: Any = multiprocessing.current_process()
-    assert process._config["semprefix"] == f"/mp-{SEMAPHORES}"  # until joblib gives them names of its own
-    before = Snapshot.take()
-    own, others = Path(f"/dev/shm/sem.mp-{SEMAPHORES}-own"), Path("/dev/shm/sem.mp-others")
-    own.touch()
-    others.touch()
-    leaks = before.leaks(patience_s=0.05)
-    own.unlink()
-    others.unlink()
-    assert leaks == [f"{own} still exists"]
-
-
-def test_leaked_sockets_are_reported() -> None:
-    before = Snapshot.take()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        (leak,) = before.leaks(patience_s=0.05)
-        assert leak.endswith(f"{server.getsockname()[1]:04X}")
-
-
-def test_a_leaked_process_group_is_reported_and_destroyed() -> None:
-    before = Snapshot.take()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert "the default process group is still initialized" in before.leaks(patience_s=0.5)
-    assert not dist.is_initialized()

@@ -55,18 +55,6 @@ def test_who_runs_the_last_module_alone_draws_what_the_whole_does() -> None:
     assert torch.equal(seeded(generators, lambda: F.dropout(seen[0], 0.5)), seen[1])
 
 
-def test_modules_that_draw_nothing_change_nothing() -> None:
-    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    generators = Generators(net, CPU)
-    with seeded_modules(net, generators):
-        generators.seed(3)
-        net(torch.ones(4))
-        behind = torch.rand(4), random.random()
-    generators.seed(3)
-    assert torch.equal(behind[0], torch.rand(4))
-    assert behind[1] == random.random()
-
-
 def test_what_is_drawn_inside_counts_for_nothing_outside() -> None:
     net = Net()
     generators = Generators(net, CPU)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -89,19 +88,6 @@ def unused_parameters(wrapper: Hooked) -> list[Tensor]:
     return train(wrapper.wrap(Branching(), find_unused_parameters=True, bucket_cap_mb=0.002))
 
 
-def accumulated(wrapper: Hooked) -> list[Tensor]:
-    ddp = wrapper.wrap(network(), gradient_as_bucket_view=True)
-    optimizer = optimizer_of(ddp)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        with ddp.no_sync():
-            for part in range(2):
-                ddp(batch(10 * step + part)).square().sum().backward()
-        ddp(batch(10 * step + 2)).square().sum().backward()
-        optimizer.step()
-    return values(ddp)
-
-
 class SparseModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -135,15 +121,13 @@ def joined(wrapper: Hooked) -> list[Tensor]:
     return values(ddp)
 
 
-CASES: dict[str, Case] = {
-    "plain": with_options(),
+CASES: dict[str, Case] = {  # tests/strategies/test_transparency.py has others, with a Trainer
     "small buckets as views": with_options(bucket_cap_mb=0.001, gradient_as_bucket_view=True),
-    "static graph": with_options(static_graph=True, gradient_as_bucket_view=True),
     "unused parameters": unused_parameters,
-    "accumulated": accumulated,
+    "sparse embedding": sparse_embedding,
+    "static graph": with_options(static_graph=True, gradient_as_bucket_view=True),
     "bf16": of_dtype(torch.bfloat16),
     "mixed dtypes": mixed_dtypes,
-    "sparse embedding": sparse_embedding,
     "join": joined,
 }
 
@@ -173,42 +157,23 @@ def compare(case: Case, algorithms: list[str], exact: bool) -> None:
                 torch.testing.assert_close(tensor, other, rtol=tolerance, atol=tolerance)
 
 
-EVERYDAY = ["plain", "small buckets as views", "unused parameters", "accumulated", "sparse embedding"]
-
-
-OTHERS = [name for name in CASES if name not in EVERYDAY]
-
-
-@pytest.mark.parametrize(
-    ("names", "algorithms"),
-    [
-        pytest.param(EVERYDAY, ["native", "shared_memory", "hierarchical"], id="everyday"),
-        pytest.param(OTHERS, ["shared_memory"], marks=pytest.mark.slow, id="others"),
-        pytest.param(OTHERS, ["native", "hierarchical"], marks=pytest.mark.exhaustive, id="others, other algorithms"),
-    ],
-)
-def test_two_ranks_train_bit_by_bit_as_with_stock_ddp(names: list[str], algorithms: list[str]) -> None:
-    run_ranks(compare_all, 2, names, algorithms, True, True)
-
-
-ON_TWO_NODES = ["small buckets as views", "unused parameters", "accumulated", "join"]
-
-
-EACH = ["hierarchical", "balanced"]
+NAMES, SLOW = [*CASES], pytest.mark.slow
+TWO_LEVELS = ["hierarchical", "balanced"]
 
 
 @pytest.mark.parametrize(
-    ("names", "algorithms", "shared"),
+    ("nodes", "names", "algorithms", "shared"),
     [
-        pytest.param(ON_TWO_NODES[:1], EACH, True, id="everyday"),
-        pytest.param(ON_TWO_NODES[1:], ["hierarchical"], True, marks=pytest.mark.slow, id="others"),
-        pytest.param(ON_TWO_NODES[:1], EACH, False, marks=pytest.mark.slow, id="without shared memory"),
-        pytest.param(ON_TWO_NODES[1:], EACH, True, marks=pytest.mark.exhaustive, id="others, each alone"),
-        pytest.param(ON_TWO_NODES[1:], EACH, False, marks=pytest.mark.exhaustive, id="others without shared memory"),
+        pytest.param("aa", NAMES[:3], ["native", "shared_memory", "hierarchical"], True, id="everyday"),
+        pytest.param("aa", NAMES[3:], ["shared_memory"], True, marks=SLOW, id="others"),
+        pytest.param("abab", NAMES[:1], TWO_LEVELS, True, id="two nodes"),
+        pytest.param("abab", ["unused parameters", "join"], TWO_LEVELS[:1], True, marks=SLOW, id="two nodes, others"),
+        pytest.param("abab", NAMES[:1], TWO_LEVELS, False, marks=SLOW, id="two nodes without shared memory"),
     ],
 )
-def test_two_nodes_of_two_ranks_train_as_with_stock_ddp(names: list[str], algorithms: list[str], shared: bool) -> None:
-    run_ranks(compare_all, 4, names, algorithms, False, shared, node_ids=list("abab"))
+def test_training_is_that_of_stock_ddp(nodes: str, names: list[str], algorithms: list[str], shared: bool) -> None:
+    """Bit by bit with two ranks."""
+    run_ranks(compare_all, len(nodes), names, algorithms, len(nodes) == 2, shared, node_ids=list(nodes))
 
 
 # ---- a rank fails ----
@@ -239,46 +204,6 @@ def test_the_rank_that_failed_is_named_by_its_neighbour_within_seconds(algorithm
     assert " after 0 s: rank 1 (host a, local rank 1) is gone" in neighbour
     if algorithm == "shared_memory":
         assert RankFailedError.__name__ in neighbour
-
-
-class Lost:
-    """An algorithm whose exchange fails, before it returns or after."""
-
-    name = "lost"
-
-    def __init__(self, late: bool) -> None:
-        self.late = late
-
-    def all_reduce(self, tensor: Tensor, slot: object) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        error = RankFailedError(1, "rank 1 is gone")
-        if self.late:
-            threading.Timer(0.05, future.set_exception, [error]).start()
-        else:
-            future.set_exception(error)
-        return future
-
-    def close(self) -> None:
-        pass
-
-
-def lose(late: bool) -> str:
-    with hooked("native") as wrapper:
-        ddp = wrapper.wrap(network())
-        wrapper.synchronizers[0]._algorithm = Lost(late)
-        try:
-            ddp(batch(0)).square().sum().backward()
-        except RuntimeError as error:
-            return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_an_exchange_that_fails_makes_backward_fail(late: bool) -> None:
-    (message,) = run_ranks(lose, 1, late)
-    assert "RankFailedError: rank 1 is gone" in message
-    if not late:
-        assert message == "RankFailedError: rank 1 is gone"
 
 
 # ---- compression ----

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 # Holds the compiled device's path in a test with the marker `simulated_cuda`: its ranks have the device.
 VARIABLE = "LIGHTNING_SMDDP_TESTS_SIMULATED_CUDA"
-
-
-_kept: list[Any] = []
 
 
 def wanted() -> bool:
@@ -19,12 +15,11 @@ def wanted() -> bool:
 
 def install(devices: int) -> None:
     """Give this process ``devices`` simulated CUDA devices and NCCL. It cannot be undone: for rank processes only."""
-    from tests.simulated_cuda import build, cells, hangs, nccl, races, synchronisations, torch_cuda
+    from tests.simulated_cuda import build, hangs, nccl, races, synchronisations, torch_cuda
 
     module = build.load(os.environ[VARIABLE])
     torch_cuda.install(module, devices)
     nccl.install(module)
-    _kept.append(cells.install())
     module.start(devices, [synchronisations.note, hangs.report, synchronisations.where, races.report])
 
 

@@ -74,53 +74,26 @@ def count_waits() -> list[str]:
     return [kind for kind, _ in counts]
 
 
-def refuse_operands() -> None:
-    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-        torch.ones(3, device=device()) + torch.ones(3)
-
-
 def draw_from_its_own_generator() -> None:
     own = device()
-    torch.manual_seed(3)
-    host = torch.get_rng_state()
-    state = torch.cuda.get_rng_state(own)
 
-    def draw() -> list[torch.Tensor]:
+    def draw(seed: int | None = 3) -> list[torch.Tensor]:
+        if seed is not None:
+            torch.manual_seed(seed)
         dropped = nn.functional.dropout(torch.ones(20, device=own))  # has no generator among its arguments
         return [torch.rand(20, device=own), torch.randperm(20, device=own), dropped]
 
-    first = draw()
-    assert torch.equal(torch.get_rng_state(), host)
-    assert not torch.equal(torch.cuda.get_rng_state(own), state)
-    assert not any(torch.equal(one, other) for one, other in zip(draw(), first, strict=True))
+    first, state = draw(), torch.cuda.get_rng_state(own)
     torch.manual_seed(3)
-    torch.rand(5)
+    host = torch.get_rng_state()
+    torch.rand(5, device=own)
+    assert torch.equal(torch.get_rng_state(), host)
     assert all(torch.equal(one, other) for one, other in zip(draw(), first, strict=True))
-    assert torch.equal(torch.cuda.get_rng_state(), torch.cuda.get_rng_state(own))
     torch.cuda.set_rng_state(state, own)
     with torch.random.fork_rng(devices=[own.index]):
-        draw()
-    assert all(torch.equal(one, other) for one, other in zip(draw(), first, strict=True))
-    mine, same = torch.Generator(own).manual_seed(3), torch.Generator(own).manual_seed(3)
-    assert mine.device == own
-    assert torch.equal(torch.rand(9, device=own, generator=mine), torch.rand(9, device=own, generator=same))
-    with pytest.raises(RuntimeError, match="generator"):
-        torch.rand(3, device=own, generator=torch.Generator())
-
-
-def run_cells() -> None:
-    own = device()
-    for kind in (nn.LSTM, nn.GRU):
-        for bias in (True, False):
-            there = kind(3, 4, num_layers=2, bias=bias, bidirectional=True)
-            here = kind(3, 4, num_layers=2, bias=bias, bidirectional=True).to(own)
-            here.load_state_dict(there.state_dict())
-            x = torch.randn(5, 2, 3)
-            for model, batch in ((there, x), (here, x.to(own))):
-                out, last = model(batch)
-                (out.sin().sum() + (last[0] if kind is nn.LSTM else last).sum()).backward()
-            for one, other in zip(here.parameters(), there.parameters(), strict=True):
-                torch.testing.assert_close(one.grad.cpu(), other.grad)
+        second = draw(None)
+    assert not any(torch.equal(one, other) for one, other in zip(second, first, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(draw(None), second, strict=True))
 
 
 def work_in_inference_mode() -> None:
@@ -135,9 +108,9 @@ def work_in_inference_mode() -> None:
 
 
 def device_body() -> list[str]:
-    refuse_operands()
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        torch.ones(3, device=device()) + torch.ones(3)
     draw_from_its_own_generator()
-    run_cells()
     work_in_inference_mode()
     kinds = count_waits()
     run_out_of_memory()
@@ -164,7 +137,6 @@ def refuse_tensors(own: torch.device) -> None:
 def host_does_not_wait(own: torch.device) -> float:
     """Rank 1 comes late to an all-reduce; rank 0 goes on, and has the sum when it asks for it."""
     rank = dist.get_rank()
-    linear = nn.Linear(3, 3, device=own)
     dist.all_reduce(torch.ones(1, device=own))  # makes the communicator
     if rank == 1:
         time.sleep(0.5)
@@ -173,17 +145,9 @@ def host_does_not_wait(own: torch.device) -> float:
     work = dist.all_reduce(tensor, async_op=True)
     assert work.get_future().done()
     work.wait()
-    loss = linear(tensor * 2 - 1).pow(2).sum()
-    loss.backward()
+    twice = tensor * 2
     enqueued = time.monotonic() - start
-    assert tensor.tolist() == [3.0] * 3
-    weight, bias = linear.weight.detach().cpu(), linear.bias.detach().cpu()
-    expected = (torch.full((3,), 5.0) @ weight.t() + bias).pow(2).sum()
-    torch.testing.assert_close(loss.detach().cpu(), expected)
-    assert linear.weight.grad is not None
-    mean = torch.full((3,), float(rank), device=own)
-    dist.all_reduce(mean, dist.ReduceOp.AVG)
-    assert mean.tolist() == [0.5] * 3
+    assert twice.tolist() == [6.0] * 3
     share = torch.empty(2, device=own)
     dist.reduce_scatter_single(share, torch.arange(4.0, device=own) * (1 + rank), op=dist.ReduceOp.AVG)
     assert share.tolist() == [3.0 * rank, 1.5 + 3.0 * rank]
