@@ -111,12 +111,8 @@ def require_initialized(module: nn.Module) -> None:
     """Raise ``ValueError`` if a lazy layer has not seen an input yet, which tells it its shape."""
     for name, parameter in itertools.chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(parameter):
-            layer, _, _ = name.rpartition(".")
-            kind = type(module.get_submodule(layer)).__name__
             cure = "Call it once with an example in `__init__` or `configure_model`: `self(torch.zeros(1, 8))`."
-            raise ValueError(
-                f"{name!r} of {type(module).__name__} has no shape yet: {layer or 'the module'!r} is a {kind}. {cure}"
-            )
+            raise ValueError(f"{name!r} of {type(module).__name__} is of a lazy layer and has no shape yet. {cure}")
 
 
 def check_trainable(module: nn.Module) -> None:

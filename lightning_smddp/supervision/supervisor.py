@@ -171,21 +171,20 @@ class Supervisor:
     # ---- the other thread: what is seen without the store, and the end of this process ----
 
     def _guard(self) -> None:
-        looked = time.monotonic()
-        while not self._closed.wait(_POLL_S if self.failure or self.stop_signal else LOOK_S):
-            # At most two periods, as this process may have been stopped itself, as the whole machine may.
-            now = time.monotonic()
+        period = LOOK_S
+        while not self._closed.wait(period):
+            # Time is counted by looks, as this process may have been stopped itself, as the whole machine may.
             if self.failure is None:  # before a look at signals, lest a launcher's be taken for a request to stop
-                self._look_around(min(now - looked, 2 * LOOK_S))
-            looked = now
+                self._look_around(period)
             failure = self.failure
+            period = _POLL_S if failure or self.stop_signal else LOOK_S
             if failure is not None or not self._suspects:  # else they wait for what is known of these in a moment
                 for signum, again in self.stops.read_signals():
                     self._signalled(signum, again)
             if failure is not None:
                 if self.shutdown.due():
                     self._force(failure.describe())
-            elif self.stop_signal is not None and now - self._stop_at > self.stop_grace:
+            elif self.stop_signal is not None and time.monotonic() - self._stop_at > self.stop_grace:
                 self._force(f"it did not stop within {self.stop_grace:g} s of {name_of(self.stop_signal)}")
 
     def _look_around(self, passed: float) -> None:

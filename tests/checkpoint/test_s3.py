@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -92,18 +91,3 @@ def test_damage_and_the_newest(bucket: str) -> None:
     lines: list[str] = []
     assert newest_checkpoint([f"{bucket}/run"], report=lines.append) == "s3://bucket/run/b.ckpt"
     assert len(lines) == 1
-
-
-def test_an_upload_that_fails_leaves_the_previous_one(bucket: str) -> None:
-    url = f"{bucket}/run/a.ckpt"
-    save(url, 1)
-
-    def dump(file: Any) -> None:
-        file.write(b"half")
-        raise OSError("the network is gone")
-
-    with pytest.raises(OSError, match="the network is gone: could not save a checkpoint") as caught:
-        files.write(dump, url)
-    assert caught.value.filename == url
-    assert names(bucket) == ["bucket/run/a.ckpt"]
-    assert_equal(files.load(url), example(1))
