@@ -22,7 +22,7 @@ import fault_cost
 from common import Record, parser, table, target
 
 from lightning_smddp.checkpoint import files
-from lightning_smddp.checkpoint.errors import CheckpointError
+from lightning_smddp.checkpoint.files import CheckpointError
 from tests.faults import memory
 from tests.faults.case import Case
 from tests.faults.injection import MESSAGE, Fault

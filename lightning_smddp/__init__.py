@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_smddp._registration import install
 
 if TYPE_CHECKING:
-    from lightning_smddp.checkpoint.errors import CheckpointError as CheckpointError
+    from lightning_smddp.checkpoint.files import CheckpointError as CheckpointError
     from lightning_smddp.choice.training_plan import plan as plan
     from lightning_smddp.communication.compression import Compression as Compression
     from lightning_smddp.communication.errors import RankFailedError as RankFailedError
@@ -40,7 +40,7 @@ __version__ = "0.1.0"
 _TRAINER = "AccumulationStrategy CommunicationMonitor PipelineStrategy PipelineTimeline SMDDPDeepSpeedStrategy"
 _FABRIC = "MPIRunEnvironment SMDDPFabricFSDPStrategy SMDDPFabricStrategy SageMakerEnvironment"
 _NAMES = {  # of each module; {trainer} and {fabric} are `lightning`, or what is installed in its place
-    "checkpoint.errors": "CheckpointError",
+    "checkpoint.files": "CheckpointError",
     "choice.training_plan": "plan",
     "communication.compression": "Compression",
     "communication.errors": "RankFailedError RankTimeoutError",

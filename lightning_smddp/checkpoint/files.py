@@ -23,12 +23,30 @@ import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_smddp.checkpoint.errors import ANOTHER, CheckpointError
-
 AnyPath = str | os.PathLike[str]
 """A local path, or a URL that fsspec knows (``s3://bucket/run/last.ckpt``)."""
 
+ANOTHER = "Use an earlier checkpoint, or another copy of this one."
+"""What to do about one that is damaged."""
+
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci"}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be used.
+
+    Attributes:
+        path: The file, directory or URL.
+        reason: What is wrong with it.
+        fix: What to do about it.
+    """
+
+    def __init__(self, path: AnyPath, reason: str, fix: str) -> None:
+        self.path, self.reason, self.fix = str(path), " ".join(reason.split()), fix
+        super().__init__(self.path, self.reason, self.fix)  # the arguments, for pickling
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}. {self.fix}"
 
 
 def locate(path: AnyPath) -> tuple[Any, str]:

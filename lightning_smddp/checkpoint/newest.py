@@ -10,8 +10,7 @@ import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_smddp.checkpoint import files, sharded
-from lightning_smddp.checkpoint.errors import CheckpointError
-from lightning_smddp.checkpoint.files import AnyPath
+from lightning_smddp.checkpoint.files import AnyPath, CheckpointError
 from lightning_smddp.communication.objects import first
 
 _log = logging.getLogger(__name__)

@@ -27,8 +27,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_smddp.checkpoint import files
-from lightning_smddp.checkpoint.errors import ANOTHER, CheckpointError
-from lightning_smddp.checkpoint.files import AnyPath
+from lightning_smddp.checkpoint.files import ANOTHER, AnyPath, CheckpointError
 from lightning_smddp.checkpoint.parts import Names, merge, split
 from lightning_smddp.checkpoint.stored import METADATA, Directory, Stored
 from lightning_smddp.communication.objects import each, first

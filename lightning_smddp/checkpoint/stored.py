@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lightning_smddp.checkpoint.errors import ANOTHER, CheckpointError
+from lightning_smddp.checkpoint.files import ANOTHER, CheckpointError
 from lightning_smddp.checkpoint.parts import filled, stored_in
 
 METADATA = ".metadata"

@@ -17,8 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_smddp._compat.trainer import begin_next_epoch, end_epoch, finish_batch, make_iterators
 from lightning_smddp.communication.objects import gather
 from lightning_smddp.resume.auto_resume import continuing
-from lightning_smddp.resume.random_states import RandomStates
-from lightning_smddp.resume.resumable_loader import ResumableLoader, warn_of_repetition
+from lightning_smddp.resume.resumable_loader import RandomStates, ResumableLoader, warn_of_repetition
 
 CHECKPOINT_KEY = "smddp_resume"
 _VERSION = 2

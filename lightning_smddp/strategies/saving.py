@@ -33,7 +33,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_smddp import pytree
 from lightning_smddp.checkpoint import files, sharded
-from lightning_smddp.checkpoint.errors import CheckpointError
+from lightning_smddp.checkpoint.files import CheckpointError
 from lightning_smddp.checkpoint.parts import names_of
 from lightning_smddp.communication.objects import first
 from lightning_smddp.sharding.optimizer_shards import unwrapped

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lightning_smddp.checkpoint import files, sharded
-from lightning_smddp.checkpoint.errors import CheckpointError
+from lightning_smddp.checkpoint.files import CheckpointError
 from lightning_smddp.checkpoint.newest import newest_checkpoint
 
 # Calls that change files, and who makes them.

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_smddp.checkpoint import files
-from lightning_smddp.checkpoint.errors import CheckpointError
+from lightning_smddp.checkpoint.files import CheckpointError
 from tests.checkpoint.models import assert_equal, example, flip, save
 
 # ---- what the file is ----

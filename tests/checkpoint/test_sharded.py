@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_smddp.checkpoint import sharded
-from lightning_smddp.checkpoint.errors import CheckpointError
+from lightning_smddp.checkpoint.files import CheckpointError
 from lightning_smddp.cli import main
 from tests.checkpoint.models import assert_equal, flip
 from tests.ranks import run_ranks

@@ -26,8 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_smddp.checkpoint import files
 from lightning_smddp.resume.auto_resume import STOP_CHECKPOINT
 from lightning_smddp.resume.exact_resume import CHECKPOINT_KEY
-from lightning_smddp.resume.random_states import RandomStates
-from lightning_smddp.resume.resumable_loader import ResumableLoader
+from lightning_smddp.resume.resumable_loader import RandomStates, ResumableLoader
 from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import Learner, make_trainer, samples, silent
 from tests.strategies.resuming import Dropping, Scenario, all_from_each, resume_from_each, run
