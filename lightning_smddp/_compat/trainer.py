@@ -313,6 +313,11 @@ def make_iterators(trainer: Any) -> None:
         iter(fit_loop._data_fetcher)
 
 
+def training_loaders(trainer: Any) -> Any:
+    """The ``CombinedLoader`` of the training loaders, which may be the user's own; None if there is none."""
+    return trainer.fit_loop._combined_loader
+
+
 def skip_batch(iterator: Iterator[Any]) -> None:
     """Leave a batch out: by its indices alone where nothing else goes by loading it. Raises ``StopIteration``."""
     if isinstance(iterator, _SingleProcessDataLoaderIter) and iterator._dataset_kind == _DatasetKind.Map:

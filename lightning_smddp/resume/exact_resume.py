@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_smddp._compat.trainer import begin_next_epoch, end_epoch, finish_batch, make_iterators
+from lightning_smddp._compat.trainer import begin_next_epoch, end_epoch, finish_batch, make_iterators, training_loaders
 from lightning_smddp.communication.objects import gather
 from lightning_smddp.resume.auto_resume import continuing
 from lightning_smddp.resume.resumable_loader import RandomStates, ResumableLoader, warn_of_repetition
@@ -49,8 +49,6 @@ class ExactResume:
     def process(self, loader: Any) -> Any:
         """What Lightning is given for a loader of the user's: what has no state gets one."""
         trainer = self._trainer
-        if type(loader) is ResumableLoader:  # of a run before this one: in a collection of the user's
-            loader = loader.loader
         if trainer is None or not trainer.training or hasattr(loader, "load_state_dict"):
             return loader
         if self._epoch != trainer.current_epoch:  # with `reload_dataloaders_every_n_epochs`, others than before
@@ -58,6 +56,13 @@ class ExactResume:
             self._states.of_loaders.clear()
         self._states.look_into(loader)
         return ResumableLoader(loader, self._states)
+
+    def close(self) -> None:
+        """The run is over: Lightning has the user's own loaders again, which may be in a collection of the user's."""
+        combined = self._trainer and training_loaders(self._trainer)
+        if combined is not None:
+            loaders = combined.flattened
+            combined.flattened = [each.loader if type(each) is ResumableLoader else each for each in loaders]
 
     # ---- saving ----
 

@@ -261,6 +261,7 @@ class TrainerStrategy(_Base):
     def teardown(self) -> None:
         """Free shared memory, threads and sockets. Hooks follow, so the supervision goes on until the run's end."""
         # First what takes all ranks, a whole module, as long as there is what it is sent by.
+        self._exact_resume.close()
         module = self.lightning_module
         trainer = None if module is None else module._trainer
         if trainer is not None and trainer.state.fn == "fit" and not self._interrupted:

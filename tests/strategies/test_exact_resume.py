@@ -231,15 +231,16 @@ def with_own_loaders(directory: str) -> Any:
 
     looks = Looks()
     for _ in range(2):
-        make_trainer(silent(algorithm="native"), callbacks=[looks], max_epochs=1).fit(Learner(), combined)
-    return resumed.seen, looks.seen, type(combined.flattened[0].loader) is DataLoader
+        trainer = make_trainer(silent(algorithm="native"), callbacks=[looks], max_epochs=1)
+        trainer.fit(Learner(), combined)
+    return resumed.seen, looks.seen, type(combined.flattened[0]) is type(trainer.train_dataloader) is DataLoader
 
 
 def test_own_loaders(tmp_path: Path) -> None:
     for rank, (numbers, seen, is_users) in enumerate(run_trainer_ranks(with_own_loaders, 2, str(tmp_path))):
         assert numbers == [[[100 * rank + 3]], [[100 * rank + 4]]]
         assert seen == (True, 4, 2, 2)
-        assert is_users, "and not a loader of the first fit in one of the second"
+        assert is_users
 
 
 class WithSources(TensorDataset):
