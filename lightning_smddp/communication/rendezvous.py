@@ -93,13 +93,12 @@ def join(
     # Only groups of gloo and NCCL can be given another timeout later.
     resettable = backend in ("gloo", NCCL_AND_GLOO)
     to_connect = min(init_timeout, timeout) if resettable else timeout
-    size = card.world_size
     try:
-        dist.init_process_group(backend, None, to_connect, size, card.rank, store, device_id=device)
+        dist.init_process_group(backend, None, to_connect, card.world_size, card.rank, store, device_id=device)
     except RuntimeError as error:
         reason, _, _ = str(error).partition("\n")
         cure = "Name the interface that reaches the other nodes in GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME)."
-        raise StartError(f"All {size} ranks came, but {backend} could not connect {card}: {reason} {cure}") from None
+        raise StartError(f"All ranks came, but {backend} could not connect {card}: {reason} {cure}") from None
     store.set_timeout(timeout)
     if resettable:
         set_group_timeout(backend_timeout(timeout, is_nccl()))

@@ -64,11 +64,6 @@ class RunSupervision:
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: without what belongs to this process."""
         return vars(RunSupervision(self.strategy))
 
-    @property
-    def _trainer(self) -> Trainer:
-        assert self.strategy.lightning_module is not None
-        return self.strategy.lightning_module.trainer
-
     # ---- start and end ----
 
     def start(self) -> None:
@@ -143,7 +138,7 @@ class RunSupervision:
         if failure is not None:
             raise failure.error()
         if stops:
-            raise stop_exception(self._trainer)
+            raise stop_exception(self.strategy._trainer)
         self.supervisor = None
 
     def _explain(self, error: BaseException) -> BaseException:
@@ -189,7 +184,7 @@ class RunSupervision:
 
     def _end_by_stop(self, error: BaseException, signum: int) -> None:
         """Save what is needed to go on, give the exception the exit code of a stop, and say what is left."""
-        trainer = self._trainer
+        trainer = self.strategy._trainer
         text = "nothing is saved: no training was under way any more"
         if self._stopped and trainer.state.fn == "fit":
             path = stop_checkpoint(trainer)
@@ -219,7 +214,7 @@ class RunSupervision:
         supervisor = self.supervisor
         if supervisor is None:
             return
-        trainer = self._trainer
+        trainer = self.strategy._trainer
         supervisor.step = trainer.global_step
         supervisor.batches = batch_idx + 1
         supervisor.phase = "forward"
@@ -229,7 +224,7 @@ class RunSupervision:
 
     def validation_starts(self) -> None:
         """Ranks that came to the end of an epoch wait for each other before validation."""
-        trainer = self._trainer
+        trainer = self.strategy._trainer
         trains = trainer.state.fn == "fit" and not trainer.sanity_checking
         if trains and no_batch_follows(trainer):
             self._end_epoch()
@@ -245,7 +240,7 @@ class RunSupervision:
 
     def validation_ends(self) -> None:
         """Validation inside of fit is a place to stop at, too."""
-        trainer = self._trainer
+        trainer = self.strategy._trainer
         if self._behind_validation is not None:
             self._place = self._behind_validation  # also where a loader had fewer batches than its length says
         if not trainer.sanity_checking and trainer.state.fn == "fit" and will_step(trainer):
@@ -260,14 +255,14 @@ class RunSupervision:
         self._place += 1
         if self.supervisor.gate(self._place) and not self._stopped:
             self._stopped = True
-            received_stop(self._trainer)
-            if self._trainer.state.fn != "fit":
-                raise stop_exception(self._trainer)
+            received_stop(self.strategy._trainer)
+            if self.strategy._trainer.state.fn != "fit":
+                raise stop_exception(self.strategy._trainer)
 
     def _end_epoch(self) -> None:
         """Ranks with other numbers of batches would average gradients of different epochs from here on."""
         if self.supervisor is not None and not self._stopped:
-            self.supervisor.end_of_epoch(self._trainer.current_epoch)
+            self.supervisor.end_of_epoch(self.strategy._trainer.current_epoch)
 
     def batch_begins(self) -> None:
         """Outside of training this is where to stop."""
@@ -275,7 +270,7 @@ class RunSupervision:
             return
         self.supervisor.moves += 1
         self.supervisor.raise_failure()
-        trainer = self._trainer
+        trainer = self.strategy._trainer
         if trainer.state.fn != "fit":
             self.phase(str(trainer.state.fn))
             self._look_for_stop()

@@ -14,8 +14,6 @@ from lightning_smddp.communication.nonfinite import NonFinite, agreed
 from lightning_smddp.strategies.nonfinite import NonFiniteGuard, before_step
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
-
     from lightning_smddp.strategies.base import TrainerStrategy
 
 
@@ -32,11 +30,6 @@ class SanityChecks:
         return NonFiniteGuard(self.strategy._reliability.on_nonfinite)
 
     @property
-    def _module(self) -> LightningModule:
-        assert self.strategy.lightning_module is not None
-        return self.strategy.lightning_module
-
-    @property
     def watches_gradients(self) -> bool:
         """Whether to look for NaN and inf."""
         return self.guard.watches(self.strategy.precision_plugin)
@@ -47,7 +40,7 @@ class SanityChecks:
         for config in self.strategy.lr_scheduler_configs:
             name = type(config.scheduler).__name__
             schedulers.append(f"{name} every {config.frequency} {config.interval}, monitor={config.monitor}")
-        check_same_optimizers(self._module, self.strategy.optimizers, schedulers)
+        check_same_optimizers(self.strategy._module, self.strategy.optimizers, schedulers)
 
     def training_starts(self) -> None:
         """The first epoch's batches are compared, whichever it is."""
@@ -55,7 +48,7 @@ class SanityChecks:
 
     def training_batch_starts(self) -> None:
         """At the first batch of an epoch, compare how many there are on each rank."""
-        trainer = self._module.trainer
+        trainer = self.strategy._trainer
         if trainer.current_epoch != self._compared_epoch:
             self._compared_epoch = trainer.current_epoch
             check_same_lengths(_batches(trainer), trainer.current_epoch)
@@ -99,7 +92,7 @@ class SanityChecks:
 
     def where(self) -> str:
         """The step that runs, in words."""
-        trainer = self._module.trainer
+        trainer = self.strategy._trainer
         batch = trainer.fit_loop.epoch_loop.batch_idx
         return f"step {trainer.global_step} (epoch {trainer.current_epoch}, batch {batch})"
 
