@@ -56,13 +56,11 @@ class _Traced(NamedTuple):
     Attributes:
         change: what.
         is_made: whether there is a tensor in it that depends on parameters.
-        becomes_tensor: what was a number is one now: `self.hits += tensor` writes from the next batch on.
         is_here: whether it happens in a module that is placed whole, on this rank; None: that is not known yet.
     """
 
     change: Change
     is_made: bool
-    becomes_tensor: bool
     is_here: bool | None = None
 
     @property
@@ -227,11 +225,11 @@ class AttributeScopes:
             self._traced = []
             with without_torch_functions():
                 for change in before.changes(before.now(), copies):
-                    known = (
-                        before.before[change.place[:-1]].get(change.place[-1]) if type(change.value) is Tensor else None
-                    )
-                    becomes_tensor = type(known) in (int, float)
-                    self._traced.append(_Traced(change, depends_on_module(change.value), becomes_tensor))
+                    where, key = change.place[:-1], change.place[-1]
+                    # Where a number becomes a tensor, `self.hits += tensor` writes into that from the next batch on.
+                    if type(change.value) is Tensor and type(before.before[where].get(key)) in (int, float):
+                        change = change._replace(is_written=True)
+                    self._traced.append(_Traced(change, depends_on_module(change.value)))
             before.put_back(before.before)
             apply_changes(self.module, [traced.change for traced in self._traced if traced.is_once])
         finally:
@@ -253,7 +251,7 @@ class AttributeScopes:
             if inside or traced.is_once:
                 continue
             self._followed[owner_of(place)] = None
-            if is_written or traced.becomes_tensor:
+            if is_written:
                 self._written[place] = None
             if type(value) in (int, bool):
                 self.counts[name] = None

@@ -117,6 +117,10 @@ class LossWeight:
         return cls(data["kind"], tuple(data["path"]))
 
 
+Found: TypeAlias = tuple[LossWeight, str | None]
+"""Weights, and what the table says where none was found to be right."""
+
+
 def _weight_of(value: Any) -> float:
     try:
         weight = float(value)
@@ -189,7 +193,7 @@ def find_loss_weight(
     step: LightningStep,
     whole: MicroBatch,
     microbatches: Sequence[MicroBatch],
-) -> tuple[LossWeight, str | None]:
+) -> Found:
     """What makes the micro-batches' losses the batch's, through the pipeline. Collective over all ranks.
 
     Args:
@@ -202,9 +206,16 @@ def find_loss_weight(
         The weights, the same on all ranks, and a row for the table where none was found to be right.
     """
     setup = partitioned.setup
-    found: tuple[LossWeight, str | None]
+    trial = step.unscaled(trains=False)
+    outputs: list[Any] = []  # of the whole batch, twice, and of each micro-batch, where the step ends
     try:
-        losses = _losses(partitioned, step.unscaled(trains=False), whole, microbatches)
+        for number, parts in enumerate(([whole], [whole], microbatches)):
+            with preserve_state(setup.module, setup.device), torch.no_grad():
+                setup.module.eval()
+                trial.seed = _SEEDS[number % 2]
+                outputs += partitioned.trial(trial, parts)
+        # Only now: what this rank alone may raise would leave the others in the next run.
+        losses = [float(loss_of(output, trial.hook, detached=True)) for output in outputs]
         tolerance = EXACT if partitioned.plan.is_exact else MIXED
         found = best_fit(candidates(whole.value), losses, microbatches, tolerance)
     except Exception as error:  # on every rank: the step is not made for eval mode, or whole batches are too large
@@ -214,30 +225,12 @@ def find_loss_weight(
     return broadcast(found, setup.world, setup.groups.mesh.pipelines[0][setup.last_rank])  # type: ignore[no-any-return]
 
 
-def _losses(
-    partitioned: PartitionedModule,
-    step: LightningStep,
-    whole: MicroBatch,
-    microbatches: Sequence[MicroBatch],
-) -> list[float]:
-    """Of the whole batch, twice, and of each micro-batch, on the rank where the step ends; else nothing."""
-    module, device = partitioned.setup.module, partitioned.setup.device
-    outputs: list[Any] = []
-    for number, parts in enumerate(([whole], [whole], microbatches)):
-        with preserve_state(module, device), torch.no_grad():
-            module.eval()
-            step.seed = _SEEDS[number % 2]
-            outputs += partitioned.trial(step, parts)
-    # Only now: what this rank alone may raise would leave the others in the next run.
-    return [float(loss_of(output, step.hook, detached=True)) for output in outputs]
-
-
 def best_fit(
     found: Sequence[LossWeight],
     losses: Sequence[float],
     microbatches: Sequence[MicroBatch],
     tolerance: float,
-) -> tuple[LossWeight, str | None]:
+) -> Found:
     """Which weights make the micro-batches' losses the batch's: those with the smallest error.
 
     Args:

@@ -31,6 +31,8 @@ from lightning_smddp.pipeline.runtime.remote_tensor import ACTIVE
 from lightning_smddp.pytree import map_leaves, tensors
 
 AnyMetric: TypeAlias = "Metric | MetricCollection"
+Plain: TypeAlias = Callable[[Any], Any]
+"""Makes tensors in a structure those of this rank."""
 Saved: TypeAlias = list[tuple[dict[str, Any], dict[str, Any]]]
 """Attributes of metrics, and what they were."""
 
@@ -61,7 +63,7 @@ class StepMetrics:
         self._results: dict[tuple[str, str], Any] = {}  # what a metric's method has returned once
         self._before: dict[str, Saved] = {}  # what those that were called in this batch were before it
         self._needed: list[Any] | None = None
-        self._plain: Callable[[Any], Any] | None = None
+        self._plain: Plain | None = None
         self._busy = False
 
     @property
@@ -82,7 +84,7 @@ class StepMetrics:
         if names != self.names:
             self.names, self._functions = names, functions
 
-    def patches(self, needed: list[Any] | None, plain: Callable[[Any], Any] | None) -> list[Patch]:
+    def patches(self, needed: list[Any] | None, plain: Plain | None) -> list[Patch]:
         """What is in place during the next run of the step.
 
         Args:

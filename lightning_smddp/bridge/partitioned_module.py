@@ -321,13 +321,12 @@ class PartitionedModule:
 
     # ---- gradients ----
 
-    def clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Scale the gradients of all ranks' parameters in ``optimizer`` to this norm at the most. Collective."""
-        setup, parameters = self.setup, self.stash.parameters
-        inside = set(map(id, all_parameters(optimizer)))
-        chosen = {name: parameter for name, parameter in parameters.items() if id(parameter) in inside}
+    def clip_by_norm(self, clip_val: float) -> None:
+        """Scale the gradients of all ranks' parameters in the optimizer to this norm at the most. Collective."""
+        (partition,) = self.optimizers  # several are refused
         with self.outside_view():
-            clip_by_norm(chosen, self.plan.ownership, setup.groups.pipeline, clip_val, device=setup.device)
+            group, device = self.setup.groups.pipeline, self.setup.device
+            clip_by_norm(partition.parameters, partition.owned, group, clip_val, device)
 
     def nonfinite(self, changed: bool) -> NonFinite | None:
         """What is not finite in the gradients of this rank's stages, the same on all replicas.

@@ -356,7 +356,7 @@ class PipelinedModule:
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
         assert self.partitioned is not None
-        self.partitioned.clip_by_norm(optimizer, clip_val)
+        self.partitioned.clip_by_norm(clip_val)
 
     def close(self, gather: bool) -> None:
         """Give back a whole module (unless it never was), and free what this object holds. Collective if ``gather``.

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,19 +27,12 @@ from torchmetrics import Metric
 from lightning_smddp._compat.torch import forward_cache, set_forward_cache, without_torch_functions
 from lightning_smddp.bridge.attribute_scopes import AttributeScopes
 from lightning_smddp.bridge.attributes import Change, is_plain
-from lightning_smddp.bridge.metrics import PipelineMetrics, StepMetrics, detached, touch
+from lightning_smddp.bridge.metrics import PipelineMetrics, Plain, StepMetrics, detached, touch
 from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.capture.tracer import open_modules
 from lightning_smddp.pipeline.partition.microbatches import merge_outputs, weighted_mean
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from lightning_smddp.pytree import tensors
-
-_REDUCTIONS: dict[Any, str] = {
-    "mean": "mean", "avg": "mean", torch.mean: "mean", "sum": "sum", torch.sum: "sum", sum: "sum",
-    "max": "max", torch.max: "max", max: "max", "min": "min", torch.min: "min", min: "min",
-}  # fmt: skip
-
-Plain: TypeAlias = Callable[[Any], Any]
 
 
 @dataclass
@@ -291,9 +284,9 @@ class StepRecorder:
 
 
 def reduction_name(reduce_fx: Any) -> str | None:
-    """``mean``, ``sum``, ``max`` or ``min``; None for a ``reduce_fx`` that Lightning refuses."""
-    key = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
-    return _REDUCTIONS.get(key)
+    """``mean``, ``sum``, ``max`` or ``min``, of a name or of a function so called; None for what Lightning refuses."""
+    name = str(getattr(reduce_fx, "__name__", reduce_fx)).lower().replace("avg", "mean")
+    return name if name in ("mean", "sum", "max", "min") else None
 
 
 def reduce_logged(reduction: str, values: Sequence[Any], weights: Sequence[float]) -> Tensor:

@@ -68,7 +68,8 @@ def with_gradients(group: dist.ProcessGroup, scale: float, spoil: float | None) 
 
 def clipped(group: dist.ProcessGroup, max_norm: float, scale: float) -> tuple:
     mine = with_gradients(group, scale, None)
-    norm = clip_by_norm(mine, OWNERSHIP, group, max_norm)
+    owned = [parameter for name, parameter in mine.items() if OWNERSHIP.owner(name) == group.rank()]
+    norm = clip_by_norm(list(mine.values()), owned, group, max_norm)
     return norm, {name: parameter.grad for name, parameter in mine.items()}
 
 

@@ -269,8 +269,8 @@ def factor_of(arrived: Tensor, expected: float | Tensor) -> float:
 
 
 def clip_by_norm(
-    parameters: Mapping[str, nn.Parameter],
-    ownership: Ownership,
+    parameters: Sequence[nn.Parameter],
+    owned: Sequence[nn.Parameter],
     group: dist.ProcessGroup,
     max_norm: float,
     device: torch.device = CPU,
@@ -280,8 +280,8 @@ def clip_by_norm(
     A parameter that several ranks hold counts once; its gradient has to be summed before (:class:`TiedGradients`).
 
     Args:
-        parameters: of this rank, by first name.
-        ownership: who holds what.
+        parameters: of this rank.
+        owned: those of them that count here, as this rank is the first that holds them.
         group: the ranks of this pipeline.
         max_norm: above it all gradients are scaled down to it, in place.
         device: of the gradients.
@@ -291,11 +291,9 @@ def clip_by_norm(
     """
     # A tied parameter has the same summed gradient on several ranks, so its owner alone counts it; all of its holders
     # scale it by the same factor.
-    rank = group.rank()
-    owned = [parameter for name, parameter in parameters.items() if ownership.owner(name) == rank]
     counted = [parameter.grad for parameter in owned if parameter.grad is not None]
     total = norm_over_ranks(counted, group, 2.0, device, error_if_nonfinite=False)
-    clip_grads_with_norm_(parameters.values(), max_norm, total)
+    clip_grads_with_norm_(parameters, max_norm, total)
     return total
 
 

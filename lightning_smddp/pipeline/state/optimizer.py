@@ -62,6 +62,11 @@ class OptimizerPartition:
         return list(filter(self._is_mine, self._all()))
 
     @property
+    def owned(self) -> list[nn.Parameter]:
+        """Those that this rank owns: of the ranks that hold a tied parameter one does."""
+        return [each for each in self._all() if self.ownership.owner(self._names[id(each)]) == self.rank]
+
+    @property
     def all_parameters(self) -> list[nn.Parameter]:
         """Those of all ranks, with groups that were added since."""
         self.refresh()
@@ -146,15 +151,14 @@ class OptimizerPartition:
     def partial_state_dict(self, states: Mapping[Any, Any] | None = None) -> dict[str, Any]:
         """What this rank gives to :meth:`full_state_dict`: the state of what it owns, with the whole's numbers.
 
-        Of the ranks with a tied parameter one owns it. What belongs to no parameter is in the part of each rank.
+        What belongs to no parameter is in the part of each rank.
         """
         optimizer: Any = self.optimizer
         real = optimizer.state
         if states is None:
             states = real
         owned = {key: value for key, value in real.items() if not isinstance(key, Tensor)}
-        mine = [each for each in self._all() if self.ownership.owner(self._names[id(each)]) == self.rank]
-        owned |= {parameter: states[parameter] for parameter in mine if parameter in states}
+        owned |= {parameter: states[parameter] for parameter in self.owned if parameter in states}
         # `Optimizer.state_dict` reads its attribute `state`: for that moment it is another dict, which no step sees.
         optimizer.state = owned
         self._unshard()
