@@ -218,7 +218,7 @@ class AttributeScopes:
         """Around a traced run of the step: what does it change, of anything?"""
         before = Watch(owners_in(self.module), self._ignored)
         # Writes to tensors of other objects are refused, so the copies are made where all can see that.
-        copies = copies_at(self.module, [place for place in before.tensors() if owner_of(place) == ROOT])
+        copies = copies_at(self.module, Watch({ROOT: self.module}, self._ignored).tensors())
         self._learning = before, copies
         try:
             yield

@@ -363,8 +363,8 @@ class PartitionedModule:
         # Replicas put their shares of the states together, all of them, before only the first goes on.
         states = None
         allowed: AbstractContextManager[None] = nullcontext()
-        if self.sharded is not None:
-            shards = self.sharded.of(optimizer)
+        shards = partition.shards
+        if shards is not None:
             states = whole_states(shards, groups.data_parallel_group, device)
             allowed = shards.state_allowed()
         if groups.replica != 0:
@@ -377,8 +377,7 @@ class PartitionedModule:
     def load_optimizer_states(self, states: Sequence[State]) -> None:
         """Load the states of whole optimizers, one for each: each rank takes its part."""
         for partition, state in zip(self.optimizers, states, strict=True):
-            shards = None if self.sharded is None else self.sharded.of(partition.optimizer)
-            partition.load_full_state_dict(state, shards)
+            partition.load_full_state_dict(state)
 
     def compression_state(self) -> State:
         """What compression of gradients remembers on this rank; empty if nothing."""

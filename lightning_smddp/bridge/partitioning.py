@@ -234,7 +234,9 @@ def _partition_optimizers(before: Unpartitioned, partitioned: PartitionedModule)
         # What several stages hold is stepped by each holder alike, so that it stays bit by bit the same on all.
         held = stash.parameters.items()
         own = [(name, parameter) for name, parameter in held if len(ownership.parameters[name]) == 1]
-        partitioned.sharded = ShardedOptimizers(own, before.shards, stash.replicas.communicator)
+        sharded = partitioned.sharded = ShardedOptimizers(own, before.shards, stash.replicas.communicator)
+        for each in partitioned.optimizers:
+            each.shards = sharded.of(each.optimizer)
     if before.optimizer_states is not None:
         partitioned.load_optimizer_states(before.optimizer_states)
 

@@ -258,10 +258,8 @@ def factor_of(arrived: Tensor, expected: float | Tensor) -> float:
 
     It is 1 unless somebody scales the loss between ``training_step`` and ``backward``.
     """
-    value, expected = float(arrived), float(expected)
-    if value == expected or expected == 0.0:
-        return 1.0
-    ratio = value / expected
+    expected = float(expected)
+    ratio = float(arrived) / expected if expected else 1.0
     return 1.0 if abs(ratio - 1.0) < _ROUNDING else ratio
 
 

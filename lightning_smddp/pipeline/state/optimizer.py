@@ -35,6 +35,9 @@ class OptimizerPartition:
 
     Between ranks and in what is saved parameters have torch's numbers: those of the whole optimizer.
 
+    Attributes:
+        shards: of the optimizer, where replicas share its work; None where they do not.
+
     Args:
         optimizer: of the complete model; its ``param_groups`` keep their number, order and options (also the names of
             named parameters), and lose other ranks' parameters. A group may become empty.
@@ -51,6 +54,7 @@ class OptimizerPartition:
         self.optimizer = optimizer
         self.ownership = ownership
         self.rank = rank
+        self.shards: OptimizerShards | None = None
         self.placeholder: nn.Parameter | None = None
         self._names = names
         self._groups: list[list[nn.Parameter]] = []  # of the whole model
@@ -169,12 +173,8 @@ class OptimizerPartition:
             optimizer.state = real
             self._reshard()
 
-    def load_full_state_dict(self, state: Mapping[str, Any], shards: OptimizerShards | None = None) -> None:
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`full_state_dict`, or the optimizer of a whole model, saved: this rank's part of it.
-
-        Args:
-            state: of the whole.
-            shards: of the optimizer, where replicas share its work.
 
         Raises:
             ValueError: the groups differ, as ``Optimizer.load_state_dict`` says.
@@ -187,7 +187,7 @@ class OptimizerPartition:
         mine = {number: state["state"][number] for number in state["state"] if number not in others}
         fits = [len(group["params"]) for group in groups] == list(map(len, self._groups))
         try:
-            if shards is None or not fits:
+            if self.shards is None or not fits:
                 self._unshard()
                 self.optimizer.load_state_dict({"state": mine, "param_groups": groups})
                 return
@@ -195,7 +195,7 @@ class OptimizerPartition:
             own = []
             for group in groups:
                 own.append({**group, "params": [number for number in group["params"] if number not in others]})
-            load_whole_state_dict(shards, {"state": mine, "param_groups": own})
+            load_whole_state_dict(self.shards, {"state": mine, "param_groups": own})
         finally:
             self._reshard()
 

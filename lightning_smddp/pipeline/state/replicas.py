@@ -289,22 +289,18 @@ class ReplicaGradients:
             if not everything and any(self._remaining.get(id(parameter), 1) for parameter in bucket.parameters()):
                 return
             self._launched += 1
-            self._launch(bucket)
-
-    def _launch(self, bucket: GradientBucket) -> None:
-        bucket.collect()
-        self.synchronizer.watches = self.watching
-        # On a CPU an average blocks until all replicas have come. Backward must not wait there: its pipeline would
-        # stand still, and with it the replica that it waits for. So a thread of this object waits, one bucket after the
-        # other.
-        average = self.synchronizer.average
-        as_ddp = cast(GradBucket, bucket)
-        if self._device.type == "cpu":
-            self._pending.append(self._thread.submit(average, as_ddp))
-        else:  # queued on the device: does not wait for anyone
-            done: futures.Future[Any] = futures.Future()
-            done.set_result(average(as_ddp))
-            self._pending.append(done)
+            bucket.collect()
+            self.synchronizer.watches = self.watching
+            average, as_ddp = self.synchronizer.average, cast(GradBucket, bucket)
+            # On a CPU an average blocks until all replicas have come. Backward must not wait there: its pipeline would
+            # stand still, and with it the replica that it waits for. So a thread of this object waits, one bucket after
+            # the other.
+            if self._device.type == "cpu":
+                self._pending.append(self._thread.submit(average, as_ddp))
+            else:  # queued on the device: does not wait for anyone
+                done: futures.Future[Any] = futures.Future()
+                done.set_result(average(as_ddp))
+                self._pending.append(done)
 
     def _wait(self) -> None:
         """Wait for everything under way; raises what went wrong."""

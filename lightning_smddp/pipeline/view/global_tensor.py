@@ -228,9 +228,8 @@ class ModuleTensors:
     def find(self, tensor: object) -> ModuleTensor | None:
         """The one that ``tensor`` is; None for any other object."""
         found = self._by_id.get(id(tensor))
-        if found is None or found.tensor is not tensor:  # an id is used again when its object is gone
-            return None
-        return found
+        # An id is used again when its object is gone.
+        return found if found is not None and found.tensor is tensor else None
 
     def as_global(self, found: ModuleTensor) -> GlobalTensor:
         """Its global tensor, up to date: the module's own may have got other memory, or another flag, since."""

@@ -167,8 +167,6 @@ def _wrap(view: View, shapes: Any, real: Any, owner: int, found: Sequence[Global
     # The meta tensors of a view and of what it shows have one storage, as the real ones have.
     memory = storage_key(shapes)
     for tensor in found:
-        if tensor.meta is shapes:
-            return tensor
         if storage_key(tensor.meta) == memory:
             return GlobalTensor(view, owner, shapes, real, tensor.global_storage)
     return GlobalTensor(view, owner, shapes, real, GlobalStorage(key))
