@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -297,27 +297,19 @@ class PartitionedModule:
 
     @contextmanager
     def inside_view(self, waits: bool = True) -> Iterator[Callable[..., Any]]:
-        """Around a hook: parameters, their gradients, buffers and parameter groups are those of all ranks.
+        """Around a hook: parameters, their gradients and buffers are those of all ranks.
 
         Gives what to call with the hook's result and arguments: it returns the result, and leaves no tensor of another
         rank in it, nor in a checkpoint among the arguments. For ``waits`` see :meth:`GlobalView.entered`.
         """
         view, module = self.view, self.setup.module
         log = (vars(module), "log", view.plain_log(module.log))
-        with ExitStack() as stack:
-            for partition in self.optimizers if not view.is_entered else ():
-                stack.enter_context(partition.unsharded())
-            with patched([log]), view.entered(waits), self.recorder.scopes.absent_shown():
-                yield view.plain_result
+        with patched([log]), view.entered(waits), self.recorder.scopes.absent_shown():
+            yield view.plain_result
 
-    @contextmanager
-    def outside_view(self) -> Iterator[None]:
+    def outside_view(self) -> AbstractContextManager[None]:
         """Around our own collective code: it is about this rank's part, also where a hook calls it."""
-        was_entered = self.view.is_entered
-        with self.view.left(), ExitStack() as stack:
-            for partition in self.optimizers if was_entered else ():
-                stack.enter_context(partition.resharded())
-            yield
+        return self.view.left()
 
     # ---- gradients ----
 

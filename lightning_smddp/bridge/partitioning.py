@@ -2,7 +2,7 @@
 
 In this order: trace the step, make it a graph and choose where to cut that (:func:`divide` of
 ``pipeline/partition/plan.py``); run the plain loop while the first rank has the whole module; let go of other ranks'
-parameters; compare the pipeline with the loop; leave each optimizer this rank's parameters. Then
+parameters; compare the pipeline with the loop; leave each optimizer the states of this rank's. Then
 :class:`PipelinedModule` chooses the loss weights. The batch itself is trained on afterwards, as any other.
 
 Never silently wrong: the comparison is with a plain loop on the first rank, while that has the whole module. The user's
@@ -226,7 +226,7 @@ def _stash(before: Unpartitioned, plan: PartitionPlan, held: dict[str, nn.Parame
 
 
 def _partition_optimizers(before: Unpartitioned, partitioned: PartitionedModule) -> None:
-    """Leave each optimizer the parameters of this rank, with the states that were loaded for them."""
+    """Each optimizer steps the parameters of this rank, with the states that were loaded for them."""
     ownership, stash, rank = partitioned.plan.ownership, partitioned.stash, before.setup.groups.pipeline_rank
     names = {id(parameter): name for name, parameter in before.setup.module.named_parameters()}
     partitioned.optimizers += [OptimizerPartition(each, names, ownership, rank) for each in before.optimizers]

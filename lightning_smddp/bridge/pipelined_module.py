@@ -168,7 +168,7 @@ class PipelinedModule:
         assert partitioned is not None
         partitioned.stash.restore(factor / self._share)  # of a mean over those micro-batches that count
         for part in partitioned.optimizers:
-            part.refresh()
+            part.check_groups()
             if self._scaler is not None and not accumulates:  # that of each rank sees inf and NaN of all of them
                 share_overflow(part.parameters, part.add_placeholder(setup.device), setup.groups.pipeline)
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_smddp.communication.tensors import CPU, gather_structures
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.mesh import Ownership
-from lightning_smddp.sharding.optimizer_shards import OptimizerShards
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict
 from lightning_smddp.sharding.optimizer_trial import why_not_one_by_one
 
@@ -31,16 +31,16 @@ def require_divisible(optimizer: Optimizer) -> None:
 
 
 class OptimizerPartition:
-    """Reduces ``optimizer`` to the parameters of one rank, and saves and loads the state of the whole.
+    """An optimizer whose parameters are on several ranks, and the state of the whole, saved and loaded.
 
-    Between ranks and in what is saved parameters have torch's numbers: those of the whole optimizer.
+    Its groups keep the parameters of all ranks. A rank steps its own, as those of others have no gradient there. Between
+    ranks and in what is saved parameters have torch's numbers.
 
     Attributes:
         shards: of the optimizer, where replicas share its work; None where they do not.
 
     Args:
-        optimizer: of the complete model; its ``param_groups`` keep their number, order and options (also the names of
-            named parameters), and lose other ranks' parameters. A group may become empty.
+        optimizer: of the complete model; it loses the states of other ranks' parameters.
         names: for each parameter of the model (by ``id``) its first name.
         ownership: who holds what.
         rank: this one, in the pipeline.
@@ -57,35 +57,34 @@ class OptimizerPartition:
         self.shards: OptimizerShards | None = None
         self.placeholder: nn.Parameter | None = None
         self._names = names
-        self._groups: list[list[nn.Parameter]] = []  # of the whole model
-        self.refresh()
+        self._num_checked = 0  # groups
+        for parameter in self.all_parameters:
+            if not self._is_mine(parameter):
+                optimizer.state.pop(parameter, None)  # as Adagrad has it before its first step
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Those of this rank, in the optimizer's order: all holders of a tied parameter step it."""
-        return list(filter(self._is_mine, self._all()))
+        return list(filter(self._is_mine, self.all_parameters))
 
     @property
     def owned(self) -> list[nn.Parameter]:
         """Those that this rank owns: of the ranks that hold a tied parameter one does."""
-        return [each for each in self._all() if self.ownership.owner(self._names[id(each)]) == self.rank]
+        return [each for each in self.all_parameters if self.ownership.owner(self._names[id(each)]) == self.rank]
 
     @property
     def all_parameters(self) -> list[nn.Parameter]:
-        """Those of all ranks, with groups that were added since."""
-        self.refresh()
-        return self._all()
+        """Those of all ranks."""
+        self.check_groups()
+        return [parameter for parameter in all_parameters(self.optimizer) if parameter is not self.placeholder]
 
-    def refresh(self) -> None:
-        """Take in groups that were added to the optimizer since; call it before each step. Not collective.
+    def check_groups(self) -> None:
+        """Look at groups that were added to the optimizer since; call it before each step. Not collective.
 
         Raises:
             ValueError: see the class.
         """
-        added = self.optimizer.param_groups[len(self._groups) :]
-        if not added:
-            return
-        for group in added:
+        for group in self.optimizer.param_groups[self._num_checked :]:
             for index, parameter in enumerate(group["params"]):
                 if id(parameter) not in self._names:
                     raise ValueError(
@@ -93,29 +92,7 @@ class OptimizerPartition:
                         f"{index} of its group) that is no parameter of the module, so it is not known which rank "
                         "trains it. Register it: `self.x = nn.Parameter(...)`."
                     )
-            self._groups.append(list(group["params"]))
-        self._reshard()
-
-    @contextmanager
-    def unsharded(self) -> Iterator[None]:
-        """For hooks: within it the groups have the parameters of all ranks, and others may be added."""
-        self.refresh()
-        self._unshard()
-        try:
-            yield
-        finally:
-            self.refresh()
-            self._reshard()
-
-    @contextmanager
-    def resharded(self) -> Iterator[None]:
-        """Within :meth:`unsharded`: the groups have this rank's parameters again, to be stepped."""
-        self.refresh()
-        self._reshard()
-        try:
-            yield
-        finally:
-            self._unshard()
+            self._num_checked += 1
 
     def add_placeholder(self, device: torch.device) -> nn.Parameter:
         """A parameter of one element, 0, that is stepped along and never saved.
@@ -125,7 +102,7 @@ class OptimizerPartition:
         """
         if self.placeholder is None:
             self.placeholder = nn.Parameter(torch.zeros(1, 1, device=device))
-            self._reshard()
+            self.optimizer.param_groups[0]["params"].append(self.placeholder)
         return self.placeholder
 
     def full_state_dict(
@@ -149,7 +126,7 @@ class OptimizerPartition:
             found |= of_rank
         if group.rank() != 0:
             return {}
-        numbered = {number: found[number] for number in range(len(self._all())) if number in found}
+        numbered = {number: found[number] for number in range(len(self.all_parameters)) if number in found}
         return {**whole, "state": {**numbered, **found}}
 
     def partial_state_dict(self, states: Mapping[Any, Any] | None = None) -> dict[str, Any]:
@@ -165,13 +142,12 @@ class OptimizerPartition:
         owned |= {parameter: states[parameter] for parameter in self.owned if parameter in states}
         # `Optimizer.state_dict` reads its attribute `state`: for that moment it is another dict, which no step sees.
         optimizer.state = owned
-        self._unshard()
         try:
-            state: dict[str, Any] = optimizer.state_dict()
-            return state
+            with self._without_placeholder():
+                state: dict[str, Any] = optimizer.state_dict()
+                return state
         finally:
             optimizer.state = real
-            self._reshard()
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`full_state_dict`, or the optimizer of a whole model, saved: this rank's part of it.
@@ -182,45 +158,24 @@ class OptimizerPartition:
         # A saved state knows parameters by number, over all groups. What is of other ranks' is not even read.
         groups = state["param_groups"]
         numbers = chain.from_iterable(group["params"] for group in groups)
-        numbered = zip(numbers, self._all(), strict=False)  # where they differ the optimizer says what is wrong
+        numbered = zip(numbers, self.all_parameters, strict=False)  # where they differ the optimizer says what is wrong
         others = {number for number, parameter in numbered if not self._is_mine(parameter)}
         mine = {number: state["state"][number] for number in state["state"] if number not in others}
-        fits = [len(group["params"]) for group in groups] == list(map(len, self._groups))
-        try:
-            if self.shards is None or not fits:
-                self._unshard()
+        with self._without_placeholder():
+            if self.shards is None:
                 self.optimizer.load_state_dict({"state": mine, "param_groups": groups})
-                return
-            # Shards of an optimizer know no parameters but this rank's: they get these numbers alone.
-            own = []
-            for group in groups:
-                own.append({**group, "params": [number for number in group["params"] if number not in others]})
-            load_whole_state_dict(self.shards, {"state": mine, "param_groups": own})
-        finally:
-            self._reshard()
-
-    def _all(self) -> list[nn.Parameter]:
-        return list(chain.from_iterable(self._groups))
+            else:
+                load_whole_state_dict(self.shards, {"state": mine, "param_groups": groups})
 
     def _is_mine(self, parameter: nn.Parameter) -> bool:
         return self.ownership.is_mine(self._names[id(parameter)], self.rank)
 
-    def _reshard(self) -> None:
-        """Leave this rank's parameters in the groups, and their state."""
-        # The whole model's groups:  [a b c] [d e]
-        #     on rank 0              [a b] []             a group may become empty, but stays with its options
-        #     on rank 1              [c] [d e]
-        for group, whole in zip(self.optimizer.param_groups, self._groups, strict=True):
-            group["params"] = list(filter(self._is_mine, whole))
-        for parameter in self._all():
-            # States are found by the parameter object: of those of other ranks none may stay, or they would be saved
-            # twice.
-            if not self._is_mine(parameter):
-                self.optimizer.state.pop(parameter, None)
-        if self.placeholder is not None:
-            self.optimizer.param_groups[0]["params"].append(self.placeholder)
-
-    def _unshard(self) -> None:
-        """Put the parameters of all ranks into the groups, without the placeholder."""
-        for group, whole in zip(self.optimizer.param_groups, self._groups, strict=True):
-            group["params"] = list(whole)
+    @contextmanager
+    def _without_placeholder(self) -> Iterator[None]:
+        """In this context the groups have the parameters of the module alone, and their numbers."""
+        parameters = self.optimizer.param_groups[0]["params"]
+        self.optimizer.param_groups[0]["params"] = [each for each in parameters if each is not self.placeholder]
+        try:
+            yield
+        finally:
+            self.optimizer.param_groups[0]["params"] = parameters  # a loaded state has made another group
