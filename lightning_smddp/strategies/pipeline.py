@@ -197,7 +197,7 @@ class PipelineParallel(PipelineRanks):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         # Optimizers are made of the whole module, as the user wrote it. When the first batch has shown who keeps what,
-        # each is left with the parameters of this rank.
+        # each steps the parameters of this rank.
         if is_fit:
             refuse_training(module, (), self.optimizers)
             plain = [unwrapped(optimizer) for optimizer in self.optimizers]

@@ -33,8 +33,8 @@ def require_divisible(optimizer: Optimizer) -> None:
 class OptimizerPartition:
     """An optimizer whose parameters are on several ranks, and the state of the whole, saved and loaded.
 
-    Its groups keep the parameters of all ranks. A rank steps its own, as those of others have no gradient there. Between
-    ranks and in what is saved parameters have torch's numbers.
+    Its groups keep the parameters of all ranks; a rank steps its own, as those of others have no gradient there.
+    Between ranks and in what is saved parameters have torch's numbers.
 
     Attributes:
         shards: of the optimizer, where replicas share its work; None where they do not.
