@@ -2,7 +2,7 @@
 
     Unpartitioned --first training batch--> PartitionedModule
 
-Both say what a checkpoint, the optimizers and the watch for NaN ask of a module. At the end of the run each rank has
+Both say what a checkpoint and the optimizers ask of a module. At the end of the run each rank has
 the whole module again, and its own part of the optimizers.
 """
 
