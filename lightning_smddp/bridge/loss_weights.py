@@ -247,16 +247,15 @@ def best_fit(
     scale = max(map(abs, [*losses, 1e-8]))
     if not math.isfinite(expected) or abs(expected - again) > 0.01 * tolerance * scale:
         return LossWeight(), None
-    errors = {}
+    predicted = {}
     for weight in found:
         pairs = zip(weight.apply(microbatches), rest, strict=True)
-        predicted = sum(part.weight * loss for part, loss in pairs if part.weight)  # else NaN: a mean over no labels
-        error = abs(predicted - expected) / scale
-        errors[weight] = error if math.isfinite(error) else math.inf
-    smallest = min(errors.values())
+        predicted[weight] = sum(part.weight * loss for part, loss in pairs if part.weight)  # else NaN: no labels
+    errors = {weight: abs(loss - expected) / scale for weight, loss in predicted.items() if math.isfinite(loss)}
+    smallest = min(errors.values(), default=math.inf)
     if smallest <= tolerance:
         return next(weight for weight, error in errors.items() if error <= smallest + _SAME), None
-    by_rows = sum(part.weight * loss for part, loss in zip(microbatches, rest, strict=True))
+    by_rows = predicted[LossWeight()]
     return LossWeight(), (
         f"the loss of the first batch is {expected:.6g}, that of its micro-batches by rows {by_rows:.6g}, and no other "
         "weights fit: the loss looks across rows, or needs weights of its own. Give loss_weight=, or num_microbatches=1"

@@ -208,7 +208,7 @@ def _stash(before: Unpartitioned, plan: PartitionPlan, held: dict[str, nn.Parame
     stages = {name: [stage for stage in plan.parameter_stages[name] if stage in here] for name in held}
     pipeline = groups.mesh.pipelines[groups.replica]
     tied_groups = create_tied_groups(plan.ownership, pipeline, setup.timeout, setup.device)
-    tied = TiedGradients(setup.module, plan.ownership, groups.pipeline_rank, tied_groups)
+    tied = TiedGradients(setup.module, tied_groups)
     replicas = None
     if setup.num_replicas > 1 and before.optimizers:
         replicas = ReplicaGradients(

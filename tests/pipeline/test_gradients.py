@@ -30,7 +30,7 @@ def tied_sums(group: dist.ProcessGroup, none_on: dict[str, tuple[int, ...]], spa
             gradient = torch.full_like(parameter, 10.0**rank * (1 + int(name)))
             parameter.grad = gradient.to_sparse() if sparse else gradient
     gradients = [parameter.grad for parameter in model]
-    TiedGradients(model, TIED, rank, {(0, 1): group}).sum()
+    TiedGradients(model, [(group, names) for names in TIED.shared().values()]).sum()
     if not sparse:  # in place: it may be a view of a bucket
         assert all(p.grad is old for p, old in zip(model, gradients, strict=True) if old is not None)
     return {

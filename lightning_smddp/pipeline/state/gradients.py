@@ -35,8 +35,8 @@ from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.state.replicas import ReplicaGradients
 from lightning_smddp.pytree import copied
 
-Ranks: TypeAlias = tuple[int, ...]
-TiedGroups: TypeAlias = Mapping[Ranks, dist.ProcessGroup]
+TiedGroups: TypeAlias = list[tuple[dist.ProcessGroup, list[str]]]
+"""Of a rank: groups, each with the names of the parameters that exactly its members hold."""
 Gradients: TypeAlias = Mapping[str, Tensor]
 """By the name of the parameter."""
 
@@ -56,18 +56,16 @@ def create_tied_groups(
         pipeline: the global ranks of this one.
         timeout: of the groups' collectives.
         device: where the gradients are.
-
-    Returns:
-        For each such set that this rank is in (pipeline ranks, ascending) its group.
     """
     assert dist.group.WORLD is not None
-    groups = {}
-    for ranks in ownership.shared():
-        # Only the members of a group create it, all of them in the order of `shared`.
+    groups = []
+    # In the order of `shared`, which is the same on all ranks: so ranks of two sets come to both in one order.
+    for ranks, names in ownership.shared().items():
+        # Only the members of a group create it.
         members = [pipeline[rank] for rank in ranks]
         name = new_name(dist.group.WORLD)
         if dist.get_rank() in members:
-            groups[ranks] = create_group(members, f"{name}-tied-{members}", timeout, device)
+            groups.append((create_group(members, f"{name}-tied-{members}", timeout, device), names))
     return groups
 
 
@@ -79,15 +77,11 @@ class TiedGradients:
 
     Args:
         module: the model.
-        ownership: who holds what.
-        rank: this one, in the pipeline.
         groups: see :func:`create_tied_groups`.
     """
 
-    def __init__(self, module: nn.Module, ownership: Ownership, rank: int, groups: TiedGroups) -> None:
-        # In the order of `shared`, which is the same on all ranks: so ranks of two sets come to both in one order.
-        shared = [(groups[ranks], names) for ranks, names in ownership.shared().items() if rank in ranks]
-        self._sets = [(group, [module.get_parameter(name) for name in names]) for group, names in shared]
+    def __init__(self, module: nn.Module, groups: TiedGroups) -> None:
+        self._sets = [(group, [module.get_parameter(name) for name in names]) for group, names in groups]
 
     @torch.no_grad()
     def sum(self) -> None:
