@@ -17,7 +17,6 @@ from lightning_smddp.communication.tensors import CPU, broadcast_tensors, gather
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.mesh import named_tensors
 from lightning_smddp.pipeline.state.meta_parameters import set_contents, swapped
-from lightning_smddp.pipeline.view.global_tensor import broadcast_from_owners
 from lightning_smddp.pipeline.view.view import GlobalView
 
 
@@ -163,5 +162,5 @@ class SharedBuffers:
         view = self.view
         buffers = [(name, buffer) for name, buffer in view.module.named_buffers() if name in wanted]
         owned = [(view.ownership.buffers[name], buffer.detach()) for name, buffer in buffers]
-        broadcast_from_owners(owned, view.group, view.device)
+        view.broadcast(owned)
         view.changed_buffers -= wanted

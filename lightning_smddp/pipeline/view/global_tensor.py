@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import disabled_torch_function, wrapper_subclass
-from lightning_smddp.communication.tensors import broadcast_tensors
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.ops import user_location
-from lightning_smddp.pipeline.mesh import Ownership, named_tensors
+from lightning_smddp.pipeline.mesh import named_tensors
 from lightning_smddp.pytree import leaves, map_leaves
 
 View: TypeAlias = Any
@@ -156,21 +154,6 @@ class GlobalTensor(Tensor):
         return memo[id(self)]
 
 
-def broadcast_from_owners(owned: Iterable[tuple[int, Tensor]], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Write into each tensor what it is on the rank that is given with it: one broadcast a rank. Collective.
-
-    Args:
-        owned: owners and tensors, in the same order on all ranks.
-        group: the ranks.
-        device: where ``group``'s backend has its messages.
-    """
-    by_owner: dict[int, list[Tensor]] = {}
-    for owner, tensor in owned:
-        by_owner.setdefault(owner, []).append(tensor)
-    for owner, tensors in sorted(by_owner.items()):
-        broadcast_tensors(tensors, group, owner, device)
-
-
 def key_of(*facts: Any) -> int:
     """A digest that is the same in all processes."""
     return zlib.crc32(repr(facts).encode())
@@ -205,19 +188,17 @@ class ModuleTensors:
         gradients_known: whether the global tensors have the gradients.
 
     Args:
-        module: divided.
-        ownership: who holds what. A buffer that is not in it is the same on all ranks: it stays a plain tensor.
-        view: of the module.
+        view: of the module. A buffer that nobody owns is the same on all ranks: it stays a plain tensor.
     """
 
-    def __init__(self, module: nn.Module, ownership: Ownership, view: View) -> None:
+    def __init__(self, view: View) -> None:
         self.view = view
         self.gradients_known = False
         self.by_name: dict[str, ModuleTensor] = {}
-        buffers = {name: (owner,) for name, owner in ownership.buffers.items()}
-        holders = {**ownership.parameters, **buffers}
+        buffers = {name: (owner,) for name, owner in view.ownership.buffers.items()}
+        holders = {**view.ownership.parameters, **buffers}
         with torch.inference_mode(False):  # they stay when a validation is over
-            for name, tensor in named_tensors(module).items():
+            for name, tensor in named_tensors(view.module).items():
                 if name in holders:
                     ranks = holders[name]
                     # Its own strides, also with holes: views of it have to share its memory.
@@ -321,7 +302,7 @@ class ModuleTensors:
         """Write the owner's ``values`` into those of all ranks that hold ``found``. Collective."""
         if values is None or self.view.rank not in found.ranks:
             values = torch.empty_like(found.tensor, device="meta")
-        broadcast_tensors([values], self.view.group, found.owner, self.view.device)
+        self.view.broadcast([(found.owner, values)])
 
     def forget_gradients(self) -> None:
         """Other code may change gradients from here on."""

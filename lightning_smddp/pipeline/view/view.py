@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -30,7 +30,7 @@ from torch.nn.modules.module import (
 
 from lightning_smddp._compat.torch import swap_contents, without_torch_function
 from lightning_smddp.communication.objects import gather
-from lightning_smddp.communication.tensors import from_numbers
+from lightning_smddp.communication.tensors import broadcast_tensors, from_numbers
 from lightning_smddp.pipeline.capture.ops import user_location
 from lightning_smddp.pipeline.mesh import Channel, Ownership
 from lightning_smddp.pipeline.view.global_tensor import (
@@ -40,7 +40,6 @@ from lightning_smddp.pipeline.view.global_tensor import (
     GlobalTensor,
     GlobalViewError,
     ModuleTensors,
-    broadcast_from_owners,
     key_of,
 )
 from lightning_smddp.pipeline.view.operations import ViewFunctions, run_operator
@@ -104,7 +103,7 @@ class GlobalView:
         self.pending = False
         self._alive: weakref.WeakValueDictionary[int, GlobalTensor] = weakref.WeakValueDictionary()
         self._numbers = count()
-        self.tensors = ModuleTensors(module, ownership, self)
+        self.tensors = ModuleTensors(self)
         self._alive.clear()  # the module's own are nobody's to keep
         self.find = self.tensors.find
         self._host = host or Channel(group, device)
@@ -270,7 +269,7 @@ class GlobalView:
             raise GlobalViewError(
                 f"The ranks of a pipeline do different things in a hook or callback: {lines}. {_CURE}"
             )
-        values = self._broadcast([self.tensors.named(name) for name in names])
+        values = self._values_of([self.tensors.named(name) for name in names])
         return Served(values, [name for _, _, _, gradients in everyones for name in gradients])
 
     def names_with_gradient(self) -> list[str]:
@@ -384,7 +383,7 @@ class GlobalView:
             key = key_of([(key, extent) for _, key, extent in missing])
             served = self._meet(_VALUES, key, f"needs the values of {names} at {user_location()}", wanted)
             if served is None:
-                copies.update(zip(missing, self._broadcast(wanted), strict=True))
+                copies.update(zip(missing, self._values_of(wanted), strict=True))
             else:  # whole parameters, gradients and buffers, of which `wanted` are views; on this rank alone
                 copies = dict(copies)
                 for what, value in zip(missing, served.values, strict=True):
@@ -393,14 +392,25 @@ class GlobalView:
                     copies[what] = whole.as_strided(shape, strides, whole.storage_offset() + offset)
         return {id(tensor): copies[what] for what, tensor in zip(contents, tensors, strict=True)}
 
-    def _broadcast(self, tensors: Sequence[GlobalTensor]) -> list[Tensor]:
+    def broadcast(self, owned: Iterable[tuple[int, Tensor]]) -> None:
+        """Write into each tensor what it is on the rank that is given with it: one broadcast a rank. Collective.
+
+        ``owned``: owners and tensors, in the same order on all ranks.
+        """
+        by_owner: dict[int, list[Tensor]] = {}
+        for owner, tensor in owned:
+            by_owner.setdefault(owner, []).append(tensor)
+        for owner, tensors in sorted(by_owner.items()):
+            broadcast_tensors(tensors, self.group, owner, self.device)
+
+    def _values_of(self, tensors: Sequence[GlobalTensor]) -> list[Tensor]:
         """Each one's values on every rank. Collective."""
         values = []
         for tensor in tensors:
             local = tensor.local
             values.append(torch.empty_like(tensor.meta, device=self.device) if local is None else local.detach())
         owners = [tensor.owner for tensor in tensors]
-        broadcast_from_owners(zip(owners, values, strict=True), self.group, self.device)
+        self.broadcast(zip(owners, values, strict=True))
         return values
 
     # ---- the end ----
@@ -415,7 +425,7 @@ class GlobalView:
         if any(theirs != everyones[0] for theirs in everyones):
             return
         for tensor in kept:
-            _make_plain(tensor, *self._broadcast([tensor]))
+            _make_plain(tensor, *self._values_of([tensor]))
 
 
 def _make_plain(tensor: GlobalTensor, value: Tensor) -> None:
