@@ -65,7 +65,7 @@ class TrainerStrategy(_Base):
         """The last thing that a constructor does; ``close`` frees what works over the process group."""
         self._reliability = options.reliability
         self._resume = options.resume
-        self._session = DefaultGroup(options.gradients, close)
+        self._session = DefaultGroup(options, close)
         self._last_compression_state: Mapping[str, Any] = {}
         self._exact_resume = ExactResume()
         self._supervision = RunSupervision(self)

@@ -31,7 +31,6 @@ from lightning_smddp.strategies.options import (
     StrategyOptions,
     arguments_of,
     by_name,
-    require_known,
 )
 from lightning_smddp.strategies.process_group import DefaultGroup
 from lightning_smddp.strategies.tables import print_table, say
@@ -81,9 +80,17 @@ class DataParallel(TrainerStrategy):
         reliability: ReliabilityOptions = ReliabilityOptions(),
         **kwargs: Any,
     ) -> None:
-        require_known(self, kwargs, arguments_of(*type(self).__mro__, DistributedDataParallel))
-        options = StrategyOptions.of(communication, reliability, algorithm, compression, bucket_cap_mb, resume, shard)
-        kwargs = by_name(super().__init__, args, kwargs)
+        known = arguments_of(*type(self).__mro__, DistributedDataParallel)
+        kwargs = by_name(self, super().__init__, args, kwargs, known)
+        options = StrategyOptions.of(
+            communication,
+            reliability,
+            compression,
+            algorithm=algorithm,
+            bucket_cap_mb=bucket_cap_mb,
+            resume=resume,
+            shard=shard,
+        )
         if kwargs.get("ddp_comm_hook") is not None and (algorithm != "auto" or compression is not None):
             raise ValueError(
                 f"`ddp_comm_hook` replaces our communication, so algorithm={algorithm!r} and "
@@ -97,13 +104,13 @@ class DataParallel(TrainerStrategy):
         if gradient_as_bucket_view is not None:
             kwargs["gradient_as_bucket_view"] = gradient_as_bucket_view
         super().__init__(**kwargs)
-        self._scheme = DDPScheme(options.gradients, shard)
+        self._scheme = DDPScheme(options)
         self._hold_parts(options, self._scheme.close)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Without memory that this process shares with others."""
-        scheme = DDPScheme(self._scheme.options, self._scheme.shard)
+        scheme = DDPScheme(self._scheme.options)
         return {**super().__getstate__(), "_scheme": scheme, "_session": DefaultGroup(scheme.options, scheme.close)}
 
     @property
@@ -154,7 +161,7 @@ class DataParallel(TrainerStrategy):
 
     @override
     def _shard_optimizers(self) -> None:
-        if self._scheme.shard is None or self._scheme.communicator is None:
+        if self._scheme.options.shard is None or self._scheme.communicator is None:
             return
         optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
         self._scheme.shard_optimizers(list(self._module.named_parameters()), optimizers)

@@ -31,7 +31,7 @@ from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_param
 from lightning_smddp.sharding.optimizer_states import whole_state_dict
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.strategies.nonfinite import by_asking
-from lightning_smddp.strategies.options import GradientOptions, Shard
+from lightning_smddp.strategies.options import StrategyOptions
 from lightning_smddp.wording import counted
 
 _SHOWN = 4  # parameters, in messages
@@ -60,17 +60,15 @@ class DDPScheme:
     """Modules in DDP, until :meth:`close`, and the optimizers whose work ranks share.
 
     Args:
-        options: how gradients are averaged.
-        shard: ``"optimizer"``, or None.
+        options: how gradients are averaged and optimizers sharded.
 
     Attributes:
         synchronizers: what averages, for each module.
         sharded: with ``shard``, the optimizers.
     """
 
-    def __init__(self, options: GradientOptions, shard: Shard = None) -> None:
+    def __init__(self, options: StrategyOptions) -> None:
         self.options = options
-        self.shard = shard
         self.communicator: Communicator | None = None  # modules share its groups
         self.synchronizers: list[GradientSynchronizer] = []
         self.sharded: list[ShardedOptimizers] = []

@@ -44,7 +44,6 @@ from lightning_smddp.strategies.options import (
     StrategyOptions,
     arguments_of,
     by_name,
-    require_known,
 )
 from lightning_smddp.strategies.tables import print_table
 from lightning_smddp.wording import counted
@@ -91,14 +90,13 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
         **kwargs: Any,
     ) -> None:
         require_deepspeed()
-        require_known(self, kwargs, arguments_of(self._lightnings))
-        options = StrategyOptions.of(communication, reliability, "native", resume=resume)
+        kwargs = by_name(self, super().__init__, args, kwargs, arguments_of(self._lightnings))
+        options = StrategyOptions.of(communication, reliability, resume=resume)
         if options.reliability.sharded:
             raise ValueError(
                 "sharded=True cannot be used with strategy='smddp_deepspeed', which saves plain files. Leave it out, "
                 "or use strategy='smddp_fsdp'."
             )
-        kwargs = by_name(super().__init__, args, kwargs)
         require_stage(kwargs.get("stage", 2))
         super().__init__(**kwargs)
         # Sizes of buckets that the user has given stay on CPUs: as arguments, or in a configuration of his own, beside

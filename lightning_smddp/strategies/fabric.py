@@ -27,7 +27,6 @@ from lightning_smddp.strategies.options import (
     StrategyOptions,
     arguments_of,
     by_name,
-    require_known,
 )
 from lightning_smddp.strategies.process_group import DefaultGroup, start_process_group
 from lightning_smddp.strategies.tables import print_table
@@ -45,7 +44,7 @@ class FabricStrategy(_Base):
         """At the end of a constructor; ``close`` frees what works over the process group."""
         _refuse_of_trainer(options.reliability)
         self._reliability = options.reliability
-        self._session = DefaultGroup(options.gradients, close)
+        self._session = DefaultGroup(options, close)
         self._guard = NonFiniteGuard(options.reliability.on_nonfinite)
 
     @property
@@ -109,10 +108,12 @@ class FabricDataParallel(FabricStrategy):
         reliability: ReliabilityOptions = ReliabilityOptions(),
         **kwargs: Any,
     ) -> None:
-        require_known(self, kwargs, arguments_of(*type(self).__mro__, DistributedDataParallel))
-        options = StrategyOptions.of(communication, reliability, algorithm, compression, bucket_cap_mb, shard=shard)
-        super().__init__(**by_name(super().__init__, args, kwargs))
-        self._scheme = DDPScheme(options.gradients, shard)
+        known = arguments_of(*type(self).__mro__, DistributedDataParallel)
+        super().__init__(**by_name(self, super().__init__, args, kwargs, known))
+        options = StrategyOptions.of(
+            communication, reliability, compression, algorithm=algorithm, bucket_cap_mb=bucket_cap_mb, shard=shard
+        )
+        self._scheme = DDPScheme(options)
         self._hold_options(options, self._scheme.close)
         self._modules: list[nn.Module] = []  # that were set up
 
@@ -146,7 +147,7 @@ class FabricDataParallel(FabricStrategy):
             ValueError: on every rank: the optimizer cannot be sharded, or its module was not set up before.
         """
         optimizer = super().setup_optimizer(optimizer)
-        if self._scheme.shard is None:
+        if self._scheme.options.shard is None:
             return optimizer
         if self._scheme.communicator is None:
             raise ValueError(

@@ -37,7 +37,6 @@ from lightning_smddp.strategies.options import (
     ReliabilityOptions,
     StrategyOptions,
     by_name,
-    require_known,
 )
 
 _OF_FABRIC = {*FromFSDP.__annotations__, "precision"} - {"precision_plugin"}
@@ -110,12 +109,11 @@ class FabricFullyShardedParallel(FabricStrategy):
         reliability: ReliabilityOptions = ReliabilityOptions(),
         **kwargs: Any,
     ) -> None:
-        require_known(self, kwargs, _OF_FABRIC)
-        offload = kwargs.pop("cpu_offload", False)
+        given = by_name(self, super().__init__, args, kwargs, _OF_FABRIC)
+        offload = given.pop("cpu_offload", False)
+        super().__init__(**given)
         self._sharding = ShardingOptions(sharding, shard_size, wrap, meta_init, offload, compression)
-        options = StrategyOptions.of(communication, reliability)
-        super().__init__(**by_name(super().__init__, args, kwargs))
-        self._hold_options(options)
+        self._hold_options(StrategyOptions.of(communication, reliability))
         self._backward_sync_control: Any = _SyncControl()
         self._view, self._changes = WholeView(), ExitStack()
         self._modules: list[DividedForward] = []  # that were set up

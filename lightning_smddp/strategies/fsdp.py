@@ -50,7 +50,6 @@ from lightning_smddp.strategies.options import (
     Resume,
     StrategyOptions,
     by_name,
-    require_known,
 )
 from lightning_smddp.strategies.tables import print_table
 
@@ -122,17 +121,14 @@ class FullyShardedParallel(TrainerStrategy):
         reliability: ReliabilityOptions = ReliabilityOptions(),
         **kwargs: Unpack[FromFSDP],
     ) -> None:
-        given = by_name(super().__init__, args, kwargs)
-        require_known(self, given, FromFSDP.__annotations__)
+        given = by_name(self, super().__init__, args, kwargs, FromFSDP.__annotations__)
         offload = given.pop("cpu_offload", False)
-        sharding_options = ShardingOptions(sharding, shard_size, wrap, meta_init, offload, compression)
-        options = StrategyOptions.of(communication, reliability, resume=resume)
         super().__init__(**given)
-        self._sharding = sharding_options
+        self._sharding = ShardingOptions(sharding, shard_size, wrap, meta_init, offload, compression)
         self._view = WholeView()
         self._changes = ExitStack()  # of Lightning and of tensors, until teardown
         self._whole_again: dict[int, Tensor] = {}  # of the last run: by the id of what was a part of it
-        self._hold_parts(options)
+        self._hold_parts(StrategyOptions.of(communication, reliability, resume=resume))
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: without what belongs to this process."""

@@ -35,7 +35,6 @@ from lightning_smddp.sharding.whole_states import divided_optimizer_state, whole
 from lightning_smddp.sharding.whole_view import WholeView
 from lightning_smddp.strategies.checks import unit_precision
 from lightning_smddp.strategies.nonfinite import by_asking
-from lightning_smddp.strategies.options import require_bools
 
 Sharding = Literal["full", "grad_op", "hybrid"]
 _SHARDINGS = ("full", "grad_op", "hybrid")
@@ -65,7 +64,6 @@ class ShardingOptions:
             raise ValueError(f"sharding={sharding!r} is unknown. Valid: {valid}.")
         if size is not None and sharding != "hybrid":
             raise ValueError(f"shard_size={size!r} belongs to sharding='hybrid', and sharding is {sharding!r}.")
-        require_bools(meta_init=self.meta_init, cpu_offload=self.cpu_offload)
         if self.compression not in (None, *_REDUCE_DTYPES):
             raise ValueError(
                 f"compression={self.compression!r} cannot be used with sharded parameters, whose gradients torch sums "

@@ -9,11 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
-from difflib import get_close_matches
 from inspect import signature
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
-
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_smddp.communication.algorithms import NAMES, AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
@@ -31,13 +28,6 @@ LossWeightOption: TypeAlias = str | Callable[[Any], Any]
 """``"auto"``, ``"rows"``, ``"labels"``, ``"shifted_labels"``, ``"sum"``, the name of a batch entry, or a function."""
 
 # ---- values ----
-
-
-def require_bools(**values: object) -> None:
-    """Each of ``values`` has to be True or False: any other text, ``"no"`` too, would count as True."""
-    for name, value in values.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{name}={value!r} has to be True or False.")
 
 
 def is_positive(value: object) -> bool:
@@ -80,48 +70,20 @@ def _names(kind: type[Any]) -> list[str]:
 # ---- arguments of strategies ----
 
 
-def require_known(strategy: Any, given: Iterable[str], of_lightning: Iterable[str]) -> None:
-    """Raise ``TypeError`` for arguments that are neither in ``of_lightning`` nor in the signature of ``strategy``."""
-    known = {*of_lightning, *arguments_of(type(strategy))}
-    written = {name: repr(name) for name in known}
-    for group, parameter in signature(type(strategy).__init__).parameters.items():
-        if is_dataclass(parameter.default):
-            kind = type(parameter.default)
-            for option in _names(kind):
-                written[option] = f"{group}={kind.__name__}({option}=...)"
-    for name in sorted(set(given) - known):
-        close = get_close_matches(name, written, 1, cutoff=0.85)
-        if name in arguments_of(DistributedDataParallel):
-            hint = "It is DistributedDataParallel's, which is not used here. Leave it out."
-        elif close:
-            hint = f"Did you mean {written[close[0]]}?"
-        else:
-            hint = f"Valid: {', '.join(sorted(known))}."
-        raise TypeError(f"{type(strategy).__name__} has no argument {name!r}. {hint}")
-
-
-def arguments_of(*classes: type[Any]) -> set[str]:
-    """Names of all arguments in the signatures of ``classes``."""
-    found: set[str] = set()
-    for cls in classes:
-        found |= set(signature(cls.__init__).parameters)
-    return found - {"self", "args", "kwargs", "module"}
-
-
-def by_name(init: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments for ``init``, which Lightning's ``DDPStrategy`` defines, by name.
+def by_name(
+    strategy: Any, init: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str, Any], known: Iterable[str]
+) -> dict[str, Any]:
+    """All arguments for Lightning's ``init``, by name, and others that are ``known`` beside those of ``strategy``.
 
     Raises:
-        TypeError: as a call would.
+        TypeError: as a call would, and for arguments that are not known.
         ValueError: what it would hand on unseen cannot work.
     """
+    _require_known(strategy, kwargs, known)
     # `DDPStrategy` takes most by name, and the arguments of `DistributedDataParallel` as its `**kwargs`.
-    bound = signature(init).bind_partial(*args, **kwargs)
-    given = dict(bound.arguments)
+    given = dict(signature(init).bind_partial(*args, **kwargs).arguments)
     given |= given.pop("kwargs", {})
-    accelerator = given.get("accelerator")
-    if isinstance(accelerator, str) and accelerator in NAMES:
-        raise ValueError(f"accelerator={accelerator!r} is an algorithm's name: write algorithm={accelerator!r}.")
+    _require_known(strategy, given, known)
     timeout = given.get("timeout")
     if timeout is not None and not isinstance(timeout, timedelta):
         raise ValueError(f"timeout={timeout!r} has to be a datetime.timedelta, such as timedelta(minutes=30), or None.")
@@ -134,6 +96,24 @@ def by_name(init: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str,
     if backend == "auto":
         given["process_group_backend"] = None  # Lightning's own word for it
     return given
+
+
+def _require_known(strategy: Any, given: Iterable[str], known: Iterable[str]) -> None:
+    own = signature(type(strategy).__init__).parameters
+    valid = {*known, *arguments_of(type(strategy))}
+    for name in sorted(set(given) - valid):
+        hint = f"Valid: {', '.join(sorted(valid))}."
+        for group, parameter in own.items():
+            kind = type(parameter.default)
+            if is_dataclass(kind) and name in _names(kind):
+                hint = f"Write {group}={kind.__name__}({name}=...)."
+        raise TypeError(f"{type(strategy).__name__} has no argument {name!r}. {hint}")
+
+
+def arguments_of(*classes: type[Any]) -> set[str]:
+    """Names of all arguments in the signatures of ``classes``."""
+    found = {name for cls in classes for name in signature(cls.__init__).parameters}
+    return found - {"self", "args", "kwargs", "module"}
 
 
 def popped(given: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -171,7 +151,6 @@ class CommunicationOptions:
     verbose: bool = True
 
     def __post_init__(self) -> None:
-        require_bools(verbose=self.verbose)
         if self.collective_timeout is not None:
             duration("collective_timeout", self.collective_timeout)
 
@@ -209,7 +188,6 @@ class ReliabilityOptions:
     def __post_init__(self) -> None:
         if self.on_nonfinite not in get_args(OnNonfinite):
             raise ValueError(f"on_nonfinite={self.on_nonfinite!r} is unknown. Valid: 'error', 'skip', 'ignore'.")
-        require_bools(async_save=self.async_save, sharded=self.sharded)
         if self.async_save and self.sharded:
             raise ValueError(
                 "async_save=True cannot be used with sharded=True: all ranks write a sharded checkpoint together. "
@@ -233,23 +211,28 @@ class ReliabilityOptions:
 
 
 @dataclass(frozen=True)
-class GradientOptions:
-    """How gradients are averaged: arguments of a strategy, and its group ``communication``.
+class StrategyOptions:
+    """What users give to any strategy.
 
     Attributes:
-        algorithm: a name, or ``"auto"``.
-        compression: None is exact.
+        communication, reliability: groups.
+        algorithm: by which gradients are averaged: a name, or ``"auto"``.
+        compression: of gradients; None is exact.
         bucket_cap_mb: MiB; None is DDP's default.
-        communication: the group.
+        resume: in a ``fit`` that is given no checkpoint.
+        shard: what else than batches ranks have shares of.
 
     Raises:
         ValueError: a value is none of the valid ones, which the message lists.
     """
 
-    algorithm: str
-    compression: Compression | None
-    bucket_cap_mb: float | None
     communication: CommunicationOptions
+    reliability: ReliabilityOptions
+    algorithm: str = "auto"
+    compression: Compression | None = None
+    bucket_cap_mb: float | None = None
+    resume: Resume = None
+    shard: Shard = None
 
     def __post_init__(self) -> None:
         if self.algorithm not in NAMES:
@@ -265,28 +248,6 @@ class GradientOptions:
             raise ValueError(
                 f"bucket_cap_mb={self.bucket_cap_mb!r} has to be positive (MiB), or None for DDP's default."
             )
-
-
-@dataclass(frozen=True)
-class StrategyOptions:
-    """What users give to any strategy, taken apart.
-
-    Attributes:
-        gradients: how they are averaged.
-        reliability: faults, stops and checkpoints.
-        resume: in a ``fit`` that is given no checkpoint.
-        shard: what else than batches ranks have shares of.
-
-    Raises:
-        ValueError: a value is none of the valid ones, which the message lists.
-    """
-
-    gradients: GradientOptions
-    reliability: ReliabilityOptions
-    resume: Resume = None
-    shard: Shard = None
-
-    def __post_init__(self) -> None:
         if self.resume not in (None, "auto", "never"):
             raise ValueError(
                 f"resume={self.resume!r} is unknown. Valid: 'auto' (continue from the newest valid checkpoint, if "
@@ -300,20 +261,14 @@ class StrategyOptions:
             )
 
     @classmethod
-    def of(
-        cls,
-        communication: Any,
-        reliability: Any,
-        algorithm: str = "auto",
-        compression: Any = None,
-        bucket_cap_mb: float | None = None,
-        resume: Resume = None,
-        shard: Shard = None,
-    ) -> StrategyOptions:
+    def of(cls, communication: Any, reliability: Any, compression: Any = None, **others: Any) -> StrategyOptions:
         """From what users write: groups as dicts, ``compression`` as a name, too."""
-        group = group_of("communication", CommunicationOptions, communication)
-        gradients = GradientOptions(algorithm, Compression.parse(compression), bucket_cap_mb, group)
-        return cls(gradients, group_of("reliability", ReliabilityOptions, reliability), resume, shard)
+        return cls(
+            group_of("communication", CommunicationOptions, communication),
+            group_of("reliability", ReliabilityOptions, reliability),
+            compression=Compression.parse(compression),
+            **others,
+        )
 
 
 # ---- pipelines ----
@@ -362,9 +317,6 @@ class PartitionOptions:
         PipelineMesh.of(1, 1, self.placement)
         if self.memory_limit_gb is not None and not is_positive(self.memory_limit_gb):
             raise ValueError(f"memory_limit_gb={self.memory_limit_gb!r} has to be positive (GiB a rank), or None.")
-        require_bools(check=self.check)
-        _check_function("batch_size_fn", self.batch_size_fn, "the number of rows of a batch, which it is called with")
-        _check_function("split_batch", self.split_batch, "a list of batches, called with a batch and a number")
 
     @property
     def memory_limit(self) -> float | None:
@@ -380,6 +332,7 @@ class PipelineOptions:
 
     Attributes:
         num_microbatches: None is ``"auto"``.
+        gradients: how replicas average and share them, and the rest of what all strategies have.
 
     Raises:
         ValueError: a value is none of the valid ones, which the message lists.
@@ -391,8 +344,7 @@ class PipelineOptions:
     split: Sequence[str] | None
     loss_weight: LossWeightOption
     partition: PartitionOptions
-    gradients: GradientOptions
-    shard: Shard = None
+    gradients: StrategyOptions
     activation_checkpointing: bool = False
     meta_init: bool = False
 
@@ -405,11 +357,11 @@ class PipelineOptions:
                 "'sum', the name of an entry of the batch (its sum counts, as of a mask), or a function that is given "
                 "a micro-batch and returns how much it counts."
             )
-        if self.split is not None and not _is_list_of_names(self.split):
-            raise ValueError(
-                f"split={self.split!r} has to be a list of names: the first unit of each stage but the first."
-            )
-        require_bools(activation_checkpointing=self.activation_checkpointing, meta_init=self.meta_init)
+
+    @property
+    def shard(self) -> Shard:
+        """What replicas have shares of."""
+        return self.gradients.shard
 
     @property
     def stages_per_rank(self) -> int:
@@ -434,19 +386,8 @@ class PipelineOptions:
         return grid
 
 
-def _is_list_of_names(value: Any) -> bool:
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        return False
-    return all(isinstance(name, str) for name in value)
-
-
 def _check_count(name: str, value: Any, otherwise: str) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}={value!r} has to be a number from 1, or {otherwise}.")
-
-
-def _check_function(name: str, value: Any, returns: str) -> None:
-    if value is not None and not callable(value):
-        raise ValueError(f"{name}={value!r} has to be a function that returns {returns}, or None.")

@@ -56,7 +56,6 @@ from lightning_smddp.strategies.options import (
     by_name,
     group_of,
     popped,
-    require_known,
 )
 from lightning_smddp.strategies.partition_table import print_partition
 from lightning_smddp.strategies.pipeline_ranks import PipelineRanks
@@ -119,8 +118,7 @@ class PipelineParallel(PipelineRanks):
         reliability: ReliabilityOptions = ReliabilityOptions(),
         **kwargs: Unpack[OfPipeline],
     ) -> None:
-        given = by_name(super().__init__, args, kwargs)
-        require_known(self, given, OfPipeline.__annotations__)
+        given = by_name(self, super().__init__, args, kwargs, OfPipeline.__annotations__)
         memory = popped(given, "activation_checkpointing", "meta_init")
         of_all = popped(given, "algorithm", "compression", "bucket_cap_mb", "resume", "shard")
         options = StrategyOptions.of(communication, reliability, **of_all)
@@ -131,8 +129,7 @@ class PipelineParallel(PipelineRanks):
             schedule=parse(schedule),
             split=split,
             partition=group_of("partition", PartitionOptions, partition),
-            gradients=options.gradients,
-            shard=options.shard,
+            gradients=options,
             **memory,
         )
         super().__init__(**given)
@@ -449,16 +446,6 @@ class PipelineParallel(PipelineRanks):
         """What ``loss_weight="auto"`` has found to be right; ``"rows"`` before the first batch."""
         chosen = self._last_pipelined().batcher.chosen
         return chosen.kind if chosen is not None else "rows"
-
-    @property
-    def parameters_by_rank(self) -> list[int]:
-        """How many parameters each rank of a pipeline holds; empty before the module is partitioned. Not collective."""
-        if self._pipelined is None or self._pipelined.partitioned is None:
-            return []
-        partitioned = self._pipelined.partitioned
-        sizes = {name: parameter.numel() for name, parameter in partitioned.setup.module.named_parameters()}
-        ownership = partitioned.plan.ownership
-        return [sum(sizes[name] for name in ownership.held_by(rank)) for rank in range(ownership.num_ranks)]
 
     @property
     def communication_report(self) -> CommunicationReport | None:

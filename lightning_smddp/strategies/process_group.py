@@ -19,7 +19,7 @@ from lightning_smddp._compat.torch import is_nccl, set_group_timeout
 from lightning_smddp.communication.groups import backend_timeout, close_all, ends_within, forget_aborted_groups
 from lightning_smddp.communication.rendezvous import NCCL_AND_GLOO, RankInfo, join, start_limit, versions
 from lightning_smddp.strategies.environments import before_start
-from lightning_smddp.strategies.options import GradientOptions
+from lightning_smddp.strategies.options import StrategyOptions
 
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
 _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own
@@ -35,7 +35,7 @@ class DefaultGroup:
         close: frees what works over the group, before it ends.
     """
 
-    def __init__(self, options: GradientOptions, close: Callable[[], None] | None = None) -> None:
+    def __init__(self, options: StrategyOptions, close: Callable[[], None] | None = None) -> None:
         self.options = options
         self.close = close or _nothing
         self.failed = False  # the last run

@@ -232,13 +232,11 @@ def test_a_number_of_ranks_that_torchrun_did_not_start_is_an_error(devices: int,
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: SMDDPStrategy(algoritm="native"), "no argument 'algoritm'. Did you mean 'algorithm'?"),
-        (lambda: SMDDPStrategy(static_graf=True), "Did you mean 'static_graph'?"),
+        (lambda: SMDDPStrategy(algoritm="native"), "no argument 'algoritm'. Valid: .*algorithm.*static_graph"),
         (lambda: SMDDPFabricStrategy(resume="auto"), "has no argument 'resume'. Valid: .*reliability"),
-        (lambda: SMDDPStrategy(colective_timeout=9), r"mean communication=CommunicationOptions\(collective_timeout"),
-        (lambda: PipelineStrategy(scedule="gpipe"), "PipelineStrategy has no argument 'scedule'. Did you mean 'sched"),
+        (lambda: SMDDPStrategy(collective_timeout=9), r"Write communication=CommunicationOptions\(collective_timeout"),
         (lambda: PipelineStrategy(shard_size=2), "has no argument 'shard_size'. Valid: "),
-        (lambda: PipelineStrategy(find_unused_parameters=True), "no argument 'find_unused_parameters'. It is Distrib"),
+        (lambda: PipelineStrategy(find_unused_parameters=True), "PipelineStrategy has no argument 'find_unused_parameters'. Valid"),
     ],
 )
 def test_an_unknown_argument_is_refused_at_once(make: Callable[[], Any], text: str) -> None:
