@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from importlib.util import find_spec
 from typing import Any
 
@@ -55,19 +55,6 @@ def use_device(device: torch.device) -> None:
 
             set_accelerator(CPU_Accelerator())
         deepspeed.ops.__compatible_ops__[_SHARED_MEMORY_OP] = False
-
-
-def require_precision(config: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` if the device does not compute in the precision that ``config`` asks for."""
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = get_accelerator()
-    wants_fp16 = config.get("fp16", {}).get("enabled")
-    if wants_fp16 and not accelerator.is_fp16_supported():
-        raise ValueError(
-            f"DeepSpeed does not compute in fp16 on {accelerator.device_name()}. Use precision='bf16-mixed', or "
-            "'32-true'."
-        )
 
 
 def take_up_writes(engine: Any) -> bool:

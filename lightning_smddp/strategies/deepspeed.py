@@ -24,7 +24,6 @@ from lightning_smddp.deepspeed.start import (
     for_cpu,
     own_config,
     require_deepspeed,
-    require_precision,
     require_stage,
     take_hooks_off,
     take_up_writes,
@@ -139,7 +138,6 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
         assert self.config is not None
         if self.root_device.type == "cpu":
             for_cpu(self.config, self._sizes_given)
-        require_precision(self.config)
 
     @override
     def _auto_select_batch_size(self) -> int:

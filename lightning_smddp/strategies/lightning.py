@@ -33,58 +33,54 @@ class _SpawnLauncher(SpawnLaunching, _Spawn):  # type: ignore[misc, valid-type]
     pass
 
 
-class SafeCheckpointIO(SafeFiles, CheckpointIO):  # noqa: D101
-    __doc__ = SafeFiles.__doc__
+class SafeCheckpointIO(SafeFiles, CheckpointIO):
+    pass
 
 
-class SMDDPStrategy(DataParallel, DDPStrategy):  # noqa: D101
-    __doc__ = DataParallel.__doc__
+class SMDDPStrategy(DataParallel, DDPStrategy):
     _script_launcher, _spawn_launcher, _safe_files = _ScriptLauncher, _SpawnLauncher, SafeCheckpointIO
 
 
-class PipelineStrategy(PipelineParallel, DDPStrategy):  # noqa: D101
-    __doc__ = PipelineParallel.__doc__
+class PipelineStrategy(PipelineParallel, DDPStrategy):
     _script_launcher, _spawn_launcher, _safe_files = _ScriptLauncher, _SpawnLauncher, SafeCheckpointIO
 
 
-class AccumulationStrategy(AccumulateMicroBatches, SingleDeviceStrategy):  # noqa: D101
-    __doc__ = AccumulateMicroBatches.__doc__
+class AccumulationStrategy(AccumulateMicroBatches, SingleDeviceStrategy):
+    pass
 
 
-class SMDDPFSDPStrategy(FullyShardedParallel, DDPStrategy):  # noqa: D101
-    __doc__ = FullyShardedParallel.__doc__
+class SMDDPFSDPStrategy(FullyShardedParallel, DDPStrategy):
     _script_launcher, _spawn_launcher, _safe_files = _ScriptLauncher, _SpawnLauncher, SafeCheckpointIO
 
 
-class SMDDPFabricStrategy(FabricDataParallel, FabricDDPStrategy):  # noqa: D101
-    __doc__ = FabricDataParallel.__doc__
+class SMDDPFabricStrategy(FabricDataParallel, FabricDDPStrategy):
+    pass
 
 
-class SMDDPFabricFSDPStrategy(FabricFullyShardedParallel, FabricDDPStrategy):  # noqa: D101
-    __doc__ = FabricFullyShardedParallel.__doc__
+class SMDDPFabricFSDPStrategy(FabricFullyShardedParallel, FabricDDPStrategy):
+    pass
 
 
-class SMDDPDeepSpeedStrategy(DeepSpeedParallel, DeepSpeedStrategy):  # noqa: D101
-    __doc__ = DeepSpeedParallel.__doc__
+class SMDDPDeepSpeedStrategy(DeepSpeedParallel, DeepSpeedStrategy):
     _script_launcher, _spawn_launcher, _safe_files = _ScriptLauncher, _SpawnLauncher, SafeCheckpointIO
     _lightnings = DeepSpeedStrategy
 
 
-class CommunicationMonitor(MonitorCommunication, Callback):  # noqa: D101
-    __doc__ = MonitorCommunication.__doc__
+class CommunicationMonitor(MonitorCommunication, Callback):
+    pass
 
 
-class PipelineTimeline(RecordTimeline, Callback):  # noqa: D101
-    __doc__ = RecordTimeline.__doc__
+class PipelineTimeline(RecordTimeline, Callback):
+    pass
 
 
-class SageMakerEnvironment(ReadsSageMaker, ClusterEnvironment):  # noqa: D101
-    __doc__ = ReadsSageMaker.__doc__
+class SageMakerEnvironment(ReadsSageMaker, ClusterEnvironment):
+    pass
 
 
-class MPIRunEnvironment(ReadsMPIRun, ClusterEnvironment):  # noqa: D101
-    __doc__ = ReadsMPIRun.__doc__
+class MPIRunEnvironment(ReadsMPIRun, ClusterEnvironment):
+    pass
 
 
-class PodEnvironment(ReadsPod, ClusterEnvironment):  # noqa: D101
-    __doc__ = ReadsPod.__doc__
+class PodEnvironment(ReadsPod, ClusterEnvironment):
+    pass

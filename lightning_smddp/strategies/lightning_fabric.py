@@ -11,21 +11,21 @@ from lightning_smddp.strategies.fabric import FabricDataParallel
 from lightning_smddp.strategies.fabric_fsdp import FabricFullyShardedParallel
 
 
-class SMDDPFabricStrategy(FabricDataParallel, DDPStrategy):  # noqa: D101
-    __doc__ = FabricDataParallel.__doc__
+class SMDDPFabricStrategy(FabricDataParallel, DDPStrategy):
+    pass
 
 
-class SMDDPFabricFSDPStrategy(FabricFullyShardedParallel, DDPStrategy):  # noqa: D101
-    __doc__ = FabricFullyShardedParallel.__doc__
+class SMDDPFabricFSDPStrategy(FabricFullyShardedParallel, DDPStrategy):
+    pass
 
 
-class SageMakerEnvironment(ReadsSageMaker, ClusterEnvironment):  # noqa: D101
-    __doc__ = ReadsSageMaker.__doc__
+class SageMakerEnvironment(ReadsSageMaker, ClusterEnvironment):
+    pass
 
 
-class MPIRunEnvironment(ReadsMPIRun, ClusterEnvironment):  # noqa: D101
-    __doc__ = ReadsMPIRun.__doc__
+class MPIRunEnvironment(ReadsMPIRun, ClusterEnvironment):
+    pass
 
 
-class PodEnvironment(ReadsPod, ClusterEnvironment):  # noqa: D101
-    __doc__ = ReadsPod.__doc__
+class PodEnvironment(ReadsPod, ClusterEnvironment):
+    pass

@@ -44,7 +44,7 @@ class SageMakerJob:
         self._given_resume = strategy._resume
         self._is_first_fit = True
         self._trainer: Any = None  # until the run ends
-        self._saved: dict[str, int] | None = None  # checkpoint -> its step
+        self._has_final_model = False
 
     # ---- start ----
 
@@ -61,7 +61,7 @@ class SageMakerJob:
         if self._folders is None or module is None:
             return
         self._trainer = module.trainer
-        self._saved = {}
+        self._has_final_model = False
         supervisor = strategy._supervision.supervisor
         if supervisor is not None:
             supervisor.shutdown.clean_ups.append(self.write_failure)
@@ -116,10 +116,7 @@ class SageMakerJob:
     # ---- checkpoints ----
 
     def saved(self, checkpoint: Mapping[str, Any], filepath: Any) -> None:
-        """A checkpoint of this step is at ``filepath``; where it can be resumed from, ``newest`` names it."""
-        if self._folders is None or self._saved is None:
-            return
-        self._saved[str(filepath)] = int(checkpoint.get("global_step", -1))
+        """A checkpoint is at ``filepath``; where it can be resumed from, ``newest`` names it."""
         if self.newest_in is not None and self.strategy.is_global_zero and "optimizer_states" in checkpoint:
             self.strategy._saving.afterwards(partial(point_at, self.newest_in, filepath))
 
@@ -138,28 +135,23 @@ class SageMakerJob:
         return bool(callbacks)
 
     def training_ends(self) -> None:
-        """Save the final weights, if they are what the model is, and no checkpoint has them."""
-        if not self._gives_model or self.strategy._reliability.sharded or _best(self._trainer):
-            return
-        assert self._folders is not None
-        assert self._saved is not None
-        for path in _last(self._trainer):
-            if self._saved.get(path) == self._trainer.global_step:
-                return
-        self._trainer.save_checkpoint(str(self._folders.model / MODEL))
+        """Save the final weights, unless a metric says which are the best."""
+        if self._gives_model and not self.strategy._reliability.sharded and not _best(self._trainer):
+            assert self._folders is not None
+            self._trainer.save_checkpoint(str(self._folders.model / MODEL))
+            self._has_final_model = True
 
     def end(self) -> None:
         """Put the final model where SageMaker takes it from. Collective. Errors are raised on every rank."""
         if self._gives_model and not self.strategy._interrupted:
             self.strategy._saving.finish()
-            self.strategy._saving.on_first(self._put_model)
+            if not self._has_final_model:
+                self.strategy._saving.on_first(self._put_model)
         self._trainer = None
 
     def _put_model(self) -> None:
         assert self._folders is not None
         target = str(self._folders.model / MODEL)
-        if self._saved is not None and target in self._saved:  # by `training_ends`
-            return
         # The best checkpoint by a metric is the model; else the last one; else, of a run that had nothing left to
         # train, the one that it was resumed from.
         candidates = [*_best(self._trainer), *_last(self._trainer)]

@@ -20,7 +20,6 @@ a directory no more is read (``checkpoint/stored.py``). Which checkpoint it is w
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -29,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_smddp import pytree
 from lightning_smddp.checkpoint import files, sharded
@@ -183,7 +181,6 @@ class SafeFiles(_Base):
 
     def __init__(self, asynchronous: bool = False) -> None:
         self.asynchronous = asynchronous
-        self._refused: set[str] = set()  # what a warning has named
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None  # what is written, or is to follow it, until its end was looked at
 
@@ -219,27 +216,10 @@ class SafeFiles(_Base):
             )
         self.teardown()  # before there are two in memory
         if self.asynchronous and "state_dict" in checkpoint:  # not the file by which `ddp_spawn` returns weights
-            dump = partial(torch.save, _snapshot(checkpoint))
             self._thread = ThreadPoolExecutor(1, "checkpoint writer")
-            self._last = self._thread.submit(self._write, dump, path)
+            self._last = self._thread.submit(files.save, _snapshot(checkpoint), path)
         else:
-            self._write(partial(torch.save, checkpoint), path)
-
-    def _write(self, dump: Callable[[Any], object], path: Path) -> None:
-        """Write, and say once which objects resuming from it will refuse."""
-        files.write(dump, path)
-        fs, name = files.locate(path)
-        unsafe = set() if fs is not None else set(get_unsafe_globals_in_checkpoint(name))
-        refused = unsafe - self._refused
-        if refused:
-            self._refused |= refused
-            names = ", ".join(sorted(refused))
-            warnings.warn(
-                f"{path} contains {names}, which is not plain data, and resuming will refuse it. Save it as numbers, "
-                "strings and tensors, leave it out (`save_hyperparameters(ignore=[...])`), or before you resume call "
-                f"`torch.serialization.add_safe_globals([{names}])`.",
-                stacklevel=2,
-            )
+            files.save(checkpoint, path)
 
     def load_checkpoint(self, path: Path, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Verify and load, to the CPU unless ``map_location`` says otherwise.

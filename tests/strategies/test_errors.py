@@ -236,7 +236,10 @@ def test_a_number_of_ranks_that_torchrun_did_not_start_is_an_error(devices: int,
         (lambda: SMDDPFabricStrategy(resume="auto"), "has no argument 'resume'. Valid: .*reliability"),
         (lambda: SMDDPStrategy(collective_timeout=9), r"Write communication=CommunicationOptions\(collective_timeout"),
         (lambda: PipelineStrategy(shard_size=2), "has no argument 'shard_size'. Valid: "),
-        (lambda: PipelineStrategy(find_unused_parameters=True), "PipelineStrategy has no argument 'find_unused_parameters'. Valid"),
+        (
+            lambda: PipelineStrategy(find_unused_parameters=True),
+            "PipelineStrategy has no argument 'find_unused_parameters'. Valid",
+        ),
     ],
 )
 def test_an_unknown_argument_is_refused_at_once(make: Callable[[], Any], text: str) -> None:
