@@ -115,11 +115,6 @@ def launchers_of(strategy: type[Any]) -> tuple[Any, Any]:
     return module._SubprocessScriptLauncher, module._MultiProcessingLauncher
 
 
-def is_compiled_module(module: Any) -> bool:
-    """Whether a LightningModule went through ``torch.compile``: Lightning unwraps it and leaves a private mark."""
-    return getattr(module, "_compiler_ctx", None) is not None
-
-
 @contextmanager
 def keeps_user_samplers(trainer: Any, keep: bool) -> Iterator[None]:
     """With ``keep``, Lightning leaves samplers as they are. Its own switch is the Trainer's argument."""

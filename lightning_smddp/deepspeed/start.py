@@ -121,19 +121,13 @@ def own_config(config: dict[str, Any] | None) -> dict[str, Any] | None:
     """A copy of the user's ``config``, which Lightning writes into. DeepSpeed takes any client optimizer then.
 
     Raises:
-        ValueError: it shards nothing, or holds what belongs to the Trainer.
+        ValueError: it shards nothing.
     """
     if config is None:
         return None
     config = copy.deepcopy(config)
     zero = config.get("zero_optimization", {})
     require_stage(zero.get("stage", 0), "config={'zero_optimization': {'stage': ...}}")
-    if "gradient_accumulation_steps" in config:
-        steps = config["gradient_accumulation_steps"]
-        raise ValueError(
-            f"config={{'gradient_accumulation_steps': {steps!r}}} is the Trainer's to say: leave it out, and write "
-            f"Trainer(accumulate_grad_batches={steps!r})."
-        )
     config.setdefault("zero_allow_untested_optimizer", True)
     config.setdefault("zero_force_ds_cpu_optimizer", False)  # DeepSpeed's own compiles; torch's can be offloaded, too
     return config

@@ -58,7 +58,6 @@ class TrainerStrategy(_Base):
     _script_launcher: type[Any]
     _spawn_launcher: type[Any]
     _safe_files: type[Any]
-    _notebook_name = "smddp_notebook"
     _last_report: CommunicationReport | None = None
 
     def _hold_parts(self, options: StrategyOptions, close: Callable[[], None] | None = None) -> None:
@@ -101,9 +100,7 @@ class TrainerStrategy(_Base):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if self._start_method == "popen":
-            launcher = self._script_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
-            launcher.notebook_name = self._notebook_name
-            self._launcher = launcher
+            self._launcher = self._script_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
         else:
             self._launcher = self._spawn_launcher(self, start_method=self._start_method)
         self._sagemaker.trainer_made()

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 
-from lightning_smddp._compat.trainer import is_compiled_module
 from lightning_smddp.communication.consistency import require_initialized
 from lightning_smddp.pipeline.partition.microbatches import looks_at_other_rows
 from lightning_smddp.pytree import leaves
@@ -193,18 +190,11 @@ def refuse_training(module: Any, callbacks: Iterable[Any], optimizers: Sequence[
 
 
 def require_pipelinable(module: LightningModule, callbacks: Iterable[Any], is_fit: bool) -> None:
-    """Raise ``ValueError`` for what no split can run; warn of what runs otherwise."""
+    """Raise ``ValueError`` for what no split can run."""
     name = type(module).__name__
     require_initialized(module)
     if is_fit:
         refuse_training(module, callbacks)
-    if is_compiled_module(module) and dist.get_rank() == 0:
-        warnings.warn(
-            f"{name} was compiled with `torch.compile`. A pipeline runs parts of its step on different ranks, so the "
-            "step runs as plain Python. Modules that are placed whole can be compiled: call "
-            "`self.encoder.compile()` for each of them instead.",
-            stacklevel=2,
-        )
     for hook in ("training_step", "validation_step", "test_step", "predict_step"):
         step = getattr(module, hook)
         if step is not None and "dataloader_iter" in inspect.signature(step).parameters:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +22,7 @@ from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, unwrapped
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.checks import may_have_changed_gradients
-from lightning_smddp.strategies.ddp_scheme import DDPOptions, DDPScheme
+from lightning_smddp.strategies.ddp_scheme import DDPScheme
 from lightning_smddp.strategies.options import (
     CommunicationOptions,
     ReliabilityOptions,
@@ -35,9 +35,6 @@ from lightning_smddp.strategies.options import (
 from lightning_smddp.strategies.process_group import DefaultGroup
 from lightning_smddp.strategies.tables import print_table, say
 from lightning_smddp.wording import counted
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 
 class DataParallel(TrainerStrategy):
@@ -129,9 +126,9 @@ class DataParallel(TrainerStrategy):
             wrapper = self._ddp_comm_wrapper
             hook = self._ddp_comm_hook if wrapper is None else wrapper(self._ddp_comm_hook)
             own_hook = (hook, self._ddp_comm_state)
-        limit, watches = self._session.limit(self._timeout), self._checks.watches_gradients
-        options = DDPOptions(self.root_device, limit, self._ddp_kwargs, watches, own_hook)
-        self.model = self._scheme.wrap(self.model, options)
+        self._scheme.watches = self._checks.watches_gradients
+        limit = self._session.limit(self._timeout)
+        self.model = self._scheme.wrap(self.model, self.root_device, limit, self._ddp_kwargs, own_hook)
 
     @override
     def _training_batch_starts(self) -> None:
@@ -202,9 +199,7 @@ class DataParallel(TrainerStrategy):
     @override
     def _training_starts(self) -> None:
         if self._speaks and self._scheme.communicator is not None:
-            trainer = self._trainer
-            rows = self._scheme.describe(_batch_size(trainer), trainer.accumulate_grad_batches)
-            print_table("smddp: data parallelism", rows, trainer)
+            print_table("smddp: data parallelism", self._scheme.describe(), self._trainer)
 
     @override
     def _training_ends(self) -> None:
@@ -223,13 +218,3 @@ class DataParallel(TrainerStrategy):
         for sharded in self._scheme.sharded:
             sharded.load_whole_state_dicts(checkpoint["optimizer_states"])
         self._scheme.load_state_dict(self._saved_compression_state(checkpoint))
-
-
-def _batch_size(trainer: Trainer) -> int | None:
-    """Samples that one rank gets at a time, where the loader tells."""
-    loader = trainer.train_dataloader
-    for source in (loader, getattr(loader, "batch_sampler", None)):
-        size = getattr(source, "batch_size", None)
-        if isinstance(size, int):
-            return size
-    return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -37,25 +36,6 @@ from lightning_smddp.wording import counted
 _SHOWN = 4  # parameters, in messages
 
 
-@dataclass(frozen=True)
-class DDPOptions:
-    """How a module is put into DDP.
-
-    Attributes:
-        device: of this rank.
-        limit: how long a collective waits for a rank.
-        arguments: DDP's, as the user gave them.
-        watches: whether gradients are to be looked at for NaN and inf.
-        own_hook: a communication hook of the user's with its state, instead of our averaging.
-    """
-
-    device: torch.device
-    limit: timedelta
-    arguments: Mapping[str, Any]
-    watches: bool
-    own_hook: tuple[Callable[..., Any], Any] | None = None
-
-
 class DDPScheme:
     """Modules in DDP, until :meth:`close`, and the optimizers whose work ranks share.
 
@@ -63,12 +43,14 @@ class DDPScheme:
         options: how gradients are averaged and optimizers sharded.
 
     Attributes:
+        watches: whether modules that are wrapped have their gradients looked at for NaN and inf.
         synchronizers: what averages, for each module.
         sharded: with ``shard``, the optimizers.
     """
 
     def __init__(self, options: StrategyOptions) -> None:
         self.options = options
+        self.watches = False
         self.communicator: Communicator | None = None  # modules share its groups
         self.synchronizers: list[GradientSynchronizer] = []
         self.sharded: list[ShardedOptimizers] = []
@@ -79,21 +61,34 @@ class DDPScheme:
 
     # ---- modules ----
 
-    def wrap(self, module: nn.Module, options: DDPOptions) -> DistributedDataParallel:
+    def wrap(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        limit: timedelta,
+        given: Mapping[str, Any],
+        own_hook: tuple[Callable[..., Any], Any] | None = None,
+    ) -> DistributedDataParallel:
         """``module`` in DDP, with our averaging. Collective.
+
+        Args:
+            module: the user's.
+            device: of this rank.
+            limit: how long a collective waits for a rank.
+            given: DDP's arguments, as the user gave them.
+            own_hook: a communication hook of the user's with its state, instead of our averaging.
 
         Raises:
             ValueError: on every rank, when the model or the options do not fit.
         """
-        given, device = options.arguments, options.device
         arguments = dict(given)
         if self.options.bucket_cap_mb is not None and not given.get("bucket_cap_mb_list"):
             arguments["bucket_cap_mb"] = self.options.bucket_cap_mb
         # DDP averages for good what requires gradients now; what is unfrozen later it leaves alone, without a word.
         self._frozen.append({name: p for name, p in module.named_parameters() if not p.requires_grad})
         state: Any = None
-        if options.own_hook is not None:
-            hook, state = options.own_hook
+        if own_hook is not None:
+            hook, state = own_hook
             self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         else:
             if given.get("process_group") is not None or given.get("device_mesh") is not None:
@@ -101,7 +96,7 @@ class DDPScheme:
                     "`process_group` and `device_mesh` are not supported: the gradients of all ranks are averaged. "
                     "Use Lightning's DDPStrategy for gradients of a part of the ranks."
                 )
-            synchronizer = self._make_synchronizer(module, options)
+            synchronizer = self._make_synchronizer(module, device, limit)
             # Gradients are views of DDP's buckets then: what is averaged in a bucket need not be copied to them.
             arguments.setdefault("gradient_as_bucket_view", True)
 
@@ -115,16 +110,16 @@ class DDPScheme:
         model.register_comm_hook(state=state, hook=hook)
         return model
 
-    def _make_synchronizer(self, module: nn.Module, options: DDPOptions) -> GradientSynchronizer:
+    def _make_synchronizer(self, module: nn.Module, device: torch.device, limit: timedelta) -> GradientSynchronizer:
         """Check the model, and choose what averages its gradients."""
         require_initialized(module)
         group = dist.group.WORLD
         assert group is not None
         if self.communicator is None or self._recorder is None:
             self.sharded = []  # until now those of an ended run, whose state can be saved
-            self._recorder = Recorder(options.device)
+            self._recorder = Recorder(device)
             size = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
-            self.communicator = Communicator(group, options.device, options.limit, self._recorder.on_wait, size)
+            self.communicator = Communicator(group, device, limit, self._recorder.on_wait, size)
         # Each check is collective and raises on all ranks, so that none waits in the first all-reduce for one that
         # has left. Options come first, as they decide which messages follow.
         ours = self.options
@@ -139,7 +134,7 @@ class DDPScheme:
         synchronizer = GradientSynchronizer(
             self.communicator, module, self._choice.algorithm, ours.compression, self._recorder
         )
-        synchronizer.watches = options.watches
+        synchronizer.watches = self.watches
         self.synchronizers.append(synchronizer)
         return synchronizer
 
@@ -249,25 +244,16 @@ class DDPScheme:
         """What communication cost so far; None before the first module. Collective."""
         return self.synchronizers[-1].report() if self.synchronizers else None
 
-    def describe(self, batch: int | None = None, accumulate: int = 1) -> list[tuple[str, str]]:
+    def describe(self) -> list[tuple[str, str]]:
         """What runs here, in rows of name and value."""
         assert self.communicator is not None
-        topology, world = self.communicator.topology, self.communicator.topology.world_size
+        topology = self.communicator.topology
         sizes = sorted({len(ranks) for ranks in topology.nodes})
         cap = self.options.bucket_cap_mb
         rows = [
             ("nodes", f"{topology.num_nodes} ({', '.join(topology.hosts)})"),
             ("ranks per node", " to ".join([str(sizes[0]), *map(str, sizes[1:][-1:])])),
-            ("cluster size", f"{counted(world, 'rank')} on {self.communicator.device.type}"),
-            ("replicas", str(world)),
-        ]
-        if batch is not None:
-            rows += [
-                ("per-replica batch", str(batch)),
-                ("accumulation", str(accumulate)),
-                ("global batch", f"{world * batch * accumulate} for each optimizer step"),
-            ]
-        rows += [
+            ("cluster size", f"{counted(topology.world_size, 'rank')} on {self.communicator.device.type}"),
             ("backend", str(dist.get_backend(self.communicator.group))),
             ("algorithm", str(self._choice)),
             ("bucket size", "DDP's default" if cap is None else f"{cap:g} MiB"),

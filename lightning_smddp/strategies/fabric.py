@@ -18,7 +18,7 @@ from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.patches import patched
 from lightning_smddp.sharding.optimizer_shards import all_parameters, around_step
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict
-from lightning_smddp.strategies.ddp_scheme import DDPOptions, DDPScheme
+from lightning_smddp.strategies.ddp_scheme import DDPScheme
 from lightning_smddp.strategies.nonfinite import NonFiniteGuard, before_step
 from lightning_smddp.strategies.options import (
     CommunicationOptions,
@@ -134,8 +134,8 @@ class FabricDataParallel(FabricStrategy):
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Choose the communication and wrap ``module``. Collective; ``ValueError`` on every rank if models differ."""
-        limit = self._session.limit(self._timeout)
-        model = self._scheme.wrap(module, DDPOptions(self.root_device, limit, self._ddp_kwargs, self._looks))
+        self._scheme.watches = self._looks
+        model = self._scheme.wrap(module, self.root_device, self._session.limit(self._timeout), self._ddp_kwargs)
         self._modules.append(module)
         self._print("smddp: data parallelism", self._scheme.describe())
         return model

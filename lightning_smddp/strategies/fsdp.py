@@ -18,7 +18,6 @@ from typing_extensions import Unpack, override
 from lightning_smddp._compat.trainer import around_hooks
 from lightning_smddp.communication.consistency import check_trainable
 from lightning_smddp.communication.nonfinite import NonFinite
-from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.state.gradients import clipping_by
 from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
 from lightning_smddp.sharding.optimizer_shards import unwrapped
@@ -104,7 +103,6 @@ class FullyShardedParallel(TrainerStrategy):
     #   steps, hooks of the module and of callbacks            gathered values
     #   backward passes, checkpoints, `configure_optimizers`   this rank's shares
     #   optimizers' steps                                      shares; gathered values if they look at whole parameters
-    _notebook_name = "smddp_fsdp_notebook"
     _scheme: FSDPScheme | None = None  # from setup to teardown
     _stepped: Sequence[SteppedOptimizer] = ()  # likewise
 
@@ -341,11 +339,6 @@ class FullyShardedParallel(TrainerStrategy):
         return "each rank has a part of the weights only, of which some may be gone"
 
     # ---- what users see ----
-
-    @property
-    def communication_report(self) -> CommunicationReport | None:
-        """None: FSDP2's own collectives are not measured."""
-        return None
 
     @override
     def _training_starts(self) -> None:

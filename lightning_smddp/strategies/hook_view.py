@@ -9,8 +9,7 @@ returns, as it is written for this rank's part::
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +81,6 @@ class HookView:
         self.strategy = strategy
         self._waiting: ExitStack | None = None  # of a hook within which the module is partitioned
         self._depth = 0  # of calls of the strategy
-        self._replaced: dict[str, Callable[..., Any]] = {}  # methods that somebody has set on the strategy itself
         # Made once: Lightning compares functions that it was given in one run with those of the next.
         self._outside = {name: _Outside(self, name) for name in _OF_THE_STRATEGY}
 
@@ -93,25 +91,17 @@ class HookView:
     @contextmanager
     def installed(self, trainer: Any) -> Iterator[None]:
         """Within it, hooks of ``trainer`` run in the view, and the strategy's methods outside of it: for one run."""
-        own = vars(self.strategy)
-        self._replaced = {name: own[name] for name in _OF_THE_STRATEGY if name in own}
-        with ExitStack() as stack:
-            functions = [(own, name, function) for name, function in self._outside.items()]
-            stack.enter_context(patched(functions))
-            stack.enter_context(around_hooks(trainer, self._around))
+        functions = [(vars(self.strategy), name, function) for name, function in self._outside.items()]
+        with patched(functions), around_hooks(trainer, self._around):
             yield
 
     def call_outside(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the strategy's method ``name``, outside of the view, and go back into it."""
-        # The attribute of this name is `_outside[name]` now: the class's method, if nobody had replaced that.
-        function = self._replaced.get(name)
-        if function is None:
-            method = getattr(type(self.strategy), name)
-            function = functools.partial(method, self.strategy)
+        method = getattr(type(self.strategy), name)  # the strategy's own attribute of this name is `_outside[name]`
         self._depth += 1
         try:
             with self._left():
-                result = function(*args, **kwargs)
+                result = method(self.strategy, *args, **kwargs)
         finally:
             self._depth -= 1
         self._enter_late()

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -50,38 +50,22 @@ def may_be_ended() -> bool:
     return multiprocessing is not None and multiprocessing.parent_process() is not None
 
 
-@dataclass
-class Ranked:
-    """What a launcher runs in each rank: ``function``, with errors explained. Travels by pickle."""
-
-    strategy: Any
-    function: Callable[..., Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``function``; an error that another rank caused names that rank."""
-        with self.strategy.explained_errors():
-            return self.function(*args, **kwargs)
+def _as_rank(strategy: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a launcher runs in each rank: ``function``; an error that another rank caused names that rank."""
+    with strategy.explained_errors():
+        return function(*args, **kwargs)
 
 
 def _ranked(function: Callable[..., Any], trainer: Any) -> Callable[..., Any]:
     if trainer is None:
         return function
-    return Ranked(trainer.strategy, function)
+    return partial(_as_rank, trainer.strategy, function)
 
 
 class ScriptLaunching:
     """For the launcher that starts the script again for each other rank, or finds ranks that are there already."""
 
     procs: list[subprocess.Popen[bytes]]
-    notebook_name = "smddp_notebook"  # the strategy that works there
-
-    @property
-    def is_interactive_compatible(self) -> bool:
-        """Never; Lightning asks in a notebook, and would advise a strategy of its own."""
-        raise ValueError(
-            "The strategy starts this script again for each other rank, and a notebook is no script. Use "
-            f"Trainer(strategy={self.notebook_name!r}), which forks the notebook's process."
-        )
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the other ranks, and run ``function`` in this one; if it fails, they end before this process does."""

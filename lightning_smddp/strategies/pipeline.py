@@ -97,7 +97,6 @@ class PipelineParallel(PipelineRanks):
         ValueError: an argument is not one of the valid values; the message lists them.
     """
 
-    _notebook_name = "smddp_pipeline_notebook"
     _pipelined: PipelinedModule | None = None
     _ended: PipelinedModule | None = None  # that of the last run: checkpoints can be saved after it
 
@@ -366,12 +365,6 @@ class PipelineParallel(PipelineRanks):
         }
 
     # ---- checkpoints: each rank has a part of the module and of the optimizers' states ----
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Lightning restores before setup, into the whole module."""
-        return False
 
     @override
     def _model_state(self) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from lightning_smddp import PipelineStrategy
@@ -163,15 +162,6 @@ SLOW = Cases(
     call,
     [*((body, name) for body in (copies, refuses) for name in BOTH), *((goes_on, name) for name in ("ddp", "smddp"))],
 )
-
-
-@pytest.mark.parametrize("name", ["smddp", "smddp_pipeline"])
-def test_advice_in_a_notebook_names_this_strategy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import lightning.pytorch.trainer.connectors.accelerator_connector as connector
-
-    monkeypatch.setattr(connector, "_IS_INTERACTIVE", True)
-    with pytest.raises(ValueError, match=rf"Trainer\(strategy='{name}_notebook'\)"):
-        Trainer(accelerator="cpu", devices=2, strategy=name)
 
 
 def test_the_version_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
