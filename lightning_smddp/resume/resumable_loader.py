@@ -94,6 +94,11 @@ class ResumableLoader:
         else:
             setattr(self.loader, name, value)
 
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a Trainer has the user's own loader, and gets another one of these in its run."""
+        return _as_it_is, (self.loader,)
+
     def __len__(self) -> int:
         return len(self.loader)
 
@@ -168,3 +173,7 @@ def warn_of_repetition(why: str) -> None:
         f"The run is not continued exactly: {why}. So this epoch's samples begin anew: some come twice in it, others "
         "not at all."
     )
+
+
+def _as_it_is(loader: Any) -> Any:
+    return loader

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lightning_smddp.bridge.loss_weights import LossWeight
-from lightning_smddp.pipeline.partition.costs import best_share, problem_of
+from lightning_smddp.pipeline.partition.costs import best_share
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, looks_at_other_rows
-from lightning_smddp.planner.advice import Setting, advice
 from lightning_smddp.strategies.tables import print_table
 from lightning_smddp.wording import counted
 
@@ -36,9 +35,6 @@ def print_partition(
         *_stages(partitioned),
         *(("note", note) for note in _notes(partitioned, len(microbatches))),
     ]
-    line = advice(_setting(partitioned, microbatches))
-    if line is not None:
-        rows.append(("advice", line))
     if partitioned.sharded is not None:
         rows += partitioned.sharded.describe()
     elif setup.options.shard is not None:
@@ -84,18 +80,3 @@ def _notes(partitioned: PartitionedModule, num_microbatches: int) -> Iterator[st
     if counts and num_microbatches > 1:
         once = f"{', '.join(counts)} moves once per micro-batch ({num_microbatches} a batch)"
         yield f"{once}; self.global_step moves once"
-
-
-def _setting(partitioned: PartitionedModule, microbatches: Sequence[MicroBatch]) -> Setting:
-    options, plan, cluster = partitioned.setup.options, partitioned.plan, partitioned.plan.cluster
-    ranks = max(cluster.rank_of_stage) + 1
-    return Setting(
-        nodes=problem_of(plan.graph, cluster, plan.times, options.activation_checkpointing).nodes,
-        stage_seconds=plan.decision["stage_seconds"],
-        num_microbatches=len(microbatches),
-        num_ranks=ranks,
-        batch_rows=sum(microbatch.size for microbatch in microbatches),
-        is_split_given=options.split is not None,
-        rule=lambda count: options.schedule.microbatches_ok(count, ranks, cluster.num_stages),
-        bound=lambda count: best_share(options.schedule, cluster.rank_of_stage, count),
-    )
