@@ -316,8 +316,8 @@ class TrainerStrategy(_Base):
             return True
         if self.is_global_zero:
             warnings.warn(
-                f"{filepath} is not saved: an exception ended the run, and {self._elsewhere}. Go on from the last "
-                "checkpoint before it.",
+                f"{filepath} is not saved: an exception ended the run, and other ranks, which have parts of what is "
+                "saved, may be gone. Go on from the last checkpoint before it.",
                 stacklevel=3,
             )
         return False
@@ -335,7 +335,7 @@ class TrainerStrategy(_Base):
     @property
     def _is_out_of_reach(self) -> bool:
         """Whether other ranks have parts of a checkpoint, and may be gone."""
-        return self._interrupted and self._elsewhere is not None
+        return self._interrupted and self._is_divided
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -431,9 +431,9 @@ class TrainerStrategy(_Base):
         """Add to the text of an exception what is known of it here, such as this strategy's name or a cure."""
 
     @property
-    def _elsewhere(self) -> str | None:
-        """What of a checkpoint other ranks have, in the words of :meth:`_can_save`; None if this one has all."""
-        return None
+    def _is_divided(self) -> bool:
+        """Whether other ranks have parts of what a checkpoint has; False if this one has all."""
+        return False
 
     def _decisions(self) -> Mapping[str, Any]:
         """What was chosen in this run, and a resumed one has to choose as well; anything that JSON carries."""

@@ -184,10 +184,8 @@ class DataParallel(TrainerStrategy):
 
     @property
     @override
-    def _elsewhere(self) -> str | None:
-        if not self._scheme.sharded:
-            return None
-        return "with shard='optimizer' the optimizer's state is on all ranks, which may be gone"
+    def _is_divided(self) -> bool:
+        return bool(self._scheme.sharded)
 
     @override
     def _release_model(self) -> None:

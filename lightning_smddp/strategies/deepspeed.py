@@ -76,6 +76,7 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
 
     # Lightning's `DeepSpeedStrategy` extends `DDPStrategy`, whose start knows devices other than CUDA's.
     _lightnings: ClassVar[type[Any]]
+    _is_divided = True
     _engine: Any = None  # until the next run: what was trained can be saved behind its end
     _unseen_writes: UnseenWrites | None = None
     _loss: Any = 0.0  # of all backward passes since the last step
@@ -257,11 +258,6 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
     def _states(self) -> WholeStates:
         optimizer = self.optimizers[0] if self.optimizers else None
         return WholeStates(self._module, optimizer, self._groups, self.is_global_zero)
-
-    @property
-    @override
-    def _elsewhere(self) -> str:
-        return "DeepSpeed's states are on all ranks, which may be gone"
 
     @override
     def _model_state(self) -> dict[str, Any]:

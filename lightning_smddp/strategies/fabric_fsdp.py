@@ -119,11 +119,6 @@ class FabricFullyShardedParallel(FabricStrategy):
         self._modules: list[DividedForward] = []  # that were set up
         self._stepped: list[SteppedOptimizer] = []  # likewise
 
-    def setup_environment(self) -> None:
-        """Start the process group, after a look at the layout."""
-        self._sharding.require_layout(self.num_nodes, self.num_processes)
-        super().setup_environment()
-
     # ---- set-up ----
 
     def module_to_device(self, module: nn.Module) -> None:

@@ -103,6 +103,7 @@ class FullyShardedParallel(TrainerStrategy):
     #   steps, hooks of the module and of callbacks            gathered values
     #   backward passes, checkpoints, `configure_optimizers`   this rank's shares
     #   optimizers' steps                                      shares; gathered values if they look at whole parameters
+    _is_divided = _has_part_to_save = True
     _scheme: FSDPScheme | None = None  # from setup to teardown
     _stepped: Sequence[SteppedOptimizer] = ()  # likewise
 
@@ -139,10 +140,6 @@ class FullyShardedParallel(TrainerStrategy):
         }
 
     # ---- start and end ----
-
-    @override
-    def _require_layout(self) -> None:
-        self._sharding.require_layout(self.num_nodes, self.num_processes)
 
     @override
     @contextmanager
@@ -305,11 +302,6 @@ class FullyShardedParallel(TrainerStrategy):
         """Whether this rank saves what has that number: with ``sharded`` its share, else the first rank all."""
         return self.global_rank == (number % self.world_size if self._reliability.sharded else 0)
 
-    @property
-    @override
-    def _has_part_to_save(self) -> bool:
-        return True
-
     @override
     def _optimized(self, optimizer: Optimizer) -> list[Tensor]:
         """Behind a run, whose module is whole again, the parameters that its optimizers had parts of."""
@@ -332,11 +324,6 @@ class FullyShardedParallel(TrainerStrategy):
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             self._of(optimizer).load_state_dict(state)
-
-    @property
-    @override
-    def _elsewhere(self) -> str:
-        return "each rank has a part of the weights only, of which some may be gone"
 
     # ---- what users see ----
 

@@ -70,33 +70,23 @@ class ShardingOptions:
                 "in one type. Valid: None, 'bf16', 'fp16'; or use strategy='smddp', which does not shard parameters."
             )
 
-    def require_layout(self, nodes: int, ranks_per_node: int) -> None:
-        """Raise ``ValueError`` if the ranks cannot be divided into copies."""
-        if self.sharding != "hybrid":
-            return
-        ranks = nodes * ranks_per_node
-        size = self._ranks_of_copy(ranks, ranks_per_node)
-        if not isinstance(size, int) or size < 2 or ranks % size != 0:
-            raise ValueError(
-                f"shard_size={size!r} has to be a number above 1 that divides the number of ranks, which is {ranks}."
-            )
-
     def make_mesh(self, device_type: str, ranks_per_node: int) -> DeviceMesh:
-        """Of all ranks, those of one copy in its last dimension. Collective."""
+        """Of all ranks, those of one copy in its last dimension. Collective.
+
+        Raises:
+            ValueError: on every rank, if they cannot be divided into copies.
+        """
         # Of 8 ranks with copies among 4: [[0, 1, 2, 3], [4, 5, 6, 7]]. A row gathers units and has one copy among its
         # ranks; those of a column have the same shares, and average what the rows have summed.
         ranks = dist.get_world_size()
-        size = self._ranks_of_copy(ranks, ranks_per_node)
-        if size == ranks:
-            return init_device_mesh(device_type, (size,), mesh_dim_names=("shard",))
+        size = ranks_per_node if self.shard_size is None else self.shard_size
+        if self.sharding != "hybrid" or size == ranks:
+            return init_device_mesh(device_type, (ranks,), mesh_dim_names=("shard",))
+        if size < 2 or ranks % size != 0:
+            raise ValueError(
+                f"shard_size={size!r} has to be a number above 1 that divides the number of ranks, which is {ranks}."
+            )
         return init_device_mesh(device_type, (ranks // size, size), mesh_dim_names=("replicate", "shard"))
-
-    def _ranks_of_copy(self, ranks: int, ranks_per_node: int) -> int:
-        if self.sharding != "hybrid":
-            return ranks
-        if self.shard_size is None:
-            return ranks_per_node
-        return self.shard_size
 
 
 class FSDPScheme:

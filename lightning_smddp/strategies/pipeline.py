@@ -97,6 +97,7 @@ class PipelineParallel(PipelineRanks):
         ValueError: an argument is not one of the valid values; the message lists them.
     """
 
+    _is_divided = True
     _pipelined: PipelinedModule | None = None
     _ended: PipelinedModule | None = None  # that of the last run: checkpoints can be saved after it
 
@@ -396,11 +397,6 @@ class PipelineParallel(PipelineRanks):
             pipelined.state.remembered = self._saved_compression_state(checkpoint)
         pipelined.known_plan = self._exact_resume.saved("division")
         pipelined.state.load_optimizer_states(checkpoint["optimizer_states"])
-
-    @property
-    @override
-    def _elsewhere(self) -> str:
-        return "each stage's weights are on another rank, which may be gone"
 
     @override
     def _compression_state(self) -> Mapping[str, Any]:
