@@ -48,19 +48,9 @@ def duration(name: str, value: Any) -> timedelta:
 # ---- groups of options ----
 
 
-def group_of(name: str, kind: type[_Group], value: Any) -> _Group:
-    """The value of the argument ``name``, which is a group: an object of ``kind``, or its arguments in a dict.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if isinstance(value, kind):
-        return value
-    if isinstance(value, Mapping):
-        return kind(**value)
-    raise ValueError(
-        f"{name}={value!r} has to be a group of options: {name}={kind.__name__}(...), of {', '.join(_names(kind))}."
-    )
+def group_of(kind: type[_Group], value: _Group | Mapping[str, Any]) -> _Group:
+    """A group of options, which may be given as its arguments in a dict."""
+    return value if isinstance(value, kind) else kind(**value)  # type: ignore[arg-type]
 
 
 def _names(kind: type[Any]) -> list[str]:
@@ -264,8 +254,8 @@ class StrategyOptions:
     def of(cls, communication: Any, reliability: Any, compression: Any = None, **others: Any) -> StrategyOptions:
         """From what users write: groups as dicts, ``compression`` as a name, too."""
         return cls(
-            group_of("communication", CommunicationOptions, communication),
-            group_of("reliability", ReliabilityOptions, reliability),
+            group_of(CommunicationOptions, communication),
+            group_of(ReliabilityOptions, reliability),
             compression=Compression.parse(compression),
             **others,
         )

@@ -22,14 +22,12 @@ def print_partition(
     loss_weight: LossWeight,
 ) -> None:
     """Print how the module was partitioned for the step ``hook``; ``loss_weight`` is of the micro-batches."""
-    setup, plan = partitioned.setup, partitioned.plan
+    setup = partitioned.setup
     way = f"pipelined in {counted(setup.num_stages, 'stage')}"
     if setup.groups.pipeline.size() == 1:
         way += " on one rank, so nothing overlaps: give devices= more, or use strategy='smddp'"
-    modules = {node.module for node in plan.graph.nodes if node.module is not None}
     rows = [
         (hook, way),
-        ("units", f"{counted(len(modules), 'module')}; {counted(len(plan.graph.nodes), 'item')} in all"),
         ("schedule", _schedule(partitioned, microbatches)),
         ("loss weights", loss_weight.describe()),
         *_stages(partitioned),

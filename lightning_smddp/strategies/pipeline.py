@@ -128,7 +128,7 @@ class PipelineParallel(PipelineRanks):
             loss_weight=loss_weight,
             schedule=parse(schedule),
             split=split,
-            partition=group_of("partition", PartitionOptions, partition),
+            partition=group_of(PartitionOptions, partition),
             gradients=options,
             **memory,
         )
