@@ -13,8 +13,10 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsspec.core import url_to_fs
+
 from lightning_smddp._compat.trainer import set_default_root
-from lightning_smddp.checkpoint.files import copy, locate
+from lightning_smddp.checkpoint.files import copy
 from lightning_smddp.checkpoint.sharded import consolidate, is_sharded
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.sagemaker.folders import MODEL, Folders, failure_file, point_at, write_failure
@@ -130,9 +132,9 @@ class SageMakerJob:
         if self.strategy._session.failed or self._trainer.state.fn != "fit":
             return False
         callbacks = self._trainer.checkpoint_callbacks
-        if any(_is_inside(callback, self._folders.model) for callback in callbacks):
-            return False
-        return bool(callbacks)
+        given = [callback.dirpath for callback in callbacks if getattr(callback, "dirpath", None)]
+        is_scripts = any(Path(os.path.abspath(path)).is_relative_to(self._folders.model) for path in given)
+        return bool(callbacks) and not is_scripts
 
     def training_ends(self) -> None:
         """Save the final weights, unless a metric says which are the best."""
@@ -158,7 +160,8 @@ class SageMakerJob:
         if self.strategy._saving.loaded_from is not None:
             candidates.append(str(self.strategy._saving.loaded_from))
         for path in candidates:
-            if _exists(path):
+            fs, name = url_to_fs(path)
+            if fs.exists(name):
                 self._folders.model.mkdir(parents=True, exist_ok=True)
                 if is_sharded(path):
                     consolidate(path, target)
@@ -182,14 +185,6 @@ class SageMakerJob:
             write_failure(path, text_of(error), _STARTED)
 
 
-def _is_inside(callback: Any, folder: Path) -> bool:
-    directory = getattr(callback, "dirpath", None)
-    if directory is None:
-        return False
-    path = Path(os.path.abspath(directory))
-    return path.is_relative_to(folder)
-
-
 def _best(trainer: Any) -> list[str]:
     """Checkpoints with the best value of a metric."""
     callbacks = [each for each in trainer.checkpoint_callbacks if getattr(each, "monitor", None) is not None]
@@ -201,10 +196,3 @@ def _last(trainer: Any) -> list[str]:
     attributes = ("best_model_path", "last_model_path")
     paths = [getattr(each, name, "") for each in trainer.checkpoint_callbacks for name in attributes]
     return [path for path in paths if path]
-
-
-def _exists(path: str) -> bool:
-    fs, name = locate(path)
-    if fs is None:
-        return os.path.exists(name)
-    return bool(fs.exists(name))
