@@ -268,7 +268,7 @@ def test_public_names() -> None:
     assert sorted(lightning_smddp.__all__) == lightning_smddp.__all__
     for name in lightning_smddp.__all__:
         assert inspect.isclass(namespace[name]) or inspect.isfunction(namespace[name])
-        assert namespace[name].__doc__
+        assert inspect.getdoc(namespace[name])
     with pytest.raises(AttributeError, match="no attribute 'SMDDPStrateggy'"):
         _ = lightning_smddp.SMDDPStrateggy
     with pytest.raises(ImportError):
