@@ -10,12 +10,11 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from lightning_smddp.choice.first_batch import UnplannableError
+from lightning_smddp.choice.first_batch import QUIET, UnplannableError
 
 SUFFIXES = (".yaml", ".yml", ".json")
 _OF_RUNS = ("ckpt_path", "weights_only")  # arguments of `fit`, which saved configurations have, too
 _OPTIONS: dict[str, Any] = {"run": False, "save_config_callback": None, "seed_everything_default": False}
-_TRAINER = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
 
 
 def from_config(path: str, model_class: Any = None, datamodule_class: Any = None) -> tuple[Any, Any, Any]:
@@ -51,7 +50,7 @@ def from_config(path: str, model_class: Any = None, datamodule_class: Any = None
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # of the command line, which is ours
-            made = cli(model_class, datamodule_class, args={**settings, "trainer": _TRAINER}, **_OPTIONS)
+            made = cli(model_class, datamodule_class, args={**settings, "trainer": QUIET}, **_OPTIONS)
     except SystemExit:
         raise UnplannableError(f"LightningCLI refuses {path}: see above.") from None
     return made.model, made.datamodule, precision

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_smddp.sharding.optimizer_shards import unwrapped
+
+T = TypeVar("T")
 
 
 class UnplannableError(ValueError):
@@ -40,70 +42,68 @@ class FirstBatch:
 
 
 class _LookedError(Exception):
-    """Ends the run: what was wanted has been seen."""
+    """Ends the run: what was wanted has been seen, and is its argument."""
 
 
-_QUIET: dict[str, Any] = {
+QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "devices": 1,
     "max_steps": 1,
     "limit_val_batches": 0,
-    "num_sanity_val_steps": 0,
     "logger": False,
     "enable_checkpointing": False,
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
+"""Of a Trainer that nobody is to notice."""
 
 
-def look_at_first_batch(module: Any, datamodule: Any, precision: Any, look: Callable[[FirstBatch], None]) -> None:
+def look_at_first_batch(module: Any, datamodule: Any, precision: Any, look: Callable[[FirstBatch], T]) -> T:
     """Call ``look`` in place of the first training step of a run on one CPU process, which ends there.
 
     Raises:
         UnplannableError: there is no such step, with the cure.
     """
     package = _package_of(module)
-    _require_data(module, datamodule, package)
+    name = type(module).__name__
+    is_overridden = import_module(f"{package}.utilities.model_helpers").is_overridden
+    if datamodule is None and not is_overridden("train_dataloader", module):
+        raise UnplannableError(
+            f"{name} has no train_dataloader, so there is no batch to trace: give a datamodule "
+            "(--datamodule package.module:Class)."
+        )
     strategies = import_module(f"{package}.strategies")
 
     # Lightning's own loop comes to the first batch, so that hooks, loaders, optimizers and precision are those of a
     # run. There the exception ends it.
     class Looks(strategies.SingleDeviceStrategy):  # type: ignore[name-defined, misc]
         def training_step(self, batch: Any, *arguments: Any) -> Any:
+            if not module.automatic_optimization:
+                raise UnplannableError(
+                    f"{name} optimizes by hand (automatic_optimization=False): where its backward begins and ends is "
+                    "not known. Its memory can be measured with one process."
+                )
             optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
             context = self.precision_plugin.train_step_context
-            _require_automatic(module)
-            look(FirstBatch(module, batch, arguments, optimizers, context))
-            raise _LookedError
+            raise _LookedError(look(FirstBatch(module, batch, arguments, optimizers, context)))
 
     # Given, so that Lightning looks for no launcher's variables: this is no rank of a job.
     environment = import_module(f"{package}.plugins.environments").LightningEnvironment()
-    with _without_remarks():
-        trainer = import_module(package).Trainer(
-            strategy=Looks(torch.device("cpu")),
-            precision=precision,
-            plugins=[environment],
-            **_QUIET,
-        )
-        try:
-            trainer.fit(module, datamodule=datamodule)
-        except _LookedError:
-            return
-    raise UnplannableError(
-        f"The train_dataloader of {type(module).__name__} gave no batch: nothing was traced. Give it data, or a "
-        "datamodule that has some."
-    )
-
-
-@contextmanager
-def _without_remarks() -> Iterator[None]:
-    """Lightning logs what it thinks of its own Trainer, which is nobody's here. Warnings stay."""
+    strategy = Looks(torch.device("cpu"))
     before = logging.root.manager.disable
-    logging.disable(max(before, logging.INFO))
+    logging.disable(max(before, logging.INFO))  # what Lightning thinks of its own Trainer; warnings stay
     try:
-        yield
+        trainer = import_module(package).Trainer(strategy=strategy, precision=precision, plugins=[environment], **QUIET)
+        trainer.fit(module, datamodule=datamodule)
+    except _LookedError as looked:
+        found: T = looked.args[0]
+        return found
     finally:
         logging.disable(before)
+    raise UnplannableError(
+        f"The train_dataloader of {name} gave no batch: nothing was traced. Give it data, or a datamodule that has "
+        "some."
+    )
 
 
 def _package_of(module: Any) -> str:
@@ -117,20 +117,3 @@ def _package_of(module: Any) -> str:
     if isinstance(module, nn.Module):
         cure = "Put it into a LightningModule with a `training_step`."
     raise UnplannableError(f"{what} is no LightningModule. {cure}")
-
-
-def _require_data(module: Any, datamodule: Any, package: str) -> None:
-    is_overridden = import_module(f"{package}.utilities.model_helpers").is_overridden
-    if datamodule is None and not is_overridden("train_dataloader", module):
-        raise UnplannableError(
-            f"{type(module).__name__} has no train_dataloader, so there is no batch to trace: give a datamodule "
-            "(--datamodule package.module:Class)."
-        )
-
-
-def _require_automatic(module: Any) -> None:
-    if not module.automatic_optimization:
-        raise UnplannableError(
-            f"{type(module).__name__} optimizes by hand (automatic_optimization=False): where its backward begins and "
-            "ends is not known. Its memory can be measured with one process."
-        )

@@ -108,13 +108,7 @@ def plan(module: Any, devices: int, memory_gb: float, datamodule: Any = None, pr
         raise UnplannableError(f"devices={devices!r} has to be a number from 1: the ranks to train on.")
     if not isinstance(memory_gb, (int, float)) or not 0 < memory_gb < math.inf:
         raise UnplannableError(f"memory_gb={memory_gb!r} has to be positive: the GiB that a rank may use.")
-    found: list[TrainingPlan] = []
-
-    def look(first: FirstBatch) -> None:
-        found.append(_planned(first, devices, memory_gb))
-
-    look_at_first_batch(module, datamodule, precision, look)
-    return found[0]
+    return look_at_first_batch(module, datamodule, precision, lambda first: _planned(first, devices, memory_gb))
 
 
 def _planned(first: FirstBatch, devices: int, memory_gb: float) -> TrainingPlan:

@@ -271,22 +271,19 @@ def _rank_memory(costs: StageCosts, stages: Iterable[int], bounds: Sequence[tupl
 def _check_enough_units(costs: StageCosts) -> None:
     nodes = costs.problem.nodes
     wanted = costs.num_stages
-    units = costs.units[-1]
-    if wanted > units:
-        names = [node.name for node in nodes if node.is_unit]
-        shown = ", ".join(names) or "none"
-        raise PartitionError(
-            f"{wanted} stages were asked for, but the step has only {counted(units, 'unit')} ({shown}): lower"
-            f" pipeline_parallel_size or stages_per_rank so that their product is at most {units}, or let bigger"
-            f" units be opened"
-        )
     possible, runs = most_stages(costs)
-    if wanted > possible:
-        where = "; ".join(f"from {nodes[start].name!r} to {nodes[end - 1].name!r}" for start, end in runs)
-        raise PartitionError(
-            f"{wanted} stages were asked for, but the step can be cut into at most {possible}: no cut is possible"
-            f" {where}. Lower pipeline_parallel_size or stages_per_rank so that their product is at most {possible}"
-        )
+    if wanted <= possible:
+        return
+    where = "; ".join(f"from {nodes[start].name!r} to {nodes[end - 1].name!r}" for start, end in runs)
+    why = f"can be cut into at most {possible}: no cut is possible {where}"
+    units = [node.name for node in nodes if node.is_unit]
+    if wanted > len(units):
+        possible = len(units)
+        why = f"has only {counted(possible, 'unit')} ({', '.join(units) or 'none'})"
+    raise PartitionError(
+        f"{wanted} stages were asked for, but the step {why}: lower pipeline_parallel_size or stages_per_rank so that"
+        f" their product is at most {possible}, or let bigger units be opened"
+    )
 
 
 def _memory_error(costs: StageCosts, needed: int) -> PartitionError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 
 import torch
@@ -15,6 +15,7 @@ from lightning_smddp.pipeline.capture.ops import is_autograd_function
 from lightning_smddp.pipeline.capture.records import (
     OPAQUE,
     Call,
+    Calls,
     Changes,
     Event,
     InPlaceVersion,
@@ -42,7 +43,7 @@ def build_graph(trace: Trace, modules: Modules, small: Iterable[str]) -> StepGra
         raise SplitError(trace.refusals[0])
     _refuse_scripted(modules)
     builder = _Builder(trace, modules, small)
-    builder.visit(None, 0, len(trace.events))
+    builder.visit((), 0, len(trace.events))
     nodes = builder.nodes
     between = [event for event in trace.events if nodes[builder.node_of[event.index]].module is None]
     facts = {fact.name: getattr(trace, fact.name) for fact in fields(StepFacts)}
@@ -81,7 +82,6 @@ class Modules:
 
     Attributes:
         calls: by module.
-        chains: call -> the calls that it was made in, from the outside in, and itself.
         not_placeable: module -> why it cannot be a unit.
         must_be_whole: module -> why it cannot be opened.
     """
@@ -91,10 +91,8 @@ class Modules:
         self.root = root
         self.by_name = dict(root.named_modules())
         self.calls: dict[str, list[Call]] = defaultdict(list)
-        self.chains: dict[int | None, Values] = {None: ()}
-        for call in trace.calls:  # a parent comes before its children
+        for call in trace.calls:
             self.calls[call.module].append(call)
-            self.chains[call.index] = (*self.chains[call.parent], call.index)
         self.not_placeable: dict[str, str] = {}
         self.must_be_whole: dict[str, str] = {}
         # In this order: the last one takes modules that may be units, so all that may not have to be known.
@@ -115,13 +113,13 @@ class Modules:
         leaking = {call.module for call in calls if any(values[value].varies for value in self.results(call))}
         last_begin = max((call.first for call in calls), default=0)
         for event in self.trace.events:
-            if event.call is None:
+            if not event.calls:
                 continue
             if event.function is OPAQUE:
-                self.must_be_whole[calls[event.call].module] = _UNSEEN
+                self.must_be_whole[event.calls[-1].module] = _UNSEEN
             elif event.sized_by_module and event.index < last_begin:  # what comes behind it is the last stage's alone
                 # The innermost module around it that can be placed whole is.
-                around = [calls[index].module for index in reversed(self.chains[event.call])]
+                around = [call.module for call in reversed(event.calls)]
                 fit = [name for name in around if name not in self.not_placeable and name not in leaking]
                 reason = f"it makes a tensor in {event.location}, and its size depends on values that a module made"
                 self.must_be_whole.update(dict.fromkeys(fit[:1], reason))
@@ -131,17 +129,15 @@ class Modules:
         # Hooks that collect tensors, and attributes that later code reads, hand values over in other ways. A stage that
         # does not run the module would not have them: such a module is no unit, and is opened until somebody returns
         # the tensor.
-        calls = self.trace.calls
-        handed_over = []  # of each call: what its caller gets, as a result or by a change in place
-        for call in calls:
-            handed_over.append({*call.returned.values, *(version.new for version in self.changes(call))})
+        handed_over = {}  # of each call: what its caller gets, as a result or by a change in place
+        for call in self.trace.calls:
+            handed_over[call] = {*call.returned.values, *(version.new for version in self.changes(call))}
         for event in self.trace.events:
-            around = self.chains[event.call]
             for value in event.inputs:
-                for index in self._calls_around_maker(value):
-                    if index not in around and value not in handed_over[index]:
+                for call in self._calls_around(value):
+                    if call not in event.calls and value not in handed_over[call]:
                         reason = f"a tensor made in it is used at {event.location} without being returned"
-                        self.not_placeable.setdefault(calls[index].module, reason)
+                        self.not_placeable.setdefault(call.module, reason)
 
     def changes(self, call: Call) -> Changes:
         """Tensors made outside of ``call`` that it changes in place: what they were before it, and are after it."""
@@ -151,20 +147,17 @@ class Modules:
             for old, new, position in event.mutated:
                 if old in before:
                     before[new] = before.pop(old)
-                elif old is not None and not self._made_in(old, call):
+                elif old is not None and call not in self._calls_around(old):
                     before[new] = (old, position)
         return tuple(InPlaceVersion(old, new, position) for new, (old, position) in before.items())
 
-    def results(self, call: Call) -> list[int]:
+    def results(self, call: Call) -> Values:
         """The values that ``call`` returns and has made."""
-        return [value for value in call.returned.values if self._made_in(value, call)]
+        return tuple(value for value in call.returned.values if call in self._calls_around(value))
 
-    def _made_in(self, value: int, call: Call) -> bool:
-        return call.index in self._calls_around_maker(value)
-
-    def _calls_around_maker(self, value: int) -> Values:
-        event = self.trace.values[value].event
-        return self.chains[self.trace.events[event].call]
+    def _calls_around(self, value: int) -> Calls:
+        """Those that it was made in."""
+        return self.trace.events[self.trace.values[value].event].calls
 
 
 class _Builder:
@@ -173,26 +166,23 @@ class _Builder:
         self.modules = modules
         self.small = frozenset(small)
         self.nodes: list[Node] = []
-        self.children: dict[int | None, list[Call]] = defaultdict(list)
+        self.children: dict[Calls, list[Call]] = defaultdict(list)
         for call in trace.calls:
-            self.children[call.parent].append(call)
+            self.children[call.calls].append(call)
         self.node_of: dict[int, int] = {}  # event -> node
-        self.made: dict[int, list[int]] = defaultdict(list)  # event -> values
-        for value in trace.values:
-            self.made[value.event].append(value.index)
         # A tied parameter is found under several names, and known by the first one.
         self.canonical = {id(p): name for name, p in modules.root.named_parameters()}
 
-    def visit(self, call: int | None, first: int, last: int) -> None:
-        """Emit in order the nodes of one call (None: the whole step), whose events are ``[first, last)``."""
+    def visit(self, calls: Calls, first: int, last: int) -> None:
+        """Emit in order the nodes within ``calls`` (none: the whole step), whose events are ``[first, last)``."""
         # Its children's events lie within, one behind the other: what is between them was done by the module's own
         # code. A call without events depends on the batch alone, and is no node.
-        for child in self.children[call]:
+        for child in self.children[calls]:
             self._operations(first, child.first)
             if child.last > child.first and self._is_unit(child.module):
                 self._unit(child)
             else:
-                self.visit(child.index, child.first, child.last)
+                self.visit((*calls, child), child.first, child.last)
             first = child.last
         self._operations(first, last)
 
@@ -207,10 +197,9 @@ class _Builder:
             )
         return whole is not None or (not_placeable is None and name in self.small)
 
-    def backward_hooks(self) -> list[Colocation]:
+    def backward_hooks(self) -> Iterator[Colocation]:
         """The hooks at a module's inputs and outputs belong together."""
         events = self.trace.events
-        colocations = []
         for call in self.trace.calls:
             # Around a module with such hooks torch calls an autograd function of its own: on the inputs just before the
             # module's first event, and on the outputs behind its last one. Without the former both are apart.
@@ -218,18 +207,16 @@ class _Builder:
             is_hooked = has_full_backward_hooks(self.modules.by_name[call.module])
             if not is_hooked or begin < 0 or events[begin].name != BACKWARD_HOOK:
                 continue
-            behind = [one.index for one in events[call.last :] if one.name == BACKWARD_HOOK and one.call == call.parent]
+            behind = [one.index for one in events[call.last :] if one.name == BACKWARD_HOOK and one.calls == call.calls]
             end = min(behind, default=call.last - 1)
             reason = f"module {call.module!r} has full backward hooks, so it must be on one stage"
-            colocations.append(Colocation(self.node_of[begin], self.node_of[end], reason))
-        return colocations
+            yield Colocation(self.node_of[begin], self.node_of[end], reason)
 
-    def gradient_hooks(self) -> list[Colocation]:
+    def gradient_hooks(self) -> Iterator[Colocation]:
         """A tensor's hook is registered by the stage that makes it: a later one's has a part of the gradient only."""
-        colocations = []
-        for value, event, call, location in self.trace.hooks:
+        for value, event, calls, location in self.trace.hooks:
             maker = self.node_of[self.trace.values[value].event]
-            around = {self.trace.calls[index].module for index in self.modules.chains[call]}
+            around = {call.module for call in calls}
             last = self.node_of.get(event, len(self.nodes))
             if last == len(self.nodes) or self.nodes[last].module not in around:
                 last -= 1  # registered before that node, not within it
@@ -237,15 +224,14 @@ class _Builder:
                 f"at {location} a hook is registered on the gradient of a tensor that an earlier stage would have "
                 "made: register it right behind what makes the tensor"
             )
-            colocations.append(Colocation(maker, last, reason))
-        return colocations
+            yield Colocation(maker, last, reason)
 
     def _operations(self, first: int, last: int) -> None:
         """A node for each event between calls of units."""
         for event in self.trace.events[first:last]:
             _refuse_opaque(event)
             _, _, place = event.location.rpartition("/")
-            node = self._node(f"{event.name} at {place}", [event], event, list(event.returned.values), event.mutated)
+            node = self._node(f"{event.name} at {place}", [event], event, event.returned.values, event.mutated)
             node.function = event.function
             node.reads = event.reads
             node.free = event.free
@@ -256,7 +242,7 @@ class _Builder:
         modules = self.modules
         events = self.trace.events[call.first : call.last]
         for event in events:
-            if call.index not in modules.chains[event.call]:
+            if call not in event.calls:
                 _refuse_opaque(event)  # seen here first, but it was done outside
         # Seen from outside, a unit makes what it returns, and new values of what it changes in place. All else that is
         # made in it stays there.
@@ -267,13 +253,11 @@ class _Builder:
         node.entry = call.entry
         node.is_seeded = call.is_seeded
 
-    def _node(self, name: str, events: list[Event], source: Event | Call, results: list[int], changes: Changes) -> Node:
+    def _node(self, name: str, events: list[Event], source: Event | Call, results: Values, changes: Changes) -> Node:
         """Append a node for ``events``, which are ``source`` or lie within it."""
         # Values that are made and used within the node are none of its inputs.
-        own: set[int] = set()
-        for event in events:
-            self.node_of[event.index] = len(self.nodes)
-            own.update(self.made[event.index])
+        own = {value for event in events for value in event.made}
+        self.node_of.update(dict.fromkeys((event.index for event in events), len(self.nodes)))
         values, first = self.trace.values, events[0]
         outputs = each_once(results, (version.new for version in changes))
         used = each_once(*(event.inputs for event in events))

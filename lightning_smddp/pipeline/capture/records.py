@@ -79,21 +79,24 @@ class InPlaceVersion(NamedTuple):
     position: int | None  # among the arguments' leaves; None for another view of the same memory
 
 
+Calls: TypeAlias = "tuple[Call, ...]"
+"""Of modules, each made in the one before."""
 Changes: TypeAlias = tuple[InPlaceVersion, ...]
 """What an operation or a call of a module changes in place."""
 
 
 @dataclass
 class Event:
-    """A bound operation. ``call`` is the module call that it was made in; ``mutated`` are the tensors it changed."""
+    """A bound operation. ``calls`` are the module calls that it was made in; ``mutated`` are the tensors it changed."""
 
     index: int
     function: Any
-    call: int | None
+    calls: Calls
     location: str
     inputs: Values
     parameters: Names
     returned: OutputSpec = OutputSpec()
+    made: Values = ()
     mutated: Changes = ()
     buffers: Names = ()  # that it changed
     buffers_read: Names = ()  # of those that the step changes somewhere
@@ -112,13 +115,12 @@ class Event:
         return OPAQUE if self.function is OPAQUE else name_of(self.function)
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
-    """A call of a module's forward; its events are ``[first, last)``."""
+    """A call of a module's forward, made in other ``calls``; its events are ``[first, last)``."""
 
-    index: int
     module: str
-    parent: int | None
+    calls: Calls
     first: int
     last: int = -1
     returned: OutputSpec = OutputSpec()
@@ -132,12 +134,12 @@ class Call:
 class GradientHook(NamedTuple):
     """A hook that the step's code registers on the gradient of a value.
 
-    ``event``: the one that comes next; ``call``: the module call that it is registered in.
+    ``event``: the one that comes next; ``calls``: the module calls that it is registered in.
     """
 
     value: int
     event: int
-    call: int | None
+    calls: Calls
     location: str
 
 

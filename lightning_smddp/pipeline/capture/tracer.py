@@ -200,7 +200,7 @@ class _Tracer(TorchFunctionMode, Tracking):
                     self.trace.drawing_within_functions.add(name)
                 return result
             arguments = leaves((args, kwargs))
-            call = Call(len(self.trace.calls), name, self.innermost_call(), first=len(self.trace.events))
+            call = Call(name, tuple(self.stack), first=len(self.trace.events))
             self.trace.calls.append(call)
             self.stack.append(call)
             with without_torch_function():
@@ -317,7 +317,7 @@ class _Tracer(TorchFunctionMode, Tracking):
         inputs = each_once(map(self.find, given))
         parameters = each_once(self.parameters.get(id(tensor)) for tensor in given)
         index = len(self.trace.events)
-        event = Event(index, function, self.innermost_call(), user_location(), inputs, parameters)
+        event = Event(index, function, tuple(self.stack), user_location(), inputs, parameters)
         versions = list(map(self._version, given))
         drawn_from = self.generators.states_of_torch()
         called = (args, kwargs)
@@ -433,7 +433,7 @@ class _Tracer(TorchFunctionMode, Tracking):
         opaque: int | None = None
         if not self.inside:
             parameters = each_once(storage.parameter for storage in storages)
-            opaque = self.add_opaque(self.innermost_call(), each_once(map(self.find_tracked, given)), parameters)
+            opaque = self.add_opaque(tuple(self.stack), each_once(map(self.find_tracked, given)), parameters)
         for storage in made:
             storage.bound = True
             if storage.opaque is None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_smddp._compat.torch import storage_key
 from lightning_smddp.pipeline.capture.ops import is_inplace, user_location
@@ -17,6 +17,7 @@ from lightning_smddp.pipeline.capture.records import (
     OPAQUE,
     PUTS_ROWS_BACK,
     Call,
+    Calls,
     Event,
     GradientHook,
     InPlaceVersion,
@@ -40,27 +41,20 @@ class Storage:
 
     Attributes:
         number: counts storages.
-        call: the module call in which it was first seen (None: before or outside of all).
+        calls: the module calls in which it was first seen.
         bound: what is in it depends on a parameter or a random number.
         opaque: the event of the opaque operation that made it.
         parameter, buffer: first name of the parameter or buffer that lies in it.
         varies: sizes of tensors in it depend on values that a module made.
-        views: the tracked tensors in it.
     """
 
     number: int
-    call: int | None
+    calls: Calls
     bound: bool = False
     opaque: int | None = None
     parameter: str | None = None
     buffer: str | None = None
     varies: bool = False
-    views: list[weakref.ref[Tensor]] = field(default_factory=list)
-
-    def live_views(self) -> list[Tensor]:
-        """The tracked tensors in it that still exist."""
-        found = [reference() for reference in self.views]
-        return [view for view in found if view is not None]
 
 
 class Tracking:
@@ -82,8 +76,7 @@ class Tracking:
         # By identity of the tensor; the module keeps these tensors, so no other one can have it.
         self.parameters: dict[int, str] = {}
         self.buffers: dict[int, str] = {}
-        # By identity, too, but nothing keeps these tensors alive: the reference says whether it is still the same one.
-        self.tracked: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._values = WeakIdKeyDictionary()  # which value a tensor is, for as long as there is the tensor
         self.stack: list[Call] = []
         self._storages: dict[StorageWeakRef, Storage] = {}  # the key keeps a storage's address from being used again
         self._num_storages = 0
@@ -104,24 +97,20 @@ class Tracking:
         key = storage_key(tensor)
         if key in self._storages:
             return self._storages[key]
-        storage = Storage(self._num_storages, self.innermost_call())
+        storage = Storage(self._num_storages, tuple(self.stack))
         self._num_storages += 1
         if key is not None:
             self._storages[key] = storage
         return storage
-
-    def innermost_call(self) -> int | None:
-        """The index of the module call that the step is in; None outside of all."""
-        return self.stack[-1].index if self.stack else None
 
     def refuse_whole(self, reason: str) -> None:
         """Let none of the modules whose calls the step is in be placed whole."""
         for call in self.stack:
             call.not_placeable = reason
 
-    def add_opaque(self, call: int | None, inputs: Values = (), parameters: Names = ()) -> int:
-        """Record an operation in ``call`` that was not seen; returns the event's index."""
-        event = Event(len(self.trace.events), OPAQUE, call, user_location(), inputs, parameters)
+    def add_opaque(self, calls: Calls, inputs: Values = (), parameters: Names = ()) -> int:
+        """Record an operation in ``calls`` that was not seen; returns the event's index."""
+        event = Event(len(self.trace.events), OPAQUE, calls, user_location(), inputs, parameters)
         self.trace.events.append(event)
         return event.index
 
@@ -143,18 +132,14 @@ class Tracking:
             varies=storage.varies and shape != (),
         )
         values.append(value)
-        reference = weakref.ref(tensor)
-        if self.find_tracked(tensor) is None:
-            storage.views.append(reference)
         storage.bound = storage.bound or binds
-        self.tracked[id(tensor)] = (reference, value.index)
+        self._values[tensor] = value.index
+        self.trace.events[event].made += (value.index,)
         return value.index
 
     def find_tracked(self, tensor: Tensor) -> int | None:
         """The value that ``tensor`` is known to be."""
-        reference, value = self.tracked.get(id(tensor), (None, None))
-        if reference is None or reference() is not tensor:  # gone: its identity is another tensor's now
-            return None
+        value: int | None = self._values.get(tensor)
         return value
 
     def find(self, tensor: Any) -> int | None:
@@ -169,8 +154,12 @@ class Tracking:
         storage = self.storage_of(tensor)
         if not storage.bound:
             return None
-        event = self.add_opaque(storage.call) if storage.opaque is None else storage.opaque
+        event = self.add_opaque(storage.calls) if storage.opaque is None else storage.opaque
         return self.track(tensor, event)
+
+    def _views(self, storage: Storage) -> list[Tensor]:
+        """The tensors in it that are values."""
+        return [tensor for tensor in list(self._values) if self.storage_of(tensor) is storage]
 
     def add_versions(self, mutated: Collection[Tensor], arguments: list[Any], event: int) -> Iterator[InPlaceVersion]:
         """New values for tensors changed in place, and for every other view of their memory."""
@@ -179,7 +168,7 @@ class Tracking:
         for tensor in mutated:
             # A change in place changes every view of the memory. Which those are only this process can see: stages that
             # hold stand-ins follow what is written down here.
-            views.update((id(view), view) for view in self.storage_of(tensor).live_views())
+            views.update((id(view), view) for view in self._views(self.storage_of(tensor)))
         for key, view in views.items():
             if key not in self.parameters and key not in self.buffers:  # these stay on their stage
                 old = self.find_tracked(view)
@@ -245,19 +234,13 @@ class Tracking:
         self.trace.reads_batch |= event.reads
         for tensor in mutated:
             storage = self.storage_of(tensor)
-            if storage.live_views():  # these may be on another stage, which would not see the change
-                self.add_opaque(self.innermost_call())
+            if self._views(storage):  # these may be on another stage, which would not see the change
+                self.add_opaque(tuple(self.stack))
             for call in self.stack:
-                if not self._is_within(storage.call, call.index):  # what it has made itself, nobody else misses
+                if call not in storage.calls:  # what it has made itself, nobody else misses
                     call.not_placeable = (
                         f"it changes a tensor in place, at {event.location}, that was made outside of it"
                     )
-
-    def _is_within(self, call: int | None, outer: int) -> bool:
-        """Whether ``call`` is ``outer``, or was made within it."""
-        while call is not None and call != outer:
-            call = self.trace.calls[call].parent
-        return call == outer
 
     def note_hook(self, tensor: Any) -> None:
         """The user's code puts a hook on the gradient of ``tensor``."""
@@ -268,7 +251,7 @@ class Tracking:
                 "micro-batch, on some stages alone. Register it in `__init__` or in `on_fit_start`."
             )
         if value is not None:
-            self.trace.hooks.append(GradientHook(value, len(self.trace.events), self.innermost_call(), location))
+            self.trace.hooks.append(GradientHook(value, len(self.trace.events), tuple(self.stack), location))
 
 
 def is_plain(leaf: Any) -> bool:

@@ -16,11 +16,11 @@ are two readings the loader's batch size decides, else the batch is not cut: one
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from numbers import Integral
+from statistics import multimode
 from textwrap import shorten
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
@@ -225,26 +225,21 @@ def rows_of(batch: Any) -> int:
 
 def _find_rows(batch: Any, loader_sizes: Collection[int]) -> int:
     """Of the readings that there are the only one, or that of the loader."""
-    readings = _readings(batch, loader_sizes)
-    if len(readings) > 1:
-        likely = [size for size in loader_sizes if size in readings]
-        if not likely:
-            raise UnclearBatchError(
-                f"the batch may have {' or '.join(map(str, readings))} rows: {shown(batch)}; "
-                "say which with PartitionOptions(batch_size_fn=...), a function of the batch"
-            )
-        return likely[0]
-    return readings[0] if readings else 1
+    readings = _readings(batch, loader_sizes) or [1]
+    likely = readings if len(readings) == 1 else [size for size in loader_sizes if size in readings]
+    if not likely:
+        raise UnclearBatchError(
+            f"the batch may have {' or '.join(map(str, readings))} rows: {shown(batch)}; "
+            "say which with PartitionOptions(batch_size_fn=...), a function of the batch"
+        )
+    return likely[0]
 
 
 def _readings(batch: Any, loader_sizes: Collection[int]) -> list[int]:
     """The numbers of rows that a batch may have, each once."""
     carriers = list(_carriers(batch))
-    arrays = _arrays(carriers)
-    votes = Counter(map(len, arrays))
-    for carrier in carriers if not arrays else ():
-        votes.update(_rows_of_list(carrier))
-    likely = {rows for rows, count in votes.items() if count == max(votes.values())}
+    lengths = list(map(len, _arrays(carriers))) or [rows for carrier in carriers for rows in _rows_of_list(carrier)]
+    likely = set(multimode(lengths))
     # Entries that are alike may be samples as a dataset has them; else tensors are fields, and containers batches of
     # several loaders.
     if _is_sequence(batch) and _are_alike(batch):

@@ -35,7 +35,7 @@ def choose_units(
     if split is not None:  # no more is opened than what has to be for stages to begin at the named modules
         opened = {name for name in modules.calls for wanted in split if wanted.startswith(f"{name}.")}
         return build_graph(trace, modules, modules.calls.keys() - opened)
-    total = sum(modules.seconds(call.module) for call in trace.calls if call.parent is None)
+    total = sum(modules.seconds(call.module) for call in trace.calls if not call.calls)
     best: StepGraph | None = None
     best_seconds = math.inf
     for parts in _PARTS:
