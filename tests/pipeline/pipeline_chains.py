@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_smddp.pipeline.capture.records import TensorSpec
 from lightning_smddp.pipeline.runtime.engine import PipelineEngine
 from lightning_smddp.pipeline.runtime.messages import Boundary
-from lightning_smddp.pipeline.runtime.remote import TensorSpec
 from lightning_smddp.pipeline.runtime.schedules import parse
 
 WIDTH = 6

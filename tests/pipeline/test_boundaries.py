@@ -29,7 +29,7 @@ def test_a_residual_sum_crosses_as_one_tensor() -> None:
 
     graph = graph_of(body)
     for name in ("net.b", "net.c", "net.d"):
-        assert [graph.values[v].shape for v in second_stage(graph, name).receives] == [(4, D)]
+        assert [graph.values[v].spec.shape for v in second_stage(graph, name).receives] == [(4, D)]
 
 
 def test_a_mask_crosses_before_it_is_expanded() -> None:
@@ -41,7 +41,7 @@ def test_a_mask_crosses_before_it_is_expanded() -> None:
 
     graph = graph_of(body)
     second = second_stage(graph, "net.b")
-    assert [graph.values[v].shape for v in second.receives] == [(4, 1)]
+    assert [graph.values[v].spec.shape for v in second.receives] == [(4, 1)]
     assert {graph.nodes[i].name.partition(" at")[0] for i in second.recomputed} == {"expand", "exp", "mul"}
     needed = sum(graph.values[value].nbytes for value in graph.needed_after(second.begin))
     assert sum(graph.values[value].nbytes for value in second.receives) < needed

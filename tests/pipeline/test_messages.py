@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_smddp.pipeline.capture.records import TensorSpec
 from lightning_smddp.pipeline.runtime.messages import layout_of
-from lightning_smddp.pipeline.runtime.remote import TensorSpec
 
 CPU = torch.device("cpu")
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
+from lightning_smddp.pipeline.capture.records import TensorSpec
 from lightning_smddp.pipeline.partition import plan
 from lightning_smddp.pipeline.partition.plan import OnAllRanks
-from lightning_smddp.pipeline.runtime.remote import TensorSpec
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from tests.ranks import run_in_threads
 

@@ -30,20 +30,45 @@ _OF_ALL_IF_ALONE = {"where", "repeat_interleave"}
 _OF_THE_REST = {"masked_select", "repeat_interleave", "_pack_padded_sequence"}
 
 
+class TensorSpec(NamedTuple):
+    """What is known of a tensor without having it.
+
+    Attributes:
+        shape: ``()`` of nested ones.
+        dtype: of its elements.
+        requires_grad: of one that is sent, whether a gradient comes back for it.
+        stride: in elements, if it is known. Sparse and nested tensors have none.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    stride: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """What a receiver of ``tensor`` has to know: no stride if it is sparse, and no shape either if nested."""
+        if tensor.is_nested:
+            return cls((), tensor.dtype, tensor.requires_grad)
+        stride = tensor.stride() if tensor.layout == torch.strided else ()
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tuple(stride))
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Memory on ``device`` for such a tensor, to receive it in; what is in it has no meaning."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
 @dataclass
 class Value:
-    """A tensor that a bound operation made. Strides are elements.
+    """A tensor that a bound operation made.
 
-    ``storage`` numbers its storage: values with the same number are views of each other. Sparse and nested tensors have
-    no strides and are not ``sendable``. ``varies``: its size depends on values that a module made.
+    ``storage`` numbers its storage: values with the same number are views of each other. Sparse and nested tensors are
+    not ``sendable``. ``varies``: its size depends on values that a module made.
     """
 
     index: int
     event: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
+    spec: TensorSpec
     storage: int
     sendable: bool
     varies: bool
@@ -51,7 +76,7 @@ class Value:
     @property
     def nbytes(self) -> int:
         """Bytes of a contiguous copy."""
-        return self.dtype.itemsize * math.prod(self.shape)
+        return self.spec.dtype.itemsize * math.prod(self.spec.shape)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from lightning_smddp.pipeline.capture.records import (
     InPlaceVersion,
     Names,
     OutputSpec,
+    TensorSpec,
     Trace,
     Value,
     Values,
@@ -117,19 +118,14 @@ class Tracking:
     def track(self, tensor: Tensor, event: int, binds: bool = True) -> int:
         """From here on ``tensor`` is a new value, made by ``event``, which ``binds`` its memory if it wrote there."""
         values, storage = self.trace.values, self.storage_of(tensor)
-        # Sparse tensors have a shape and no strides; a nested one's shape is another in each row, so it has neither.
-        is_strided = tensor.layout == torch.strided and not tensor.is_nested
-        shape = () if tensor.is_nested else tuple(tensor.shape)
+        spec = TensorSpec.of(tensor)
         value = Value(
             index=len(values),
             event=event,
-            shape=shape,
-            stride=tensor.stride() if is_strided else (),
-            dtype=tensor.dtype,
-            requires_grad=tensor.requires_grad,
+            spec=spec,
             storage=storage.number,
-            sendable=is_strided,
-            varies=storage.varies and shape != (),
+            sendable=tensor.layout == torch.strided and not tensor.is_nested,
+            varies=storage.varies and spec.shape != (),
         )
         values.append(value)
         storage.bound = storage.bound or binds
@@ -185,7 +181,7 @@ class Tracking:
                 sources.append(("argument", positions[id(leaf)]))
             elif value is not None:
                 # What an `autograd.Function` returns requires a gradient only after the last operation of its forward.
-                self.trace.values[value].requires_grad = leaf.requires_grad
+                self.trace.values[value].spec = TensorSpec.of(leaf)
                 sources.append(("value", value))
             else:
                 sources.append(("constant", leaf if is_plain(leaf) else None))

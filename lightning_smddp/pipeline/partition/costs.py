@@ -10,7 +10,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -202,12 +202,10 @@ def fits_on_hosts(module: nn.Module, group: dist.ProcessGroup) -> bool:
     """Whether all ranks of each host can have the whole ``module`` there. Collective over ``group``, all ranks."""
     needed = sum(tensor.nbytes for tensor in named_tensors(module).values() if tensor.device.type != "cpu")
     # Ranks of one host are told by its identity: what they need adds up, and each may have found another rest.
-    wanted: dict[str, float] = defaultdict(float)
-    available: dict[str, float] = defaultdict(lambda: math.inf)
-    for host, size, free in gather((node_identity(), needed, available_host_bytes()), group):
-        wanted[host] += size
-        available[host] = min(available[host], free)
-    return all(_MARGIN * wanted[host] <= available[host] for host in wanted)
+    hosts: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for host, *room in gather((node_identity(), needed, available_host_bytes()), group):
+        hosts[host].append(tuple(room))
+    return all(_MARGIN * sum(size for size, _ in ranks) <= min(free for _, free in ranks) for ranks in hosts.values())
 
 
 @contextmanager
@@ -245,27 +243,27 @@ class NodeTimes(NamedTuple):
 
 def problem_of(graph: StepGraph, cluster: Cluster, times: NodeTimes, checkpointing: bool) -> PartitionProblem:
     """What the partition has to solve."""
-    costs = []
-    kinds: dict[Hashable, list[int]] = defaultdict(list)  # indices of the nodes of each kind
-    for node, forward, backward in zip(graph.nodes, times.forward, times.backward, strict=True):
-        kept = node.activation_bytes
-        kind: Hashable = node.index  # an operation between units is of no kind
+    forwards, backwards = list(times.forward), list(times.backward)
+    # Layers are of one kind if their names differ in numbers only ("blocks.3.mlp" is as "blocks.4.mlp"), and their
+    # parameters, activations and outputs are as large. One measurement of each may be cold, or disturbed: the median
+    # counts for all.
+    kinds: dict[Hashable, list[int]] = defaultdict(list)
+    for node in graph.nodes:
         if node.module is not None:
-            # Layers are of one kind if their names differ in numbers only ("blocks.3.mlp" is as "blocks.4.mlp"), and
-            # parameters, activations and outputs are as large.
-            sizes = [cluster.parameter_bytes[name] for name in node.parameters]
-            shapes = [graph.values[value].shape for value in node.outputs]
-            kind = (re.sub(r"\d+", "#", node.name), tuple(sizes), tuple(shapes), kept)
-            if checkpointing:  # its forward runs again in the backward, and nothing is kept in between
-                backward += forward
-                kept = 0
-        kinds[kind].append(node.index)
-        costs.append(NodeCost(node.name, forward, backward, kept, node.parameters, node.module is not None))
-    for alike in kinds.values():  # one measurement of each may be cold, or disturbed
-        forward = median(costs[index].forward_s for index in alike)
-        backward = median(costs[index].backward_s for index in alike)
-        for index in alike:
-            costs[index] = replace(costs[index], forward_s=forward, backward_s=backward)
+            sizes = tuple(cluster.parameter_bytes[name] for name in node.parameters)
+            shapes = tuple(graph.values[value].spec.shape for value in node.outputs)
+            kinds[re.sub(r"\d+", "#", node.name), sizes, shapes, node.activation_bytes].append(node.index)
+    for alike in kinds.values():
+        for seconds in (forwards, backwards):
+            typical = median(seconds[index] for index in alike)
+            for index in alike:
+                seconds[index] = typical
+    costs = []
+    for node, forward, backward in zip(graph.nodes, forwards, backwards, strict=True):
+        is_unit, kept = node.module is not None, node.activation_bytes
+        if is_unit and checkpointing:  # its forward runs again in the backward, and nothing is kept in between
+            backward, kept = backward + forward, 0
+        costs.append(NodeCost(node.name, forward, backward, kept, node.parameters, is_unit))
     cut_bytes = [math.inf] * (len(costs) + 1)
     for cut in possible_cuts(graph):
         cut_bytes[cut] = boundary_bytes(graph, cut)

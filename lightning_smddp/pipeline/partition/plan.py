@@ -58,7 +58,8 @@ class PartitionPlan:
     @property
     def is_exact(self) -> bool:
         """Whether all floating-point values of the step have at least 32 bits."""
-        return all(value.dtype.itemsize >= 4 for value in self.graph.values if value.dtype.is_floating_point)
+        dtypes = {value.spec.dtype for value in self.graph.values}
+        return all(dtype.itemsize >= 4 for dtype in dtypes if dtype.is_floating_point)
 
 
 @dataclass(frozen=True)
@@ -214,14 +215,31 @@ class OnAllRanks:
         self.group = group
         self._failure: SplitError | None = None  # why there are no more collectives
 
-    def check(self, location: str) -> None:
-        """Before a collective at ``location`` (file:line of the user's code). Collective.
+    def check(self, location: str, error: Exception | None = None) -> None:
+        """Before a collective at ``location`` (file:line of the user's code), or behind an ``error``. Collective.
 
         Raises:
-            SplitError: another rank does not come there; as :meth:`run` does.
+            SplitError: a rank does not come there; as :meth:`run` does.
         """
-        self._report(location)
-        self._raise_failure()
+        # Each rank sends one message: where it has come to, and its error. So all of them take part in this exchange
+        # wherever they are, and nobody is left alone in the user's own collective. After a failure all ranks know of
+        # it, and nobody waits here any more.
+        if self._failure is None:
+            told: SplitError | None = None
+            if isinstance(error, (SplitError, ReplayError)):
+                told = SplitError(str(error))
+            elif error is not None:
+                told = StepFailedError(f"The step failed on rank {self.group.rank()} while it was traced: {error!r}")
+            places, failures = zip(*gather((location, told), self.group), strict=True)
+            if any(failures):
+                self._failure = next(filter(None, failures))
+            elif len(set(places)) > 1:
+                where = ", ".join(f"{place} on rank {rank}" for rank, place in enumerate(places))
+                self._failure = StepFailedError(
+                    f"The step takes another path on each rank: while it was traced it came to {where}."
+                )
+        if self._failure is not None:  # a new one each time: with its traceback it would keep the group
+            raise type(self._failure)(*self._failure.args) from None if isinstance(error, SplitError) else error
 
     def run(self, attempt: Callable[[], Result]) -> Result:
         """What ``attempt`` returns, if no rank fails. Collective.
@@ -233,36 +251,10 @@ class OnAllRanks:
         try:
             result = attempt()
         except Exception as error:
-            self._report(_END, error)
-            if not isinstance(error, SplitError):
-                self._raise_failure(error)
+            self.check(_END, error)
             raise
         self.check(_END)
         return result
-
-    def _raise_failure(self, cause: Exception | None = None) -> None:
-        if self._failure is not None:  # a new one each time: with its traceback it would keep the group
-            raise type(self._failure)(*self._failure.args) from cause
-
-    def _report(self, location: str, error: Exception | None = None) -> None:
-        # Each rank sends one message: where it has come to, and its error. So all of them take part in this exchange
-        # wherever they are, and nobody is left alone in the user's own collective. After a failure all ranks know of
-        # it, and nobody waits here any more.
-        if self._failure is not None:
-            return
-        told: SplitError | None = None
-        if isinstance(error, (SplitError, ReplayError)):
-            told = SplitError(str(error))
-        elif error is not None:
-            told = StepFailedError(f"The step failed on rank {self.group.rank()} while it was traced: {error!r}")
-        places, failures = zip(*gather((location, told), self.group), strict=True)
-        if any(failures):
-            self._failure = next(filter(None, failures))
-        elif len(set(places)) > 1:
-            where = ", ".join(f"{place} on rank {rank}" for rank, place in enumerate(places))
-            self._failure = StepFailedError(
-                f"The step takes another path on each rank: while it was traced it came to {where}."
-            )
 
 
 def own_error(error: Exception) -> BaseException:

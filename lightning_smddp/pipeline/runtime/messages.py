@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_smddp.pipeline.runtime.remote import TensorSpec
+from lightning_smddp.pipeline.capture.records import TensorSpec
 
 _SMALL = 2**16  # bytes; copying a larger tensor costs more than its message
 _ALIGNMENT = 16  # bytes, the size of the largest element

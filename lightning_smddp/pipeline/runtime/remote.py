@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from lightning_smddp.pipeline.capture.graph import StepGraph
+from lightning_smddp.pipeline.capture.records import TensorSpec
 
 OTHER_PATH = (
     "When it was traced it took another path. What the step does before its last module may not depend on "
@@ -21,34 +19,6 @@ AS_TRACED = {"as": "traced"}  # stands for constants that are neither numbers no
 
 class ReplayError(RuntimeError):
     """The step took another path than when it was traced."""
-
-
-class TensorSpec(NamedTuple):
-    """What is known of a tensor without having it.
-
-    Attributes:
-        shape: Its shape; () of nested ones.
-        dtype: Its dtype.
-        requires_grad: Whether it requires a gradient; of one that is sent, whether a gradient comes back for it.
-        stride: In elements, if it is known. Sparse and nested tensors have none.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    stride: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorSpec:
-        """What a receiver of ``tensor`` has to know: no stride if it is sparse, and no shape either if nested."""
-        if tensor.is_nested:
-            return cls((), tensor.dtype, tensor.requires_grad)
-        stride = tensor.stride() if tensor.layout == torch.strided else ()
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tuple(stride))
-
-    def empty(self, device: torch.device) -> Tensor:
-        """Memory on ``device`` for such a tensor, to receive it in; what is in it has no meaning."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass
@@ -68,10 +38,7 @@ class Shapes:
     @classmethod
     def of(cls, graph: StepGraph) -> Shapes:
         """The shapes of all values of a traced step, which hold until a micro-batch has another shape."""
-        values: dict[int, TensorSpec] = {}
-        for value in graph.values:
-            values[value.index] = TensorSpec(value.shape, value.dtype, value.requires_grad, value.stride)
-        return cls(values)
+        return cls({value.index: value.spec for value in graph.values})
 
     def merge(self, other: Shapes) -> None:
         """Take over what ``other`` knows."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lightning_smddp._compat.torch import READ_NUMBER, without_subclass_functions, wrapper_subclass
 from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, user_location
-from lightning_smddp.pipeline.runtime.remote import ReplayError, TensorSpec
+from lightning_smddp.pipeline.capture.records import TensorSpec
+from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pytree import leaves, map_leaves
 
 _TEXT = {"__format__", "__repr__", "__str__"}

@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.pipeline.capture.records import TensorSpec
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.messages import Boundary, Neighbour
-from lightning_smddp.pipeline.runtime.remote import OTHER_PATH, ReplayError, TensorSpec
+from lightning_smddp.pipeline.runtime.remote import OTHER_PATH, ReplayError
 from lightning_smddp.pipeline.runtime.spans import SpanRecorder
 from lightning_smddp.pipeline.runtime.split_backward import SplitBackward, backward
 from lightning_smddp.pipeline.runtime.stage_program import StageProgram, Step, TracedPath

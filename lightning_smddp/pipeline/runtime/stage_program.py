@@ -116,15 +116,16 @@ class StageProgram:
     def as_traced(self, value: int, tensor: Tensor) -> Tensor:
         """Received tensors are contiguous: give them the strides of old, and memory of their own if it is changed."""
         known = self.graph.values[value]
-        if value in self._permuted and known.shape == tuple(tensor.shape):
-            strided = torch.empty_strided(known.shape, known.stride, dtype=tensor.dtype, device=tensor.device)
+        if value in self._permuted and known.spec.shape == tuple(tensor.shape):
+            shape, stride = known.spec.shape, known.spec.stride
+            strided = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
             return strided.copy_(tensor)
         return tensor.clone() if known.storage in self._changed else tensor
 
 
 def _is_permuted(value: Value) -> bool:
     """Whether it has memory without holes, in another order than a new tensor."""
-    like = torch.empty_strided(value.shape, value.stride, device="meta")
+    like = torch.empty_strided(value.spec.shape, value.spec.stride, device="meta")
     return not like.is_contiguous() and torch.empty_like(like).stride() == like.stride()
 
 

@@ -34,7 +34,8 @@ from lightning_smddp.pipeline.capture.ops import (
     sets_flag,
     user_location,
 )
-from lightning_smddp.pipeline.runtime.remote import AS_TRACED, OTHER_PATH, ReplayError, Shapes, TensorSpec, constants_of
+from lightning_smddp.pipeline.capture.records import TensorSpec
+from lightning_smddp.pipeline.runtime.remote import AS_TRACED, OTHER_PATH, ReplayError, Shapes, constants_of
 from lightning_smddp.pipeline.runtime.remote_tensor import ACTIVE, RemoteTensor
 from lightning_smddp.pipeline.runtime.run_modes import eagerly, watched
 from lightning_smddp.pipeline.runtime.stage_program import StageProgram
