@@ -265,6 +265,8 @@ def test_each_rule() -> None:
     ]
     assert merged(outputs, [3, 1]) == {"loss": 1.5, "acc": 0.625, "count": 6, "hit": 2, "name": "b"}
     assert merged([{"n": 3, "ready": True}, {"n": 3, "ready": False}], [3, 1]) == {"n": 6, "ready": False}
+    assert merged([np.float32(1), np.float32(3)], [3, 1]) == 1.5
+    assert merged([1, 0.5], [3, 1]) == 0.875
     assert merged([None, None], [3, 1]) is None
     assert merged([Pair(torch.tensor(1.0), "x")] * 2, [2, 2]) == Pair(torch.tensor(1.0), "x")
     half = [torch.tensor(1.0, dtype=torch.bfloat16)] * 2
@@ -286,6 +288,8 @@ def test_rows_are_concatenated() -> None:
     constant = torch.tensor([1.0, 2.0, 5.0])
     assert merged([constant, constant.clone()], [2, 2]).equal(constant)
     assert merged([np.ones((2, 3)), np.ones((1, 3))], [2, 1]).shape == (3, 3)
+    assert merged([np.array(["a", "b"]), np.array(["long"])], [2, 1]).tolist() == ["a", "b", "long"]
+    assert merged([np.array(["class"])] * 2, [2, 1]) == "class"
 
 
 @pytest.mark.parametrize(

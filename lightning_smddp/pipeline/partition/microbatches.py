@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from numbers import Integral
+from numbers import Complex, Integral
 from statistics import multimode
 from textwrap import shorten
 from types import FunctionType, MethodType, ModuleType
@@ -34,6 +34,7 @@ from lightning_smddp.pytree import Path, leaves, members_of, tensors, with_membe
 
 SplitBatch: TypeAlias = Callable[[Any, int], Sequence[Any]]
 _ARRAYS = (Tensor, np.ndarray)
+_NUMERIC = "biufc"  # kinds of numpy's types that torch has, too
 _SHOWN = 400  # characters
 _WITHOUT_PARTS = (type, FunctionType, MethodType, ModuleType)
 _DEPTH = 3  # of objects in objects that are looked into
@@ -368,9 +369,9 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequenc
 
     ==================================================== ================================================
     tensors and arrays of ``k * size`` rows, one k       concatenated
-    lists of ``size`` entries                            concatenated
+    lists of ``size`` entries, such arrays of texts      concatenated
     floating-point tensors without dimensions, floats    means by weight, without what weighs nothing
-    integer and bool tensors without dimensions, ints    sums: they count
+    integer and bool tensors without dimensions, ints    sums: they count; means where others are floats
     other tensors, if they are equal everywhere          that
     mappings, dataclasses, other sequences               member by member
     anything else that holds no tensors                  the last
@@ -388,13 +389,15 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequenc
     first = outputs[0]
     if len(outputs) == 1:
         return first
+    if all(isinstance(output, np.ndarray) and output.dtype.kind not in _NUMERIC for output in outputs):
+        has_rows = [output.shape[:1] for output in outputs] == [(size,) for size in sizes]
+        return np.concatenate(outputs) if has_rows else outputs[-1]
     if all(isinstance(output, _ARRAYS) for output in outputs):
         whole = _merge_tensors(list(map(torch.as_tensor, outputs)), sizes, weights, path)
         return whole.numpy() if isinstance(first, np.ndarray) else whole
-    if all(isinstance(output, float) for output in outputs):
-        return weighted_mean(outputs, weights)
-    if all(isinstance(output, Integral) and not isinstance(output, bool) for output in outputs):
-        return sum(outputs)
+    if all(isinstance(output, Complex) and not isinstance(output, bool) for output in outputs):
+        counts = all(isinstance(output, Integral) for output in outputs)
+        return sum(outputs) if counts else weighted_mean(outputs, weights)
     if isinstance(first, list) and [len(output) for output in outputs] == list(sizes):
         return [entry for output in outputs for entry in output]
     members = [dict(members_of(output) or ()) for output in outputs]
