@@ -112,7 +112,6 @@ def _training(
     moments = []
     for plan, profile in zip(stages, profiles, strict=True):
         own = [named[name] for name in named if plan.stage in users[name]]  # a tied one is on each rank that uses it
-        received, sent = (sum(graph.values[value].nbytes for value in each) for each in (plan.receives, plan.sends))
         held = Memory(
             parameters=sum(parameter.nbytes for parameter in own) + sizes.buffers,
             gradients=sum(parameter.nbytes for parameter in own if parameter.requires_grad),
@@ -121,8 +120,8 @@ def _training(
         )
         running = replace(
             held,
-            activations=sizes.batch + flights[plan.stage] * (profile.kept + received),
-            communication=sent,  # torch's schedule holds the last output until it has the next one
+            activations=sizes.batch + flights[plan.stage] * (profile.kept + graph.nbytes(plan.receives)),
+            communication=graph.nbytes(plan.sends),  # torch's schedule holds the last output until it has the next one
             temporary=profile.temporary,
         )
         moments += [running, replace(held, temporary=sizes.optimizer_temporary)]

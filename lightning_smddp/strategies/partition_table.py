@@ -63,8 +63,7 @@ def _stages(partitioned: PartitionedModule) -> Iterator[tuple[str, str]]:
         text = f"{span}: {seconds[number] / total:.0%} of the time, {parameters:,} parameters"
         text += f", {memory[number] / 2**20:.1f} MiB"
         if stage.sends:
-            sent = sum(plan.graph.values[value].nbytes for value in stage.sends)
-            text += f", sends {sent / 2**10:.1f} KiB a micro-batch"
+            text += f", sends {plan.graph.nbytes(stage.sends) / 2**10:.1f} KiB a micro-batch"
         yield f"stage {number} on rank {partitioned.plan.cluster.rank_of_stage[number]}", text
 
 

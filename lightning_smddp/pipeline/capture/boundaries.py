@@ -5,7 +5,7 @@ A stage begins at a unit. What is made of values that are no larger is made agai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -104,11 +104,7 @@ def cut_into_stages(graph: StepGraph, cuts: Sequence[int]) -> tuple[StagePlan, .
 def boundary_bytes(graph: StepGraph, cut: int) -> int:
     """Bytes that cross ``cut`` if it is the only one."""
     _, second = cut_into_stages(graph, [cut])
-    return _nbytes(graph, second.receives)
-
-
-def _nbytes(graph: StepGraph, values: Iterable[int]) -> int:
-    return sum(graph.values[value].nbytes for value in values)
+    return graph.nbytes(second.receives)
 
 
 def _sent_and_repeated(graph: StepGraph, cut: int, received: Values, needed: set[int]) -> tuple[set[int], set[int]]:
@@ -138,7 +134,7 @@ def _sent_and_repeated(graph: StepGraph, cut: int, received: Values, needed: set
         looked_at.add(value)
         may_repeat = node.recomputable and value not in received
         sources = seen if value in seen else made
-        is_larger = _nbytes(graph, node.inputs) <= graph.values[value].nbytes and sources.issuperset(node.inputs)
+        is_larger = graph.nbytes(node.inputs) <= graph.values[value].nbytes and sources.issuperset(node.inputs)
         if value in made and not (may_repeat and is_larger):
             sent.add(value)
         elif may_repeat:

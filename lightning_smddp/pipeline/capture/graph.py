@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -158,6 +158,10 @@ class StepGraph(StepFacts):
     def needed_after(self, cut: int) -> list[int]:
         """Values made before node ``cut`` and used by it or later ones."""
         return [value for value, last in self.last_use.items() if self.producers[value] < cut <= last]
+
+    def nbytes(self, values: Iterable[int]) -> int:
+        """Bytes of contiguous copies."""
+        return sum(self.values[value].nbytes for value in values)
 
     def digest(self) -> str:
         """The same on every rank that traced the same step. Checkpoints have it."""

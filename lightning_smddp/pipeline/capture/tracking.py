@@ -160,15 +160,12 @@ class Tracking:
     def add_versions(self, mutated: Collection[Tensor], arguments: list[Any], event: int) -> Iterator[InPlaceVersion]:
         """New values for tensors changed in place, and for every other view of their memory."""
         positions = {id(leaf): position for position, leaf in enumerate(arguments)}
-        views = {id(tensor): tensor for tensor in mutated}
-        for tensor in mutated:
-            # A change in place changes every view of the memory. Which those are only this process can see: stages that
-            # hold stand-ins follow what is written down here.
-            views.update((id(view), view) for view in self._views(self.storage_of(tensor)))
-        for key, view in views.items():
-            if key not in self.parameters and key not in self.buffers:  # these stay on their stage
+        # A change in place changes every view of the memory. Which those are only this process can see: stages that
+        # hold stand-ins follow what is written down here.
+        for view in each_once(mutated, *(self._views(self.storage_of(tensor)) for tensor in mutated)):
+            if id(view) not in self.parameters and id(view) not in self.buffers:  # these stay on their stage
                 old = self.find_tracked(view)
-                yield InPlaceVersion(old, self.track(view, event), positions.get(key))
+                yield InPlaceVersion(old, self.track(view, event), positions.get(id(view)))
 
     def spec_of(self, result: Any, arguments: list[Any]) -> OutputSpec:
         """Where each leaf of ``result`` comes from."""

@@ -80,8 +80,10 @@ def follow(
     def end_of(stage: int, begin: int) -> int:
         """Behind the last node of a ``stage`` from ``begin`` on that has all it needs."""
         for node in graph.nodes[begin:]:
-            owners = {ownership.buffers[name] for name in node.buffers if name in ownership.buffers}
-            if owners - {rank_of_stage[stage]} or any(stage not in parameter_stages[name] for name in node.parameters):
+            others = any(
+                ownership.buffers.get(name, rank_of_stage[stage]) != rank_of_stage[stage] for name in node.buffers
+            )
+            if others or any(stage not in parameter_stages[name] for name in node.parameters):
                 return node.index
         return len(graph.nodes)
 
