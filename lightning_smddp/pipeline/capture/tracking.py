@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class Storage:
         opaque: the event of the opaque operation that made it.
         parameter, buffer: first name of the parameter or buffer that lies in it.
         varies: sizes of tensors in it depend on values that a module made.
+        tensors: those in it that are values; some may be gone.
     """
 
     number: int
@@ -56,6 +58,11 @@ class Storage:
     parameter: str | None = None
     buffer: str | None = None
     varies: bool = False
+    tensors: list[weakref.ref[Tensor]] = field(default_factory=list)
+
+    def views(self) -> tuple[Tensor, ...]:
+        """The tensors in it that are values, each once."""
+        return each_once(reference() for reference in self.tensors)
 
 
 class Tracking:
@@ -129,6 +136,7 @@ class Tracking:
         )
         values.append(value)
         storage.bound = storage.bound or binds
+        storage.tensors.append(weakref.ref(tensor))
         self._values[tensor] = value.index
         self.trace.events[event].made += (value.index,)
         return value.index
@@ -153,16 +161,12 @@ class Tracking:
         event = self.add_opaque(storage.calls) if storage.opaque is None else storage.opaque
         return self.track(tensor, event)
 
-    def _views(self, storage: Storage) -> list[Tensor]:
-        """The tensors in it that are values."""
-        return [tensor for tensor in list(self._values) if self.storage_of(tensor) is storage]
-
     def add_versions(self, mutated: Collection[Tensor], arguments: list[Any], event: int) -> Iterator[InPlaceVersion]:
         """New values for tensors changed in place, and for every other view of their memory."""
         positions = {id(leaf): position for position, leaf in enumerate(arguments)}
         # A change in place changes every view of the memory. Which those are only this process can see: stages that
         # hold stand-ins follow what is written down here.
-        for view in each_once(mutated, *(self._views(self.storage_of(tensor)) for tensor in mutated)):
+        for view in each_once(mutated, *(self.storage_of(tensor).views() for tensor in mutated)):
             if id(view) not in self.parameters and id(view) not in self.buffers:  # these stay on their stage
                 old = self.find_tracked(view)
                 yield InPlaceVersion(old, self.track(view, event), positions.get(id(view)))
@@ -227,7 +231,7 @@ class Tracking:
         self.trace.reads_batch |= event.reads
         for tensor in mutated:
             storage = self.storage_of(tensor)
-            if self._views(storage):  # these may be on another stage, which would not see the change
+            if storage.views():  # these may be on another stage, which would not see the change
                 self.add_opaque(tuple(self.stack))
             for call in self.stack:
                 if call not in storage.calls:  # what it has made itself, nobody else misses
