@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -107,6 +108,16 @@ def step_of(root: nn.Module) -> Callable[[], Tensor]:
 # ---- what models are made of ----
 
 
+@member
+def batch_norms() -> nn.Module:
+    def body(s: Net, x: Tensor) -> Tensor:
+        h = s.bn1(s.a(x))
+        h += s.bn2(s.b(s.relu(h)))
+        return F.cross_entropy(s.d(s.relu(s.c(h))), torch.zeros(len(x), dtype=torch.long))
+
+    return Net(body, bn1=nn.BatchNorm1d(D), bn2=nn.BatchNorm1d(D), relu=nn.ReLU())
+
+
 # ---- what units take and return ----
 
 
@@ -145,6 +156,21 @@ def structures() -> nn.Module:
 
 
 # ---- changes in place ----
+
+
+@member
+def in_place_on_views() -> nn.Module:
+    def body(s: Net, x: Tensor) -> Tensor:
+        h = s.a(x) * 1
+        h.view(-1).mul_(2)
+        pair = s.b(h) * 1
+        left, right = pair[:, :3], pair[:, 3:]
+        left.add_(right)
+        out = s.c(torch.cat([left, right], -1)).T.contiguous()
+        out += 1
+        return s.d(h).mean() + out.square().mean()
+
+    return Net(body)
 
 
 @member

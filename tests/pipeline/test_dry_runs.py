@@ -52,9 +52,16 @@ def early_return(s: Net, x: Tensor, later: bool) -> Tensor | None:
     return None if later else s.d(s.c(s.b(h))).mean()
 
 
+def later_use(s: Net, x: Tensor, later: bool) -> Tensor:
+    h = s.a(x)
+    loss = s.d(s.c(s.b(h))).mean()
+    return loss + h.pow(2).mean() if later else loss
+
+
 @pytest.mark.parametrize(
     ("body", "begin", "message"),
     [
+        (later_use, "net.c", r"pow at .*test_dry_runs.py:\d+ uses a tensor of another stage, as the step did not"),
         (other_operation, "net.c", r"sin at .*test_dry_runs.py:\d+ where cos at test_dry_runs.py:\d+ was expected"),
         (other_module, "net.c", "module 'net.d' where net.b was expected"),
         (early_return, "net.c", "returned before it came to '?net.b"),

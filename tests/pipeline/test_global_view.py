@@ -110,6 +110,15 @@ def ema_by_data(net: Net) -> Any:
         t.data.mul_(0.9).add_(s.data, alpha=0.1)
 
 
+def averaged(net: Net) -> Any:
+    model = torch.optim.swa_utils.AveragedModel(net.student)
+    model.update_parameters(net.student)
+    with torch.no_grad():
+        net.student[0].weight.mul_(2)
+    model.update_parameters(net.student)
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
 def noise(net: Net) -> Any:
     torch.manual_seed(5)
     with torch.no_grad():
@@ -179,7 +188,8 @@ def gradients_by_hand(net: Net) -> Any:
 
 
 CASES = [
-    reads, clip, ema_by_data, noise, assign, freeze, save, load, swap, forward, backward_on_top, gradients_by_hand,
+    reads, clip, ema_by_data, averaged, noise, assign, freeze, save, load, swap, forward, backward_on_top,
+    gradients_by_hand,
 ]  # fmt: skip
 
 

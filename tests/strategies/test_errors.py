@@ -14,11 +14,10 @@ import lightning.pytorch.strategies
 import pytest
 import torch
 from lightning.fabric import Fabric
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_smddp import PipelineStrategy, SMDDPFabricStrategy, SMDDPStrategy
-from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import CLASSES, Learner, make_trainer, samples, silent
 from tests.strategies.pipeline_learners import Cases
@@ -176,31 +175,6 @@ def test_fit(case: Any) -> None:
     for message in ON_TWO_NODES.results(tuple(arguments)):
         for part in parts:
             assert part in message
-
-
-class UsedOnRankOne(Learner):
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = nn.Linear(2, 2)
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        loss = super().loss(batch)
-        return loss + self.extra(torch.ones(1, 2)).sum() if self.global_rank == 1 else loss
-
-
-def train_with_flag() -> list[float]:
-    model = UsedOnRankOne()
-    before = model.extra.bias.detach().clone()
-    strategy = silent(algorithm="native", find_unused_parameters=True)
-    make_trainer(strategy, use_distributed_sampler=False, max_steps=1).fit(model)
-    change: list[float] = (model.extra.bias.detach() - before).tolist()
-    return change
-
-
-def test_a_parameter_used_on_one_rank_only() -> None:
-    """With the flag it gets the mean: half of that rank's gradient (1), times the learning rate (0.1)."""
-    for change in run_trainer_ranks(train_with_flag, 2):
-        assert change == pytest.approx([-0.05, -0.05])
 
 
 # ---- numbers that the launcher contradicts ----

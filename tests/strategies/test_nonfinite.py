@@ -388,7 +388,7 @@ def with_fabric(strategy: str, by_closure: bool) -> str:
     with pytest.raises(NonFiniteGradientError) as caught:
         optimizer.step(closure if by_closure else None)
     assert all(bool(p.isfinite().all()) for p in net.parameters())
-    fabric.barrier()  # whole parameters come by messages, which end on one rank before the other
+    fabric.strategy.teardown()  # else the view of divided tensors ends whenever the next one of the process is there
     return str(caught.value)
 
 

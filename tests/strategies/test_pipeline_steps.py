@@ -26,6 +26,41 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The loss of:UserWarning"),  # rows are mixed with others
 ]
 
+# ---- batches of any structure ----
+
+
+def rows_in(collate: Callable[[Tensor, Tensor], Any]) -> Any:
+    def collated(rows: list[Any]) -> Any:
+        return collate(torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows]))
+
+    return DataLoader(samples(24), batch_size=6, collate_fn=collated)
+
+
+class Dicts(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert batch["tag"] == "train"
+        assert len(batch["names"]) == len(batch["target"])
+        self.names.extend(batch["names"])
+        return self.loss([batch["input"]["x"], batch["target"]])
+
+    def train_dataloader(self) -> Any:
+        def collate(x: Tensor, y: Tensor) -> Any:
+            names = [f"row {int(t)}" for t in y]
+            return {"input": {"x": x}, "target": y, "names": names, "size": len(x), "tag": "train"}
+
+        return rows_in(collate)
+
+
+def dicts(bench: Bench) -> Any:
+    model = Dicts()
+    options = {"num_microbatches": 3, "batch_size_fn": lambda batch: len(batch["target"])}
+    return bench.fit(model, options, max_epochs=1), model.names
+
+
 # ---- data that differ between ranks: the first one's count ----
 
 
@@ -75,6 +110,20 @@ def behind_runs(bench: Bench, dropout: float) -> list[Any]:
 # ---- paths ----
 
 
+class Selected(Net):
+    """Goes on with some rows of the batch, more or fewer in each: shapes of batches do not tell."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        positive = batch[0][:, 0] > 0
+        x = self.net[:2](batch[0])[positive]
+        x = self.net[2:4](x).index_select(0, (x.shape[0] - 1 - positive[positive].nonzero().flatten()))
+        return F.cross_entropy(self.net[4:](x), batch[1][positive].flip(0), reduction="sum") / len(batch[0])
+
+
+def selected(bench: Bench) -> Any:
+    return bench.fit(Selected(layers=5, count=24), {"num_microbatches": 4})
+
+
 class Endless(Net):
     """Goes a longer way with each batch."""
 
@@ -92,7 +141,7 @@ def endless(bench: Bench) -> str:
 
 
 PLAIN, WITH_DROPOUT = (functools.partial(behind_runs, dropout=dropout) for dropout in (0.0, 0.5))
-CASES: list[Case] = [shuffled, PLAIN]
+CASES: list[Case] = [dicts, shuffled, PLAIN, selected]
 TWO = Matrix([*CASES, WITH_DROPOUT, endless])
 
 
@@ -113,13 +162,6 @@ def test_more_paths_than_can_be_traced_are_refused_on_all_ranks() -> None:
 
 
 # ---- what is said of batches ----
-
-
-def rows_in(collate: Callable[[Tensor, Tensor], Any]) -> Any:
-    def collated(rows: list[Any]) -> Any:
-        return collate(torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows]))
-
-    return DataLoader(samples(24), batch_size=6, collate_fn=collated)
 
 
 class Opaque:

@@ -56,7 +56,7 @@ class Manual(Learner):
 
 
 class ChangingUse(Learner):
-    """Which of two heads is used depends on the batch; a third one is never used."""
+    """Which of two heads is used depends on the batch and on the rank; a third one is never used."""
 
     def __init__(self, *args: int) -> None:
         super().__init__(*args)
@@ -65,7 +65,7 @@ class ChangingUse(Learner):
             self.heads = nn.ModuleList(nn.Linear(CLASSES, CLASSES) for _ in range(3))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(self.heads[batch_idx % 2](self.net(batch[0])), batch[1])
+        loss = F.cross_entropy(self.heads[(batch_idx + self.global_rank) % 2](self.net(batch[0])), batch[1])
         self.losses.append(loss.item())
         return loss
 
@@ -113,7 +113,9 @@ CASES = {
     "bf16-mixed": Case(options={"precision": "bf16-mixed"}, single=0.02),
     "64-true": Case(options={"precision": "64-true"}),
     "manual": Case(model=Manual, single=1e-5),
-    "unused": Case(model=ChangingUse, ddp="ddp_find_unused_parameters_true", smddp="smddp_find_unused_parameters_true"),
+    "unused": Case(
+        ChangingUse, ddp="ddp_find_unused_parameters_true", smddp="smddp_find_unused_parameters_true", single=None
+    ),
     "uneven-last-batch": Case(batch_size=5, count=46),
     "lightnings-sampler": Case(model=LightningsSampler, single=None),
 }
