@@ -361,6 +361,7 @@ class CompiledAroundDropout(nn.Module):
         return self.compiled(x) * 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler reads it
 @pytest.mark.parametrize(("kind", "is_opened"), [(DrawsBetweenCompiled, True), (CompiledAroundDropout, False)])
 def test_compiled_code_beside_a_module_that_draws(kind: Callable[[], nn.Module], is_opened: bool) -> None:

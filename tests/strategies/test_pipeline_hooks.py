@@ -250,7 +250,7 @@ def drawing(bench: Bench) -> Any:
     torch.manual_seed(7)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*runs in lockstep")
-        return bench.fit(Draws(), max_epochs=1, num_sanity_val_steps=0)
+        return bench.fit(Draws(), {"num_microbatches": 1}, max_epochs=1, num_sanity_val_steps=0)
 
 
 def in_lockstep(bench: Bench, module: str) -> Any:
@@ -273,18 +273,13 @@ def partial(case: Any, module: str) -> Case:
 CASES: list[Case] = [
     *(hooks, several_loaders),
     partial(of_hooks, "Consolidated"),
-    *(stochastic_weight_averaging, loggers, predictions),
+    *(stochastic_weight_averaging, loggers, predictions, drawing),
     partial(in_lockstep, "Texts"),
 ]
 TWO = Matrix(CASES, timeout=150.0)
-DRAWING = Matrix([drawing], pipeline={"num_microbatches": 1})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_equals_one_process(case: Case, tmp_path_factory: Any) -> None:
     TWO.compare(case, str(tmp_path_factory.getbasetemp() / "hooks"))
-
-
-def test_what_draws_in_lockstep_draws_as_in_accumulation() -> None:
-    DRAWING.compare(drawing)
