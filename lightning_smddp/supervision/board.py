@@ -25,7 +25,7 @@ class Beat(NamedTuple):
         step, phase, batches: see ``Supervisor``.
         ended, ended_batches: how many epochs it has ended, and after how many batches the last one.
         still_s, waits: see ``Stillness``.
-        answer: see ``StopGate``.
+        answer: see ``Stops``.
         knows: of the failure.
         over: 1: its run is over; 2: it uses the store no more.
     """

@@ -63,7 +63,7 @@ class Stops:
     # ---- signals ----
 
     def take_signals(self) -> None:
-        """Take them over until :meth:`restore`. A signal that is ignored stays so (``nohup``). Main thread only."""
+        """Take them over. A signal that is ignored stays so (``nohup``). Main thread only."""
         if self._handlers or threading.current_thread() is not threading.main_thread():
             return
         self._pipe = os.pipe()
