@@ -325,7 +325,7 @@ class PipelinedModule:
             with step.precision():
                 step.keeps_casts = may_keep_casts(kinds, setup.device)
             if step.keeps_casts:
-                casts = kept_casts(partitioned.stash.parameters.values(), step.precision)
+                casts = kept_casts()
         with casts:
             run = runtime.run(paths, step, microbatches, step.trains)
         results: Any = None

@@ -122,7 +122,7 @@ def test_copies_are_kept_where_that_makes_no_difference(uses: str, kind: torch.d
 def test_a_first_use_without_gradients_does_not_take_them_from_later_ones() -> None:
     layer, x = nn.Conv2d(3, 4, 2), torch.randn(2, 3, 5, 5)
     autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
-    with kept_casts(layer.parameters(), autocast):
+    with kept_casts():
         for gradients in (False, True):
             with autocast(), torch.set_grad_enabled(gradients):
                 look_for_casts()

@@ -1,18 +1,16 @@
 """Autocast's copies of weights: one for all micro-batches of a step, not one for each.
 
 Under mixed precision each use of a weight casts it anew, and keeps the copy for its backward: as many copies of all
-weights as there are micro-batches in flight. Autocast can remember its casts, with two traps. Where a weight is first
-used without gradients, the copy has none either: so all weights are cast before the first micro-batch. And gradients of
-several uses are summed in the copy's 16 bits: so nothing is remembered for a step that casts a weight more than once.
+weights as there are micro-batches in flight. Autocast can remember its casts; but gradients of several uses are summed
+in the copy's 16 bits, so nothing is remembered for a step that casts a weight more than once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from lightning_smddp.pipeline.capture.records import Trace
 
@@ -39,19 +37,12 @@ def may_keep_casts(kinds: Collection[torch.dtype | None], device: torch.device) 
 
 
 @contextmanager
-def kept_casts(
-    weights: Iterable[Tensor],
-    autocast: Callable[[], AbstractContextManager[object]],
-) -> Iterator[None]:
-    """Cast ``weights`` once, for all autocast contexts inside that are told to look: ``look_for_casts``."""
+def kept_casts() -> Iterator[None]:
+    """Keep copies of weights for all autocast contexts inside that are told to look for them: ``look_for_casts``."""
     # torch clears its cache of casts when the outermost autocast context ends. One more level of nesting, without a
     # context of its own, keeps the copies over the micro-batches, each of which enters and leaves autocast.
     torch.autocast_increment_nesting()
     try:
-        with torch.enable_grad(), autocast():
-            look_for_casts()
-            for weight in weights:
-                _use(weight)
         yield
     finally:
         if torch.autocast_decrement_nesting() == 0:
@@ -61,13 +52,3 @@ def kept_casts(
 def look_for_casts() -> None:
     """Within an autocast context: use the copies that there are, up to its end."""
     torch.set_autocast_cache_enabled(True)
-
-
-def _use(weight: Tensor) -> None:
-    """Multiply no rows by it: autocast makes and remembers its copy."""
-    # A product without rows costs nothing, and autocast casts for products.
-    if weight.dim() > 0 and weight.dtype == torch.float32 and weight.requires_grad:
-        rows = len(weight)
-        if weight.dim() > 1:
-            rows = weight.shape[-2]
-        torch.matmul(weight.new_empty(0, rows), weight)

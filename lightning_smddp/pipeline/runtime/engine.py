@@ -99,7 +99,7 @@ class PipelineRuntime:
         for staged, shapes, _ in paths:
             boundaries.append([staged.boundary(stage, shapes, train) for stage in range(self.num_stages - 1)])
         graphs = {id(staged): staged.graph for staged, _, _ in paths}  # of all paths, each once
-        running = RunningStep(paths, step, microbatches, boundaries, self.device, [None] * len(microbatches))
+        running = RunningStep(paths, step, microbatches, boundaries, [None] * len(microbatches))
         with self.wrappers.active(list(graphs.values())), self.wrappers.generators.preserved():
             self.engine.run(running, boundaries, train)
         if not self.ends_here:

@@ -31,8 +31,8 @@ def watched(run: Any, seed: int, step: Callable[[], Any]) -> Callable[[], Any]:
     return in_mode
 
 
-def eagerly(call: Callable[..., Any], stance: str = "force_eager") -> Callable[..., Any]:
-    """``call``, in which compiled code runs as it was written; with the stance ``"default"`` compiled."""
+def with_stance(stance: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call`` under a stance of ``torch.compiler``: with ``"force_eager"`` compiled code runs as it was written."""
 
     def in_stance(*args: Any, **kwargs: Any) -> Any:
         with torch.compiler.set_stance(stance):

@@ -58,7 +58,6 @@ class RunningStep:
         step: the user's.
         microbatches: of the batch.
         boundaries: by micro-batch, then by stage.
-        device: of this rank.
         outputs: where the step ends here, what it returned for each micro-batch; else empty.
         failures: on stages here. Behind the first one nothing is computed here any more.
     """
@@ -67,7 +66,6 @@ class RunningStep:
     step: Step
     microbatches: Sequence[MicroBatch]
     boundaries: Sequence[Sequence[Boundary]]
-    device: torch.device
     outputs: list[Any]
     failures: list[Failure] = field(default_factory=list)
 
@@ -89,7 +87,7 @@ class RunningStep:
                 diverged = isinstance(error, (ReplayError, SplitError))
                 text = str(error) if diverged else f"{type(error).__name__}: {error}"
                 self.failures.append(Failure(index, stage, text, error, diverged))
-        return tuple(_without_values(spec, self.device) for spec in boundary.values.specs)
+        return tuple(_without_values(spec, program.device) for spec in boundary.values.specs)
 
     def _run(self, program: StageProgram, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What goes to the next stage for micro-batch ``index``; on the last one also note what the step returned."""
@@ -147,7 +145,6 @@ class Stage:
     ) -> None:
         self.stage_index = index
         self.num_stages = len(rank_of_stage)
-        self.group = group
         self.group_rank = group.rank()
         self.group_size = group.size()
         self.stage_index_to_group_rank = dict(enumerate(rank_of_stage))

@@ -73,16 +73,16 @@ class StageProgram:
         self.written = {id(buffer): name for name, buffer in root.named_buffers() if name in written}
         self.watches = graph.mixes_draws or bool(written) or self._sends_unseen()
         # Values whose tensors a run has to keep: what is sent, and what that was before it was changed in place.
-        self.kept = set(plan.sends)
+        kept = set(plan.sends)
         self.written_in_place: list[tuple[int | None, int]] = []  # what these were, and are
         for old, new, _ in reversed([version for node in graph.nodes[: plan.end] for version in node.versions]):
-            if new in self.kept:
-                self.kept.add(new if old is None else old)
+            if new in kept:
+                kept.add(new if old is None else old)
                 self.written_in_place.insert(0, (old, new))
         self.inputs = [frozenset(node.inputs) for node in graph.nodes]
-        units = [node for node in graph.nodes if self.kept.intersection(node.entry)]
+        units = [node for node in graph.nodes if kept.intersection(node.entry)]
         self.keeps_arguments = {node.index for node in units}
-        makers = [node.index for node in graph.nodes if self.kept.intersection(node.outputs)]
+        makers = [node.index for node in graph.nodes if kept.intersection(node.outputs)]
         self.keeps_results = plan.recomputed.union(makers)
         self.next_unit = [None if index == len(graph.nodes) else graph.nodes[index] for index in graph.next_unit]
         simple = [node for node in graph.nodes[: plan.begin] if node.returned.skeleton is ... and not node.versions]

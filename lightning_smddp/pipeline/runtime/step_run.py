@@ -37,7 +37,7 @@ from lightning_smddp.pipeline.capture.ops import (
 from lightning_smddp.pipeline.capture.records import TensorSpec
 from lightning_smddp.pipeline.runtime.remote import AS_TRACED, OTHER_PATH, ReplayError, Shapes, constants_of
 from lightning_smddp.pipeline.runtime.remote_tensor import ACTIVE, RemoteTensor
-from lightning_smddp.pipeline.runtime.run_modes import eagerly, watched
+from lightning_smddp.pipeline.runtime.run_modes import watched, with_stance
 from lightning_smddp.pipeline.runtime.stage_program import StageProgram
 from lightning_smddp.pytree import leaves, map_leaves
 from lightning_smddp.seeding import Forward, seeded
@@ -81,7 +81,7 @@ def run_stage(
     if run.keeps_all or reads is not None:
         step = watched(run, seed or 0, step)
     if program.graph.calls_compiled:  # code between units would run through us unseen; units run compiled
-        step = eagerly(step)
+        step = with_stance("force_eager", step)
     outer, ACTIVE.run = ACTIVE.run, run
     result = None
     try:

@@ -19,7 +19,7 @@ from lightning_smddp._compat.torch import COMPILED_CALL, visible_autograd_functi
 from lightning_smddp.patches import Patch, patched
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.runtime.remote_tensor import ACTIVE
-from lightning_smddp.pipeline.runtime.run_modes import eagerly
+from lightning_smddp.pipeline.runtime.run_modes import with_stance
 from lightning_smddp.seeding import Forward, Generators, forward_patches, seeded
 
 
@@ -86,7 +86,7 @@ class Wrappers:
 
     def _wrap(self, name: str, forward: Forward) -> Forward:
         if name in self._compiled:
-            forward = eagerly(forward, "default")
+            forward = with_stance("default", forward)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             run = ACTIVE.run
