@@ -161,7 +161,7 @@ def loss_of(result: Any, hook: str = "training_step", detached: bool = False) ->
             "(requires_grad=False): it was detached, all of the last modules are frozen, or it is of a metric that "
             "does not say `is_differentiable = True`."
         )
-    return loss.reshape(())
+    return loss.reshape(()) if loss.dim() else loss
 
 
 def with_same_memory(value: Any) -> Any:

@@ -28,9 +28,10 @@ from lightning_smddp._compat.torch import forward_cache, set_forward_cache, with
 from lightning_smddp.bridge.attribute_scopes import AttributeScopes
 from lightning_smddp.bridge.attributes import Change, is_plain
 from lightning_smddp.bridge.metrics import PipelineMetrics, Plain, StepMetrics, detached, touch
+from lightning_smddp.communication.tensors import from_numbers
 from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.capture.tracer import open_modules
-from lightning_smddp.pipeline.partition.microbatches import merge_outputs, weighted_mean
+from lightning_smddp.pipeline.partition.microbatches import merge_outputs
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from lightning_smddp.pytree import tensors
 
@@ -301,7 +302,9 @@ def reduce_logged(reduction: str, values: Sequence[Any], weights: Sequence[float
     stacked = torch.stack([torch.as_tensor(value, device=device).squeeze() for value in values])
     value: Tensor
     if reduction == "mean":
-        value = weighted_mean(list(stacked.double()), weights).to(torch.promote_types(torch.float32, stacked.dtype))
+        shares = from_numbers(weights, torch.float64, device)
+        counted = torch.where(shares > 0, stacked * shares, 0.0)
+        value = (counted.sum() / sum(weights)).to(torch.promote_types(torch.float32, stacked.dtype))
     else:
         value = getattr(stacked, reduction)()
     return value

@@ -33,8 +33,8 @@ from lightning_smddp.pipeline.runtime.remote import OTHER_PATH, ReplayError, Sha
 from lightning_smddp.pipeline.runtime.stage_program import StagedStep, StageProgram, Step, TracedPath
 from lightning_smddp.pipeline.runtime.step_run import run_stage
 
-_KEPT = 256  # kinds of micro-batches that are remembered,
-_KEPT_OF_A_KIND = 16  # and paths of each
+_KEPT = 1024  # paths that are remembered,
+_KEPT_OF_A_KIND = 16  # and paths for one kind of micro-batch
 _ROOM = 64  # numbers of paths in a message, or a multiple
 _UNKNOWN, _FAILED = -1, -2  # in place of such numbers
 _MOST_PATHS = 16  # that are traced of one step: one that goes on finding new ones would be traced for ever
@@ -131,7 +131,7 @@ class TraceCache:
     _news: list[str] = field(default_factory=list)  # such reasons, where a path was new
     _trained: str = ""  # for each parameter whether it needs a gradient
     _parameters: list[nn.Parameter] = field(init=False)
-    _known: dict[int, TracedPath] = field(default_factory=dict)  # all in `_paths`, by number
+    _known: dict[int, TracedPath] = field(default_factory=dict)  # by number
     _numbers: Iterator[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
@@ -142,7 +142,13 @@ class TraceCache:
         """``staged`` was traced with a micro-batch like this."""
         self._look_at_parameters()
         path = TracedPath(staged, Shapes.of(staged.graph), next(self._numbers))
-        return self._keep(path, step, microbatch, index)
+        guards, reason = self._guards_of(path, step, microbatch, index)
+        if reason is not None:
+            raise SplitError(
+                "The step takes another path each time that it is run on the same batch, so that stages cannot agree: "
+                f"{reason} What it does between modules may depend on the batch, not on other random numbers."
+            )
+        return self._keep(path, guards, microbatch)
 
     def find(self, step: Step, microbatches: Sequence[MicroBatch]) -> list[TracedPath]:
         """The path that ``step`` takes on each micro-batch of a batch. Collective over the pipeline.
@@ -172,14 +178,17 @@ class TraceCache:
         """
         groups = self.runtime.groups
         numbers = [_FAILED]
+        is_first = groups.pipeline_rank == 0
         try:
-            if groups.pipeline_rank == 0:
+            if is_first:
                 numbers = self._look_up_all(step, microbatches, begin)
         finally:
             # Rounded up: for ranks with another number of micro-batches, which is an error behind the schedule.
             message = torch.full((-(-len(microbatches) // _ROOM) * _ROOM,), _UNKNOWN)
             message[: len(numbers)] = torch.tensor(numbers)
-            dist.broadcast(message, group=groups.host.group, group_src=0)
+            told = dist.broadcast(message, group=groups.host.group, group_src=0, async_op=True)
+            if not is_first:  # who knows goes on
+                told.wait()
         numbers = message.tolist()
         if numbers[0] == _FAILED:
             self._look_up_all(step, microbatches, begin)  # raises what was raised there
@@ -260,45 +269,27 @@ class TraceCache:
             return None
         # Units fit, and so do shapes. Code between them, which is one stage's own, may still do something else.
         path = TracedPath(staged, shapes, next(self._numbers))
-        if self._varies():
-            is_other = self._dry_run(path, step, microbatch, index) is None
-            if any(gather(is_other, self.runtime.groups.pipeline)):
-                return None
-        return self._keep(path, step, microbatch, index)
+        guards, reason = self._guards_of(path, step, microbatch, index)
+        return self._keep(path, guards, microbatch) if reason is None else None
 
-    def _keep(self, path: TracedPath, step: Step, microbatch: MicroBatch, index: int) -> TracedPath:
-        """Remember ``path`` for micro-batches like this; the oldest is forgotten where there are too many."""
-        kind = self._kind(microbatch)
+    def _guards_of(self, path: TracedPath, step: Step, microbatch: MicroBatch, index: int) -> tuple[Guards, str | None]:
+        """What is read on ``path``; where paths vary, also why a rank cannot find it again. Collective then."""
         guards = self._dry_run(path, step, microbatch, index)
-        if self._varies():
-            self._require_dry_run(guards)
-        while len(self._paths) >= _KEPT and kind not in self._paths:
-            oldest = next(iter(self._paths))
-            self._forget(self._paths.pop(oldest))
-        # The path that was found last is asked for first.
-        known = self._paths.setdefault(kind, [])
-        self._forget(known[_KEPT_OF_A_KIND - 1 :])
-        del known[_KEPT_OF_A_KIND - 1 :]
-        known.insert(0, (guards, path))
+        if not self._varies():
+            return guards, None
+        reasons = gather(self._reason if guards is None else None, self.runtime.groups.pipeline)
+        return guards, next(filter(None, reasons), None)
+
+    def _keep(self, path: TracedPath, guards: Guards, microbatch: MicroBatch) -> TracedPath:
+        """Remember ``path`` for micro-batches like this; where there are too many, all others are forgotten."""
+        kind = self._kind(microbatch)
+        if len(self._known) >= _KEPT:
+            for remembered in (self._known, self._paths, self._now):
+                remembered.clear()
         self._known[path.number] = path
+        # The path that was found last is asked for first.
+        self._paths[kind] = [(guards, path), *self._paths.get(kind, [])][:_KEPT_OF_A_KIND]
         return self._take(kind, path)
-
-    def _forget(self, entries: Sequence[tuple[Guards, TracedPath]]) -> None:
-        for _, path in entries:
-            del self._known[path.number]
-
-    def _require_dry_run(self, guards: Guards) -> None:
-        """Raise ``SplitError`` on every rank if the path that was just found cannot be found again. Collective."""
-        reason_here: str | None = None
-        if guards is None:
-            reason_here = self._reason
-        for reason in gather(reason_here, self.runtime.groups.pipeline):
-            if reason is not None:
-                raise SplitError(
-                    "The step takes another path each time that it is run on the same batch, so that stages cannot "
-                    f"agree: {reason} What it does between modules may depend on the batch, not on other random "
-                    "numbers."
-                )
 
     # ---- dry runs ----
 
