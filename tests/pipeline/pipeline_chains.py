@@ -93,7 +93,7 @@ def in_one_process(model: nn.ModuleList, batches: Batches, training: bool) -> tu
 
 
 def laid_out(boundaries: Sequence[Any], train: bool) -> list[list[Boundary]]:
-    return [[Boundary.of(specs, train) for specs in row] for row in boundaries]
+    return [[Boundary.of(specs, train) for specs in ((), *row, ())] for row in boundaries]
 
 
 class Engine:

@@ -95,9 +95,7 @@ class PipelineRuntime:
             What the step returned, and what has failed on this rank. Where something has on any rank, gradients and
             buffers that the step changes are of no use: all ranks have to hear of it, by a ``StepExchange``.
         """
-        boundaries = []  # by micro-batch, then by stage
-        for staged, shapes, _ in paths:
-            boundaries.append([staged.boundary(stage, shapes, train) for stage in range(self.num_stages - 1)])
+        boundaries = [staged.boundaries(shapes, train) for staged, shapes, _ in paths]
         graphs = {id(staged): staged.graph for staged, _, _ in paths}  # of all paths, each once
         running = RunningStep(paths, step, microbatches, boundaries, [None] * len(microbatches))
         with self.wrappers.active(list(graphs.values())), self.wrappers.generators.preserved():
@@ -157,8 +155,8 @@ class PipelineEngine:
 
         Args:
             compute: called once for each micro-batch and each stage of this rank.
-            boundaries: ``boundaries[microbatch][stage]`` is what ``stage`` sends to the next one. A number of
-                micro-batches that the schedule itself refuses runs under its substitute.
+            boundaries: ``boundaries[microbatch][stage]`` is what goes into ``stage``; then nothing, behind the last
+                one. A number of micro-batches that the schedule itself refuses runs under its substitute.
             train: else what the last stage returns is ignored, and nothing has gradients.
         """
         schedule = self._schedule_of(len(boundaries), train)

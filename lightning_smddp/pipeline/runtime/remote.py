@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +12,6 @@ OTHER_PATH = (
     "When it was traced it took another path. What the step does before its last module may not depend on "
     "torch's random numbers, or on values of tensors that modules made."
 )
-
-AS_TRACED = {"as": "traced"}  # stands for constants that are neither numbers nor texts: types, devices
 
 
 class ReplayError(RuntimeError):
@@ -27,13 +24,14 @@ class Shapes:
 
     Attributes:
         values: of the graph, by number.
-        constants: by node, for those that returned any: one entry for each leaf of the result.
-        boundaries: of ``messages.py``, by stage and whether a backward follows, where that was asked for.
+        constants: numbers and texts that a node returned, by its index and the leaf of the result. Without an entry
+            they are as they were in the trace, as types and devices always are.
+        boundaries: of ``messages.py``, by whether a backward follows, where that was asked for.
     """
 
     values: dict[int, TensorSpec] = field(default_factory=dict)
-    constants: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    boundaries: dict[tuple[int, bool], Any] = field(default_factory=dict, compare=False)
+    constants: dict[tuple[int, int], Any] = field(default_factory=dict)
+    boundaries: dict[bool, Any] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, graph: StepGraph) -> Shapes:
@@ -44,8 +42,3 @@ class Shapes:
         """Take over what ``other`` knows."""
         self.values.update(other.values)
         self.constants.update(other.constants)
-
-
-def constants_of(result: Sequence[Any]) -> tuple[Any, ...]:
-    """What is kept of the leaves of a call's result: numbers and texts. Others are as they were in the trace."""
-    return tuple(leaf if leaf is None or isinstance(leaf, (bool, int, float, str)) else AS_TRACED for leaf in result)

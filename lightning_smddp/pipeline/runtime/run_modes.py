@@ -86,10 +86,8 @@ class Watch(TorchFunctionMode):
     def _node_of(self, function: Any, given: list[Tensor]) -> Node | None:
         """The next node that this call is; None for one that was not traced."""
         run = self.run
-        known = {id(tensor): value for value, tensor in run.here.items()}
-        values = {known[id(leaf)] for leaf in given if id(leaf) in known}
-        parameters = {run.program.names[id(leaf)] for leaf in given if id(leaf) in run.program.names}
-        buffers = {run.program.written[id(leaf)] for leaf in given if id(leaf) in run.program.written}
+        values = _known(given, {id(tensor): value for value, tensor in run.here.items()})
+        parameters, buffers = _known(given, run.program.names), _known(given, run.program.written)
         if not values and not parameters and not buffers and not run.graph.mixes_draws:
             return None
         for index in range(run.position, run.graph.next_unit[run.position]):
@@ -99,6 +97,10 @@ class Watch(TorchFunctionMode):
             if values == set(node.inputs) and parameters == set(node.parameters):
                 return node
         return None
+
+
+def _known(tensors: list[Tensor], by_id: dict[int, Any]) -> set[Any]:
+    return {by_id[id(tensor)] for tensor in tensors if id(tensor) in by_id}
 
 
 class Reads(TorchFunctionMode):

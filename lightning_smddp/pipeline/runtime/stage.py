@@ -40,8 +40,6 @@ from lightning_smddp.pipeline.runtime.step_run import run_stage
 from lightning_smddp.planner.timeline import SpanKind
 from lightning_smddp.pytree import map_leaves
 
-NO_BOUNDARY = Boundary.of((), train=False)  # before the first stage, and behind the last
-
 Compute: TypeAlias = Callable[[int, int, tuple[Tensor, ...]], tuple[Tensor, ...]]
 """What (a stage, for a micro-batch, with what it has received) sends to the next stage.
 
@@ -57,7 +55,7 @@ class RunningStep:
         paths: of each micro-batch.
         step: the user's.
         microbatches: of the batch.
-        boundaries: by micro-batch, then by stage.
+        boundaries: of each micro-batch, see :meth:`StagedStep.boundaries`.
         outputs: where the step ends here, what it returned for each micro-batch; else empty.
         failures: on stages here. Behind the first one nothing is computed here any more.
     """
@@ -76,7 +74,7 @@ class RunningStep:
         all ranks hear of the failure behind the schedule. See ``step_exchange.py``.
         """
         program = self.paths[index].staged.programs[stage]
-        boundary = NO_BOUNDARY if program.is_last else self.boundaries[index][stage]
+        boundary = self.boundaries[index][stage + 1]
         if not self.failures:
             try:
                 sent = self._run(program, index, received)
@@ -163,11 +161,11 @@ class Stage:
         self._behind = Neighbour(group, ranks.get(index + 1), device, ahead)
 
     def begin_step(self, compute: Compute, boundaries: Sequence[Sequence[Boundary]], has_backward: bool) -> None:
-        """Prepare for a step; ``boundaries[microbatch][stage]`` is what ``stage`` sends to the next one."""
+        """Prepare for a step; ``boundaries[microbatch][stage]`` is what goes into ``stage``."""
         index = self.stage_index
         self._compute = compute
-        self._incoming = [NO_BOUNDARY if self.is_first else row[index - 1] for row in boundaries]
-        self._outgoing = [NO_BOUNDARY if self.is_last else row[index] for row in boundaries]
+        self._incoming = [row[index] for row in boundaries]
+        self._outgoing = [row[index + 1] for row in boundaries]
         self.has_backward = has_backward
         self._microbatches = [_Microbatch() for _ in boundaries]
         self._before.begin_step([boundary.values for boundary in self._incoming])

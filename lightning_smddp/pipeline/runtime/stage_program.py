@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -79,9 +80,7 @@ class StageProgram:
             if new in kept:
                 kept.add(new if old is None else old)
                 self.written_in_place.insert(0, (old, new))
-        self.inputs = [frozenset(node.inputs) for node in graph.nodes]
-        units = [node for node in graph.nodes if kept.intersection(node.entry)]
-        self.keeps_arguments = {node.index for node in units}
+        self.keeps_arguments = {node.index for node in graph.nodes if kept.intersection(node.entry)}
         makers = [node.index for node in graph.nodes if kept.intersection(node.outputs)]
         self.keeps_results = plan.recomputed.union(makers)
         self.next_unit = [None if index == len(graph.nodes) else graph.nodes[index] for index in graph.next_unit]
@@ -178,12 +177,13 @@ class StagedStep:
     programs: dict[int, StageProgram]
     dry_run: StageProgram
 
-    def boundary(self, stage: int, shapes: Shapes, train: bool) -> Boundary:
-        """The tensors that ``stage`` sends to the next one."""
-        known = shapes.boundaries.get((stage, train))
+    def boundaries(self, shapes: Shapes, train: bool) -> Sequence[Boundary]:
+        """The tensors that go into each stage, and out of the last one: none at both ends."""
+        known: Sequence[Boundary] | None = shapes.boundaries.get(train)
         if known is None:
-            specs = [shapes.values[value] for value in self.stages[stage].sends]
-            known = shapes.boundaries[stage, train] = Boundary.of(specs, train)
+            crossing = [(), *(stage.sends for stage in self.stages)]
+            known = [Boundary.of([shapes.values[value] for value in sent], train) for sent in crossing]
+            shapes.boundaries[train] = known
         return known
 
 

@@ -35,7 +35,7 @@ from lightning_smddp.pipeline.capture.ops import (
     user_location,
 )
 from lightning_smddp.pipeline.capture.records import TensorSpec
-from lightning_smddp.pipeline.runtime.remote import AS_TRACED, OTHER_PATH, ReplayError, Shapes, constants_of
+from lightning_smddp.pipeline.runtime.remote import OTHER_PATH, ReplayError, Shapes
 from lightning_smddp.pipeline.runtime.remote_tensor import ACTIVE, RemoteTensor
 from lightning_smddp.pipeline.runtime.run_modes import watched, with_stance
 from lightning_smddp.pipeline.runtime.stage_program import StageProgram
@@ -44,6 +44,7 @@ from lightning_smddp.seeding import Forward, seeded
 from lightning_smddp.wording import counted
 
 _MIRRORED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge"}  # `real > remote` arrives as `remote < real`
+_CONSTANTS = (int, float, str, type(None))  # that may be others for micro-batches of another kind
 _CACHES = {"past_key_values", "layer_past"}  # of transformers: a second run in the backward pass would fill them twice
 
 
@@ -183,7 +184,7 @@ class StageRun:
             is_same = node.function == function or _MIRRORED.get(name_of(node.function)) == name
             if owner is not None:  # each patch of `apply` has bound methods of its own
                 is_same = getattr(node.function, "__self__", None) is owner
-            if is_same and self.program.inputs[index].issuperset(values) and parameters.issubset(node.parameters):
+            if is_same and values.issubset(node.inputs) and parameters.issubset(node.parameters):
                 return node
             if index in self.program.remote:
                 break  # it should have come first
@@ -284,7 +285,7 @@ class StageRun:
         program, node = self.program, self.program.next_unit[self.position]
         if node is None or node.module != name:
             return self._unforeseen_unit(name, forward, args, kwargs)
-        for index in range(self.position, node.index) if self.position < node.index else ():
+        for index in range(self.position, node.index):
             if index in program.remote:
                 missing = self.graph.nodes[index].name
                 raise ReplayError(f"The step went on behind {missing}, which did not come. {OTHER_PATH}")
@@ -359,13 +360,13 @@ class StageRun:
             raise ReplayError(
                 f"{node.name} returned {counted(len(found), 'value')} instead of {len(sources)}. {OTHER_PATH}"
             )
-        for leaf, (kind, source) in zip(found, sources, strict=True):
+        for position, (leaf, (kind, source)) in enumerate(zip(found, sources, strict=True)):
             if kind == "value":
                 if not isinstance(leaf, Tensor):
                     raise ReplayError(f"{node.name} returned a {type(leaf).__name__} in a tensor's place. {OTHER_PATH}")
                 self.here[source] = leaf
-        if self.made is not None and any(kind == "constant" for kind, _ in sources):
-            self.made.constants[node.index] = constants_of(found)
+            elif kind == "constant" and self.made is not None and isinstance(leaf, _CONSTANTS):
+                self.made.constants[node.index, position] = leaf
 
     # ---- stand-ins ----
 
@@ -396,7 +397,6 @@ class StageRun:
 
     def _placeholder(self, node: Node, given: list[Any]) -> Any:
         """What stands for the result of ``node``; what it has changed in place are other values from now on."""
-        constants = self.shapes.constants.get(node.index)
         found: list[Any] = []
         for position, (kind, source) in enumerate(node.returned.sources):
             if kind == "value":
@@ -404,8 +404,7 @@ class StageRun:
             elif kind == "argument":
                 found.append(given[source])
             else:
-                constant = AS_TRACED if constants is None else constants[position]
-                found.append(source if constant == AS_TRACED else constant)
+                found.append(self.shapes.constants.get((node.index, position), source))
         made = iter(found)  # in the order of the skeleton's leaves
         result = map_leaves(lambda _: next(made), node.returned.skeleton)
         self._note_versions(node, given)
