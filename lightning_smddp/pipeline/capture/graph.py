@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -175,9 +174,3 @@ class StepGraph(StepFacts):
             outputs = ",".join(map(str, node.outputs))
             lines.append(f"{node.name}({inputs})->{outputs}")
         return lines
-
-
-def first_difference(one: Sequence[str], other: Sequence[str]) -> tuple[int, str, str]:
-    """The first position where two unlike sequences differ, and what each has there (``"the end"`` behind its last)."""
-    pairs = enumerate(zip_longest(one, other, fillvalue="the end"))
-    return next((position, here, there) for position, (here, there) in pairs if here != there)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from lightning_smddp._compat.torch import without_torch_functions
 from lightning_smddp.communication.objects import first, gather
 from lightning_smddp.pipeline.capture.boundaries import StagePlan, cut_into_stages
-from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph, first_difference
+from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.records import Trace
@@ -186,7 +187,8 @@ def same_graph(traced: Trace, modules: Modules, units: Collection[str], group: d
     if differing:
         other = differing[0]
         lines = gather(graph.lines(), group)
-        position, here, there = first_difference(lines[0], lines[other])
+        pairs = enumerate(zip_longest(lines[0], lines[other], fillvalue="the end"))
+        position, here, there = next((position, here, there) for position, (here, there) in pairs if here != there)
         raise SplitError(
             f"The step takes another path on rank {other} than on rank 0: its node {position} is {there}, on rank 0 "
             f"it is {here}. Control flow may depend neither on the rank nor on random numbers."
