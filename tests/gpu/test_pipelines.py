@@ -15,17 +15,7 @@ from tests.devices import on_gpus
 from tests.ranks import run_trainer_ranks
 from tests.strategies.pipeline_learners import Bench, Case, Matrix, assert_same, name_of
 from tests.strategies.test_pipeline_checkpoints import best_and_last, tied
-from tests.strategies.test_pipeline_features import (
-    TOLERANCE,
-    accumulation,
-    bf16_mixed,
-    clip_by_norm,
-    clip_by_value,
-    fp16_accumulation,
-    fp16_with_overflow,
-    gpt,
-    gpt_checkpointed,
-)
+from tests.strategies.test_pipeline_features import TOLERANCE, bf16_mixed, fp16_with_overflow, gpt
 from tests.strategies.test_pipeline_memory import Configured
 from tests.strategies.test_pipeline_replicas import replicas
 from tests.strategies.test_pipeline_schedules import everything, training
@@ -51,10 +41,7 @@ OTHER_SCHEDULES = [
     *map(training, ("dualpipev", "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zbv_zero_bubble")),
 ]
 OPTIMIZATION = [fp16_with_overflow]  # which clips
-OTHER_OPTIMIZATION = [
-    gpt_checkpointed,
-    *(accumulation, clip_by_norm, clip_by_value, bf16_mixed, fp16_accumulation, gpt),
-]
+OTHER_OPTIMIZATION = [bf16_mixed, gpt]
 CHECKPOINTS = [best_and_last, tied]  # in `make test`: tests/gpu/test_data_parallel.py
 SPLITS = [training("interleaved_1f1b", num_microbatches=4), training("1f1b"), training("dualpipev")]
 REPLICAS = [

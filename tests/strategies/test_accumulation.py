@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
@@ -172,27 +171,3 @@ def test_what_cannot_run_is_refused() -> None:
         Trainer(strategy=AccumulationStrategy(2), max_epochs=1, **QUIET).fit(model)
     with pytest.raises(ValueError, match="no 'labels', and no integers with -100"):
         train(loss_of, 2, None, {"loss_weight": "labels"})
-
-
-def test_random_numbers_follow_from_the_micro_batch_alone() -> None:
-    """Whatever is drawn elsewhere; what is checkpointed draws again what it drew; and outside nothing is seen of it."""
-    results = []
-    for checkpointed, draws in ((False, 0), (False, 1), (True, 0)):
-        masks: list[Tensor] = []
-
-        def step(
-            model: Model, batch: Any, masks: Any = masks, checkpointed: bool = checkpointed, draws: int = draws
-        ) -> Tensor:
-            hidden = model.net[0](batch[0])
-            hidden = checkpoint(F.dropout, hidden, use_reentrant=False) if checkpointed else F.dropout(hidden)
-            masks.append(hidden.detach().eq(0))
-            torch.rand(draws)
-            return F.cross_entropy(model.net[2](hidden), batch[1])
-
-        torch.manual_seed(5)
-        model, _ = train(step, 3, max_epochs=1)
-        results.append((masks, {name: p.detach() for name, p in model.named_parameters()}, torch.rand(1)))
-    torch.testing.assert_close(results[1], results[0])
-    torch.testing.assert_close(results[2], results[0])
-    rows = {tuple(row.tolist()) for mask in results[0][0] for row in mask}
-    assert len(rows) > COUNT // 2

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from lightning_smddp import (
     CommunicationOptions,
@@ -193,15 +192,6 @@ def test_cli_reads_groups_and_a_saved_configuration(
         else:
             assert made.options.partition == PartitionOptions(check=False, placement="spread")
             assert (made.options.split, made.options.schedule.name) == (["net.2", "net.4"], "interleaved_1f1b")
-
-
-def test_cli_writes_and_reads_the_units_of_full_sharding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given, saved = tmp_path / "config.yaml", tmp_path / "saved.yaml"
-    strategy = {"class_path": "lightning_smddp.SMDDPFSDPStrategy", "init_args": {"wrap": ["net.0", "Linear"]}}
-    given.write_text(yaml.safe_dump({"trainer": {"strategy": strategy, "accelerator": "cpu"}}))
-    saved.write_text(said(capsys, "--config", str(given), "--print_config"))
-    for path in (given, saved):
-        assert parse("--config", str(path))._sharding.wrap == ["net.0", "Linear"]
 
 
 # ---- what ranks tell each other at the start ----
