@@ -88,13 +88,12 @@ class Generators:
 
     def states_of_torch(self) -> list[Any]:
         """Of torch's generators, the modules' own among them."""
-        own = [held.get_state() for held in self.held() if isinstance(held, torch.Generator)]
-        return [generator.get_state() for generator in self.torch] + own
+        own = [held for held in self.held() if isinstance(held, torch.Generator)]
+        return [generator.get_state() for generator in (*self.torch, *own)]
 
     def states(self) -> list[Any]:
         """What each of them goes on from."""
-        found: list[Any] = [generator.get_state() for generator in self.torch]
-        found += [state_of(held) for held in self.held()]
+        found = [state_of(generator) for generator in (*self.torch, *self.held())]
         if self.python:
             found.append(random.getstate())
             if "numpy" in sys.modules:
@@ -104,10 +103,8 @@ class Generators:
     def restore(self, states: list[Any]) -> None:
         """Go on from there."""
         remaining = iter(states)
-        for generator in self.torch:
-            generator.set_state(next(remaining))
-        for held in self.held():
-            set_state(held, next(remaining))
+        for generator in (*self.torch, *self.held()):
+            set_state(generator, next(remaining))
         if self.python:
             random.setstate(next(remaining))
             for state in remaining:

@@ -6,7 +6,7 @@ import copy
 import functools
 import multiprocessing
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -206,9 +206,7 @@ without_torch_function = torch._C.DisableTorchFunction
 
 def has_full_backward_hooks(module: torch.nn.Module) -> bool:
     """Whether ``register_full_backward_hook`` or its ``pre`` kind was used on it. Remove when a module can be asked."""
-    if module._backward_pre_hooks:
-        return True
-    return bool(module._backward_hooks and module._is_full_backward_hook)
+    return bool(module._backward_pre_hooks or (module._backward_hooks and module._is_full_backward_hook))
 
 
 BACKWARD_HOOK = "BackwardHookFunction.apply"  # what these hooks do to a module's inputs and outputs
@@ -216,22 +214,19 @@ BackwardHook = BackwardHookFunction
 _apply_lock = threading.Lock()
 _apply_users = 0
 _plain_apply = torch.autograd.Function.__dict__["apply"]
-
-
 _apply_handler = threading.local()  # .call: what `apply` calls in this thread instead
 
 
 def _visible_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     original = _plain_apply.__get__(None, cls)  # a classmethod, bound to `cls`
     handler = getattr(_apply_handler, "call", None)
-    if handler is not None and not kwargs:
-        if cls is CheckpointFunction:
-            return _as_not_reentrant(args)
-        return handler(cls, original, args)
-    if torch._C._len_torch_function_stack() == 0:
+    if handler is None and torch._C._len_torch_function_stack() == 0:
         return original(*args, **kwargs)
-    if cls is CheckpointFunction:
-        return _as_not_reentrant(args)
+    if cls is CheckpointFunction:  # as `checkpoint(use_reentrant=True)` calls it
+        function, preserve_rng_state, *rest = args
+        return checkpoint(function, *rest, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+    if handler is not None:
+        return handler(cls, original, args)
     # The innermost mode gets `apply` as one function, and runs it or not. Within it the stack has one mode less, so
     # that without another one the first branch comes.
     tensors = [argument for argument in args if isinstance(argument, Tensor)]
@@ -239,12 +234,6 @@ def _visible_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _visible_apply.__name__ = "apply"
-
-
-def _as_not_reentrant(args: Sequence[Any]) -> Any:
-    """``apply`` of the ``CheckpointFunction`` is what ``checkpoint(use_reentrant=True)`` calls."""
-    function, preserve_rng_state, *rest = args
-    return checkpoint(function, *rest, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
 @contextmanager
@@ -306,12 +295,9 @@ def pipeline_order(schedule: Any) -> dict[int, list[str]]:
     """Rank -> its compute actions as text, from a multi-stage schedule. Remove when torch has a public getter."""
     orders: dict[int, list[str]] = {}
     for rank, actions in schedule.pipeline_order.items():
-        orders[rank] = []
-        for action in actions:
-            if action is None:  # the rank waits
-                continue
-            for part in action.sub_actions or (action,):  # a forward and a backward that overlap are one action
-                orders[rank].append(str(part))
+        computed = [action for action in actions if action is not None]  # else the rank waits
+        # A forward and a backward that overlap are one action.
+        orders[rank] = [str(part) for action in computed for part in action.sub_actions or (action,)]
     return orders
 
 
@@ -363,15 +349,9 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 
     Private because a compiled module has no public sign of it. Remove when it has.
     """
-    kinds_of_hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    if any(kinds_of_hooks):
-        return None
-    return module._compiled_call_impl
+    forward = module._forward_hooks or module._forward_pre_hooks
+    has_hooks = forward or module._backward_hooks or module._backward_pre_hooks
+    return None if has_hooks else module._compiled_call_impl
 
 
 COMPILED_CALL = "_compiled_call_impl"  # the attribute of a module that holds it
@@ -381,28 +361,9 @@ COMPILED_CALL = "_compiled_call_impl"  # the attribute of a module that holds it
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
-def wrapper_subclass(
-    cls: type,
-    shape: Sequence[int],
-    stride: Sequence[int] | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    requires_grad: bool = False,
-    storage_offset: int | None = None,
-) -> Any:
-    """A tensor of class ``cls`` with these looks (contiguous without a ``stride``), and no memory.
-
-    ``_make_wrapper_subclass`` is documented by torch as the way to extend it, without a public name.
-    """
-    return torch.Tensor._make_wrapper_subclass(
-        cls,
-        shape,
-        strides=stride,
-        storage_offset=storage_offset,
-        dtype=dtype,
-        device=device,
-        requires_grad=requires_grad,
-    )
+# A tensor of a class with the looks that are asked for (contiguous without strides), and no memory: documented by torch
+# as the way to extend it. Remove when it has a public name.
+wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
 
 
 # Within it torch calls no class of a tensor for its functions; modes see them. Private: the public
@@ -454,23 +415,13 @@ def operator_facts(function: Any) -> OperatorFacts:
     # aten::add_.Tensor(Tensor(a!) self, Tensor other, ...) -> Tensor(a!): `a` is the alias, and `!` says "written". An
     # operator with `out=` has the mark at that argument, and at what it returns of it.
     schema = function._schema
-    writes = []
-    for position, argument in enumerate(schema.arguments):
-        if _is_written(argument):
-            writes.append((position, argument.name))
-    only_writes = bool(writes)
-    makes_tensors = bool(writes)
-    for result in schema.returns:
-        if not _is_written(result):
-            only_writes = False
-        if "Tensor" in str(result.type):
-            makes_tensors = True
+    writes = tuple((position, each.name) for position, each in enumerate(schema.arguments) if _is_written(each))
     return OperatorFacts(
         name=schema.name,
-        writes=tuple(writes),
+        writes=writes,
         num_returns=len(schema.returns),
-        only_writes=only_writes,
-        makes_tensors=makes_tensors,
+        only_writes=bool(writes) and all(_is_written(result) for result in schema.returns),
+        makes_tensors=bool(writes) or any("Tensor" in str(result.type) for result in schema.returns),
         draws=torch.Tag.nondeterministic_seeded in function.tags,
         changes_shape=torch.Tag.inplace_view in function.tags,
         is_foreach=schema.name.startswith("aten::_foreach_"),

@@ -144,13 +144,10 @@ class CastCodec:
     def encode(self, tensor: Tensor) -> Tensor:
         """See :meth:`Codec.encode`."""
         check_compressible(tensor.dtype, "a gradient")
-        wire = tensor.to(self.dtype)
-        if self.dtype != torch.float16:  # only fp16's range is much smaller than fp32's
-            return wire
-        limit = torch.finfo(self.dtype).max
-        largest = tensor.clamp(-limit, limit).to(self.dtype)
-        overflown = wire.isinf() & tensor.isfinite()
-        return torch.where(overflown, largest, wire)
+        if self.dtype == torch.float16:  # only its range is much smaller than fp32's
+            limit = torch.finfo(self.dtype).max
+            tensor = torch.where(tensor.isinf(), tensor, tensor.clamp(-limit, limit))
+        return tensor.to(self.dtype)
 
     def decode(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         """See :meth:`Codec.decode`."""

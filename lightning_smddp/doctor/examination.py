@@ -22,7 +22,7 @@ from lightning_smddp.communication.communicator import Communicator, reduce_once
 from lightning_smddp.communication.errors import StartError
 from lightning_smddp.communication.objects import gather
 from lightning_smddp.communication.rendezvous import NCCL_AND_GLOO, RankInfo, join, versions
-from lightning_smddp.doctor.facts import look
+from lightning_smddp.doctor.facts import LIGHTNINGS, look
 from lightning_smddp.doctor.findings import Facts, Finding, find, merged
 from lightning_smddp.wording import counted
 
@@ -84,10 +84,8 @@ def _as_a_rank(facts: Facts) -> tuple[Facts, list[Finding]]:
     if missing:
         raise StartError(f"{launch['line']} Not said: {', '.join(missing)}. {_HOW_TO_SAY}")
     os.environ.update(launch["will_set"])  # of the network, as the strategy sets it before it makes a process group
-    versions_of = facts["versions"]
-    rank = RankInfo(
-        launch["rank"], launch["world_size"], versions(versions_of.get("lightning") or versions_of["pytorch-lightning"])
-    )
+    lightning = next((facts["versions"][name] for name in LIGHTNINGS if name in facts["versions"]), "none")
+    rank = RankInfo(launch["rank"], launch["world_size"], versions(lightning))
     device = _device(launch["local_rank"], launch["local_world_size"] or 1)
     backend, bound = _backend_of(device)
     join(rank, (launch["main_address"], launch["main_port"]), backend, bound, _LIMIT, _LIMIT)

@@ -19,7 +19,8 @@ from lightning_smddp import __version__
 from lightning_smddp.launchers.detection import detect
 from lightning_smddp.launchers.sagemaker import network_variables
 
-_PACKAGES = ("lightning", "pytorch-lightning", "deepspeed", "sagemaker")
+LIGHTNINGS = ("lightning", "pytorch-lightning", "lightning-fabric")  # the packages that it is published as
+_PACKAGES = (*LIGHTNINGS, "deepspeed", "sagemaker")
 _SHARED_MEMORY = "/dev/shm"
 _DRIVER = "/proc/driver/nvidia/version"
 _RDMA_DEVICES = "/sys/class/infiniband"

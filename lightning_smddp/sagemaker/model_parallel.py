@@ -98,7 +98,11 @@ class Reading:
 _BY_HAND = "Name the first module of each stage but the first: split=['blocks.4']."
 _LAYERS = "Divide whole layers over ranks: pipeline_parallel_size=(that number{})."
 _PRECISION = "is the Trainer's. Remove it here and write Trainer(precision={!r})."
-_NOTHING = "changes nothing here"
+_WITHOUT_EFFECT_OF_V1 = (
+    "deterministic_server", "activation_loading_horizon", "prescaled_batch", "sdp_reduce_bucket_size",
+    "sdp_param_persistence_threshold", "sdp_max_live_parameters", "sdp_hierarchical_allgather", "skip_tracing",
+)  # fmt: skip
+_WITHOUT_EFFECT_OF_V2 = ("activation_loading_horizon", "fsdp_cache_flush_warnings", "allow_empty_shards")
 
 # Keys without an option of ours of the same meaning. What has one is read in `_read_v1`.
 REFUSED_OF_V1 = {
@@ -125,15 +129,8 @@ NOTED_OF_V1 = {
     "optimize": "stages are cut for time, within memory_limit_gb",
     "memory_weight": "stages are cut for time, within memory_limit_gb",
     "default_partition": "modules that split does not name belong to the stage before them",
-    "deterministic_server": _NOTHING,
-    "activation_loading_horizon": _NOTHING,
-    "prescaled_batch": _NOTHING,
-    "sdp_reduce_bucket_size": _NOTHING,
-    "sdp_param_persistence_threshold": _NOTHING,
-    "sdp_max_live_parameters": _NOTHING,
-    "sdp_hierarchical_allgather": _NOTHING,
     "sdp_gradient_clipping": "write Trainer(gradient_clip_val=...)",
-    "skip_tracing": _NOTHING,
+    **dict.fromkeys(_WITHOUT_EFFECT_OF_V1, "changes nothing here"),
 }
 _READ_OF_V1 = (
     "pipeline_parallel_degree", "partitions", "microbatches", "pipeline", "placement_strategy", "active_microbatches",
@@ -227,9 +224,7 @@ REFUSED_OF_V2 = {
 }
 NOTED_OF_V2 = {
     "sm_activation_offloading": "has no equivalent; activation_checkpointing=True of smddp_pipeline saves most of it",
-    "activation_loading_horizon": _NOTHING,
-    "fsdp_cache_flush_warnings": _NOTHING,
-    "allow_empty_shards": _NOTHING,
+    **dict.fromkeys(_WITHOUT_EFFECT_OF_V2, "changes nothing here"),
     "random_seed": "seeds tensor and expert parallelism only; lightning.seed_everything() seeds the rest",
 }
 

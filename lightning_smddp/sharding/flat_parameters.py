@@ -11,7 +11,7 @@ import math
 import mmap
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,13 +43,8 @@ class Slot:
         return self.start + self.parameter.numel()
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Elements [low, high) of a parameter, counted in the order in which they lie in memory."""
-
-    slot: Slot
-    low: int
-    high: int
+Piece = tuple[Slot, int, int]
+"""Elements [low, high) of a parameter, counted in the order in which they lie in memory."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +80,7 @@ class FlatLayout:
             low = max(self.bounds[share], slot.start)
             high = min(self.bounds[share + 1], slot.stop)
             if low < high:
-                yield Piece(slot, low - slot.start, high - slot.start)
+                yield slot, low - slot.start, high - slot.start
 
 
 def lay_out(named: Sequence[Named], shares: int, splits: bool) -> list[FlatLayout]:
@@ -103,8 +98,22 @@ def lay_out(named: Sequence[Named], shares: int, splits: bool) -> list[FlatLayou
     for name, parameter in named:
         kind = (parameter.dtype, parameter.device, parameter.requires_grad)
         kinds.setdefault(kind, []).append((name, parameter))
-    cut = _equal_shares if splits else _whole_parameters
-    return [cut(members, shares) for members in kinds.values()]
+    layouts = []
+    for (dtype, *_), members in kinds.items():
+        slots: list[Slot] = []
+        bounds = [0]
+        for part in [members] if splits else _balanced(members, shares):
+            end = bounds[-1]
+            for name, parameter in part:
+                slots.append(Slot(name, parameter, end))
+                end = _aligned(slots[-1].stop, dtype)
+            bounds.append(end)
+        if splits:
+            # Whole cache lines, so that no two ranks write to the same one. So the last shares may be short, or empty.
+            width = _aligned(math.ceil(bounds[-1] / shares), dtype)
+            bounds = [index * width for index in range(shares + 1)]
+        layouts.append(FlatLayout(tuple(slots), tuple(bounds)))
+    return layouts
 
 
 def movable(named: Sequence[Named]) -> tuple[list[Named], list[str]]:
@@ -147,36 +156,15 @@ def _aligned(position: int, dtype: torch.dtype) -> int:
     return math.ceil(position / step) * step
 
 
-def _equal_shares(members: Sequence[Named], shares: int) -> FlatLayout:
-    slots: list[Slot] = []
-    end = _append(slots, members, 0)
-    # Whole cache lines, so that no two ranks write to the same one. So the last shares may be short, or empty.
-    width = _aligned(math.ceil(end / shares), slots[0].parameter.dtype)
-    return FlatLayout(tuple(slots), tuple(index * width for index in range(shares + 1)))
-
-
-def _whole_parameters(members: Sequence[Named], shares: int) -> FlatLayout:
-    """The largest parameter first, each to the share that has least so far."""
+def _balanced(members: Sequence[Named], shares: int) -> list[list[Named]]:
+    """The members of each share: the largest first, each to the share that has least so far."""
     loads = [0] * shares  # elements of each share
     chosen: list[list[Named]] = [[] for _ in range(shares)]
     for member in sorted(members, key=lambda member: -member[1].numel()):
         share = loads.index(min(loads))
         loads[share] += member[1].numel()
         chosen[share].append(member)
-    slots: list[Slot] = []
-    bounds = [0]
-    for part in chosen:
-        bounds.append(_append(slots, part, bounds[-1]))
-    return FlatLayout(tuple(slots), tuple(bounds))
-
-
-def _append(slots: list[Slot], members: Iterable[Named], end: int) -> int:
-    """Put ``members`` behind the ``slots``, which end at position ``end``; returns where they end now."""
-    for name, parameter in members:
-        slot = Slot(name, parameter, end)
-        slots.append(slot)
-        end = _aligned(slot.stop, parameter.dtype)
-    return end
+    return chosen
 
 
 class FlatParameters:
@@ -248,12 +236,12 @@ class FlatParameters:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def values(self, layout: int, piece: Piece) -> Tensor:
+    def values(self, layout: int, slot: Slot, low: int, high: int) -> Tensor:
         """The memory that a step writes for a piece of this rank's share, as one dimension."""
         if self._mesh is not None:
-            return self._rows[layout][piece.slot.start + piece.low : piece.slot.start + piece.high]
-        parameter = piece.slot.parameter.detach()
-        return in_memory_order(parameter, parameter)[piece.low : piece.high]
+            return self._rows[layout][slot.start + low : slot.start + high]
+        parameter = slot.parameter.detach()
+        return in_memory_order(parameter, parameter)[low:high]
 
     def begin_step(self) -> None:
         """Before a step: parameters that were given other memory (``parameter.data = ...``) keep its values alone.
@@ -280,7 +268,7 @@ class FlatParameters:
         parts = [(number, *part) for number in trained for part in enumerate(self._own_shares())]
         if self._group is not None:
             for number, source, share in parts:
-                values = [self.values(number, piece) for piece in self.layouts[number].pieces_of_share(share)]
+                values = [self.values(number, *piece) for piece in self.layouts[number].pieces_of_share(share)]
                 broadcast_tensors(values, self._group, source, self.layouts[number].device)
         if self._mesh is not None:
             self._mesh.exchange()  # all have stepped, so nobody's code uses parameters now

@@ -33,7 +33,7 @@ from lightning_smddp._compat.fsdp import (
 )
 from lightning_smddp._compat.torch import swap_contents
 from lightning_smddp.communication.tensors import broadcast_tensors, from_numbers
-from lightning_smddp.sharding.units import Units
+from lightning_smddp.sharding.units import Units, places
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class FullySharded:
         self.units = units
         self.plan = plan
         self._originals = dict(root.named_parameters())  # what is tied has one name here, and several places
-        self._places = _places(root)
+        self._places = places(root)
         _require_dividable(self._originals)
         self.replicated = {name: p for name, p in self._originals.items() if p.dim() == 0}
         self._names = {id(parameter): name for name, parameter in self._originals.items()}
@@ -334,12 +334,6 @@ class FullySharded:
         for module, key, original in self._places:
             module.register_parameter(key, original)
         return {id(divided[name]): original for name, original in self._originals.items()}
-
-
-def _places(root: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Each parameter with the modules that have it as their own, and its name there."""
-    own = partial(nn.Module.named_parameters, recurse=False, remove_duplicate=False)
-    return [(module, key, parameter) for module in root.modules() for key, parameter in own(module)]
 
 
 def _require_one_dtype(parameters: Mapping[str, nn.Parameter]) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_smddp._compat.fsdp import divided_like
-from lightning_smddp.sharding.flat_parameters import FlatParameters, Piece, in_memory_order
+from lightning_smddp.sharding.flat_parameters import FlatParameters, in_memory_order
 
 # A step of many operations on such a piece stays in a CPU's level-2 cache. With pieces of 1 MiB glibc gave each result
 # fresh memory: 8192 page faults a step for 8.4 M elements, and twice the time (AdamW). A fused kernel passes over
@@ -118,22 +118,18 @@ class OptimizerShards(StepsParts):
                 self.pieces[id(slot.parameter)] = []  # also where this rank's share has nothing of it
             if flat.share is None:
                 continue
-            for piece in layout.pieces_of_share(flat.share):
-                key = id(piece.slot.parameter)
-                self.pieces[key] += self._cut(flat, number, piece, is_fused=key in fused)
-
-    def _cut(self, flat: FlatParameters, layout: int, piece: Piece, is_fused: bool) -> Iterator[ShardedPiece]:
-        """Smaller pieces on a CPU, where an optimizer without a fused kernel passes over them many times."""
-        size = piece.high - piece.low
-        parameter = piece.slot.parameter
-        if self.splits and parameter.device.type == "cpu" and not is_fused:
-            size = _CACHED_BYTES // parameter.dtype.itemsize
-        for low in range(piece.low, piece.high, size):
-            high = min(low + size, piece.high)
-            values = flat.values(layout, Piece(piece.slot, low, high))
-            if not self.splits:  # an optimizer that looks at whole parameters may look at their shapes
-                values = values.as_strided(parameter.size(), parameter.stride())
-            yield ShardedPiece(low, high, nn.Parameter(values))
+            for slot, low, high in layout.pieces_of_share(flat.share):
+                parameter = slot.parameter
+                # Smaller pieces on a CPU, where an optimizer without a fused kernel passes over them many times.
+                size = high - low
+                if splits and parameter.device.type == "cpu" and id(parameter) not in fused:
+                    size = _CACHED_BYTES // parameter.dtype.itemsize
+                for begin in range(low, high, size):
+                    end = min(begin + size, high)
+                    values = flat.values(number, slot, begin, end)
+                    if not splits:  # an optimizer that looks at whole parameters may look at their shapes
+                        values = values.as_strided(parameter.size(), parameter.stride())
+                    self.pieces[id(parameter)].append(ShardedPiece(begin, end, nn.Parameter(values)))
 
     def close(self) -> None:
         """Leave its steps alone. Its state stays that of the pieces, whose values nobody needs now."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import nn
 
@@ -53,10 +54,10 @@ def find_units(model: nn.Module, wrap: Wrap = None) -> Units:
     chosen = _found(model) if wrap is None else _given(model, wrap)
     # What is tied to a parameter outside would be freed while the other module still uses it. Of a unit that was found
     # nothing is said, as nobody has asked for it.
-    everywhere = _places(model)
+    everywhere = _users(model)
     units = Units()
     for name, module in chosen.items():
-        inside = _places(module)
+        inside = _users(module)
         tied = [key for key, p in module.named_parameters() if inside[id(p)] < everywhere[id(p)]]
         if not tied:
             units.names.append(name)
@@ -146,9 +147,12 @@ def _matches(entry: Entry, modules: Mapping[str, nn.Module], model: str, wrap: S
     return names
 
 
-def _places(module: nn.Module) -> Counter[int]:
-    """In how many places there is each parameter, by ``id``: one that is tied is in several."""
-    found: Counter[int] = Counter()
-    for part in module.modules():
-        found.update(id(p) for _, p in part.named_parameters(recurse=False, remove_duplicate=False))
-    return found
+def places(root: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Each parameter with the modules that have it as their own, and its name there: one that is tied is in several."""
+    own = partial(nn.Module.named_parameters, recurse=False, remove_duplicate=False)
+    return [(module, key, parameter) for module in root.modules() for key, parameter in own(module)]
+
+
+def _users(root: nn.Module) -> Counter[int]:
+    """In how many places there is each parameter, by ``id``."""
+    return Counter(id(parameter) for *_, parameter in places(root))

@@ -63,7 +63,9 @@ class WholeView:
             if name == "__setitem__" and isinstance(args[0], DTensor):
                 return _set_item(*args)
             # What writes has to reach the shares themselves, which would not see what a gathered copy gets. All others
-            # compute with gathered values.
+            # compute with gathered values. Functions of `torch.nn.init` come with keywords alone.
+            if _writes(name) and not args:
+                return call_as_is(function, args, kwargs)
             if _writes(name) and _has_divided(args[0]):
                 written, *operands = args
                 shares = [_shares(operand, written) for operand in operands]

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_smddp.cli import main
+from lightning_smddp.communication.errors import StartError
 from lightning_smddp.doctor import examination
 from lightning_smddp.doctor.examination import as_json, as_text
 from lightning_smddp.doctor.facts import look
@@ -132,6 +133,23 @@ def test_looking_starts_nothing_and_is_json() -> None:
     assert facts["versions"]["torch"].startswith("2.")
     assert facts["processors"]["usable"] >= 1
     assert look({"TORCHELASTIC_RUN_ID": "x", "RANK": "one"})["launch_problem"].startswith("RANK='one'")
+
+
+def test_ranks_with_fabric_alone_say_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = []
+
+    def join(card: Any, *_: Any) -> None:
+        cards.append(card)
+        raise StartError("enough")
+
+    monkeypatch.setattr(examination, "join", join)
+    launch = {"rank": 0, "local_rank": 0, "world_size": 2, "main_address": "a", "main_port": 1, "local_world_size": 2}
+    facts = changed(
+        "versions", {"torch": "2.13.0", "lightning-fabric": "2.6.6"}, launch={**HEALTHY["launch"], **launch}
+    )
+    with pytest.raises(StartError, match="enough"):
+        examination._as_a_rank(facts)
+    assert cards[0].versions["lightning"] == "2.6.6"
 
 
 def examined(*arguments: str) -> tuple[int, str]:

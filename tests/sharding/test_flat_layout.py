@@ -18,10 +18,10 @@ def covered(layout, shares):
     """(name, element) -> share; each element of each parameter once."""
     found = {}
     for share in range(shares):
-        for piece in layout.pieces_of_share(share):
-            for element in range(piece.low, piece.high):
-                assert (piece.slot.name, element) not in found
-                found[piece.slot.name, element] = share
+        for slot, low, high in layout.pieces_of_share(share):
+            for element in range(low, high):
+                assert (slot.name, element) not in found
+                found[slot.name, element] = share
     return found
 
 
@@ -36,12 +36,12 @@ def test_equal_shares_cover_each_element_once_and_are_equally_long():
 
 def test_whole_parameters_are_in_one_share_each_and_balanced():
     (layout,) = lay_out(named(100, 60, 50, 10), 2, splits=False)
-    loads = [sum(piece.high - piece.low for piece in layout.pieces_of_share(share)) for share in (0, 1)]
+    loads = [sum(high - low for _, low, high in layout.pieces_of_share(share)) for share in (0, 1)]
     assert sorted(loads) == [110, 110]
     assert len(set(covered(layout, 2).values())) == 2
     for share in (0, 1):
-        for piece in layout.pieces_of_share(share):
-            assert (piece.low, piece.high) == (0, piece.slot.parameter.numel())
+        for slot, low, high in layout.pieces_of_share(share):
+            assert (low, high) == (0, slot.parameter.numel())
 
 
 def test_more_shares_than_parameters_leave_some_empty():

@@ -89,7 +89,7 @@ def pieces_of_a_mebibyte(fused: bool) -> int:
     shards = OptimizerShards(torch.optim.AdamW([nn.Parameter(torch.zeros(3)), weight], fused=fused))
     values = weight.detach().flatten()
     layouts = lay_out([("weight", weight)], 1, True)
-    flat = SimpleNamespace(layouts=layouts, share=0, values=lambda layout, piece: values[piece.low : piece.high])
+    flat = SimpleNamespace(layouts=layouts, share=0, values=lambda layout, slot, low, high: values[low:high])
     shards.cut(flat, True)
     return len(shards.parts_of(weight))
 

@@ -48,7 +48,9 @@ class RemoteTensor(Tensor):
         """The stand-in for ``value`` in ``run``."""
         requires_grad = spec.requires_grad and torch.is_grad_enabled()
         stride = spec.stride or None  # not known, or there is no dimension
-        made: RemoteTensor = wrapper_subclass(RemoteTensor, spec.shape, stride, spec.dtype, run.device, requires_grad)
+        made: RemoteTensor = wrapper_subclass(
+            RemoteTensor, spec.shape, stride, dtype=spec.dtype, device=run.device, requires_grad=requires_grad
+        )
         made.value = value
         made.run = run
         return made

@@ -95,7 +95,7 @@ class GlobalTensor(Tensor):
         if local is not None and local.stride() != meta.stride():
             local = torch.empty_like(meta, device=local.device).copy_(local)
         self: GlobalTensor = wrapper_subclass(
-            cls, meta.shape, meta.stride(), meta.dtype, view.device, storage_offset=int(meta.storage_offset())
+            cls, meta.shape, meta.stride(), int(meta.storage_offset()), dtype=meta.dtype, device=view.device
         )
         self.global_view = view
         self.owner = owner
