@@ -40,8 +40,6 @@ IntraNodeReduce = SharedMemory | IntraNodeGroup
 class Algorithm(Protocol):
     """A way to all-reduce gradients in place, as the communication hook calls it."""
 
-    name: str
-
     def all_reduce(self, tensor: Tensor, slot: int) -> Future[Any]:
         """Begin to replace 1-D contiguous ``tensor`` by its mean over all ranks, in place.
 
@@ -58,8 +56,6 @@ class Algorithm(Protocol):
 class Native:
     """The backend's own all-reduce. The only one that carries sparse tensors."""
 
-    name = "native"
-
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.world_size = dist.get_world_size(group)
@@ -74,7 +70,7 @@ class Native:
         divides_late = False
         if tensor.dtype == torch.float16:
             tensor.div_(self.world_size)
-        elif self._can_average(tensor):
+        elif tensor.is_cuda and tensor.is_floating_point() and is_nccl(self.group):
             operation = dist.ReduceOp.AVG
         else:
             divides_late = True
@@ -93,18 +89,12 @@ class Native:
 
         return future.then(mean)
 
-    def _can_average(self, tensor: Tensor) -> bool:
-        """Whether the backend divides on its way."""
-        return tensor.is_cuda and tensor.is_floating_point() and is_nccl(self.group)
-
     def close(self) -> None:
         """Nothing to free: the group belongs to the caller."""
 
 
 class SharedMemoryAllReduce:
     """All ranks are on one node: two passes over memory, done when the call returns."""
-
-    name = "shared_memory"
 
     def __init__(self, memory: SharedMemory) -> None:
         self.memory = memory
@@ -132,7 +122,6 @@ class TwoLevel:
     queued on a stream of this object.
 
     Args:
-        name: for tables.
         world_size: what the sum is divided by.
         thread: an executor of one thread, common to all algorithms that share meshes or groups: what goes over one of
             these has to have the same order on every rank.
@@ -143,14 +132,12 @@ class TwoLevel:
 
     def __init__(
         self,
-        name: str,
         world_size: int,
         thread: ThreadPoolExecutor,
         scatter: IntraNodeReduce | None,
         gather: IntraNodeReduce | None,
         exchange: InterNodeReduce | None,
     ) -> None:
-        self.name = name
         self.world_size = world_size
         self.scatter = scatter
         self.gather = gather

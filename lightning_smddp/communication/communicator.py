@@ -80,10 +80,13 @@ class Communicator:
         if all(len(ranks) == 1 for ranks in self.topology.nodes):
             return "no node has more than one rank"
         # Two meshes, as two threads work at the same time: the one of backward, and the one that gathers.
-        self._meshes, reason = NodeMesh.connect(self.topology, self.group, self.timeout, count=2)
-        if reason is not None:
-            self.notes.append(f"no shared memory: {reason}")
-            return reason
+        for _ in range(2):
+            mesh, reason = NodeMesh.connect(self.topology, self.group, self.timeout)
+            if mesh is None:
+                self._close_meshes()
+                self.notes.append(f"no shared memory: {reason}")
+                return reason
+            self._meshes.append(mesh)
         needed, free = gradient_bytes * len(self.topology.local_ranks), free_bytes()
         short = None
         if free < needed:
@@ -163,7 +166,6 @@ class Communicator:
         # with scope="all" there is to be none.
         is_flat = compression is not None and (name == "native" or compression.scope == "all")
         topology = self.topology
-        exchange: InterNodeReduce | None = None
         if not is_flat:
             if name == "native" or self.world_size == 1:
                 return Native(self.group)
@@ -171,16 +173,16 @@ class Communicator:
                 self._require_one_node()
                 return SharedMemoryAllReduce(self._memory(0))
             is_flat = name == "balanced" and topology.num_nodes == 1  # the node's ranks are the servers
-        if is_flat:
-            exchange = self._exchange(name, tuple(range(self.world_size)), compression, feedback)
-            return TwoLevel(name, self.world_size, self.thread, None, None, exchange)
-        scatter, gather = self._inside_node()
+        scatter, gather = (None, None) if is_flat else self._inside_node()
         # One exchange for each shard, between its owners, one a node. A rank owns the shard of its local rank, or none
         # where its node has more ranks than another one.
-        if topology.num_nodes > 1 and topology.local_rank < topology.num_shards:
-            owners = topology.shard_owners(topology.local_rank)
-            exchange = self._exchange(name, owners, compression, feedback)
-        return TwoLevel(name, self.world_size, self.thread, scatter, gather, exchange)
+        ranks: tuple[int, ...] = ()
+        if is_flat:
+            ranks = tuple(range(self.world_size))
+        elif topology.num_nodes > 1 and topology.local_rank < topology.num_shards:
+            ranks = topology.shard_owners(topology.local_rank)
+        exchange = self._exchange(name, ranks, compression, feedback) if ranks else None
+        return TwoLevel(self.world_size, self.thread, scatter, gather, exchange)
 
     def compresses(self, compression: Compression | None) -> bool:
         """Whether there is a link here that ``compression`` applies to."""

@@ -76,11 +76,11 @@ class NodeMesh:
 
     @classmethod
     def connect(
-        cls, topology: Topology, group: dist.ProcessGroup, timeout: timedelta, count: int = 1
-    ) -> tuple[list[NodeMesh], str | None]:
-        """``count`` meshes between the ranks of this node, or none and the reason. Collective over ``group``.
+        cls, topology: Topology, group: dist.ProcessGroup, timeout: timedelta
+    ) -> tuple[NodeMesh | None, str | None]:
+        """A mesh of the ranks of this node, or None and the reason. Collective over ``group``.
 
-        All ranks get meshes or none does, so that all of them choose the same algorithms.
+        All ranks get one or none does, so that all of them choose the same algorithms.
         """
         reason = supported()
         listener: socket.socket | None = None
@@ -88,26 +88,24 @@ class NodeMesh:
         if reason is None:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             listener.bind(address)
-            listener.listen(count * topology.world_size)
+            listener.listen(topology.world_size)
         # Each rank listens before it tells its address, so nobody calls in vain. Reasons are told to all, twice: a rank
         # that went on without the others would wait for them in the first bucket.
         addresses = gather((address, reason), group)
         reason = next((text for _, text in addresses if text), None)
-        meshes: list[NodeMesh] = []
+        mesh: NodeMesh | None = None
         if listener is not None and reason is None:
             try:
-                for sockets in _connect_all(topology, listener, addresses, timeout, count):
-                    meshes.append(cls(topology, sockets, timeout))
+                mesh = cls(topology, _connect_all(topology, listener, addresses, timeout), timeout)
             except OSError as error:
                 reason = f"{topology.describe(topology.rank)} could not reach its node's other ranks: {error}"
         if listener is not None:
             listener.close()
         reason = next(filter(None, gather(reason, group)), None)
-        if reason is not None:
-            for mesh in meshes:
-                mesh.close()
-            return [], reason
-        return meshes, None
+        if mesh is not None and reason is not None:
+            mesh.close()
+            mesh = None
+        return mesh, reason
 
     def exchange(self, message: bytes = b"\0", descriptor: int | None = None) -> Arrival:
         """Send ``message`` (and optionally a descriptor) to all local ranks and receive theirs: a barrier.
@@ -204,28 +202,22 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 def _connect_all(
-    topology: Topology,
-    listener: socket.socket,
-    addresses: list[tuple[str, str | None]],
-    timeout: timedelta,
-    count: int,
-) -> list[dict[int, socket.socket]]:
-    """Connect to the lower local ranks, accept the higher ones, ``count`` times each: the sockets of each mesh."""
+    topology: Topology, listener: socket.socket, addresses: list[tuple[str, str | None]], timeout: timedelta
+) -> dict[int, socket.socket]:
+    """Connect to the lower local ranks, accept the higher ones."""
     seconds = timeout.total_seconds()
-    sockets: list[dict[int, socket.socket]] = [{} for _ in range(count)]
+    sockets: dict[int, socket.socket] = {}
     # Of each pair the higher rank calls and the lower one accepts. A call ends as soon as it is in the listener's
     # queue, which has room for all of them: so nobody has to accept in time, and no two ranks wait for each other.
     for peer in range(topology.local_rank):
         address, _ = addresses[topology.local_ranks[peer]]
-        for index in range(count):
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            connection.settimeout(seconds)
-            connection.connect(address)
-            connection.send(bytes([topology.local_rank, index]))
-            sockets[index][peer] = connection
-    missing = count * (len(topology.local_ranks) - 1 - topology.local_rank)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.settimeout(seconds)
+        connection.connect(address)
+        connection.send(bytes([topology.local_rank]))
+        sockets[peer] = connection
     deadline = time.perf_counter() + seconds
-    while missing:
+    while len(sockets) < len(topology.local_ranks) - 1:
         remaining = max(deadline - time.perf_counter(), _LEAST_TIMEOUT_S)
         listener.settimeout(remaining)
         connection, _ = listener.accept()
@@ -235,10 +227,8 @@ def _connect_all(
             connection.close()
             continue
         connection.settimeout(remaining)
-        greeting = connection.recv(_MESSAGE_BYTES)  # the caller's local rank, and the number of the mesh
-        if len(greeting) != 2:
+        greeting = connection.recv(_MESSAGE_BYTES)  # the caller's local rank
+        if len(greeting) != 1:
             raise OSError("a process ended while it connected")
-        peer, index = greeting
-        sockets[index][peer] = connection
-        missing -= 1
+        sockets[greeting[0]] = connection
     return sockets

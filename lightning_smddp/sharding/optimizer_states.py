@@ -68,25 +68,25 @@ def load_whole_state_dict(shards: OptimizerShards, whole: Mapping[str, Any]) -> 
     """Load what an unsharded optimizer has saved: the part of it that this rank steps, copied.
 
     Raises:
-        ValueError: the groups differ, as ``Optimizer.load_state_dict`` says.
+        ValueError: the groups differ.
     """
+    saved_groups = whole["param_groups"]
+    own, saved = [[len(group["params"]) for group in each] for each in (shards.optimizer.param_groups, saved_groups)]
+    if own != saved:
+        raise ValueError(f"The saved optimizer has groups of {saved} parameters, and this one has groups of {own}.")
     # What is saved numbers whole parameters: 0, 1, 2 ... over all groups. The optimizer has pieces while it loads, so
     # it gets the same groups with pieces in the parameters' place, numbered anew, and the state of each piece.
     groups: list[dict[str, Any]] = []
     state = {key: value for key, value in whole["state"].items() if not isinstance(key, int)}  # of no parameter
     count = 0
-    for group, saved in zip(shards.optimizer.param_groups, whole["param_groups"], strict=False):
-        numbers: list[int | None] = []
-        if len(group["params"]) != len(saved["params"]):
-            numbers.append(None)  # one too many, so that the optimizer itself refuses the group
-        for parameter, number in zip(group["params"], saved["params"], strict=False):
+    for group, saved_group in zip(shards.optimizer.param_groups, saved_groups, strict=True):
+        begin = count
+        for parameter, number in zip(group["params"], saved_group["params"], strict=True):
             for part in shards.parts_of(parameter):
                 if number in whole["state"]:
                     state[count] = _part_of_state(whole["state"][number], parameter, part, shards.splits)
-                numbers.append(count)
                 count += 1
-        groups.append({**saved, "params": numbers})
-    groups += whole["param_groups"][len(groups) :]  # and too many groups
+        groups.append({**saved_group, "params": list(range(begin, count))})
 
     with shards.as_pieces():
         given = {**whole, "state": state, "param_groups": groups}

@@ -88,14 +88,10 @@ def gathered_model(state: Mapping[str, Any], keeps: Keeps, device: torch.device)
 
 def gathered_optimizer(state: Mapping[str, Any], keeps: Keeps, device: torch.device) -> dict[str, Any]:
     """What this rank keeps of an optimizer's ``state_dict()``, with whole tensors on the CPU. Collective."""
-
-    def of_leaf(leaf: Any) -> Any:
-        return whole(leaf, device) if isinstance(leaf, Tensor) else leaf
-
     # All ranks gather every parameter's state, in the same order, and drop at once what others keep.
     kept = {}
     for number, (parameter, values) in enumerate(state["state"].items()):
-        gathered = map_leaves(of_leaf, values)
+        gathered = map_leaves(lambda leaf: whole(leaf, device) if isinstance(leaf, Tensor) else leaf, values)
         if keeps(number):
             kept[parameter] = gathered
     return {**state, "state": kept}

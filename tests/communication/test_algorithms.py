@@ -142,7 +142,7 @@ def test_algorithms_that_share_meshes_complete_in_one_order() -> None:
     log: list[tuple[str, int]] = []
     thread = ThreadPoolExecutor(1)
     first, second = (
-        TwoLevel(name, 2, thread, Recorded(name, log), Recorded(name, log), None)  # type: ignore[arg-type]
+        TwoLevel(2, thread, Recorded(name, log), Recorded(name, log), None)  # type: ignore[arg-type]
         for name in ("first", "second")
     )
     for future in [algorithm.all_reduce(torch.zeros(4), 0) for algorithm in (first, second, first, second)]:
@@ -156,7 +156,7 @@ def test_what_is_still_queued_fails_when_its_algorithm_is_closed() -> None:
     thread, gate = ThreadPoolExecutor(1), threading.Event()
     thread.submit(gate.wait)
     memory = Recorded("only", [])
-    algorithm = TwoLevel("hierarchical", 2, thread, memory, memory, None)  # type: ignore[arg-type]
+    algorithm = TwoLevel(2, thread, memory, memory, None)  # type: ignore[arg-type]
     future = algorithm.all_reduce(torch.zeros(4), 0)
     threading.Timer(0.1, gate.set).start()
     algorithm.close()

@@ -25,18 +25,18 @@ CPU = torch.device("cpu")
 PATIENCE = timedelta(seconds=20)
 
 
-def connect(group: dist.ProcessGroup, timeout: timedelta = PATIENCE, count: int = 1) -> list[NodeMesh]:
+def connect(group: dist.ProcessGroup, timeout: timedelta = PATIENCE) -> NodeMesh:
     topology = Topology.from_identities(["host"] * group.size(), group.rank())
-    meshes, reason = NodeMesh.connect(topology, group, timeout, count)
-    assert reason is None, reason
-    return meshes
+    mesh, reason = NodeMesh.connect(topology, group, timeout)
+    assert mesh is not None, reason
+    return mesh
 
 
 # ---- messages ----
 
 
 def exchange_messages(group: dist.ProcessGroup) -> list[dict[int, bytes]]:
-    meshes = connect(group, count=2)
+    meshes = [connect(group) for _ in range(2)]
     try:
         return [mesh.exchange(f"{index}:{group.rank()}".encode()).messages for index, mesh in enumerate(meshes)]
     finally:
@@ -55,7 +55,7 @@ def test_every_rank_receives_every_others_message_on_each_mesh(size: int) -> Non
 
 
 def die(child: bool) -> None:
-    (mesh,) = connect(dist.group.WORLD)
+    mesh = connect(dist.group.WORLD)
     mesh.exchange()
     if dist.get_rank() == 1:
         if child and os.fork() == 0:
@@ -81,7 +81,7 @@ def test_a_killed_peer_is_named_within_seconds(child: bool) -> None:
 
 
 def leave(group: dist.ProcessGroup) -> str:
-    (mesh,) = connect(group)
+    mesh = connect(group)
     mesh.exchange()
     if group.rank() == 1:
         mesh.close()
@@ -98,7 +98,7 @@ def test_a_peer_that_closed_its_mesh_is_named() -> None:
 
 
 def stay_away(group: dist.ProcessGroup, done: threading.Event) -> tuple[float, str]:
-    (mesh,) = connect(group, timedelta(seconds=0.3))
+    mesh = connect(group, timedelta(seconds=0.3))
     start = time.monotonic()
     message = ""
     if group.rank() == 0:
@@ -129,7 +129,7 @@ def connect_beside(group: dist.ProcessGroup) -> dict[int, bytes]:
     if group.rank() == 0:
         stranger.connect(listener.getsockname())  # before any rank
     dist.barrier(group=group)
-    (sockets,) = node_mesh._connect_all(topology, listener, addresses, PATIENCE, 1)
+    sockets = node_mesh._connect_all(topology, listener, addresses, PATIENCE)
     mesh = NodeMesh(topology, sockets, PATIENCE)
     received = mesh.exchange(str(group.rank()).encode()).messages
     for each in (mesh, listener, stranger):
@@ -146,13 +146,13 @@ def test_another_users_process_on_the_listener_is_turned_away(monkeypatch: pytes
 # ---- refusal, and what is left ----
 
 
-def refused_on_one_rank() -> tuple[int, str | None]:
+def refused_on_one_rank() -> tuple[bool, str | None]:
     if dist.get_rank() == 1:
         node_mesh.supported = lambda: "this is Plan 9"
     topology = Topology.from_identities(["host"] * 3, dist.get_rank())
-    meshes, reason = NodeMesh.connect(topology, dist.group.WORLD, PATIENCE)
-    return len(meshes), reason
+    mesh, reason = NodeMesh.connect(topology, dist.group.WORLD, PATIENCE)
+    return mesh is None, reason
 
 
 def test_where_one_rank_cannot_none_does() -> None:
-    assert run_ranks(refused_on_one_rank, 3) == [(0, "this is Plan 9")] * 3
+    assert run_ranks(refused_on_one_rank, 3) == [(True, "this is Plan 9")] * 3

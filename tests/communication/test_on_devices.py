@@ -84,7 +84,7 @@ def test_a_device_gets_few_passes_and_large_messages() -> None:
 
 
 def streams_that_wait() -> list[Any]:
-    algorithm, waited = TwoLevel("hierarchical", 1, ThreadPoolExecutor(1), None, None, None), []
+    algorithm, waited = TwoLevel(1, ThreadPoolExecutor(1), None, None, None), []
     algorithm.all_reduce(on_device(1.0, 4), 0)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda self, other: waited.append(other))

@@ -29,7 +29,8 @@ PATIENCE = timedelta(seconds=20)
 
 def open_mesh(group: dist.ProcessGroup) -> NodeMesh:
     topology = Topology.from_identities(["host"] * group.size(), group.rank())
-    (mesh,), _ = NodeMesh.connect(topology, group, PATIENCE)
+    mesh, _ = NodeMesh.connect(topology, group, PATIENCE)
+    assert mesh is not None
     return mesh
 
 

@@ -29,7 +29,8 @@ def segments_of(
     group: dist.ProcessGroup, patience: float = 20.0, hosts: Sequence[str] = ()
 ) -> Iterator[SharedSegments]:
     topology = Topology.from_identities(hosts or ["host"] * group.size(), group.rank())
-    (mesh,), _ = NodeMesh.connect(topology, group, timedelta(seconds=patience))
+    mesh, _ = NodeMesh.connect(topology, group, timedelta(seconds=patience))
+    assert mesh is not None
     segments = SharedSegments(mesh, ["embedding", "head"])
     try:
         yield segments
