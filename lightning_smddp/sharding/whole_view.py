@@ -70,9 +70,11 @@ class WholeView:
                 written, *operands = args
                 shares = [_shares(operand, written) for operand in operands]
                 return call_as_is(function, (written, *shares), kwargs)
-            whole_args = map_leaves(_whole, args)
-            whole_kwargs = map_leaves(_whole, kwargs)
-            return function(*whole_args, **whole_kwargs)
+            out = kwargs.get("out")
+            if isinstance(out, DTensor):
+                others = {key: value for key, value in kwargs.items() if key != "out"}
+                return _write(out, function(*map_leaves(_whole, args), **map_leaves(_whole, others)))
+            return function(*map_leaves(_whole, args), **map_leaves(_whole, kwargs))
 
 
 def _writes(name: str) -> bool:
@@ -101,8 +103,14 @@ def _set_item(divided: DTensor, index: Any, value: Any) -> None:
         whole = all_of(divided)
         new = _whole(value)
         whole[map_leaves(_whole, index)] = new
-        own = own_part(whole, divided)
-        divided.to_local().copy_(own.to_local())
+    _write(divided, whole)
+
+
+def _write(divided: DTensor, whole: Tensor) -> DTensor:
+    """Each rank takes its part of ``whole``."""
+    with torch.no_grad():
+        divided.to_local().copy_(own_part(whole, divided).to_local())
+    return divided
 
 
 def _whole(value: Any) -> Any:

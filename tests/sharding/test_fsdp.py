@@ -200,7 +200,6 @@ class Regularized(AdamLearner):
         with torch.no_grad():
             for p in self.parameters():
                 p.mul_(0.99)
-        torch.nn.init.constant_(self.net[0].bias, 0.1)
 
 
 class Unfreezing(Callback):
