@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from lightning_smddp.patches import patched
+from lightning_smddp.pipeline.runtime import trace_cache
 from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import samples
-from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Matrix, Net, assert_same, name_of
+from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Gpt, Matrix, Net, assert_same, name_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -76,6 +78,14 @@ class Shuffled(Net):
 
 def shuffled(bench: Bench) -> Any:
     return bench.fit(Shuffled(count=16))
+
+
+# ---- more kinds of micro-batches than are remembered ----
+
+
+def forgotten(bench: Bench) -> Any:
+    with patched([(vars(trace_cache), "_KEPT", 1)]):
+        return bench.fit(Gpt(), max_epochs=1)
 
 
 # ---- random numbers: those of accumulation, whoever draws them; the same on all ranks behind a run ----
@@ -141,7 +151,7 @@ def endless(bench: Bench) -> str:
 
 
 PLAIN, WITH_DROPOUT = (functools.partial(behind_runs, dropout=dropout) for dropout in (0.0, 0.5))
-CASES: list[Case] = [dicts, shuffled, PLAIN, selected]
+CASES: list[Case] = [dicts, shuffled, forgotten, PLAIN, selected]
 TWO = Matrix([*CASES, WITH_DROPOUT, endless])
 
 

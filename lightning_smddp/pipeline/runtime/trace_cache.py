@@ -66,9 +66,8 @@ def infer_shapes(
     received: list[Tensor] = []
     with preserve_state(runtime.root, device), runtime.wrappers.active([staged.graph]), torch.set_grad_enabled(train):
         for stage, rank in enumerate(runtime.rank_of_stage):
-            act: Callable[[], Any] = _nothing
-            if rank == runtime.groups.pipeline_rank:
-                act = partial(_run_stage, staged.programs[stage], step, microbatch, index, received, shapes)
+            program = staged.programs.get(stage)  # the others wait
+            act = partial(_run_stage, program, step, microbatch, index, received, shapes)
             told = each(act, runtime.groups.host.group)[rank]
             if told is None:
                 return None
@@ -81,12 +80,8 @@ def infer_shapes(
     return shapes
 
 
-def _nothing() -> None:
-    """What a rank does while another one runs a stage."""
-
-
 def _run_stage(
-    program: StageProgram,
+    program: StageProgram | None,
     step: Step,
     microbatch: MicroBatch,
     index: int,
@@ -95,8 +90,10 @@ def _run_stage(
 ) -> tuple[Shapes, list[Tensor]] | None:
     """For all ranks: the shapes that a stage has found, and what it sends. ``shapes``: of earlier stages.
 
-    None if the step takes another path.
+    None if the step takes another path, or the stage is on another rank.
     """
+    if program is None:
+        return None
     found = Shapes()
     try:
         with step.around(None, index, microbatch, keep=program.is_last):
