@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from lightning_smddp._compat.torch import initializer, swap_contents, without_torch_function
+from lightning_smddp._compat.torch import initializer, swap_contents, without_subclass_functions, without_torch_function
 from lightning_smddp._compat.torch_steps import hooks_of, install_hooks
 from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, sets_flag, user_location
 from lightning_smddp.pipeline.mesh import Ownership
@@ -25,6 +25,7 @@ from lightning_smddp.pipeline.runtime.remote_tensor import ACTIVE
 from lightning_smddp.pytree import leaves
 
 _HARMLESS = {Kind.METADATA, Kind.WATCHER, Kind.LIKE}  # functions of these kinds need no values
+_GRAD: Any = Tensor.grad  # torch's attribute
 Initializers: TypeAlias = list[tuple[str, Callable[[], object]]]
 
 
@@ -37,6 +38,17 @@ class AbsentParameterError(RuntimeError):
 
 class AbsentParameter(nn.Parameter):
     """A parameter without values: shape, dtype and flags can be asked for, and nothing else."""
+
+    def _get_grad(self) -> Any:
+        with without_subclass_functions():
+            return _GRAD.__get__(self)
+
+    def _set_grad(self, value: Tensor | None) -> None:
+        with without_subclass_functions():
+            _GRAD.__set__(self, value)
+
+    # Optimizers ask all parameters for it in each step: `__torch_function__` takes five times as long.
+    grad: Any = property(_get_grad, _set_grad)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
