@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_smddp.bridge.step import LightningStep
@@ -46,7 +46,7 @@ from lightning_smddp.pipeline.state.state_dict import (
 )
 from lightning_smddp.pipeline.view.view import GlobalView
 from lightning_smddp.seeding import mix, step_seed
-from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 from lightning_smddp.sharding.optimizer_states import whole_states
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 
@@ -177,10 +177,6 @@ class Unpartitioned:
     def compression_state(self) -> State:
         """What compression of gradients remembers on this rank."""
         return self.remembered
-
-    def optimized(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """The parameters that ``optimizer`` steps."""
-        return all_parameters(optimizer)
 
     def report(self) -> None:
         """Nothing was averaged yet."""
@@ -375,10 +371,6 @@ class PartitionedModule:
         """What compression of gradients remembers on this rank; empty if nothing."""
         replicas = self.stash.replicas
         return {} if replicas is None else replicas.synchronizer.state_dict()
-
-    def optimized(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """The parameters of all ranks that ``optimizer`` steps."""
-        return self._partition_of(optimizer).all_parameters
 
     def _partition_of(self, optimizer: Optimizer) -> OptimizerPartition:
         return next(partition for partition in self.optimizers if partition.optimizer is optimizer)

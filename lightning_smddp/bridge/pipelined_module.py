@@ -40,7 +40,7 @@ from lightning_smddp.pipeline.partition.plan import StepFailedError, own_error
 from lightning_smddp.pipeline.runtime.casts import kept_casts, may_keep_casts
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.stage_program import TracedPath
-from lightning_smddp.pipeline.state.gradients import clipping_by, share_overflow
+from lightning_smddp.pipeline.state.gradients import clipping_by, overflow_shared
 from lightning_smddp.pipeline.state.meta_parameters import AbsentParameter
 from lightning_smddp.pipeline.state.state_dict import unshard
 from lightning_smddp.seeding import Generators, seeded_modules
@@ -162,15 +162,13 @@ class PipelinedModule:
             )
         return output
 
-    def deliver(self, factor: float, accumulates: bool) -> None:
+    def deliver(self, factor: float) -> None:
         """Set ``.grad`` to what the last :meth:`train` made, times ``factor``. Collective."""
-        partitioned, setup = self.partitioned, self.setup
+        partitioned = self.partitioned
         assert partitioned is not None
         partitioned.stash.restore(factor / self._share)  # of a mean over those micro-batches that count
         for part in partitioned.optimizers:
             part.check_groups()
-            if self._scaler is not None and not accumulates:  # that of each rank sees inf and NaN of all of them
-                share_overflow(part.parameters, part.add_placeholder(setup.device), setup.groups.pipeline)
 
     def scale(self) -> Scale:
         """What a gradient scaler multiplies losses by; on a device it stays there, as reading it waits."""
@@ -352,6 +350,9 @@ class PipelinedModule:
         if self.setup.options.shard is not None:
             self.shards = self.state.shards = [OptimizerShards(optimizer) for optimizer in optimizers]
         self._scaler = getattr(plugin, "scaler", None)
+        if self._scaler is not None:
+            group = self.setup.groups.pipeline
+            self._changes.enter_context(overflow_shared(self._scaler, self.setup.device, group))
         self._changes.enter_context(clipping_by(plugin, self._clip_by_norm))
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:

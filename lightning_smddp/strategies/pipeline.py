@@ -288,7 +288,7 @@ class PipelineParallel(PipelineRanks):
             factor = 1.0
             if not (arrived.is_cuda and arrives_as_expected(trainer)):  # reading it would make the host wait
                 factor = factor_of(arrived, expected)
-            pipelined.deliver(factor, accumulates)
+            pipelined.deliver(factor)
 
         # What Lightning gets is the loss as the result of one autograd function, whose backward calls `deliver`.
         if isinstance(output, dict):
@@ -405,10 +405,6 @@ class PipelineParallel(PipelineRanks):
     @override
     def _decisions(self) -> Mapping[str, Any]:
         return {"division": self._last_pipelined().plan_decision()}
-
-    @override
-    def _optimized(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
-        return self._last_pipelined().state.optimized(optimizer)
 
     def _last_pipelined(self) -> PipelinedModule:
         """That of the run; afterwards that of the last run, as checkpoints can be saved then too."""

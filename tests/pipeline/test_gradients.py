@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from lightning_smddp.communication.norms import norm_over_ranks
 from lightning_smddp.pipeline.mesh import Ownership, held_parameters
-from lightning_smddp.pipeline.state.gradients import TiedGradients, clip_by_norm, share_overflow
+from lightning_smddp.pipeline.state.gradients import TiedGradients, clip_by_norm, overflow_of, overflow_shared
 from lightning_smddp.pipeline.state.meta_parameters import release
 from lightning_smddp.pipeline.state.optimizer import OptimizerPartition
+from lightning_smddp.sharding.optimizer_shards import all_parameters
 from tests.pipeline.models import OWNERSHIP, seeded, tied, train_step
 from tests.ranks import run_in_threads
 
@@ -111,16 +112,15 @@ def test_what_is_not_finite_on_one_stage_shows_on_all(spoil: float, norm_type: f
     assert [norm if norm == norm else None for norm in norms] == [inf if spoil == inf else None] * 2
 
 
-def scaled_steps(group: dist.ProcessGroup, overflow_on: int | None, ownership: Ownership) -> tuple[list[float], Tensor]:
-    """Three steps, of which the second overflows; as Lightning's precision plugin does them."""
+def scaled_steps(group: dist.ProcessGroup, overflow_on: int | None, ownership: Ownership, fused: bool) -> list[float]:
+    """Steps of which the second overflows; as Lightning's precision plugin does them."""
     rank = group.rank()
     model = seeded(lambda: nn.Linear(3, 2))
     reference = seeded(lambda: nn.Linear(3, 2))
     names = {id(p): name for name, p in model.named_parameters()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
     release(model, ownership, rank)
     partition = OptimizerPartition(optimizer, names, ownership, rank)
-    placeholder = partition.add_placeholder(CPU)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     scales = []
     for step in range(4):
@@ -132,27 +132,28 @@ def scaled_steps(group: dist.ProcessGroup, overflow_on: int | None, ownership: O
             parameter.grad = dict(reference.named_parameters())[name].grad.clone()
         if step == 1 and overflow_on == rank:
             partition.parameters[0].grad.view(-1)[0] = inf
-        share_overflow(partition.parameters, placeholder, group)
-        overflowed = placeholder.grad.item() == inf
-        assert overflowed is (step == 1 and overflow_on is not None)
-        scaler.unscale_(optimizer)
         before = [p.detach().clone() for p in partition.parameters]
-        scaler.step(optimizer)
+        with overflow_shared(scaler, CPU, group):
+            if not fused:  # which unscales in its step
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+        overflowed = step == 1 and overflow_on is not None
         changed = any(not torch.equal(p, old) for p, old in zip(partition.parameters, before, strict=True))
         assert changed is (not overflowed and bool(partition.parameters))
         scaler.update()
         scales.append(scaler.get_scale())
-    return scales, placeholder.detach()
+    assert {id(p) for p in all_parameters(optimizer)} == names.keys()
+    assert {id(p) for p in optimizer.state} == {id(p) for p in partition.parameters}
+    return scales
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("overflow_on", "bias_on"), [(None, 1), (0, 1), (1, 1), (0, 0)])
-def test_every_ranks_scaler_skips_the_same_step(overflow_on: int | None, bias_on: int) -> None:
+def test_every_ranks_scaler_skips_the_same_step(overflow_on: int | None, bias_on: int, fused: bool) -> None:
     """Also that of a rank without parameters."""
     ownership = Ownership({"weight": (0,), "bias": (bias_on,)}, {}, 2)
     expected = [8.0, 16.0, 16.0, 32.0] if overflow_on is None else [8.0, 4.0, 4.0, 8.0]
-    for scales, placeholder in run_in_threads(scaled_steps, 2, overflow_on, ownership):
-        assert scales == expected
-        assert placeholder.item() == 0
+    assert run_in_threads(scaled_steps, 2, overflow_on, ownership, fused) == [expected] * 2
 
 
 def mixed_overflow(group: dist.ProcessGroup, value: float) -> bool:
@@ -163,9 +164,7 @@ def mixed_overflow(group: dist.ProcessGroup, value: float) -> bool:
     table(torch.tensor([1, 1])).sum().backward()
     if group.rank() == 1:
         parameters[0].grad[0, 1] = value
-    placeholder = nn.Parameter(torch.zeros(1, 1))
-    share_overflow([*parameters, table.weight, placeholder], placeholder, group)
-    return placeholder.grad.item() == inf
+    return overflow_of([*parameters, table.weight], CPU, group).item() == inf
 
 
 @pytest.mark.parametrize(("value", "overflowed"), [(nan, True), (-inf, True), (65504.0, False)])

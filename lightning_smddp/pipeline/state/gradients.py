@@ -14,10 +14,9 @@ Across stages gradients of parameters that several use are summed, and there is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from itertools import chain
 from math import inf
 from typing import Any, TypeAlias
 
@@ -34,6 +33,7 @@ from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.state.replicas import ReplicaGradients
 from lightning_smddp.pytree import copied
+from lightning_smddp.sharding.optimizer_shards import all_parameters
 
 TiedGroups: TypeAlias = list[tuple[dist.ProcessGroup, list[str]]]
 """Of a rank: groups, each with the names of the parameters that exactly its members hold."""
@@ -291,8 +291,7 @@ def clip_by_norm(
 
 def clip_by_value(optimizer: Optimizer, clip_val: float) -> None:
     """``torch.nn.utils.clip_grad_value_`` of this stage's gradients; torch's raises where there are none."""
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    trained = [parameter for parameter in all_parameters(optimizer) if parameter.grad is not None]
     if trained:
         clip_grad_value_(trained, clip_val)
 
@@ -306,21 +305,42 @@ def clipping_by(plugin: Any, by_norm: Callable[[Any, float], None]) -> AbstractC
     return patched([(own, "clip_grad_by_norm", by_norm), (own, "clip_grad_by_value", clip_by_value)])
 
 
-def share_overflow(parameters: Iterable[nn.Parameter], placeholder: nn.Parameter, group: dist.ProcessGroup) -> None:
-    """If a gradient of any stage is not finite, every rank's ``GradScaler`` will skip the step. Collective.
-
-    A ``GradScaler`` looks at the gradients of its own rank only, so without this one stage would skip a step that the
-    others make, and their scales would part. To be called for each optimizer before ``GradScaler.unscale_``.
-
-    Args:
-        parameters: of this rank in the optimizer.
-        placeholder: see ``OptimizerPartition.add_placeholder``; its gradient becomes 0 or inf.
-        group: the ranks of this pipeline.
-    """
-    dense = [each.grad.to_dense() for each in parameters if each.grad is not None and each is not placeholder]
+def overflow_of(parameters: Iterable[nn.Parameter], device: torch.device, group: dist.ProcessGroup) -> Tensor:
+    """Inf if a gradient of any stage is not finite, else 0: a matrix of one element. Collective over the pipeline."""
+    dense = [parameter.grad.to_dense() for parameter in parameters if parameter.grad is not None]
     # The largest absolute value is finite if all are. The flag stays on the device: to read it would wait for that.
-    is_spoiled = ~get_total_norm(dense, inf).isfinite()
-    flag = is_spoiled.to(placeholder).view(1, 1)
+    flag = torch.where(get_total_norm(dense, inf).isfinite(), 0.0, inf).to(device, torch.float32).view(1, 1)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-    # `GradScaler` finds the inf in this gradient on every rank, so all skip the step, and all scales stay equal.
-    placeholder.grad = torch.where(flag > 0, inf, 0.0).to(flag)
+    return flag
+
+
+@contextmanager
+def overflow_shared(scaler: Any, device: torch.device, group: dist.ProcessGroup) -> Iterator[None]:
+    """In this context a gradient of any stage that is not finite lets every rank's ``scaler`` skip the step.
+
+    A ``GradScaler`` looks at the gradients of its own rank only: without this one stage would skip a step that the
+    others make, and their scales would part. Where it looks, the optimizer has one more parameter: with the overflow of
+    all ranks as its gradient, also on a rank that has no gradients.
+    """
+
+    def sharing(looks: Callable[..., Any], in_step: bool) -> Callable[..., Any]:
+        def call(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            # Fused optimizers unscale in their step, all others before.
+            if getattr(optimizer, "_step_supports_amp_scaling", False) != in_step:
+                return looks(optimizer, *args, **kwargs)
+            placeholder = nn.Parameter(torch.zeros(1, 1, device=device))
+            placeholder.grad = overflow_of(all_parameters(optimizer), device, group)
+            # In a group of its own: fused kernels want equal states for all parameters of one.
+            groups: list[dict[str, Any]] = optimizer.param_groups
+            groups.append({**groups[0], "params": [placeholder]})
+            try:
+                return looks(optimizer, *args, **kwargs)
+            finally:
+                groups.pop()
+                optimizer.state.pop(placeholder, None)
+
+        return call
+
+    own = vars(scaler)
+    with patched([(own, "unscale_", sharing(scaler.unscale_, False)), (own, "step", sharing(scaler.step, True))]):
+        yield

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -55,7 +54,6 @@ class OptimizerPartition:
         self.ownership = ownership
         self.rank = rank
         self.shards: OptimizerShards | None = None
-        self.placeholder: nn.Parameter | None = None
         self._names = names
         self._num_checked = 0  # groups
         for parameter in self.all_parameters:
@@ -76,7 +74,7 @@ class OptimizerPartition:
     def all_parameters(self) -> list[nn.Parameter]:
         """Those of all ranks."""
         self.check_groups()
-        return [parameter for parameter in all_parameters(self.optimizer) if parameter is not self.placeholder]
+        return all_parameters(self.optimizer)
 
     def check_groups(self) -> None:
         """Look at groups that were added to the optimizer since; call it before each step. Not collective.
@@ -93,17 +91,6 @@ class OptimizerPartition:
                         "trains it. Register it: `self.x = nn.Parameter(...)`."
                     )
             self._num_checked += 1
-
-    def add_placeholder(self, device: torch.device) -> nn.Parameter:
-        """A parameter of one element, 0, that is stepped along and never saved.
-
-        ``GradScaler.step`` needs a gradient in every optimizer, which a rank without used parameters does not have;
-        see ``gradients.share_overflow``.
-        """
-        if self.placeholder is None:
-            self.placeholder = nn.Parameter(torch.zeros(1, 1, device=device))
-            self.optimizer.param_groups[0]["params"].append(self.placeholder)
-        return self.placeholder
 
     def full_state_dict(
         self,
@@ -143,9 +130,8 @@ class OptimizerPartition:
         # `Optimizer.state_dict` reads its attribute `state`: for that moment it is another dict, which no step sees.
         optimizer.state = owned
         try:
-            with self._without_placeholder():
-                state: dict[str, Any] = optimizer.state_dict()
-                return state
+            state: dict[str, Any] = optimizer.state_dict()
+            return state
         finally:
             optimizer.state = real
 
@@ -161,21 +147,10 @@ class OptimizerPartition:
         numbered = zip(numbers, self.all_parameters, strict=False)  # where they differ the optimizer says what is wrong
         others = {number for number, parameter in numbered if not self._is_mine(parameter)}
         mine = {number: state["state"][number] for number in state["state"] if number not in others}
-        with self._without_placeholder():
-            if self.shards is None:
-                self.optimizer.load_state_dict({"state": mine, "param_groups": groups})
-            else:
-                load_whole_state_dict(self.shards, {"state": mine, "param_groups": groups})
+        if self.shards is None:
+            self.optimizer.load_state_dict({"state": mine, "param_groups": groups})
+        else:
+            load_whole_state_dict(self.shards, {"state": mine, "param_groups": groups})
 
     def _is_mine(self, parameter: nn.Parameter) -> bool:
         return self.ownership.is_mine(self._names[id(parameter)], self.rank)
-
-    @contextmanager
-    def _without_placeholder(self) -> Iterator[None]:
-        """In this context the groups have the parameters of the module alone, and their numbers."""
-        parameters = self.optimizer.param_groups[0]["params"]
-        self.optimizer.param_groups[0]["params"] = [each for each in parameters if each is not self.placeholder]
-        try:
-            yield
-        finally:
-            self.optimizer.param_groups[0]["params"] = parameters  # a loaded state has made another group
