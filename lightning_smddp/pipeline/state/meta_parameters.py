@@ -160,18 +160,17 @@ def initialize_deferred(module: nn.Module, names: Collection[str], device: torch
         ValueError: a module has no initialiser, or it leaves something without values, or assigns a new tensor.
     """
     named = [parameter for name, parameter in module.named_parameters() if name in names]
-    wanted = {id(tensor) for tensor in [*named, *module.buffers()] if tensor.is_meta}
-    values: list[tuple[Tensor, Tensor]] = []
-    known = [parameter for parameter in module.parameters() if not parameter.is_meta]
-    hidden = [(parameter, _contents(parameter, torch.device("meta"))) for parameter in known]
+    wanted = {tensor for tensor in [*named, *module.buffers()] if tensor.is_meta}
+    values: dict[Tensor, Tensor] = {}
+    meta = torch.device("meta")
+    hidden = [(parameter, _contents(parameter, meta)) for parameter in module.parameters() if not parameter.is_meta]
     with swapped(hidden):  # an initialiser sees no values but those that it sets
         for name, child in module.named_modules():
-            keys = [key for key, tensor in _own_tensors(child).items() if id(tensor) in wanted]
+            keys = [key for key, tensor in _own_tensors(child).items() if tensor in wanted]
             if keys:
-                found = _first_values(module, name, keys, device, seed)
-                values += found
-                wanted.difference_update(id(tensor) for tensor, _ in found)
-    for parameter, value in values:
+                values |= _first_values(module, name, keys, device, seed)
+                wanted -= values.keys()
+    for parameter, value in values.items():
         set_contents(parameter, value)
 
 
@@ -189,10 +188,8 @@ def swapped(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
             swap_contents(tensor, other)
 
 
-def _first_values(
-    root: nn.Module, name: str, keys: list[str], device: torch.device, seed: int
-) -> list[tuple[Tensor, Tensor]]:
-    """First values for the module ``name``'s own parameters and buffers ``keys``, each with its tensor.
+def _first_values(root: nn.Module, name: str, keys: list[str], device: torch.device, seed: int) -> dict[Tensor, Tensor]:
+    """First values for the module ``name``'s own parameters and buffers ``keys``, by tensor.
 
     All of its parameters get some, whether this rank holds them or not, as they draw from the same random numbers in
     turn: so a parameter's first values are the same in every layout.
@@ -230,7 +227,7 @@ def _first_values(
             f"The initialisation of {title} leaves {names} without values. Fill them in place in its "
             "`reset_parameters(self)`, or create it on a real device."
         )
-    return [(own[key], contents[key]) for key in keys]
+    return {own[key]: contents[key] for key in keys}
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
