@@ -43,6 +43,8 @@ LONGEST = [
     "tests/strategies/test_pipeline_hooks.py",
     "tests/test_readme.py",
     "tests/strategies/test_nonfinite.py",
+    "tests/sharding/test_numbers.py",
+    "tests/sharding/test_checkpoints.py",
     "tests/strategies/test_pipeline_features.py",
     "tests/faults/test_nodes.py",
     "tests/strategies/test_exact_resume.py",

@@ -30,13 +30,15 @@ def is_cuda() -> bool:
     return kind() != "cpu"
 
 
+def kinds(count: int) -> dict[str, pytest.MarkDecorator]:
+    """``count`` simulated devices, and GPUs, where there are as many."""
+    return {"simulated": pytest.mark.simulated_cuda, "gpu": pytest.mark.gpus(count)}
+
+
 def on_gpus(count: int) -> Any:
     """Run a test on ``count`` simulated devices, and, where there are as many, on GPUs."""
-    kinds = [
-        pytest.param("simulated", marks=pytest.mark.simulated_cuda),
-        pytest.param("gpu", marks=pytest.mark.gpus(count)),
-    ]
-    return pytest.mark.parametrize("device", kinds)
+    params = [pytest.param(kind, marks=mark) for kind, mark in kinds(count).items()]
+    return pytest.mark.parametrize("device", params)
 
 
 def hang() -> None:

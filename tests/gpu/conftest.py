@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from collections import Counter
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -18,103 +17,65 @@ PACKAGES = ("lightning-smddp", "torch", "lightning")
 MOST_LINES = 12  # of a failure
 
 
-@dataclass
-class Item:
-    """A test's result."""
-
-    name: str
-    outcome: str
-    seconds: float = 0.0
-    reason: str = ""
-    numbers: list[tuple[str, object]] = field(default_factory=list)
-
-
 class Page:
     """Collects the results of this folder's tests."""
 
     def __init__(self) -> None:
-        self.items: dict[str, Item] = {}
+        self.reports: dict[str, pytest.TestReport] = {}
         self.began = time.time()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if "tests/gpu/" not in report.nodeid:
-            return
-        if report.when != "call" and report.passed:
-            return
-        name = report.nodeid.split("tests/gpu/")[1]
-        found = Item(name, report.outcome, report.duration, "", list(report.user_properties))
-        if report.failed:
-            lines = [line for line in report.longreprtext.splitlines() if line.startswith("E ")]
-            found.reason = "\n".join(lines[-MOST_LINES:])
-        if report.skipped:
-            found.reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
-        if name not in self.items or not report.passed:
-            self.items[name] = found
+        name = report.nodeid.partition("tests/gpu/")[2]
+        if name and (report.when == "call" or not report.passed):
+            self.reports[name] = report
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self.items:
+        if self.reports:
             path = Path(os.environ[PAGE])
             path.write_text(self.text(path.name))
 
     def text(self, title: str) -> str:
         """The page, as Markdown."""
-        items = list(self.items.values())
-        counts = {kind: sum(item.outcome == kind for item in items) for kind in ("passed", "failed", "skipped")}
-        lines = ["# lightning-smddp: results on devices", ""]
-        lines += table([("", ""), *about(items)])
-        result = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        counts = Counter(report.outcome for report in self.reports.values())
+        result = ", ".join(f"{counts[kind]} {kind}" for kind in ("passed", "failed", "skipped"))
+        lines = [f"# lightning-smddp: {title}", "", *table([("", ""), *self.about()])]
         lines += ["", f"**{result}**, in {time.time() - self.began:.0f} s.", ""]
-        numbers = [(name, str(value)) for item in items for name, value in item.numbers]
+        numbers = [(name, str(value)) for report in self.reports.values() for name, value in report.user_properties]
         if numbers:
             lines += ["## Step times", "", *table([("median", "value"), *numbers]), ""]
-        lines += ["## Items", "", *table([("test", "result", "s"), *map(row, items)]), ""]
-        for item in items:
-            if item.outcome == "failed":
-                lines += [f"### {item.name}", "", "```", item.reason, "```", ""]
+        lines += ["## Items", "", *table([("test", "result", "s"), *map(row, self.reports.items())]), ""]
+        for name, report in self.reports.items():
+            if report.failed:
+                said = [line for line in report.longreprtext.splitlines() if line.startswith("E ")]
+                lines += [f"### {name}", "", "```", *said[-MOST_LINES:], "```", ""]
         return "\n".join(lines)
 
+    def about(self) -> list[tuple[str, str]]:
+        """What it was run on. Tests on simulated devices say so, whatever the machine has."""
+        gpus = Counter(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+        devices = ", ".join(f"{count} x {name}" for name, count in gpus.items()) or "no GPU"
+        if any("simulated" in name and not report.skipped for name, report in self.reports.items()):
+            devices = "**simulated** (host memory; not a GPU: no times, no kernels of CUDA)"
+        elif torch.version.cuda is not None:
+            devices += f"; CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+        versions = [(found.name, found.version) for found in distributions() if found.name in PACKAGES]
+        host = f"{platform.platform()}, {os.cpu_count()} processors"
+        date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+        return [("devices", devices), ("host", host), *versions, ("date", date)]
 
-def row(item: Item) -> tuple[str, ...]:
-    result = f"skipped: {item.reason.removeprefix('Skipped: ')}" if item.outcome == "skipped" else item.outcome
-    return item.name, result, f"{item.seconds:.1f}"
+
+def row(item: tuple[str, pytest.TestReport]) -> tuple[str, ...]:
+    name, report = item
+    reason = f": {report.longrepr[2].removeprefix('Skipped: ')}" if isinstance(report.longrepr, tuple) else ""
+    return name, report.outcome + reason, f"{report.duration:.1f}"
 
 
-def table(rows: Iterable[tuple[str, ...]]) -> list[str]:
+def table(rows: list[tuple[str, ...]]) -> list[str]:
     """Lines of Markdown; the first row is the head."""
     head, *rest = [[cell.replace("|", "\\|").replace("\n", " ") for cell in cells] for cells in rows]
     return ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rest)]
 
 
-def about(items: list[Item]) -> list[tuple[str, str]]:
-    """What it was run on. Tests on simulated devices say so, whatever the machine has."""
-    simulated = any("simulated" in item.name and item.outcome != "skipped" for item in items)
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    devices = [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)] or ["no GPU"]
-    if simulated:
-        devices = ["**simulated** (host memory; not a GPU: no times, no kernels of CUDA)"]
-    rows = [("devices", ", ".join(devices)), ("host", f"{platform.platform()}, {os.cpu_count()} processors")]
-    rows += [(name, found) for name in PACKAGES if (found := _version(name)) is not None]
-    if torch.version.cuda is not None and not simulated:
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        rows.append(("CUDA, NCCL", f"{torch.version.cuda}, {nccl}"))
-    return [*rows, ("date", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()))]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get(PAGE):
         config.pluginmanager.register(Page(), "page of results")
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are not kept in the user's cache, and each is measured once."""
-    cache = tmp_path_factory.getbasetemp() / "cache"
-    cache.mkdir(exist_ok=True)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_smddp import Compression
-from tests.devices import on_gpus
+from tests.devices import kinds, on_gpus
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.learners import Learner, make_trainer, silent
 from tests.strategies.pipeline_learners import assert_same
@@ -122,90 +122,51 @@ FEATURES = [
 ]
 
 
-@dataclass(eq=False)
-class Group:
-    """Trainings by the same ranks, one after the other."""
-
-    items: Sequence[Item]
-    ranks: int
-    node_ids: Sequence[str] | None = None
-
-
 def train_each(items: Sequence[Item], alone: bool, ranks: int) -> list[dict[str, Any]]:
     return [item.run(alone, ranks) for item in items]
 
 
-def trained(group: Group) -> list[tuple[Item, list[Any], Any]]:
-    """Each item with every rank's result and one device's."""
-    items = list(group.items)
+def check(items: Sequence[Item], nodes: str) -> None:
+    """Each item on these nodes' ranks, one after the other, against one device."""
+    ranks = len(nodes)
     (expected,) = run_trainer_ranks(train_each, 1, items, True, 1)
-    results = run_trainer_ranks(
-        train_each, group.ranks, items, False, group.ranks, node_ids=group.node_ids, timeout=100
-    )
-    return list(zip(items, map(list, zip(*results, strict=True)), expected, strict=True))
+    results = run_trainer_ranks(train_each, ranks, items, False, ranks, node_ids=list(nodes), timeout=100)
+    for rank, found in enumerate(results):
+        for item, of_rank, of_first, of_one in zip(items, found, results[0], expected, strict=True):
+            assert_same(of_rank, of_one, item.tolerance, f"{item.name}, rank {rank}")
+            assert_same(of_rank["weights"], of_first["weights"], 0.0, f"{item.name}, rank {rank}")
 
 
-def check(group: Group) -> None:
-    for item, results, expected in trained(group):
-        for rank, result in enumerate(results):
-            assert_same(result, expected, item.tolerance, f"{item.name}, rank {rank}")
-            assert_same(result["weights"], results[0]["weights"], 0.0, f"{item.name}, rank {rank}")
-
-
+SLOW, REST = pytest.mark.slow, pytest.mark.exhaustive
 # What `make test` runs on two simulated devices: the other items take their ways there, or are of several nodes.
 ON_TWO = [COMPRESSIONS[0], COMPRESSIONS[3], FEATURES[4], FEATURES[6]]
 MORE_ON_TWO = [item for item in [*ALGORITHMS, *FEATURES, *COMPRESSIONS] if item not in ON_TWO]
-
-
-@on_gpus(1)
-@pytest.mark.parametrize(
-    "items", [ALGORITHMS[:1], pytest.param(FEATURES[3:], marks=pytest.mark.exhaustive)], ids=["few", "rest"]
-)
-def test_one(items: list[Item], device: str) -> None:
-    check(Group(items, 1))
-
-
-@pytest.mark.slow
-@on_gpus(2)
-@pytest.mark.parametrize(
-    "items", [ON_TWO, pytest.param(MORE_ON_TWO, marks=pytest.mark.exhaustive)], ids=["few", "rest"]
-)
-def test_two(items: list[Item], device: str) -> None:
-    check(Group(items, 2))
-
-
-@pytest.mark.exhaustive
-@on_gpus(2)
-def test_two_nodes_of_one(device: str) -> None:
-    check(Group([*ALGORITHMS, *COMPRESSIONS], 2, ["a", "b"]))
-
-
-@pytest.mark.exhaustive
-@on_gpus(4)
-def test_four(device: str) -> None:
-    check(Group([*ALGORITHMS, COMPRESSIONS[2]], 4))
-
-
-SPREAD = [ALGORITHMS[3], COMPRESSIONS[4]]
 OTHER_SPREAD = [*ALGORITHMS[:3], *COMPRESSIONS[:4], FEATURES[0], FEATURES[4]]
+RUNS: dict[str, tuple[Sequence[Item], str, list[pytest.MarkDecorator]]] = {
+    "one, few": (ALGORITHMS[:1], "a", []),
+    "one, rest": (FEATURES[3:], "a", [REST]),
+    "two, few": (ON_TWO, "aa", [SLOW]),
+    "two, rest": (MORE_ON_TWO, "aa", [REST]),
+    "two nodes of one": ([*ALGORITHMS, *COMPRESSIONS], "ab", [REST]),
+    "four": ([*ALGORITHMS, COMPRESSIONS[2]], "aaaa", [REST]),
+    "two nodes of two, few": ([ALGORITHMS[3], COMPRESSIONS[4]], "aabb", [SLOW]),
+    "two nodes of two, rest": (OTHER_SPREAD, "aabb", [REST]),
+}
 
 
-@pytest.mark.slow
-@on_gpus(4)
-@pytest.mark.parametrize(
-    "items", [SPREAD, pytest.param(OTHER_SPREAD, marks=pytest.mark.exhaustive)], ids=["few", "rest"]
-)
-def test_two_nodes_of_two(items: list[Item], device: str) -> None:
-    check(Group(items, 4, ["a", "a", "b", "b"]))
+def on_devices(runs: dict[str, tuple[Sequence[Item], str, list[pytest.MarkDecorator]]]) -> Any:
+    """Run a test of ``items`` and ``nodes`` on simulated devices and on GPUs."""
+    params = [
+        pytest.param(items, nodes, kind, marks=[mark, *marks], id=f"{name}-{kind}")
+        for name, (items, nodes, marks) in runs.items()
+        for kind, mark in kinds(len(nodes)).items()
+    ]
+    return pytest.mark.parametrize(("items", "nodes", "device"), params)
 
 
-@pytest.mark.exhaustive
-@on_gpus(4)
-@pytest.mark.parametrize("node_ids", [None, ["a", "a", "b", "b"]], ids=["one node", "two nodes"])
-@pytest.mark.parametrize("items", [FEATURES, COMPRESSIONS], ids=["features", "compressions"])
-def test_every_item_on_four(items: list[Item], node_ids: list[str] | None, device: str) -> None:
-    """What the tests above leave out of the product of items and layouts."""
-    check(Group(items, 4, node_ids))
+@on_devices(RUNS)
+def test_the_same_training(items: list[Item], nodes: str, device: str) -> None:
+    check(items, nodes)
 
 
 @on_gpus(2)
@@ -220,20 +181,13 @@ def test_shared_memory_is_refused(device: str) -> None:
 @pytest.mark.slow
 @on_gpus(2)
 @pytest.mark.parametrize("name", ["smddp", pytest.param("pipeline", marks=pytest.mark.exhaustive)])
-def test_nan_is_an_error(name: str, device: str) -> None:
+def test_nan_is_an_error_or_skipped(name: str, device: str) -> None:
     results = run_trainer_ranks(fails, 2, name, {}, 1, float("nan"), {})
     assert results[1][1] == 2  # another stage may have taken the step meanwhile
     for message, _ in results:
         assert name == "smddp" or "on rank 1 (host" in message  # averages tell no rank, and its loss is finite
         assert "net.2.bias (nan in 1 of 3 elements)" in message
-
-
-@pytest.mark.slow
-@on_gpus(2)
-@pytest.mark.parametrize("name", ["smddp", pytest.param("pipeline", marks=pytest.mark.exhaustive)])
-def test_nan_is_skipped(name: str, device: str) -> None:
-    for _, skipped, _ in run_trainer_ranks(skips, 2, name, {}):
-        assert skipped == 1
+    assert [skipped for _, skipped, _ in run_trainer_ranks(skips, 2, name, {})] == [1, 1]
 
 
 # ---- going on ----
@@ -247,33 +201,3 @@ def test_resumes_with_the_devices_random_states(kind: Any, device: str, tmp_path
     scenario = Scenario(accumulate=2, validate=2, epochs=2)
     times = 2 if device == "gpu" else 1
     assert run_trainer_ranks(resume_from_each, 2, kind, scenario, str(tmp_path), times, timeout=100) == [{}, {}]
-
-
-# ---- start and end ----
-
-
-def begin_and_end(directory: str) -> dict[str, Any]:
-    """Two runs in one process: where weights and memory are behind each."""
-    found: dict[str, Any] = {"devices": [], "memory": [], "weights": []}
-    for options in ({}, {"algorithm": "hierarchical"}):
-        model = Classifier(2)
-        trainer = make_trainer(silent(**options), use_distributed_sampler=False)
-        trainer.fit(model)
-        trainer.save_checkpoint(f"{directory}/{len(found['devices'])}.ckpt")
-        found["devices"].append({parameter.device.type for parameter in model.parameters()})
-        found["weights"].append({name: p.detach().clone() for name, p in model.named_parameters()})
-        del trainer, model
-        found["memory"].append(torch.cuda.memory_allocated())
-    return found
-
-
-@pytest.mark.slow
-@on_gpus(2)
-def test_a_run_leaves_the_device_as_it_was(device: str, tmp_path: Path) -> None:
-    for found in run_trainer_ranks(begin_and_end, 2, str(tmp_path)):
-        assert found["devices"] == [{"cpu"}, {"cpu"}]
-        assert_same(found["weights"][1], found["weights"][0])
-        assert found["memory"][1] <= found["memory"][0]
-    for path in tmp_path.glob("*.ckpt"):
-        saved = torch.load(path, weights_only=True, map_location="cpu")
-        assert_same(saved["state_dict"], found["weights"][0])

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_smddp import Compression
-from tests.devices import on_gpus
+from tests.devices import kinds, on_gpus
 from tests.ranks import run_trainer_ranks
 from tests.strategies.pipeline_learners import Bench, Case, Matrix, assert_same, name_of
 from tests.strategies.test_pipeline_checkpoints import best_and_last, tied
@@ -54,67 +54,31 @@ SPREAD = [
     replicas({"placement": "spread", "algorithm": "hierarchical"}),
     COMPRESSED,
 ]
-ONE = Matrix([training("1f1b")], 1)
-MORE_ON_ONE = Matrix([training("zbv_zero_bubble"), fp16_with_overflow], 1)
-TWO = [Matrix([*SCHEDULES, *OPTIMIZATION], 2, timeout=110)]
-MORE_ON_TWO = [Matrix(cases, 2, timeout=110) for cases in (OTHER_SCHEDULES, OTHER_OPTIMIZATION, CHECKPOINTS)]
-ON_FOUR = [Matrix(cases, 4, timeout=110) for cases in (SPLITS, REPLICAS)]
-NODES = Matrix(SPREAD[:1], 4, timeout=110, node_ids=["a", "a", "b", "b"])
-MORE_ON_NODES = Matrix([training("1f1b"), *SPREAD[1:]], 4, timeout=110, node_ids=["a", "a", "b", "b"])
-ALL_KINDS = ([*SCHEDULES, *OTHER_SCHEDULES], [*OPTIMIZATION, *OTHER_OPTIMIZATION], CHECKPOINTS)
-EVERY = [
-    Matrix(cases, 4, timeout=240, node_ids=node_ids) for cases in ALL_KINDS for node_ids in (None, ["a", "a", "b", "b"])
+SLOW, REST = pytest.mark.slow, pytest.mark.exhaustive
+RUNS = [
+    (Matrix([training("1f1b"), training("zbv_zero_bubble"), fp16_with_overflow], 1), REST),
+    (Matrix([*SCHEDULES, *OPTIMIZATION], 2, timeout=110), SLOW),
+    *((Matrix(cases, 2, timeout=110), REST) for cases in (OTHER_SCHEDULES, OTHER_OPTIMIZATION, CHECKPOINTS)),
+    *((Matrix(cases, 4, timeout=110), REST) for cases in (SPLITS, REPLICAS)),
+    (Matrix(SPREAD[:1], 4, timeout=110, node_ids=list("aabb")), SLOW),
+    (Matrix([training("1f1b"), *SPREAD[1:]], 4, timeout=110, node_ids=list("aabb")), REST),
 ]
 TOLERANCES = {**TOLERANCE, COMPRESSED: 0.05}
 
 
-def compare(matrix: Matrix, case: Case, directories: pytest.TempPathFactory) -> None:
+@pytest.mark.parametrize(
+    ("matrix", "case", "device"),
+    [
+        pytest.param(matrix, case, kind, marks=[mark, when], id=f"{matrix.ranks}-{name_of(case)}-{kind}")
+        for matrix, when in RUNS
+        for case in matrix.cases
+        for kind, mark in kinds(matrix.ranks).items()
+    ],
+)
+def test_the_same_training(matrix: Matrix, case: Case, device: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     nodes = len(set(matrix.node_ids or ["here"]))
-    directory = directories.getbasetemp() / f"{matrix.ranks}-{nodes}"
+    directory = tmp_path_factory.getbasetemp() / f"{matrix.ranks}-{nodes}"
     matrix.compare(case, str(directory), TOLERANCES.get(case, 1e-5))
-
-
-def cases_of(matrices: list[Matrix], *marks: pytest.MarkDecorator) -> list[Any]:
-    return [pytest.param(matrix, case, id=name_of(case), marks=marks) for matrix in matrices for case in matrix.cases]
-
-
-REST = pytest.mark.exhaustive
-
-
-@pytest.mark.slow
-@on_gpus(1)
-@pytest.mark.parametrize(("matrix", "case"), cases_of([ONE, MORE_ON_ONE], REST))
-def test_one(matrix: Matrix, case: Case, device: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    compare(matrix, case, tmp_path_factory)
-
-
-@pytest.mark.slow
-@on_gpus(2)
-@pytest.mark.parametrize(("matrix", "case"), [*cases_of(TWO), *cases_of(MORE_ON_TWO, REST)])
-def test_two(matrix: Matrix, case: Case, device: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    compare(matrix, case, tmp_path_factory)
-
-
-@pytest.mark.exhaustive
-@on_gpus(4)
-@pytest.mark.parametrize(("matrix", "case"), cases_of(ON_FOUR))
-def test_four(matrix: Matrix, case: Case, device: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    compare(matrix, case, tmp_path_factory)
-
-
-@pytest.mark.slow
-@on_gpus(4)
-@pytest.mark.parametrize(("matrix", "case"), [*cases_of([NODES]), *cases_of([MORE_ON_NODES], REST)])
-def test_two_nodes_of_two(matrix: Matrix, case: Case, device: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    compare(matrix, case, tmp_path_factory)
-
-
-@pytest.mark.exhaustive
-@on_gpus(4)
-@pytest.mark.parametrize(("matrix", "case"), cases_of(EVERY))
-def test_every_case_on_four(matrix: Matrix, case: Case, device: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What the tests above leave out of the product of cases and layouts."""
-    compare(matrix, case, tmp_path_factory)
 
 
 def meta_init(bench: Bench, directory: str) -> Any:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.devices import on_gpus
-from tests.gpu.test_data_parallel import Group, Item, check
+from tests.gpu.test_data_parallel import Item, check, on_devices
 from tests.ranks import run_trainer_ranks
-from tests.sharding.test_shard_optimizer import AdafactorLearner, AdamLearner, save_and_go_on
+from tests.sharding.test_checkpoints import check_ways
 from tests.strategies.learners import silent
-from tests.strategies.pipeline_learners import Case, Matrix, assert_same, name_of
+from tests.strategies.pipeline_learners import Case, Matrix, name_of
 from tests.strategies.test_pipeline_replicas import replicas
 from tests.strategies.test_synchronisations import Silent, count_steps, table
 
@@ -25,23 +24,17 @@ ITEMS = [
 PIPELINES = Matrix([replicas(SHARDED, accumulate_grad_batches=2, gradient_clip_val=0.1)], 4, timeout=110)
 
 
-@pytest.mark.slow
-@on_gpus(2)
-@pytest.mark.parametrize(
-    "items", [ITEMS[2:], pytest.param(ITEMS[:2], marks=pytest.mark.exhaustive)], ids=["overflow", "rest"]
-)
-def test_two(items: list[Item], device: str) -> None:
-    """The rest: on two nodes."""
-    check(Group(items, 2))
+RUNS = {
+    "overflow": (ITEMS[2:], "aa", [pytest.mark.slow]),
+    "rest": (ITEMS[:2], "aa", [pytest.mark.exhaustive]),
+    "two nodes": (ITEMS[1:2], "aabb", [pytest.mark.slow]),
+    "two nodes, rest": (ITEMS[:1], "aabb", [pytest.mark.exhaustive]),
+}
 
 
-@pytest.mark.slow
-@on_gpus(4)
-@pytest.mark.parametrize(
-    "items", [ITEMS[1:2], pytest.param(ITEMS[:1], marks=pytest.mark.exhaustive)], ids=["clipping", "plain"]
-)
-def test_two_nodes_of_two(items: list[Item], device: str) -> None:
-    check(Group(items, 4, ["a", "a", "b", "b"]))
+@on_devices(RUNS)
+def test_the_same_training(items: list[Item], nodes: str, device: str) -> None:
+    check(items, nodes)
 
 
 @pytest.mark.slow
@@ -53,16 +46,9 @@ def test_replicas_of_pipelines(case: Case, device: str) -> None:
 
 @pytest.mark.slow
 @on_gpus(2)
-@pytest.mark.parametrize("make", [AdamLearner, pytest.param(AdafactorLearner, marks=pytest.mark.exhaustive)])
-def test_checkpoints_go_on_with_it_and_without(make: type, device: str, tmp_path: Path) -> None:
-    for found in run_trainer_ranks(save_and_go_on, 2, str(tmp_path), make):
-        expected = found.pop("at once").weights
-        for way, outcome in found.items():
-            assert_same(outcome.weights, expected, 1e-5, way)
-    whole, sharded = (torch.load(tmp_path / f"{shard}.ckpt", weights_only=True) for shard in (None, "optimizer"))
-    torch.testing.assert_close(
-        sharded["optimizer_states"], whole["optimizer_states"], rtol=1e-5, atol=1e-6, check_device=False
-    )
+@pytest.mark.parametrize("case", ["convolution", pytest.param("factored", marks=pytest.mark.exhaustive)])
+def test_checkpoints_go_on_with_it_and_without(case: str, device: str, tmp_path: Path) -> None:
+    check_ways(case, tmp_path)
 
 
 def count_waits() -> list[object]:

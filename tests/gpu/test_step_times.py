@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -76,19 +77,6 @@ def fitted(strategy: Any, **options: Any) -> Timed:
     return timed
 
 
-def against_ddp() -> dict[str, tuple[float, float]]:
-    """Median seconds and last loss of each arm."""
-    arms: dict[str, list[Timed]] = {"ddp": [], "smddp": []}
-    for _ in range(TURNS[devices.kind()]):
-        arms["ddp"].append(fitted("ddp"))
-        arms["smddp"].append(fitted(silent()))
-    return {name: medians(turns) for name, turns in arms.items()}
-
-
-def medians(turns: list[Timed]) -> tuple[float, float]:
-    return statistics.median([seconds for turn in turns for seconds in turn.seconds]), turns[-1].loss
-
-
 def by_hand() -> Timed:
     """Two stages as the documentation of ``torch.distributed.pipelining`` shows, within a process group that exists."""
     rank = dist.get_rank()
@@ -111,32 +99,39 @@ def by_hand() -> Timed:
     return timed
 
 
-def against_hand_written() -> dict[str, tuple[float, float]]:
+def pipelined() -> Timed:
     options = {"schedule": "1f1b", "num_microbatches": MICROBATCHES, "split": ["net.4"]}
-    arms: dict[str, list[Timed]] = {"by hand": [], "smddp_pipeline": []}
+    return fitted(PipelineStrategy(**grouped(verbose=False, **options)))
+
+
+# Of each comparison ours, then the other arm: `by_hand` uses the process group that Lightning leaves there.
+ARMS: dict[str, dict[str, Callable[[], Timed]]] = {
+    "ddp": {"smddp": lambda: fitted(silent()), "ddp": lambda: fitted("ddp")},
+    "pipelining by hand": {"smddp_pipeline": pipelined, "by hand": by_hand},
+}
+
+
+def take_turns(name: str) -> dict[str, tuple[float, float]]:
+    """Median seconds and last loss of each arm."""
+    arms: dict[str, list[Timed]] = {arm: [] for arm in ARMS[name]}
     for _ in range(TURNS[devices.kind()]):
-        arms["smddp_pipeline"].append(fitted(PipelineStrategy(**grouped(verbose=False, **options))))
-        arms["by hand"].append(by_hand())  # in the process group that Lightning leaves there
-    return {name: medians(turns) for name, turns in arms.items()}
+        for arm, run in ARMS[name].items():
+            arms[arm].append(run())
+    return {
+        arm: (statistics.median([seconds for turn in turns for seconds in turn.seconds]), turns[-1].loss)
+        for arm, turns in arms.items()
+    }
 
 
-def note(record: Any, results: list[dict[str, tuple[float, float]]]) -> None:
-    """Put the slowest rank's medians and their ratio on the page."""
-    stock, ours = results[0]
-    times = {name: max(result[name][0] for result in results) for name in (stock, ours)}
-    if devices.kind() == "gpu":
-        record(f"{stock}", f"{times[stock] * 1e3:.2f} ms a step")
-        record(f"{ours}", f"{times[ours] * 1e3:.2f} ms a step, {times[ours] / times[stock]:.3f} times {stock}")
+@pytest.mark.slow
+@on_gpus(2)
+@pytest.mark.parametrize("name", ARMS)
+def test_a_step(name: str, device: str, record_property: Any) -> None:
+    """The slowest rank's medians and their ratio go on the page."""
+    results = run_trainer_ranks(take_turns, 2, name, timeout=110)
+    ours, stock = ARMS[name]
+    times = {arm: max(result[arm][0] for result in results) for arm in (ours, stock)}
+    if device == "gpu":
+        record_property(stock, f"{times[stock] * 1e3:.2f} ms a step")
+        record_property(ours, f"{times[ours] * 1e3:.2f} ms a step, {times[ours] / times[stock]:.3f} times {stock}")
     assert results[-1][ours][1] == pytest.approx(results[-1][stock][1], rel=1e-4)  # trained the same
-
-
-@pytest.mark.slow
-@on_gpus(2)
-def test_against_ddp(device: str, record_property: Any) -> None:
-    note(record_property, run_trainer_ranks(against_ddp, 2, timeout=110))
-
-
-@pytest.mark.slow
-@on_gpus(2)
-def test_against_pipelining_by_hand(device: str, record_property: Any) -> None:
-    note(record_property, run_trainer_ranks(against_hand_written, 2, timeout=110))

@@ -44,11 +44,6 @@ def test_whole_parameters_are_in_one_share_each_and_balanced():
             assert (low, high) == (0, slot.parameter.numel())
 
 
-def test_more_shares_than_parameters_leave_some_empty():
-    (layout,) = lay_out(named(3), 4, splits=False)
-    assert [len(list(layout.pieces_of_share(share))) for share in range(4)] == [1, 0, 0, 0]
-
-
 def test_types_and_frozen_parameters_have_layouts_of_their_own():
     members = [*named(10, 20), ("half", nn.Parameter(torch.zeros(4, dtype=torch.bfloat16)))]
     members[0][1].requires_grad = False

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lightning_smddp.strategies import fsdp_scheme
 from tests.ranks import run_trainer_ranks
-from tests.sharding.test_fsdp import Block, fully_sharded
+from tests.sharding.learners import Block, fully_sharded
 from tests.strategies.learners import Learner, Outcome, assert_equal, make_trainer, outcome
 
 BLOCKS = 8

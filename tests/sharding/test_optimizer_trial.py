@@ -11,8 +11,8 @@ from torch import nn, optim
 from lightning_smddp.sharding.optimizer_trial import why_not_elementwise, why_not_one_by_one
 
 
-class Sign(optim.Optimizer):
-    """Of the user's own, with state and an attribute besides."""
+class Own(optim.Optimizer):
+    """Of the user's own: steps one group after the other."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         self.decay = {"rate": 0.9}
@@ -21,92 +21,88 @@ class Sign(optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
-            for p in group["params"]:
-                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
-                mean.mul_(self.decay["rate"]).add_(p.grad)
-                p.sub_(group["lr"] * mean.sign())
+            self.update(group["params"], group)
+
+    def update(self, params: list[Any], group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Sign(Own):
+    """With state and an attribute besides."""
+
+    def update(self, params: list[Any], group: dict[str, Any]) -> None:
+        for p in params:
+            mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+            mean.mul_(self.decay["rate"]).add_(p.grad)
+            p.sub_(group["lr"] * mean.sign())
 
 
 class Elementwise(Sign):
     elementwise = True
 
 
-class HoldsParameters(Sign):
+class HoldsParameters(Own):
     """Steps what it has in an attribute."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr)
         self.all = [p for group in self.param_groups for p in group["params"]]
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self, params: list[Any], group: dict[str, Any]) -> None:
         for p in self.all:
             if p.grad is not None:
-                p.sub_(self.param_groups[0]["lr"] * p.grad.sign())
+                p.sub_(group["lr"] * p.grad.sign())
 
 
-class GlobalNorm(Sign):
+class GlobalNorm(Own):
     """Divides by the norm of all gradients."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        everything = [p for group in self.param_groups for p in group["params"]]
-        norm = torch.stack([p.grad.norm() for p in everything]).norm()
-        for p in everything:
-            p.sub_(self.param_groups[0]["lr"] * p.grad / norm)
+    def update(self, params: list[Any], group: dict[str, Any]) -> None:
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for p in params:
+            p.sub_(group["lr"] * p.grad / norm)
 
 
-class ClipsItself(Sign):
+class ClipsItself(Own):
     """By the norm of all gradients, if that is large."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        everything = [p for group in self.param_groups for p in group["params"]]
-        norm = torch.stack([p.grad.norm() for p in everything]).norm()
-        for p in everything:
+    def update(self, params: list[Any], group: dict[str, Any]) -> None:
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for p in params:
             p.sub_(1e-3 * p.grad / max(1.0, float(norm) / 1000))
 
 
-class Adapts(Sign):
+class Adapts(Own):
     """Prodigy-like: the further all parameters together have gone, the larger the steps; first they are tiny."""
 
-    def __init__(self, params: Any, lr: float = 1.0) -> None:
-        super().__init__(params, lr)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        (group,) = self.param_groups
-        found = [(p, self.state[p].setdefault("start", p.clone())) for p in group["params"]]
+    def update(self, params: list[Any], group: dict[str, Any]) -> None:
+        found = [(p, self.state[p].setdefault("start", p.clone())) for p in params]
         gone = sum(float(((start - p) * p.grad).sum()) for p, start in found)
         size = max(group.get("size", 1e-6), gone / sum(float(p.grad.abs().sum()) for p, _ in found))
         group["size"] = size
         for p, _ in found:
-            p.sub_(group["lr"] * size * p.grad.sign())
+            p.sub_(size * p.grad.sign())
 
 
-class NeedsClosure(Sign):
+class NeedsClosure(Own):
     def step(self, closure: Any = None) -> None:
         assert closure is not None
 
 
-class Noisy(Sign):
+class Noisy(Own):
     """Langevin dynamics: a step adds noise."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        for p in (p for group in self.param_groups for p in group["params"]):
-            p.add_(torch.randn_like(p), alpha=1e-3)
+    def update(self, params: list[Any], group: dict[str, Any]) -> None:
+        for p in params:
+            p.sub_(group["lr"] * p.grad).add_(torch.randn_like(p), alpha=1e-3)
 
 
-class LayerScaled(Sign):
+class LayerScaled(Own):
     """LARS-like: the learning rate depends on the parameter's norm."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(group["lr"] * p.grad * p.norm() / (p.grad.norm() + 1e-9))
+    def update(self, params: list[Any], group: dict[str, Any]) -> None:
+        for p in params:
+            p.sub_(group["lr"] * p.grad * p.norm() / (p.grad.norm() + 1e-9))
 
 
 def module() -> nn.Module:

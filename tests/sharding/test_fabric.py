@@ -1,7 +1,8 @@
-"""``Fabric(strategy="smddp_fsdp")``: the same numbers and files as ``smddp``, with a share of the memory."""
+"""Fabric with ``shard="optimizer"`` and with ``smddp_fsdp``: numbers and files of ``smddp``, a share of the memory."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,16 +13,24 @@ from torch.utils.data import DataLoader
 
 from lightning_smddp import SMDDPFabricFSDPStrategy, SMDDPFabricStrategy
 from tests.ranks import RanksFailedError, run_trainer_ranks
-from tests.sharding.test_fsdp import Block
+from tests.sharding.learners import Block
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import CLASSES, INPUTS, samples
 from tests.strategies.test_fabric import make_fabric, weights
 
-MAKERS = {"smddp": SMDDPFabricStrategy, "smddp_fsdp": SMDDPFabricFSDPStrategy}
+MAKERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "smddp": (SMDDPFabricStrategy, {}),
+    "shard": (SMDDPFabricStrategy, {"shard": "optimizer"}),
+    "smddp_fsdp": (SMDDPFabricFSDPStrategy, {}),
+}
+
+WAYS = [("smddp", "shard"), ("shard", "smddp"), ("shard", "shard"), ("smddp", "smddp_fsdp"), ("smddp_fsdp", "smddp")]
 
 
-def launched(strategy: str, **options: Any) -> Any:
-    fabric = make_fabric(MAKERS[strategy](**grouped(verbose=False, **options)))
+def launched(kind: str, package: str = "lightning.fabric", **options: Any) -> Any:
+    make, own = MAKERS[kind]
+    strategy = kind if package == "lightning_fabric" else make(**grouped(verbose=False, **own, **options))
+    fabric = make_fabric(strategy, package)
     fabric.launch()
     return fabric
 
@@ -29,6 +38,11 @@ def launched(strategy: str, **options: Any) -> Any:
 def network() -> nn.Module:
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(INPUTS, 16), Block(16), Block(16), nn.BatchNorm1d(16), nn.Linear(16, CLASSES))
+
+
+def set_up(kind: str, **options: Any) -> tuple[Any, nn.Module, Any, Any]:
+    fabric, module = launched(kind, **options), network()
+    return fabric, module, *fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.1))
 
 
 def run(fabric: Any, model: Any, optimizer: Any, epochs: int) -> list[float]:
@@ -54,11 +68,9 @@ def run(fabric: Any, model: Any, optimizer: Any, epochs: int) -> list[float]:
     return seen
 
 
-def fit(strategy: str, epochs: int, load: str | None = None, save: str | None = None) -> tuple[Tensor, Tensor, int]:
+def fit(kind: str, epochs: int, load: str | None = None, save: str | None = None) -> tuple[Tensor, Tensor, int]:
     """The weights and buffers, what the loop has seen, and elements of the optimizer's state on this rank."""
-    fabric = launched(strategy)
-    module = network()
-    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.01))
+    fabric, module, model, optimizer = set_up(kind)
     state = {"model": model, "optimizer": optimizer, "epochs": 0}
     if load is not None:
         fabric.load(load, state)
@@ -75,31 +87,31 @@ def fit(strategy: str, epochs: int, load: str | None = None, save: str | None = 
 
 
 def save_and_go_on(folder: str) -> dict[str, Any]:
-    results: dict[str, Any] = {strategy: fit(strategy, 2) for strategy in MAKERS}
-    for first, second in (("smddp", "smddp_fsdp"), ("smddp_fsdp", "smddp"), ("smddp_fsdp", "smddp_fsdp")):
-        path = f"{folder}/{first}.ckpt"
-        fit(first, 1, save=path)
-        results[f"{first} to {second}"] = fit(second, 1, load=path)
+    results: dict[str, Any] = {kind: fit(kind, 2) for kind in MAKERS}
+    for kind in MAKERS:
+        fit(kind, 1, save=f"{folder}/{kind}.ckpt")
+    for first, second in WAYS:
+        results[f"{first} to {second}"] = fit(second, 1, load=f"{folder}/{first}.ckpt")
     return results
 
 
 @pytest.mark.slow
-def test_the_same_numbers_and_checkpoints_as_smddp(tmp_path: Any) -> None:
+def test_the_same_numbers_and_checkpoints_as_smddp(tmp_path: Path) -> None:
     for results in run_trainer_ranks(save_and_go_on, 2, str(tmp_path)):
         expected, seen, whole = results["smddp"]
         for way, (actual, saw, _) in results.items():
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, msg=way)
             torch.testing.assert_close(saw, seen[-len(saw) :], rtol=1e-4, atol=1e-6, msg=way)
-        assert results["smddp_fsdp"][2] < 0.6 * whole
-    sharded, plain = (torch.load(tmp_path / f"{strategy}.ckpt", weights_only=True) for strategy in MAKERS)
-    torch.testing.assert_close(sharded, plain, rtol=1e-5, atol=1e-6)
-    assert list(sharded["optimizer"]["state"]) == list(plain["optimizer"]["state"])
+        assert max(results["shard"][2], results["smddp_fsdp"][2]) < 0.6 * whole
+    plain, *others = (torch.load(tmp_path / f"{kind}.ckpt", weights_only=True) for kind in MAKERS)
+    for other in others:
+        torch.testing.assert_close(other, plain, rtol=1e-5, atol=1e-6)
+        assert list(other["optimizer"]["state"]) == list(plain["optimizer"]["state"])
 
 
-def train_two_modules(strategy: str, package: str) -> Tensor:
+def train_two_modules(kind: str, package: str) -> Tensor:
     """As a GAN does, with an optimizer each, one of which looks at whole parameters; and evaluation in between."""
-    fabric = make_fabric(strategy, package)
-    fabric.launch()
+    fabric = launched(kind, package)
     torch.manual_seed(6)
     modules = [nn.Sequential(nn.Linear(INPUTS, 8), Block(8)), nn.Sequential(Block(8), nn.Linear(8, CLASSES))]
     generator, critic = (fabric.setup_module(module) for module in modules)
@@ -120,7 +132,7 @@ def train_two_modules(strategy: str, package: str) -> Tensor:
 
 
 def train_both_ways(package: str) -> list[Tensor]:
-    return [train_two_modules(strategy, package) for strategy in MAKERS]
+    return [train_two_modules(kind, package) for kind in ("smddp", "smddp_fsdp")]
 
 
 @pytest.mark.slow
@@ -132,28 +144,51 @@ def test_two_modules_in_both_namespaces(package: str) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def without_a_module() -> None:
-    fabric = launched("smddp_fsdp")
-    fabric.setup_optimizers(torch.optim.AdamW(network().parameters()))
+def freeze_behind_backward() -> Tensor:
+    """As training of two networks in turns does, with `requires_grad_(False)` before the other one's step."""
+    fabric, module, model, optimizer = set_up("shard")
+    inputs, targets = next(iter(DataLoader(samples(8), batch_size=8)))
+    before = torch.cat([p.detach().flatten() for p in module.parameters()])
+    fabric.backward(F.cross_entropy(model(inputs), targets))
+    module.requires_grad_(False)
+    optimizer.step()
+    found = torch.cat([p.detach().flatten() for p in module.parameters()])
+    fabric.strategy.teardown()
+    return found - before
 
 
-def bad_gradients() -> None:
-    fabric = launched("smddp_fsdp", sharding="grad_op")
-    module = network()
-    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
+def test_what_is_frozen_behind_its_backward_pass_is_stepped_on_all_ranks() -> None:
+    moved, other = run_trainer_ranks(freeze_behind_backward, 2)
+    assert torch.equal(moved, other)
+    assert moved.count_nonzero() > 0.9 * moved.numel()
+
+
+def without_a_module(kind: str) -> None:
+    launched(kind).setup_optimizers(torch.optim.AdamW(network().parameters()))
+
+
+def asked_alone(kind: str) -> None:
+    *_, optimizer = set_up(kind)
+    optimizer.optimizer.state_dict()  # the user's own
+
+
+def bad_gradients(kind: str) -> None:
+    fabric, _, model, optimizer = set_up(kind, sharding="grad_op")
     fabric.backward(model(torch.ones(4, INPUTS)).sum() * float("nan" if fabric.global_rank else 1))
     optimizer.step()
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("body", "kind", "message"),
     [
-        (without_a_module, "AdamW has parameters of no module that was set up"),
-        (bad_gradients, r"on rank 1 .* the loss \(nan\)"),
+        (without_a_module, "shard", "With shard='optimizer' the module comes first"),
+        (asked_alone, "shard", "by `fabric.save` and `fabric.load`, on all ranks"),
+        (without_a_module, "smddp_fsdp", "AdamW has parameters of no module that was set up"),
+        (bad_gradients, "smddp_fsdp", r"on rank 1 .* the loss \(nan\)"),
     ],
 )
-def test_what_cannot_be_is_an_error_on_every_rank(body: Any, message: str) -> None:
+def test_what_cannot_be_is_an_error_on_every_rank(body: Any, kind: str, message: str) -> None:
     with pytest.raises(RanksFailedError, match=message) as failed:
-        run_trainer_ranks(body, 2)
+        run_trainer_ranks(body, 2, kind)
     assert set(failed.value.tracebacks) == {0, 1}
     assert not failed.value.hung

@@ -1,0 +1,175 @@
+"""``shard="optimizer"`` and ``smddp_fsdp`` train to the numbers of data parallelism."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+
+from tests.ranks import run_trainer_ranks
+from tests.sharding.learners import (
+    AdamLearner,
+    Adding,
+    Adversaries,
+    AllAtOnce,
+    Attributes,
+    BadBatch,
+    Closures,
+    Convolution,
+    Factored,
+    LastLayer,
+    Looking,
+    Others,
+    Outside,
+    Overflowing,
+    Regularized,
+    Short,
+    StepHooks,
+    Tied,
+    Unfreezing,
+    Unused,
+    Validating,
+    Writing,
+    fully_sharded,
+    sharded,
+)
+from tests.strategies.learners import Outcome, assert_equal, make_trainer, outcome, silent
+from tests.strategies.test_pipeline_features import scaled
+
+pytestmark = pytest.mark.filterwarnings("ignore:Gradients are not finite")
+BY_VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+
+
+def by_norm(average: torch.Tensor, now: torch.Tensor, count: Any) -> torch.Tensor:
+    """A user's own, which looks at all of a parameter."""
+    return torch.lerp(average, now, min(1.0, 0.1 * now.norm().item()))
+
+
+def averaging(callback: Any) -> dict[str, Any]:
+    return {"callbacks": lambda: [callback()], "max_epochs": 3}
+
+
+# What is called has to be new in each training.
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "groups and a schedule": (AdamLearner, {}),
+    "tied weights": (Tied, {}),
+    "layouts of memory": (Convolution, {}),
+    "clipping by norm": (Tied, {"gradient_clip_val": 0.1}),
+    "accumulation": (Tied, {"accumulate_grad_batches": 2}),
+    "accumulation, clipping by value": (AdamLearner, {"accumulate_grad_batches": 2, **BY_VALUE}),
+    "16-bit": (AdamLearner, {"precision": "bf16-true"}),
+    "mixed": (AdamLearner, {"precision": "bf16-mixed"}),
+    "a gradient scaler": (
+        Overflowing,
+        {"plugins": lambda: [scaled(init_scale=2.0**12, growth_interval=3)], "gradient_clip_val": 0.5},
+    ),
+    "hooks that write, clipping by value": (Regularized, BY_VALUE),
+    "hooks that write": (Writing, {}),
+    "hooks of the optimizer": (StepHooks, {}),
+    "outside of units": (Outside, {}),
+    "looking at gradients": (Looking, {}),
+    "blocks in attributes": (Attributes, {}),
+    "whole parameters": (Factored, {}),
+    "all parameters": (AllAtOnce, {}),
+    "other optimizers": (Others, {}),
+    "unfreezing": (Short, {"callbacks": lambda: [Unfreezing()]}),
+    "a group that comes later": (LastLayer, {"callbacks": lambda: [Adding()]}),
+    "unused parameters": (Unused, {}),
+    "a skipped step": (BadBatch, {}),
+    "validation": (Validating, {}),
+    "two optimizers": (Adversaries, {}),
+    "closures": (Closures, {}),
+    "an average": (Validating, averaging(lambda: EMAWeightAveraging(decay=0.7))),
+    "an average by an own function": (Validating, averaging(lambda: WeightAveraging(avg_fn=by_norm))),
+    "stochastic weight averaging": (
+        Validating,
+        averaging(lambda: StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1)),
+    ),
+}
+UNUSED = (Tied, Short, Unused, LastLayer, Adversaries, Closures)
+TOLERANCES = {"16-bit": 0.05, "mixed": 0.05}  # sums of three ranks in another order
+
+
+def train(case: str, make_strategy: Any, options: dict[str, Any]) -> Outcome:
+    make, trainer_options = CASES[case]
+    fresh = {key: value() if callable(value) else value for key, value in trainer_options.items()}
+    mode = "skip" if case == "a skipped step" else "error"
+    model, trainer = make(), make_trainer(make_strategy(on_nonfinite=mode, **options), **{"max_epochs": 2, **fresh})
+    trainer.fit(model)
+    model.losses = [loss for loss in model.losses if not math.isnan(loss)]
+    return outcome(model, trainer)
+
+
+def train_both(kind: str, cases: list[str], options: dict[str, Any]) -> dict[str, list[Outcome]]:
+    found = {}
+    for case in cases:
+        unused = {"find_unused_parameters": CASES[case][0] in UNUSED}
+        plain = train(case, silent, unused)
+        if kind == "fsdp":
+            found[case] = [plain, train(case, fully_sharded, options)]
+        else:
+            found[case] = [plain, train(case, sharded, unused)]
+    return found
+
+
+SHARD_EVERYDAY = ["groups and a schedule", "whole parameters", "clipping by norm"]
+SHARD_OTHERS = [
+    "accumulation, clipping by value", "a gradient scaler", "two optimizers", "closures", "other optimizers",
+    "hooks of the optimizer", "a skipped step", "an average", "stochastic weight averaging",
+]  # fmt: skip
+# Of parameters that three ranks cannot have equal parts of.
+UNEVEN = ["whole parameters", "hooks that write", "a group that comes later", "layouts of memory"]
+EVERYDAY = ["groups and a schedule", "clipping by norm", "blocks in attributes"]
+# On more ranks, or in others: "clipping by norm" has tied weights, "looking at gradients" is outside of units.
+ELSEWHERE = ["tied weights", "accumulation", "outside of units", "layouts of memory"]
+OTHERS = [
+    "16-bit", "mixed", "hooks that write, clipping by value", "looking at gradients", "whole parameters",
+    "all parameters", "other optimizers", "unfreezing", "unused parameters", "a skipped step", "validation",
+    "two optimizers", "closures", "an average", "an average by an own function", "stochastic weight averaging",
+]  # fmt: skip
+# Whose units stay whole, and of whose parameters three ranks have unequal parts.
+WHOLE_MEANWHILE = ["layouts of memory", "looking at gradients", "two optimizers", "closures"]
+GRAD_OP, HYBRID = {"sharding": "grad_op"}, {"sharding": "hybrid", "shard_size": 2}
+SLOW, REST = pytest.mark.slow, pytest.mark.exhaustive
+ON_DEVICES = [SLOW, pytest.mark.simulated_cuda]
+
+
+@pytest.mark.parametrize(
+    ("kind", "nodes", "cases", "options"),
+    [
+        pytest.param("shard", "aa", SHARD_EVERYDAY, {}, id="shard"),
+        pytest.param("shard", "aa", SHARD_OTHERS, {}, marks=SLOW, id="shard, others"),
+        pytest.param("shard", "aaa", UNEVEN, {}, marks=SLOW, id="shard, uneven"),
+        pytest.param("shard", "aabb", UNEVEN[:2], {}, marks=SLOW, id="shard, two nodes"),
+        pytest.param("fsdp", "aa", EVERYDAY, {}, id="fsdp"),
+        pytest.param("fsdp", "aa", OTHERS, {}, marks=SLOW, id="fsdp, others"),
+        pytest.param("fsdp", "aaa", WHOLE_MEANWHILE, GRAD_OP, marks=SLOW, id="fsdp, grad_op"),
+        pytest.param("fsdp", "aaa", ELSEWHERE, GRAD_OP, marks=REST, id="fsdp, grad_op, elsewhere"),
+        pytest.param("fsdp", "aaaa", ["accumulation"], HYBRID, marks=SLOW, id="fsdp, hybrid"),
+        pytest.param("fsdp", "abba", ["groups and a schedule", "mixed"], {}, marks=SLOW, id="fsdp, over nodes"),
+        pytest.param("fsdp", "abc", ["tied weights"], GRAD_OP, marks=SLOW, id="fsdp, over single ranks"),
+        pytest.param("fsdp", "aabb", EVERYDAY[:1], HYBRID, marks=REST, id="fsdp, replicas between nodes"),
+        pytest.param("fsdp", "abab", EVERYDAY[:1], HYBRID, marks=REST, id="fsdp, replicas in nodes"),
+        pytest.param("fsdp", "aa", ["clipping by norm", "an average"], {}, marks=ON_DEVICES, id="fsdp, devices"),
+    ],
+)
+def test_the_numbers_of_data_parallelism(kind: str, nodes: str, cases: list[str], options: dict[str, Any]) -> None:
+    default = 1e-7 if kind == "shard" and nodes != "aabb" else 1e-5
+    for results in run_trainer_ranks(train_both, len(nodes), kind, cases, options, node_ids=list(nodes), timeout=110.0):
+        for case, (expected, actual) in results.items():
+            try:
+                assert_equal(actual, expected, tolerance=TOLERANCES.get(case, default))
+            except AssertionError as error:
+                raise AssertionError(f"{case}: {error}") from None
+
+
+@pytest.mark.slow
+def test_gradients_between_nodes_in_16_bits() -> None:
+    (case, *_), options = EVERYDAY, {**HYBRID, "compression": "bf16"}
+    for results in run_trainer_ranks(train_both, 4, "fsdp", [case], options, node_ids=list("aabb")):
+        expected, actual = results[case]
+        assert_equal(actual, expected, tolerance=0.05)
+        assert actual.weights["net.0.weight"].ne(expected.weights["net.0.weight"]).any()
