@@ -1,21 +1,4 @@
-"""Several ranks for one test: threads, processes, or processes that each hold a Lightning ``Trainer``.
-
-===================== ========================================== =================================
-function              a rank is                                  good for
-===================== ========================================== =================================
-``run_in_threads``    a thread with its own gloo group           code that takes ``group``
-``run_ranks``         a process with a default process group     DDP, shared memory, crashes
-``run_trainer_ranks`` a process as torchrun would have made it   ``Trainer(strategy=...)``
-===================== ========================================== =================================
-
-Import with ``from tests.ranks import run_ranks``, in tests and in bodies alike. All three return the ranks'
-results in rank order, or raise ``RanksFailedError``. The body of a process is a module-level function; it
-starts from the environment and the warning filters that the test has when it asks for ranks.
-
-Processes come from a fork server that has imported torch and Lightning: the first call of a session waits
-for these imports, later ones take fractions of a second. Rendezvous needs no free port: ``run_ranks`` uses a
-file, and ``run_trainer_ranks`` a store that the parent already holds.
-"""
+"""Several ranks for one test: threads, processes, or processes that each hold a ``Trainer``; see README.md."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import lightning_smddp
+import lightning_smddp.strategies.lightning  # here, as torch sets environment variables
 from tests.sources import PACKAGE, dotted, nodes, source_files
 
 HEADING = "## Private parts of torch and Lightning"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from lightning_smddp.communication import communicator as communicator_module
 from lightning_smddp.communication import node_mesh
-from lightning_smddp.communication.algorithms import Native, TwoLevel
+from lightning_smddp.communication.algorithms import TwoLevel
 from lightning_smddp.communication.communicator import Communicator, reduce_once
 from lightning_smddp.communication.shared_memory import SharedMemory
 from tests.communication.errors import message_of
@@ -121,69 +120,28 @@ def test_every_algorithm_computes_the_mean_with_and_without_shared_memory(nodes:
 # ---- the order of work, and failures ----
 
 
-class Recorded:
-    """Stands in for one half of the work inside a node; writes down who calls it and in which thread."""
-
-    def __init__(self, name: str, log: list[tuple[str, int]]) -> None:
-        self.name, self.log = name, log
+class Idle:
+    """Stands in for the work inside a node."""
 
     def reduce_scatter(self, tensor: Tensor, *_: object) -> Tensor:
         return tensor
 
     def all_gather(self, *_: object) -> None:
-        time.sleep(0.02 if self.name == "first" else 0)
-        self.log.append((self.name, threading.get_ident()))
-
-    def close(self) -> None:
         pass
 
-
-def test_algorithms_that_share_meshes_complete_in_one_order() -> None:
-    log: list[tuple[str, int]] = []
-    thread = ThreadPoolExecutor(1)
-    first, second = (
-        TwoLevel(2, thread, Recorded(name, log), Recorded(name, log), None)  # type: ignore[arg-type]
-        for name in ("first", "second")
-    )
-    for future in [algorithm.all_reduce(torch.zeros(4), 0) for algorithm in (first, second, first, second)]:
-        future.wait()
-    assert [name for name, _ in log] == ["first", "second"] * 2
-    assert len({ident for _, ident in log}) == 1
-    thread.shutdown()
+    close = all_gather
 
 
 def test_what_is_still_queued_fails_when_its_algorithm_is_closed() -> None:
     thread, gate = ThreadPoolExecutor(1), threading.Event()
     thread.submit(gate.wait)
-    memory = Recorded("only", [])
+    memory = Idle()
     algorithm = TwoLevel(2, thread, memory, memory, None)  # type: ignore[arg-type]
     future = algorithm.all_reduce(torch.zeros(4), 0)
     threading.Timer(0.1, gate.set).start()
     algorithm.close()
     assert "closed before the gradients were exchanged" in message_of(RuntimeError, future.wait)
     thread.shutdown()
-
-
-def let_go_of_while_under_way() -> bool:
-    """Whether the backend's thread would be the last one to hold the group."""
-    communicator, apart = communicate(), dist.new_group()
-    native, tensor = Native(communicator.group), torch.ones(3)
-    held = weakref.ref(native)
-    if dist.get_rank() == 1:
-        dist.barrier(apart)  # till then the other rank's is under way
-    future = native.all_reduce(tensor, 0)
-    del native
-    is_held = held() is not None
-    if dist.get_rank() == 0:
-        assert not future.done()
-        dist.barrier(apart)
-    future.wait()
-    communicator.close()
-    return is_held
-
-
-def test_what_follows_a_collective_does_not_hold_its_group() -> None:
-    assert run_ranks(let_go_of_while_under_way, 2) == [False, False]
 
 
 # ---- the communicator ----
@@ -206,39 +164,33 @@ def look_around(**options: Any) -> dict[str, Any]:
     return seen
 
 
+def look_around_with_little_space(rank: int) -> dict[str, Any]:
+    if dist.get_rank() == rank:
+        communicator_module.free_bytes = lambda: 64 * 2**20
+    return look_around(gradient_bytes=100 * 2**20)
+
+
 @pytest.mark.parametrize(
-    ("nodes", "names"),
+    ("nodes", "names", "full"),
     [
-        ("a", ["native"]),
-        ("aa", ["native", "shared_memory"]),
-        ("aabb", ["native", "hierarchical", "balanced"]),
-        ("ab", ["native", "hierarchical", "balanced"]),
+        ("a", ["native"], -1),
+        ("aa", ["native", "shared_memory"], -1),
+        ("aa", ["native", "shared_memory"], 1),  # through staging
+        ("aabb", ["native", "hierarchical", "balanced"], -1),
+        ("ab", ["native", "hierarchical", "balanced"], -1),
     ],
 )
-def test_what_is_available(nodes: str, names: list[str]) -> None:
-    for seen in run_ranks(look_around, len(nodes), node_ids=list(nodes)):
-        assert (seen["available"], seen["notes"], seen["zero_copy"]) == (names, [], True)
+def test_what_is_available_and_too_small_a_mount_is_noted(nodes: str, names: list[str], full: int) -> None:
+    for seen in run_ranks(look_around_with_little_space, len(nodes), full, node_ids=list(nodes)):
+        assert (seen["available"], seen["zero_copy"]) == (names, full < 0)
+        assert len(seen["notes"]) == (full >= 0)
+        assert all("200 MiB needed, 64 free" in note and "--shm-size" in note for note in seen["notes"])
         if "a" not in nodes[1:] and len(nodes) > 1:
             assert seen["refusal"] == "no node has more than one rank"
         if len(nodes) > 1:
             assert seen["error"]["tree"].startswith("algorithm='tree' is unknown. Valid: 'auto', 'native'")
         if "b" in nodes:
             assert "on 2 (a, b). Use algorithm='hierarchical'" in seen["error"]["shared_memory"]
-
-
-def look_around_with_little_space() -> dict[str, Any]:
-    if dist.get_rank() == 1:
-        communicator_module.free_bytes = lambda: 64 * 2**20
-    return look_around(gradient_bytes=100 * 2**20)
-
-
-def test_too_small_a_mount_is_noted_with_the_cure_on_every_rank() -> None:
-    for seen in run_ranks(look_around_with_little_space, 2):
-        assert seen["zero_copy"] is False
-        assert seen["available"] == ["native", "shared_memory"]  # through staging
-        (note,) = seen["notes"]
-        assert "200 MiB needed, 64 free" in note
-        assert "--shm-size" in note
 
 
 def look_around_with_broken_memory(how: str) -> tuple[dict[str, Any], float]:

@@ -10,7 +10,6 @@ import time
 from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from lightning_smddp.communication import node_mesh
@@ -21,7 +20,6 @@ from lightning_smddp.communication.topology import Topology
 from tests.communication.errors import message_of
 from tests.ranks import RanksFailedError, run_in_threads, run_ranks
 
-CPU = torch.device("cpu")
 PATIENCE = timedelta(seconds=20)
 
 
@@ -141,18 +139,3 @@ def test_another_users_process_on_the_listener_is_turned_away(monkeypatch: pytes
     users = iter([os.getuid() + 1])  # the first to connect looks like another user's
     monkeypatch.setattr(node_mesh.os, "getuid", lambda getuid=os.getuid: next(users, getuid()))
     assert run_in_threads(connect_beside, 2) == [{1: b"1"}, {0: b"0"}]
-
-
-# ---- refusal, and what is left ----
-
-
-def refused_on_one_rank() -> tuple[bool, str | None]:
-    if dist.get_rank() == 1:
-        node_mesh.supported = lambda: "this is Plan 9"
-    topology = Topology.from_identities(["host"] * 3, dist.get_rank())
-    mesh, reason = NodeMesh.connect(topology, dist.group.WORLD, PATIENCE)
-    return mesh is None, reason
-
-
-def test_where_one_rank_cannot_none_does() -> None:
-    assert run_ranks(refused_on_one_rank, 3) == [(True, "this is Plan 9")] * 3

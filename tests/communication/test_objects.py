@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,16 +16,8 @@ from torch import nn
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.objects import UnsendableError, broadcast, each, first, gather
 from tests.communication.errors import message_of
-from tests.devices import on_gpus
 from tests.pipeline.models import assert_same
-from tests.ranks import run_in_threads, run_ranks
-
-CPU = torch.device("cpu")
-
-
-class Pair(NamedTuple):
-    left: Any
-    right: Any
+from tests.ranks import run_in_threads
 
 
 def unsendable(group: dist.ProcessGroup) -> list[str]:
@@ -122,25 +114,3 @@ def test_a_process_in_no_job_acts_alone() -> None:
     assert first(lambda: "x") == "x"
     with pytest.raises(KeyError):
         first(lambda: {}["x"])
-
-
-# ---- devices ----
-
-
-def share_tensors_of_devices() -> list[str]:
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    parameter = torch.nn.Parameter(torch.full((2,), float(rank), device=device))
-    found = gather([parameter, {"host": torch.ones(1)}])
-    assert all(type(of_rank[0]) is torch.nn.Parameter and of_rank[0].requires_grad for of_rank in found)
-    assert [of_rank[0].tolist() for of_rank in found] == [[0.0, 0.0], [1.0, 1.0]]
-    heard = broadcast({"weight": parameter.data}, group_src=1)
-    assert heard["weight"].tolist() == [1.0, 1.0]
-    return [str(tensor.device) for tensor in (*[of_rank[0] for of_rank in found], found[0][1]["host"], heard["weight"])]
-
-
-@on_gpus(2)
-def test_tensors_arrive_on_the_receivers_device(device: str) -> None:
-    for rank, devices in enumerate(run_ranks(share_tensors_of_devices, 2, backend="nccl")):
-        assert devices == [f"cuda:{rank}", f"cuda:{rank}", "cpu", f"cuda:{rank}"]

@@ -23,7 +23,6 @@ from tests.communication.errors import message_of
 from tests.communication.training import reference_all_reduce
 from tests.ranks import run_in_threads, run_ranks
 
-CPU = torch.device("cpu")
 PATIENCE = timedelta(seconds=20)
 
 

@@ -10,7 +10,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,8 +19,6 @@ from lightning_smddp.communication.shared_segments import GATHER, REDUCE, Shared
 from lightning_smddp.communication.topology import Topology
 from tests.communication.errors import message_of
 from tests.ranks import run_in_threads
-
-CPU = torch.device("cpu")
 
 
 @contextmanager

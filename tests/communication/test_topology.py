@@ -47,13 +47,11 @@ def discovered() -> tuple[tuple[tuple[int, ...], ...], int]:
     return topology.nodes, topology.rank
 
 
-def test_discover_asks_every_rank() -> None:
-    results = run_ranks(discovered, 4, node_ids=["b", "a", "b", "a"])
-    assert results == [(((0, 2), (1, 3)), rank) for rank in range(4)]
-
-
-def test_processes_of_this_machine_share_a_node() -> None:
-    assert [nodes for nodes, _ in run_ranks(discovered, 2)] == [((0, 1),), ((0, 1),)]
+@pytest.mark.parametrize(("names", "nodes"), [("baba", ((0, 2), (1, 3))), (None, ((0, 1),))], ids=["given", "this"])
+def test_discover_asks_every_rank(names: str | None, nodes: tuple[tuple[int, ...], ...]) -> None:
+    """Processes of this machine share a node."""
+    size = sum(map(len, nodes))
+    assert run_ranks(discovered, size, node_ids=names and list(names)) == [(nodes, rank) for rank in range(size)]
     assert node_identity().count("/") >= 2
 
 

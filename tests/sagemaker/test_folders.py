@@ -16,13 +16,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_smddp import PipelineStrategy, SMDDPStrategy
-from lightning_smddp.checkpoint import files
 from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.resume import auto_resume
-from lightning_smddp.resume.auto_resume import STOP_CHECKPOINT, continuing
 from lightning_smddp.sagemaker.folders import Folders, failure_file, point_at, pointed_at, write_failure
 from lightning_smddp.strategies import sagemaker_job
 from tests.ranks import run_trainer_ranks
@@ -94,22 +90,6 @@ def test_pointer(tmp_path: Path) -> None:
     for text in ("run/gone.ckpt", "../elsewhere.ckpt", str(outside), "", "\0"):
         (folder / "newest").write_text(text)
         assert pointed_at(folder) is None
-
-
-def test_resuming_looks_where_newest_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever directories this start's callbacks have."""
-    strategy = SMDDPStrategy(**grouped(verbose=False))
-    trainer = make_trainer(strategy, default_root_dir=tmp_path)
-    strategy._sagemaker.newest_in = tmp_path
-    trainer.state.fn = TrainerFn.FITTING
-    files.save({}, tmp_path / "old" / "a.ckpt")
-    files.save({}, tmp_path / STOP_CHECKPOINT)
-    chosen: list[Any] = []
-    monkeypatch.setattr(auto_resume, "at_resume_start", lambda trainer, choose: chosen.append(choose(None)))
-    continuing(trainer)
-    point_at(tmp_path, tmp_path / "old" / "a.ckpt")
-    continuing(trainer)
-    assert chosen == [str(tmp_path / STOP_CHECKPOINT), str(tmp_path / "old" / "a.ckpt")]
 
 
 # ---- with one: every case is a start of a script that knows nothing of SageMaker ----
@@ -228,55 +208,43 @@ def pipeline(base: Path) -> list[dict[str, Any]]:
     ]
 
 
-EVERYDAY = [defaults, several_fits, given_directories]
-SLOW = [weights_alone, best_or_last, pipeline]
-
-
-def all_cases(base: str, slow: bool) -> dict[str, list[dict[str, Any]]]:
+def all_cases(base: str) -> dict[str, list[dict[str, Any]]]:
     """In one process of a rank, as starting it takes longer than they do."""
-    return {case.__name__: case(Path(base) / case.__name__) for case in (SLOW if slow else EVERYDAY)}
-
-
-def starts_of(factory: pytest.TempPathFactory, slow: bool) -> dict[str, list[dict[str, Any]]]:
-    base = factory.mktemp("jobs")
-    first, second = run_trainer_ranks(all_cases, 2, str(base), slow, env=job(base))
-    assert first == second  # the ranks saw the same
-    return dict(first)
+    cases = (defaults, several_fits, given_directories, weights_alone, best_or_last, pipeline)
+    return {case.__name__: case(Path(base) / case.__name__) for case in cases}
 
 
 @pytest.fixture(scope="module")
 def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    return starts_of(tmp_path_factory, slow=False)
+    base = tmp_path_factory.mktemp("jobs")
+    first, second = run_trainer_ranks(all_cases, 2, str(base), env=job(base))
+    assert first == second  # the ranks saw the same
+    return dict(first)
 
 
-@pytest.fixture(scope="module")
-def slow_starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    return starts_of(tmp_path_factory, slow=True)
-
-
+@pytest.mark.slow
 def test_a_second_start_finds_the_first_ones_checkpoints(starts: dict[str, Any]) -> None:
-    first, second, third, _ = starts["defaults"]
+    first, second, third, found = starts["defaults"]
     assert (first["root"], first["steps"], first["trained"]) == ("checkpoints", STEPS, STEPS)
     assert first["files"] == ["checkpoints/epoch=0-step=6.ckpt", "model/model.ckpt"]
     assert (first["newest"], first["model"]) == ("epoch=0-step=6.ckpt", STEPS)
     assert (second["steps"], second["trained"]) == (2 * STEPS, STEPS)
     assert (second["newest"], second["model"]) == ("epoch=1-step=12.ckpt", 2 * STEPS)
     assert (third["trained"], third["model"]) == (0, 2 * STEPS)
-
-
-def test_a_second_trainer_of_the_script_starts_anew(starts: dict[str, Any]) -> None:
-    *_, found = starts["defaults"]
+    # A second Trainer of the script starts anew.
     assert found["trained"] == STEPS
     assert {"checkpoints/trainer2/epoch=0-step=6.ckpt", "model/trainer2/model.ckpt"} < set(found["files"])
     assert found["root"] == "code"  # without a logger, LightningCLI's config.yaml would go there
 
 
+@pytest.mark.slow
 def test_only_the_first_fit_goes_on_by_itself(starts: dict[str, Any]) -> None:
     [found] = starts["several_fits"]
     assert found["first"].endswith("epoch=0-step=6.ckpt")
     assert (found["second"], found["trained"]) == (None, STEPS)
 
 
+@pytest.mark.slow
 def test_nothing_moves_that_was_given(starts: dict[str, Any]) -> None:
     both, root = starts["given_directories"]
     assert both["files"] == ["mine/epoch=0-step=6.ckpt", "model/model.ckpt"]
@@ -286,16 +254,16 @@ def test_nothing_moves_that_was_given(starts: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_weights_alone_are_kept_apart(slow_starts: dict[str, Any]) -> None:
-    first, second = slow_starts["weights_alone"]
+def test_weights_alone_are_kept_apart(starts: dict[str, Any]) -> None:
+    first, second = starts["weights_alone"]
     assert {"checkpoints/full.ckpt", "checkpoints/weights/w.ckpt"} < set(first["files"])
     assert first["newest"] == "full.ckpt"
     assert (second["steps"], second["trained"]) == (2 * STEPS, STEPS)
 
 
 @pytest.mark.slow
-def test_final_model(slow_starts: dict[str, Any]) -> None:
-    best, sparse, background, sharded, none = slow_starts["best_or_last"]
+def test_final_model(starts: dict[str, Any]) -> None:
+    best, sparse, background, sharded, none = starts["best_or_last"]
     assert (best["steps"], best["model"]) == (2 * STEPS, STEPS)
     for found in (sparse, background):
         assert (found["newest"], found["model"]) == ("epoch=0-step=4.ckpt", STEPS)  # no checkpoint has the last step
@@ -304,8 +272,8 @@ def test_final_model(slow_starts: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_pipelines_do_the_same(slow_starts: dict[str, Any]) -> None:
-    first, second = slow_starts["pipeline"]
+def test_pipelines_do_the_same(starts: dict[str, Any]) -> None:
+    first, second = starts["pipeline"]
     steps = first["steps"]
     assert (first["newest"], first["model"]) == (f"epoch=0-step={steps}.ckpt", steps)
     assert (second["newest"], second["model"]) == (f"epoch=1-step={2 * steps}.ckpt", 2 * steps)

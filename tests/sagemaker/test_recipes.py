@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ RESOURCES = {
     ],
 }
 CASES = [(sdk, mode) for sdk, modes in FIXTURES.items() for mode in modes]
-# Where the SDKs (one at a time) and the toolkit are installed, if not here: they do not go with the tested set.
+# Where the SDKs are installed, if not here: they do not go with the tested set.
 PYTHON_OF = {"sdk2": "SAGEMAKER_SDK2_PYTHON", "sdk3": "SAGEMAKER_SDK3_PYTHON"}
 
 
@@ -118,63 +117,34 @@ def test_requirements_are_the_packages() -> None:
 
 def prepare(folder: Path) -> None:
     """Lay out ``/opt/ml`` in ``folder``, as SageMaker does before a container starts."""
-    for name in ("code", "input/config", "input/data/train", "model", "output/data", "bin", "staged"):
+    for name in ("input/config", "input/data/train", "model", "output/data"):
         (folder / name).mkdir(parents=True)
-    sys.path.insert(0, str(RECIPES))
-    from source import stage  # type: ignore[import-not-found]
-
-    sys.path.remove(str(RECIPES))
-    stage(folder / "staged")
-    (folder / "staged" / "requirements.txt").unlink()  # all of it is here, and there may be no network
     shutil.copy(ROOT / "LICENSE", folder / "input/data/train" / "text.txt")  # which nobody edits
     (folder / "input/config/resourceconfig.json").write_text(json.dumps(RESOURCES))
     channel = {"train": {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated"}}
     (folder / "input/config/inputdataconfig.json").write_text(json.dumps(channel))
-    lister = folder / "bin" / "nvidia-smi"  # the toolkit starts as many ranks as it lists
-    lister.write_text("#!/bin/sh\necho GPU 0\necho GPU 1\n")
-    lister.chmod(0o755)
 
 
 def start(folder: Path, mode: str, steps: int) -> str:
-    """Start what the request of ``mode`` starts, by the toolkit where there is one; returns what was printed."""
-    shutil.rmtree(folder / "code")  # each start of a container has it anew
+    """Start what the request of ``mode`` starts, as the toolkit does; returns what was printed."""
+    shutil.rmtree(folder / "code", ignore_errors=True)  # each start of a container has it anew
+    sys.path.insert(0, str(RECIPES))
+    from source import stage  # type: ignore[import-not-found]
+
+    sys.path.remove(str(RECIPES))
+    (folder / "code").mkdir()
+    stage(folder / "code")
     values = {**FIXTURES["sdk2"][mode]["HyperParameters"], "steps": str(steps), "width": "32"}
-    values["sagemaker_submit_directory"] = json.dumps(str(folder / "staged"))
-    (folder / "input/config/hyperparameters.json").write_text(json.dumps(values))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SM_", "SAGEMAKER_"))}
+    own = {name: value for name, value in sorted(values.items()) if not name.startswith("sagemaker_")}
+    arguments = [word for name, value in own.items() for word in (f"--{name}", value)]
+    environment = job_environment("sdk2", mode) | {"MASTER_ADDR": "localhost", "MASTER_PORT": "7777"}
     environment |= {"SAGEMAKER_BASE_DIR": str(folder), "PET_STANDALONE": "1", "COLUMNS": "100"}
-    environment["PATH"] = f"{folder / 'bin'}:{Path(sys.executable).parent}:{environment['PATH']}"
-    toolkit = os.environ.get("SAGEMAKER_TRAINING_PYTHON")
-    if toolkit is None and find_spec("sagemaker_pytorch_container") is not None:
-        toolkit = sys.executable
-    if toolkit is not None:
-        command = [str(Path(toolkit).with_name("train"))]
-        environment |= {"SAGEMAKER_TRAINING_MODULE": "sagemaker_pytorch_container.training:main"}
-        environment |= {"SM_STUDIO_LOCAL_MODE": "true", "AWS_DEFAULT_REGION": "us-east-1"}
-    else:
-        shutil.copytree(folder / "staged", folder / "code")
-        own = {name: value for name, value in sorted(values.items()) if not name.startswith("sagemaker_")}
-        arguments = [word for name, value in own.items() for word in (f"--{name}", value)]
-        torchrun = ["-m", "torch.distributed.run"]
-        command = [*torchrun, "--nnodes", "1", "--nproc_per_node", "2", "train.py", *arguments]
-        environment |= job_environment("sdk2", mode) | {"MASTER_ADDR": "localhost", "MASTER_PORT": "7777"}
-        environment |= {"SM_CHANNEL_TRAIN": str(folder / "input/data/train"), "SM_MODEL_DIR": str(folder / "model")}
-        environment |= {"SM_OUTPUT_DATA_DIR": str(folder / "output/data"), "NCCL_SOCKET_IFNAME": "lo"}
-        result = run_program(command, folder / "code", environment)
-        assert result.returncode == 0, result.stderr
-        return result.stdout + result.stderr
-    result = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout
-    return result.stdout
+    environment |= {"SM_CHANNEL_TRAIN": str(folder / "input/data/train"), "SM_MODEL_DIR": str(folder / "model")}
+    environment |= {"SM_OUTPUT_DATA_DIR": str(folder / "output/data"), "NCCL_SOCKET_IFNAME": "lo"}
+    torchrun = ["-m", "torch.distributed.run", "--nnodes", "1", "--nproc_per_node", "2"]
+    result = run_program([*torchrun, "train.py", *arguments], folder / "code", environment)
+    assert result.returncode == 0, result.stderr
+    return result.stdout + result.stderr
 
 
 @pytest.mark.slow

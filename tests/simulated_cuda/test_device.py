@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tests import simulated_cuda
-from tests.ranks import RanksFailedError, run_ranks
+from tests.ranks import run_ranks
 from tests.simulated_cuda import torch_cuda
-from tests.simulated_cuda.hangs import SimulatedHangError
 from tests.simulated_cuda.races import SimulatedRaceError
 from tests.simulated_cuda.synchronisations import counted
 
@@ -199,48 +196,3 @@ def nccl_body() -> float:
 def test_nccl() -> None:
     enqueued, _ = run_ranks(nccl_body, 2, backend="nccl")
     assert enqueued < 0.4
-
-
-def send_both_at_once() -> str:
-    """On one communicator, a stream that is in a send never comes to the receive behind it."""
-    own, rank = device(), dist.get_rank()
-    simulated_cuda.limit_waits(1.0)
-    dist.all_reduce(torch.ones(1, device=own))  # now there is one
-    mine, other = torch.ones(2, device=own), torch.empty(2, device=own)
-    dist.isend(mine, 1 - rank)
-    dist.irecv(other, 1 - rank).wait()
-    with pytest.raises(SimulatedHangError) as caught:
-        other.sum().item()
-    dist.distributed_c10d._abort_process_group()  # the host is free again
-    torch.cuda.synchronize()
-    return str(caught.value)
-
-
-@pytest.mark.slow
-def test_a_host_that_waits_for_ever_is_told_so() -> None:
-    for message in run_ranks(send_both_at_once, 2, backend="nccl"):
-        assert "runs: send to" in message
-        assert "then recv from" in message
-        assert "send_both_at_once" in message
-
-
-def wait_for_nobody(directory: str) -> None:
-    own, rank = device(), dist.get_rank()
-    dist.barrier()
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
-    if rank == 0:
-        tensor = torch.ones(1, device=own)
-        try:
-            dist.all_reduce(tensor)
-            tensor.item()
-        finally:
-            Path(directory, "raised").touch()
-    time.sleep(3)
-
-
-@pytest.mark.slow
-def test_the_watchdog_ends_the_process_without_an_exception(tmp_path: Path) -> None:
-    with pytest.raises(RanksFailedError) as caught:
-        run_ranks(wait_for_nobody, 2, str(tmp_path), backend="nccl")
-    assert "killed by SIGABRT before its body returned" in caught.value.tracebacks[0]
-    assert not list(tmp_path.iterdir())
