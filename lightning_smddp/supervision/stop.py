@@ -107,6 +107,9 @@ class Stops:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         # As soon as Python runs: a run that ends before the number was read must not end as if none had come.
         self.attention = True
+        if self._first == 0.0:  # not read yet, or somebody has replaced the wakeup descriptor, such as asyncio
+            with suppress(OSError):  # full: it is read then
+                os.write(self._pipe[1], bytes([signum]))
 
 
 def _leave_group(stops: Stops) -> None:

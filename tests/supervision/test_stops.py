@@ -73,6 +73,17 @@ def test_signals_within_a_second_are_one(tmp_path: Path) -> None:
     assert "came again" not in "".join(ended.written)
 
 
+def replaced_wakeup(rank: Rank) -> int:
+    """As ``asyncio``'s signal handlers do, in the main thread."""
+    signal.set_wakeup_fd(-1)
+    terminate_self()
+    return rank.steps(lambda _: None)
+
+
+def test_a_signal_is_heard_where_somebody_took_the_wakeup_descriptor(tmp_path: Path) -> None:
+    assert run(replaced_wakeup, 1, tmp_path).results[0] >= 0
+
+
 def no_answer(rank: Rank) -> None:
     if rank.rank == 1:
         import ctypes
