@@ -50,8 +50,10 @@ def train(arm: str, out: Path, turns: list[int], quick: bool) -> None:
             self.losses.append(float(outputs["loss"]))
 
         def on_train_end(self, trainer, module) -> None:
-            total = sum(p.numel() for p in module.parameters())
-            self.parameters = getattr(trainer.strategy, "parameters_by_rank", [total])
+            held = sum(p.numel() for p in module.parameters() if type(p) is torch.nn.Parameter)  # others have no memory
+            self.parameters = [held] * trainer.num_devices
+            if trainer.num_devices > 1:
+                torch.distributed.all_gather_object(self.parameters, held)
             take_turn(trainer, turns)
 
     torch.set_num_threads(1)
