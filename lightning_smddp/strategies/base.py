@@ -16,13 +16,13 @@ adds to some hooks.) Written once for both packages that Lightning is published 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -138,9 +138,8 @@ class TrainerStrategy(_Base):
         is_fit = trainer.state.fn == "fit"
         if is_fit:
             self._last_compression_state = {}
-        self._set_up_model(trainer)
         self._supervision.take_over(trainer)
-        self._watch_hooks(trainer)
+        self._set_up_model(trainer)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -293,7 +292,11 @@ class TrainerStrategy(_Base):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save, with what it takes to go on exactly. Errors are raised on every rank. Collective."""
-        if not self._can_save(filepath):
+        if self._is_out_of_reach:
+            rank_zero_warn(
+                f"{filepath} is not saved: an exception ended the run, and other ranks, which have parts of what is "
+                "saved, may be gone. Go on from the last checkpoint before it."
+            )
             return
         # All ranks come here, also where the first one alone writes: what each has of its own is gathered. Behind a run
         # nothing is left that compresses, and what it remembered at its end is saved.
@@ -309,18 +312,6 @@ class TrainerStrategy(_Base):
         self._saving.save(checkpoint, filepath, storage_options)
         self._sagemaker.saved(checkpoint, filepath)
         self._supervision.phase("data")
-
-    def _can_save(self, filepath: Any) -> bool:
-        """Whether a checkpoint can be saved now; the first rank warns if not: nobody can gather it."""
-        if not self._is_out_of_reach:
-            return True
-        if self.is_global_zero:
-            warnings.warn(
-                f"{filepath} is not saved: an exception ended the run, and other ranks, which have parts of what is "
-                "saved, may be gone. Go on from the last checkpoint before it.",
-                stacklevel=3,
-            )
-        return False
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -390,9 +381,6 @@ class TrainerStrategy(_Base):
 
     def _set_up_model(self, trainer: Trainer) -> None:
         super().setup(trainer)
-
-    def _watch_hooks(self, trainer: Trainer) -> None:
-        """The last of the set-up: from here on the user's hooks run."""
 
     def _training_starts(self) -> None:
         """Before the first batch of a fit."""

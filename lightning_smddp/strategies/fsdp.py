@@ -176,6 +176,8 @@ class FullyShardedParallel(TrainerStrategy):
         # A step that does its backward passes itself goes on behind them, when FSDP2 has divided the root again.
         if is_fit and not module.automatic_optimization:
             self._scheme.sharded.watch_calls()
+        self._changes.enter_context(self._view.installed())
+        self._changes.enter_context(around_hooks(trainer, self._around_hook))
 
     @override
     def _shard_optimizers(self) -> None:
@@ -209,11 +211,6 @@ class FullyShardedParallel(TrainerStrategy):
             if not self._interrupted:
                 self._whole_again = scheme.make_whole()
             scheme.close()
-
-    @override
-    def _watch_hooks(self, trainer: Trainer) -> None:
-        self._changes.enter_context(self._view.installed())
-        self._changes.enter_context(around_hooks(trainer, self._around_hook))
 
     def _around_hook(self, hook: str, owner: Any) -> AbstractContextManager[None]:
         """What Lightning enters around the call of ``owner``'s ``hook``: user code sees whole values."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import chain, compress
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,9 @@ from lightning_smddp.sharding.whole_states import divided_optimizer_state, whole
 from lightning_smddp.sharding.whole_view import WholeView
 from lightning_smddp.strategies.checks import unit_precision
 from lightning_smddp.strategies.nonfinite import by_asking
+from lightning_smddp.strategies.options import require_one_of
 
 Sharding = Literal["full", "grad_op", "hybrid"]
-_SHARDINGS = ("full", "grad_op", "hybrid")
 ReduceType = Literal["bf16", "fp16"]
 _REDUCE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -58,12 +58,9 @@ class ShardingOptions:
     compression: ReduceType | None = None
 
     def __post_init__(self) -> None:
-        sharding, size = self.sharding, self.shard_size
-        if sharding not in _SHARDINGS:
-            valid = ", ".join(map(repr, _SHARDINGS))
-            raise ValueError(f"sharding={sharding!r} is unknown. Valid: {valid}.")
-        if size is not None and sharding != "hybrid":
-            raise ValueError(f"shard_size={size!r} belongs to sharding='hybrid', and sharding is {sharding!r}.")
+        require_one_of(get_args(Sharding), sharding=self.sharding)
+        if self.shard_size is not None and self.sharding != "hybrid":
+            raise ValueError(f"shard_size={self.shard_size!r} belongs to sharding='hybrid', not {self.sharding!r}.")
         if self.compression not in (None, *_REDUCE_DTYPES):
             raise ValueError(
                 f"compression={self.compression!r} cannot be used with sharded parameters, whose gradients torch sums "

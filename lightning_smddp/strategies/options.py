@@ -30,6 +30,13 @@ LossWeightOption: TypeAlias = str | Callable[[Any], Any]
 # ---- values ----
 
 
+def require_one_of(valid: Sequence[object], **values: object) -> None:
+    """Raise ``ValueError`` unless each option has one of the ``valid`` values."""
+    for name, value in values.items():
+        if value not in valid:
+            raise ValueError(f"{name}={value!r} is unknown. Valid: {', '.join(map(repr, valid))}.")
+
+
 def is_positive(value: object) -> bool:
     """Whether it is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -176,8 +183,7 @@ class ReliabilityOptions:
     sharded: bool = False
 
     def __post_init__(self) -> None:
-        if self.on_nonfinite not in get_args(OnNonfinite):
-            raise ValueError(f"on_nonfinite={self.on_nonfinite!r} is unknown. Valid: 'error', 'skip', 'ignore'.")
+        require_one_of(get_args(OnNonfinite), on_nonfinite=self.on_nonfinite)
         if self.async_save and self.sharded:
             raise ValueError(
                 "async_save=True cannot be used with sharded=True: all ranks write a sharded checkpoint together. "
@@ -225,9 +231,9 @@ class StrategyOptions:
     shard: Shard = None
 
     def __post_init__(self) -> None:
-        if self.algorithm not in NAMES:
-            valid = ", ".join(map(repr, NAMES))
-            raise ValueError(f"algorithm={self.algorithm!r} is unknown. Valid: {valid}.")
+        require_one_of(NAMES, algorithm=self.algorithm)
+        require_one_of(("auto", "never", None), resume=self.resume)
+        require_one_of(("optimizer", None), shard=self.shard)
         is_low_rank = self.compression is not None and self.compression.method == "powersgd"
         if is_low_rank and self.algorithm not in ("auto", "native"):
             raise ValueError(
@@ -237,17 +243,6 @@ class StrategyOptions:
         if self.bucket_cap_mb is not None and not is_positive(self.bucket_cap_mb):
             raise ValueError(
                 f"bucket_cap_mb={self.bucket_cap_mb!r} has to be positive (MiB), or None for DDP's default."
-            )
-        if self.resume not in (None, "auto", "never"):
-            raise ValueError(
-                f"resume={self.resume!r} is unknown. Valid: 'auto' (continue from the newest valid checkpoint, if "
-                "there is one), 'never', or None: 'auto' in a SageMaker job, else 'never'. To continue from one file: "
-                "`trainer.fit(model, ckpt_path=...)`."
-            )
-        if self.shard not in (None, "optimizer"):
-            raise ValueError(
-                f"shard={self.shard!r} is unknown. Valid: 'optimizer' (each rank steps a share of the parameters), or "
-                "None. strategy='smddp_fsdp' shards gradients and parameters, too; a pipeline's stages divide both."
             )
 
     @classmethod

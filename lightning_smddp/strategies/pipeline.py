@@ -199,9 +199,6 @@ class PipelineParallel(PipelineRanks):
             refuse_training(module, (), self.optimizers)
             plain = [unwrapped(optimizer) for optimizer in self.optimizers]
             self._pipelined.take_optimizers(plain, self.precision_plugin)
-
-    @override
-    def _watch_hooks(self, trainer: Trainer) -> None:
         self._changes.enter_context(self._hook_view.installed(trainer))
 
     @override
