@@ -17,7 +17,7 @@ adds to some hooks.) Written once for both packages that Lightning is published 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,7 @@ class TrainerStrategy(_Base):
     _spawn_launcher: type[Any]
     _safe_files: type[Any]
     _last_report: CommunicationReport | None = None
+    _of_process: tuple[str, ...] = ()  # attributes that a copy has as the class has them
 
     def _hold_parts(self, options: StrategyOptions, close: Callable[[], None] | None = None) -> None:
         """The last thing that a constructor does; ``close`` frees what works over the process group."""
@@ -66,6 +67,7 @@ class TrainerStrategy(_Base):
         self._resume = options.resume
         self._session = DefaultGroup(options, close)
         self._last_compression_state: Mapping[str, Any] = {}
+        self._changes = ExitStack()  # of Lightning and of tensors, until teardown
         self._exact_resume = ExactResume()
         self._supervision = RunSupervision(self)
         self._checks = SanityChecks(self)
@@ -74,7 +76,8 @@ class TrainerStrategy(_Base):
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: options and results, not what belongs to this process."""
-        state = dict(super().__getstate__())
+        state = {name: value for name, value in super().__getstate__().items() if name not in self._of_process}
+        state["_changes"] = ExitStack()
         state["_session"] = DefaultGroup(self._session.options)
         state["_exact_resume"] = ExactResume()
         return state

@@ -76,6 +76,7 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
 
     # Lightning's `DeepSpeedStrategy` extends `DDPStrategy`, whose start knows devices other than CUDA's.
     _lightnings: ClassVar[type[Any]]
+    _of_process = ("_engine", "_loss", "_unseen_writes")
     _is_divided = True
     _engine: Any = None  # until the next run: what was trained can be saved behind its end
     _unseen_writes: UnseenWrites | None = None
@@ -108,11 +109,6 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
         self.config = own_config(self.config)
         self._groups: list[list[torch.nn.Parameter]] = []
         self._hold_parts(options)
-
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process."""
-        return {**super().__getstate__(), "_engine": None, "_loss": 0.0, "_unseen_writes": None}
 
     # ---- start, on any device ----
 

@@ -8,7 +8,7 @@ torch's FSDP2 (``fully_shard``) divides the module when it is set up, before its
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -103,9 +103,11 @@ class FullyShardedParallel(TrainerStrategy):
     #   steps, hooks of the module and of callbacks            gathered values
     #   backward passes, checkpoints, `configure_optimizers`   this rank's shares
     #   optimizers' steps                                      shares; gathered values if they look at whole parameters
+    _of_process = ("_scheme", "_stepped", "_whole_again")
     _is_divided = _has_part_to_save = True
     _scheme: FSDPScheme | None = None  # from setup to teardown
     _stepped: Sequence[SteppedOptimizer] = ()  # likewise
+    _whole_again: Mapping[int, Tensor] = {}  # of the last run: by the id of what was a part of it
 
     def __init__(
         self,
@@ -125,19 +127,7 @@ class FullyShardedParallel(TrainerStrategy):
         super().__init__(**given)
         self._sharding = ShardingOptions(sharding, shard_size, wrap, meta_init, offload, compression)
         self._view = WholeView()
-        self._changes = ExitStack()  # of Lightning and of tensors, until teardown
-        self._whole_again: dict[int, Tensor] = {}  # of the last run: by the id of what was a part of it
         self._hold_parts(StrategyOptions.of(communication, reliability, resume=resume))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For ``pickle`` and ``copy.deepcopy`` of a Trainer: without what belongs to this process."""
-        return {
-            **super().__getstate__(),
-            "_scheme": None,
-            "_stepped": (),
-            "_whole_again": {},
-            "_changes": ExitStack(),
-        }
 
     # ---- start and end ----
 

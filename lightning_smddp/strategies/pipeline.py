@@ -11,7 +11,7 @@ backward and messages), ``step_run.py`` (its part of the step), ``bridge/step.py
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -97,6 +97,7 @@ class PipelineParallel(PipelineRanks):
         ValueError: an argument is not one of the valid values; the message lists them.
     """
 
+    _of_process = ("_groups", "_pipelined", "_ended", "_is_shown")
     _is_divided = True
     _pipelined: PipelinedModule | None = None
     _ended: PipelinedModule | None = None  # that of the last run: checkpoints can be saved after it
@@ -134,7 +135,6 @@ class PipelineParallel(PipelineRanks):
         )
         super().__init__(**given)
         self._hold_parts(options)
-        self._changes = ExitStack()  # of Lightning, until teardown
         self._hook_view = HookView(self)
 
     # ---- start and end ----
@@ -350,17 +350,6 @@ class PipelineParallel(PipelineRanks):
                 "micro-batch then, and they would wait for each other for ever. Call it in a hook around the step, "
                 "such as `on_train_batch_start`, where all ranks come together."
             )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For ``pickle`` and ``copy.deepcopy`` of a Trainer: without what belongs to this process and its run."""
-        return {
-            **super().__getstate__(),
-            "_groups": None,
-            "_pipelined": None,
-            "_ended": None,
-            "_is_shown": False,
-            "_changes": ExitStack(),
-        }
 
     # ---- checkpoints: each rank has a part of the module and of the optimizers' states ----
 
