@@ -226,7 +226,7 @@ def _visible_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         function, preserve_rng_state, *rest = args
         return checkpoint(function, *rest, use_reentrant=False, preserve_rng_state=preserve_rng_state)
     if handler is not None:
-        return handler(cls, original, args)
+        return handler(cls, original, args, kwargs)
     # The innermost mode gets `apply` as one function, and runs it or not. Within it the stack has one mode less, so
     # that without another one the first branch comes.
     tensors = [argument for argument in args if isinstance(argument, Tensor)]
@@ -240,7 +240,7 @@ _visible_apply.__name__ = "apply"
 def visible_autograd_functions(handler: Callable[..., Any] | None = None) -> Iterator[None]:
     """Let ``handler``, or function modes, see a call of an ``autograd.Function`` as one operation.
 
-    In this thread ``apply`` calls ``handler(cls, apply, args)`` with torch's own; without one modes get it.
+    In this thread ``apply`` calls ``handler(cls, apply, args, kwargs)`` with torch's own; without one modes get it.
 
     Its forward and backward belong together, so a step must not be cut between operations inside. Reentrant
     checkpoints run as non-reentrant ones, whose operations are ordinary ones. Without a function mode all is as ever.

@@ -176,12 +176,13 @@ class GradientSynchronizer:
 
 def _averaged(module: nn.Module) -> dict[int, str]:
     """Names of the parameters that DDP is to average, by ``id``. What it is told to ignore it leaves to each rank."""
-    # Names of the module's own parameters begin with a dot there.
-    ignored = {name.removeprefix(".") for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     names: dict[int, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad and name not in ignored:
-            names.setdefault(id(parameter), name)
+    for prefix, part in module.named_modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            full = f"{prefix}.{name}"  # as DDP compares it: the module's own begin with a dot
+            if parameter.requires_grad and full not in ignored:
+                names.setdefault(id(parameter), full.removeprefix("."))
     return names
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_smddp.communication import node_mesh
 from lightning_smddp.communication.compression import Compression
 from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.communication.hook import _averaged
 from tests.communication.training import Given, Hooked, hooked
 from tests.ranks import RanksFailedError, run_ranks
 
@@ -174,6 +175,28 @@ TWO_LEVELS = ["hierarchical", "balanced"]
 def test_training_is_that_of_stock_ddp(nodes: str, names: list[str], algorithms: list[str], shared: bool) -> None:
     """Bit by bit with two ranks."""
     run_ranks(compare_all, len(nodes), names, algorithms, len(nodes) == 2, shared, node_ids=list(nodes))
+
+
+# ---- what DDP is told to ignore ----
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(2))
+        self.first = self.second = nn.Linear(2, 2, bias=False)
+
+
+def compare_ignored() -> None:
+    for ignored in ("own", ".own", "first.weight", "second.weight"):
+        module = Shared()
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [ignored])
+        parameters, _ = nn.parallel.DistributedDataParallel(module)._build_params_for_reducer()
+        assert set(_averaged(module)) == set(map(id, parameters)), ignored
+
+
+def test_a_gradient_is_looked_at_where_ddp_averages_it() -> None:
+    run_ranks(compare_ignored, 1)
 
 
 # ---- a rank fails ----

@@ -59,11 +59,14 @@ class Layer(nn.Module):
 
 class Cube(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, scale):
-        ctx.save_for_backward(x)
-        ctx.scale = scale
+    def forward(x, scale=1.0):
         y = x * x
         return y * x * scale, y > 1
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, ctx.scale = inputs
+        ctx.save_for_backward(x)
 
     @staticmethod
     def backward(ctx, g, _):

@@ -143,6 +143,7 @@ FORMS: dict[str, Between] = {
     "topk": lambda n, i, x, s: x + ((best := s.topk(2, -1)).values * best.indices).sum(-1, keepdim=True),
     "retained": lambda n, i, x, s: (h := x * 1).retain_grad() or h,
     "function": lambda n, i, x, s: x + (pair := Cube.apply(s * x.tanh(), 0.5))[0] * pair[1],  # type: ignore[no-untyped-call]
+    "keyword": lambda n, i, x, s: x + Cube.apply(s * x.tanh(), scale=0.5)[0],  # type: ignore[no-untyped-call]
     "facts": facts,
     "argmax": lambda n, i, x, s: x + x[:, int(x[0, :, 0].argmax())][:, None],
 }

@@ -246,10 +246,10 @@ class StageRun:
             return function(*map_leaves(self.pattern, args), **map_leaves(self.pattern, kwargs))
         return self.operation(function, args, kwargs, leaves((args, kwargs)))
 
-    def autograd_function(self, cls: Any, apply: Forward, args: tuple[Any, ...]) -> Any:
+    def autograd_function(self, cls: Any, apply: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``apply`` of an ``autograd.Function``, which takes no part in torch function: one operation, as traced."""
         if self.inside:
-            return apply(*args)
+            return apply(*args, **kwargs)
         if cls is BackwardHook:  # a stage may begin at one, so each of them is followed
             values = {leaf.value for leaf in args if type(leaf) is RemoteTensor}
             node = self.find(cls.apply, values, set())
@@ -260,10 +260,10 @@ class StageRun:
                 self.position = node.index + 1
                 self.has_begun = True
                 return apply(*map(self.real, args))
-        found = leaves(args)
+        found = leaves((args, kwargs))
         if any(type(leaf) is RemoteTensor or id(leaf) in self.program.absent for leaf in found):
-            return self.operation(cls.apply, args, {}, found)
-        result = self.do(apply, args, {})
+            return self.operation(cls.apply, args, kwargs, found)
+        result = self.do(apply, args, kwargs)
         if self.made is not None:
             self.note_result(self.find(cls.apply, set(), set()), result)
         return result

@@ -99,7 +99,7 @@ class Wrappers:
         return wrapped
 
 
-def _apply(cls: Any, apply: Forward, args: tuple[Any, ...]) -> Any:
+def _apply(cls: Any, apply: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``apply`` of an ``autograd.Function``, which takes no part in torch function."""
     run = ACTIVE.run
-    return apply(*args) if run is None else run.autograd_function(cls, apply, args)
+    return apply(*args, **kwargs) if run is None else run.autograd_function(cls, apply, args, kwargs)
