@@ -103,8 +103,10 @@ class Generators:
     def restore(self, states: list[Any]) -> None:
         """Go on from there."""
         remaining = iter(states)
-        for generator in (*self.torch, *self.held()):
-            set_state(generator, next(remaining))
+        for generator in self.torch:  # not by `set_state`, which dynamo cannot trace
+            generator.set_state(next(remaining))
+        for held in self.held():
+            set_state(held, next(remaining))
         if self.python:
             random.setstate(next(remaining))
             for state in remaining:
