@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -25,8 +24,10 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lightning_smddp.communication.tensors import CPU
+from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.capture.preserve_state import dropped_gradients, preserve_state
 from lightning_smddp.pytree import tensors
+from lightning_smddp.seeding import Forward, forward_patches
 
 _BACKWARD = "backward"  # the forward is over
 _MARK = "lightning_smddp: "
@@ -68,23 +69,25 @@ def profile_step(
     """
     calls: Counter[str] = Counter()
 
-    def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        for stage, begin in enumerate(begins, start=1):
-            if begin == (name, calls[name]):
-                record.mark(f"forward {stage}")
-                # When the backward comes to what a stage begins with, the stage before goes on.
-                for tensor in tensors((args, kwargs)):
-                    if tensor.grad_fn is not None:
-                        tensor.register_hook(lambda gradient, before=stage - 1: record.mark(f"backward {before}"))
-        calls[name] += 1
+    def counted(name: str, forward: Forward) -> Forward:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for stage, begin in enumerate(begins, start=1):
+                if begin == (name, calls[name]):
+                    record.mark(f"forward {stage}")
+                    # When the backward comes to what a stage begins with, the stage before goes on.
+                    for tensor in tensors((args, kwargs)):
+                        if tensor.grad_fn is not None:
+                            tensor.register_hook(lambda gradient, before=stage - 1: record.mark(f"backward {before}"))
+            calls[name] += 1
+            return forward(*args, **kwargs)
+
+        return call
 
     with ExitStack() as stack:
         stack.enter_context(preserve_state(root, CPU))
         stack.enter_context(dropped_gradients(root))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for name in {name for name, _ in begins}:
-            hook = partial(enter, name)
-            stack.callback(root.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True).remove)
+        stack.enter_context(patched(forward_patches(root, counted, {name for name, _ in begins})))
         record = stack.enter_context(recorded_memory())
         loss = loss_of_step()
         record.settle()

@@ -36,8 +36,9 @@ class Wide(LightningModule):
 class Blocks(Wide):
     """Twelve blocks behind a large embedding: each of its own, or one that is called twelve times, as in ALBERT."""
 
-    def __init__(self, shared: bool) -> None:
+    def __init__(self, shared: bool, by_forward: bool) -> None:
         super().__init__(64, 96)
+        self.by_forward = by_forward
         self.embedding = nn.Embedding(20000, self.width)
         one = self._block()
         self.blocks = nn.ModuleList(one if shared else self._block() for _ in range(12))
@@ -50,7 +51,7 @@ class Blocks(Wide):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x = batch[0] + self.embedding(batch[1])
         for block in self.blocks:
-            x = block(x)
+            x = block.forward(x) if self.by_forward else block(x)
         return F.cross_entropy(self.net(x), batch[1])
 
     def configure_optimizers(self) -> Any:

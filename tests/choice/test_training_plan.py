@@ -128,7 +128,7 @@ def test_a_plan_of_a_small_module() -> None:
 
 
 def test_stages_may_begin_at_a_later_call_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Both modules are cut alike: blocks are the units, and take as long as each other.
+    # All modules are cut alike: blocks are the units, and take as long as each other.
     def choose_blocks(traced: Any, modules: Any, *_: Any) -> Any:
         return build_graph(traced, modules, [name for name in modules.calls if name.count(".") < 2])
 
@@ -138,12 +138,12 @@ def test_stages_may_begin_at_a_later_call_of_one_module(monkeypatch: pytest.Monk
     monkeypatch.setattr(pipelines, "choose_units", choose_blocks)
     monkeypatch.setattr(pipelines, "time_nodes", time_alike)
     found = []
-    for shared in (True, False):
-        estimates = {estimate.name: estimate for estimate in lightning_smddp.plan(Blocks(shared), 3, 1.0).estimates}
+    for options in ((True, False), (False, False), (False, True)):
+        estimates = {estimate.name: estimate for estimate in lightning_smddp.plan(Blocks(*options), 3, 1.0).estimates}
         memory = estimates["smddp_pipeline"].memory
         assert memory is not None
         found.append(memory.activations)
-    assert found[0] == found[1]
+    assert found == found[:1] * 3
 
 
 def test_optimizers_that_cannot_be_shared_are_said() -> None:

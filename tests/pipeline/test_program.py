@@ -109,6 +109,22 @@ def test_sizes_that_depend_on_values_and_leave_a_module() -> None:
     assert between.units == ("net",)
 
 
+def test_what_is_made_of_chosen_rows_may_have_a_size_of_its_own() -> None:
+    root, x = nn.ModuleDict({name: nn.Linear(D, D) for name in "abc"}), torch.randn(4, D)
+
+    def step() -> Tensor:
+        h = root["a"](x)
+        chosen = h[h.sum(1) > 0]
+        h = root["b"](h + chosen.mean(0)) / chosen.square().sum()
+        loss: Tensor = root["c"](h).mean()
+        return loss
+
+    record = trace(step, root, CPU)
+    found = build_graph(record, Modules(record, root), "abc")
+    assert {names(found)[item.index] for item in found.nodes if item.varies} == {"__getitem__", "square"}
+    assert [found.nodes[cut].name for cut in possible_cuts(found)] == ["c"]
+
+
 # ---- times ----
 
 

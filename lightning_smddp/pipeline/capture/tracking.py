@@ -47,7 +47,7 @@ class Storage:
         bound: what is in it depends on a parameter or a random number.
         opaque: the event of the opaque operation that made it.
         parameter, buffer: first name of the parameter or buffer that lies in it.
-        varies: sizes of tensors in it depend on values that a module made.
+        varying: sizes of tensors in it that depend on values that a module made.
         tensors: those in it that are values; some may be gone.
     """
 
@@ -57,7 +57,7 @@ class Storage:
     opaque: int | None = None
     parameter: str | None = None
     buffer: str | None = None
-    varies: bool = False
+    varying: set[int] = field(default_factory=set)
     tensors: list[weakref.ref[Tensor]] = field(default_factory=list)
 
     def views(self) -> tuple[Tensor, ...]:
@@ -132,7 +132,7 @@ class Tracking:
             spec=spec,
             storage=storage.number,
             sendable=tensor.layout == torch.strided and not tensor.is_nested,
-            varies=storage.varies and spec.shape != (),
+            varies=not storage.varying.isdisjoint(spec.shape),
         )
         values.append(value)
         storage.bound = storage.bound or binds
@@ -218,10 +218,16 @@ class Tracking:
             # these have the batch whose values decide.
             self.refuse_whole(f"the size of a tensor at {event.location} depends on the batch's values")
         sized = given[:1] if event.name in PUTS_ROWS_BACK else given
-        if event.sized_by_module or any(self.storage_of(tensor).varies for tensor in sized):
-            for tensor in made:
-                if not any(tensor is one for one in given):  # which in place are as large as before
-                    self.storage_of(tensor).varies = True
+        varying: set[int] = set().union(*(self.storage_of(tensor).varying for tensor in sized))
+        if not event.sized_by_module and not varying:
+            return
+        fixed = {1}.union(*(TensorSpec.of(tensor).shape for tensor in given))
+        for tensor in made:
+            shape = TensorSpec.of(tensor).shape
+            sizes = varying.intersection(shape)
+            if event.sized_by_module:  # all rows may have been chosen, this time
+                sizes.update(set(shape) - fixed or shape[:1])
+            self.storage_of(tensor).varying |= sizes
 
     def note_free(self, event: Event, made: list[Tensor], mutated: Collection[Tensor]) -> None:
         """A free operation is done again by each stage, so its changes in place must not be hidden in a unit."""
