@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -140,6 +141,37 @@ def share_views(group: dist.ProcessGroup) -> tuple[bool, bool, list[float], list
 def test_the_bucket_itself_moves_into_shared_memory_with_all_its_views() -> None:
     for rank, result in enumerate(run_in_threads(share_views, 2)):
         assert result == (False, True, [2001.0, 2003.0, 2005.0], [0.0 + rank, 1.0 + rank, 2.0 + rank])
+
+
+def memory_files() -> set[str]:
+    """Device and number of the files that this process has mapped and nobody can open."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {" ".join(line.split()[3:5]) for line in lines if line.endswith("(deleted)")}
+
+
+def move_bucket(group: dist.ProcessGroup) -> float:
+    with memory_of(group) as memory:
+        tensor = torch.ones(5000)
+        memory.all_reduce(tensor, 0)
+        tensor = torch.full((7000,), 2.0)
+        memory.all_reduce(tensor, 0)
+        return tensor.mean().item()
+
+
+def test_no_rank_keeps_a_slots_last_memory_beside_the_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDP makes its buckets anew in the second step: for a moment they were there three times."""
+    share, met, still = shared_memory.share_storage, threading.Barrier(2), []
+
+    def look(tensor: Tensor) -> int:
+        met.wait(20)  # both have let go of what they had
+        still.append(memory_files())
+        met.wait(20)
+        return share(tensor)
+
+    monkeypatch.setattr(shared_memory, "share_storage", look)
+    before = memory_files()
+    assert run_in_threads(move_bucket, 2) == [4.0, 4.0]
+    assert still == [before] * 4
 
 
 # ---- when sharing fails ----
