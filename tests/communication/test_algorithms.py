@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from lightning_smddp.communication import communicator as communicator_module
 from lightning_smddp.communication import node_mesh
-from lightning_smddp.communication.algorithms import TwoLevel
+from lightning_smddp.communication.algorithms import Native, TwoLevel
 from lightning_smddp.communication.communicator import Communicator, reduce_once
 from lightning_smddp.communication.shared_memory import SharedMemory
 from tests.communication.errors import message_of
@@ -142,6 +143,29 @@ def test_what_is_still_queued_fails_when_its_algorithm_is_closed() -> None:
     algorithm.close()
     assert "closed before the gradients were exchanged" in message_of(RuntimeError, future.wait)
     thread.shutdown()
+
+
+def let_go_of_while_under_way() -> bool:
+    """Whether the backend's thread would be the last one to hold the group."""
+    communicator, apart = communicate(), dist.new_group()
+    native, tensor = Native(communicator.group), torch.ones(3)
+    held = weakref.ref(native)
+    if dist.get_rank() == 1:
+        dist.barrier(apart)  # till then the other rank's is under way
+    future = native.all_reduce(tensor, 0)
+    del native
+    is_held = held() is not None
+    if dist.get_rank() == 0:
+        assert not future.done()
+        dist.barrier(apart)
+    future.wait()
+    communicator.close()
+    return is_held
+
+
+def test_what_follows_a_collective_does_not_hold_its_group() -> None:
+    """Else gloo's thread may be the one that frees it, and end the process."""
+    assert run_ranks(let_go_of_while_under_way, 2) == [False, False]
 
 
 # ---- the communicator ----
