@@ -1,9 +1,9 @@
 """From a whole module and its first batch to a :class:`PartitionedModule`, on all ranks together.
 
-In this order: trace the step, make it a graph and choose where to cut that (:func:`divide` of
+In this order: trace the step, make it a graph and choose where to cut that (:func:`make_plan` of
 ``pipeline/partition/plan.py``); run the plain loop while the first rank has the whole module; let go of other ranks'
 parameters; compare the pipeline with the loop; leave each optimizer the states of this rank's. Then
-:class:`PipelinedModule` chooses the loss weights. The batch itself is trained on afterwards, as any other.
+``pipelined_module.py`` chooses the loss weights. The batch itself is trained on afterwards, as any other.
 
 Never silently wrong: the comparison is with a plain loop on the first rank, while that has the whole module. The user's
 step runs there on two micro-batches, one after the other, with attributes and buffers as the first has left them, and a
@@ -42,7 +42,7 @@ from lightning_smddp.pipeline.mesh import held_parameters
 from lightning_smddp.pipeline.partition.assignment import nodes_by_stage
 from lightning_smddp.pipeline.partition.costs import cluster_of, explained_shortage, in_flight, links_between
 from lightning_smddp.pipeline.partition.microbatches import MicroBatches
-from lightning_smddp.pipeline.partition.plan import PartitionPlan, Trial, divide
+from lightning_smddp.pipeline.partition.plan import PartitionPlan, Trial, make_plan
 from lightning_smddp.pipeline.partition.self_check import (
     EXACT,
     MIXED,
@@ -85,7 +85,7 @@ def partition(
         before: the module as it is.
         step: to partition by.
         microbatches: of the first batch.
-        known: an earlier plan's ``decision``, which is kept if the step is still the same; see :func:`divide`.
+        known: an earlier plan's ``decision``, which is kept if the step is still the same; see :func:`make_plan`.
 
     Raises:
         SplitError, VerificationError: on every rank: it cannot be done, or would train something else. Every rank has
@@ -159,7 +159,7 @@ def _plan(
     fetch = None if setup.is_whole() else partial(_first_values, before, seed)
     last = len(microbatches) - 1
     with step.alone(microbatches[last], Generators(setup.module, setup.device), last) as run:
-        return divide(
+        return make_plan(
             Trial(run, partial(step.loss, microbatches[last]), fetch),
             setup.module,
             setup.device,

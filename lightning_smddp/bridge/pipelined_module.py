@@ -1,8 +1,9 @@
 """A LightningModule on the ranks of a pipeline, in whatever state: from its first batch to the end of a run.
 
-The first training batch partitions it; see ``partitioned_module.py``. A training step runs forward and backward, any
-other step forward. The first batch of an evaluation step shows how it can be run: as a pipeline of micro-batches, as
-one micro-batch where those of parts cannot be put together, or in *lockstep* where it cannot be cut into stages.
+The first training batch partitions it (``partitioning.py``); ``partitioned_module.py`` is what it is then. A training
+step runs forward and backward, any other step forward. The first batch of an evaluation step shows how it can be run:
+as a pipeline of micro-batches, as one micro-batch where those of parts cannot be put together, or in *lockstep* where
+it cannot be cut into stages.
 """
 
 from __future__ import annotations

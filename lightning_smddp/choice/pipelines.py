@@ -25,7 +25,7 @@ from lightning_smddp.pipeline.partition.assignment import parameter_stages_of
 from lightning_smddp.pipeline.partition.costs import LOOPBACK, Cluster, cluster_of, in_flight, time_nodes
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, rows_of
 from lightning_smddp.pipeline.partition.plan import refuse_external_writes
-from lightning_smddp.pipeline.partition.split import choose_units, partition
+from lightning_smddp.pipeline.partition.split import choose_cuts, choose_units
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.schedules import parse
 from lightning_smddp.seeding import Generators
@@ -144,7 +144,7 @@ def _profiles(
         graph = choose_units(traced, Modules(traced, module), cluster, None, checkpointing)
         with preserve_state(module, CPU):
             times = time_nodes(graph, run, loss_of, module, CPU)
-        cuts = partition(graph, cluster, times, None, checkpointing).cuts
+        cuts = choose_cuts(graph, cluster, times, None, checkpointing).cuts
         (whole,) = profile_step(lambda: loss_of(run()), module)
         # Units that are checkpointed keep their inputs alone, and run again in the backward, as in training.
         replaced = []

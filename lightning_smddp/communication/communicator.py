@@ -207,7 +207,7 @@ class Communicator:
     def _memory(self, mesh: int) -> SharedMemory:
         return SharedMemory(self._meshes[mesh], self.topology.num_shards, self.on_wait, self.zero_copy)
 
-    def everyone(self, purpose: str) -> dist.ProcessGroup:
+    def group_of_all(self, purpose: str) -> dist.ProcessGroup:
         """A group of all ranks, for one purpose. Collective."""
         return self._new_group(purpose, tuple(range(self.world_size)))
 

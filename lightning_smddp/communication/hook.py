@@ -67,7 +67,7 @@ class GradientSynchronizer:
                         "compression='powersgd' is torch's hook, which takes gradients of CPUs only where no GPU is "
                         "visible. Set CUDA_VISIBLE_DEVICES='', or use another compression."
                     )
-                self._powersgd = PowerSGD(communicator.everyone("powersgd"), communicator.thread, compression)
+                self._powersgd = PowerSGD(communicator.group_of_all("powersgd"), communicator.thread, compression)
             elif compression.error_feedback:
                 self._feedback = ErrorFeedback()
         if self._powersgd is None:

@@ -1,4 +1,4 @@
-"""Ranks of one node reduce through shared memory: no socket, no copy.
+"""Ranks of one node reduce through shared memory: values are not copied, and go through no socket.
 
 DDP's own bucket is moved into a shared segment in place (by ``share_storage`` of ``_compat/torch.py``), and every rank
 maps every other rank's bucket. Rank i then sums slice i of all of them, in chunks that stay in cache, and writes the

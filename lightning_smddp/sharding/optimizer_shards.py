@@ -284,8 +284,8 @@ class ShardedPiece:
     """Elements [low, high) of a parameter, which this rank steps.
 
     Attributes:
-        parameter: they as a parameter of its own, in the memory that a step writes: of one dimension, or, where
-            parameters are not split, of the whole's shape.
+        parameter: these elements as a parameter of their own, in the memory that a step writes: of one dimension, or,
+            where parameters are not split, of the whole's shape.
     """
 
     low: int

@@ -6,7 +6,10 @@ A step, by hooks of the user's own optimizer (``OptimizerShards``):
    are averaged as ever, so each rank has all of them; for :meth:`ShardedOptimizers.clip_by_norm` it reads its share.
 2. The optimizer's groups get this rank's pieces in place of the parameters, with the same parts of the gradients. It
    steps these, in the rank's flat memory (``flat_parameters.py``).
-3. The groups get their parameters again, and ``end_step`` brings all shares to all ranks.
+3. The groups get their parameters again, and ``FlatParameters.end_step`` brings all shares to all ranks.
+
+They are made by ``strategies/ddp_scheme.py`` when optimizers are set up, and for the replicas of a pipeline's stage by
+``bridge/partitioning.py`` at its first batch. ``optimizer_states.py`` makes their states whole for a checkpoint.
 """
 
 from __future__ import annotations

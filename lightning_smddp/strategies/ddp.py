@@ -1,4 +1,4 @@
-"""``Trainer(strategy="smddp")``: Lightning's DDPStrategy with our communication hook.
+"""``Trainer(strategy="smddp")``: Lightning's DDPStrategy with our communication hook (by ``ddp_scheme.py``).
 
 Written once for both packages that Lightning is published as; ``lightning.py`` and ``pytorch_lightning.py`` put it on
 top of their ``DDPStrategy``.

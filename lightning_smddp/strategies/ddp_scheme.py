@@ -1,4 +1,8 @@
-"""How ``smddp`` averages gradients and shards optimizers: the same for the Trainer and for Fabric."""
+"""How ``smddp`` averages gradients and shards optimizers: the same for the Trainer and for Fabric.
+
+The hook that :meth:`DDPScheme.wrap` gives to DDP is ``communication/hook.py``; :meth:`DDPScheme.shard_optimizers` is
+where ``shard="optimizer"`` begins, in ``sharding/sharded_optimizers.py``.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ The way of ``trainer.save_checkpoint(path)``:
 
 1. Lightning collects the checkpoint on every rank; a pipeline gathers its parts on the first rank
    (``pipeline/state/state_dict.py``, ``optimizer.py``), or with ``sharded`` gives each rank its own. The state of
-   optimizers whose work ranks share is put together by ``sharding/optimizer_states.py``.
+   optimizers whose work ranks share is put together by ``sharding/optimizer_states.py``, what FSDP2 or DeepSpeed has
+   divided by ``sharding/whole_states.py`` and ``deepspeed/whole_states.py``.
 2. ``TrainerStrategy.save_checkpoint`` adds what an exact resume and compression need, and calls :meth:`Saving.save`.
 3. A plain file is written by the first rank: the CheckpointIO, :class:`SafeFiles` (in a thread with
    ``async_save``), ``checkpoint/files.py``. With ``sharded`` every rank writes to a directory:
@@ -170,7 +171,8 @@ class SafeFiles(_Base):
 
     Local files are written beside their place and renamed; URLs (``s3://...``) likewise, in their store. They stay
     readable by ``torch.load`` and by Lightning without this package. Their checksums are compared before they are
-    loaded, and tensors and plain data alone are.
+    loaded, and tensors and plain data alone are. Users know it as ``SafeCheckpointIO``, which is this on top of their
+    Lightning's ``CheckpointIO`` (``lightning.py``, ``pytorch_lightning.py``).
 
     Args:
         asynchronous: write in a thread. Saving then takes as long as copying all tensors to host memory, which holds

@@ -23,7 +23,7 @@ from lightning_smddp.pipeline.capture.tracer import Fetch, StepCall, trace
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.partition.assignment import ParameterStages, ownership_of, parameter_stages_of
 from lightning_smddp.pipeline.partition.costs import Cluster, LossIn, NodeTimes, explained_shortage, time_nodes
-from lightning_smddp.pipeline.partition.split import choose_units, partition
+from lightning_smddp.pipeline.partition.split import choose_cuts, choose_units
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 
 Result = TypeVar("Result")
@@ -68,17 +68,17 @@ class Trial:
     """A step to run for nothing, on one micro-batch.
 
     Attributes:
-        traced: runs it.
+        run: does so, and returns what the step returned.
         loss_of: the loss in what the step returned; None if there is none.
         fetch: gives the first values of a parameter that has no memory yet. None: all have.
     """
 
-    traced: StepCall
+    run: StepCall
     loss_of: LossIn
     fetch: Fetch | None = None
 
 
-def divide(
+def make_plan(
     trial: Trial,
     root: nn.Module,
     device: torch.device,
@@ -96,7 +96,7 @@ def divide(
     Raises:
         SplitError: on every rank, when the step cannot be divided so; the message says why and what to do.
     """
-    traced = record(trial.traced, root, device, group, trial.fetch)
+    traced = record(trial.run, root, device, group, trial.fetch)
     modules = Modules(traced, root)
     if split is not None or (known is not None and len(known["stage_seconds"]) != cluster.num_stages):
         known = None
@@ -109,7 +109,7 @@ def divide(
                     return known, _measure(graph, trial, root, device)
         graph = choose_units(traced, modules, cluster, split, checkpointing)
         times = _measure(graph, trial, root, device)
-        found = partition(graph, cluster, times, split, checkpointing)
+        found = choose_cuts(graph, cluster, times, split, checkpointing)
         decision = {  # checkpoints keep it, so keys stay as they are
             "splitting": {"units": list(graph.units), "cuts": list(found.cuts)},
             "stage_seconds": found.stage_seconds,
@@ -141,7 +141,7 @@ def _measure(graph: StepGraph, trial: Trial, root: nn.Module, device: torch.devi
     if trial.fetch is not None:
         return NodeTimes.of_trace(graph)
     with explained_shortage(), preserve_state(root, device):
-        return time_nodes(graph, trial.traced, trial.loss_of, root, device)
+        return time_nodes(graph, trial.run, trial.loss_of, root, device)
 
 
 # ---- on all ranks together -------------------------------------------------------------------------------------------

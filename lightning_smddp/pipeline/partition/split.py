@@ -71,7 +71,7 @@ def _can_open(name: str, modules: Modules) -> bool:
     return name not in modules.must_be_whole and any(inner.startswith(f"{name}.") for inner in modules.calls)
 
 
-def partition(
+def choose_cuts(
     graph: StepGraph,
     cluster: Cluster,
     times: NodeTimes,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import pipeline_schedule_class, run_pipeline_schedule
 from lightning_smddp.communication.groups import connect_pairs
+from lightning_smddp.pipeline.capture.boundaries import StagePlan
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.mesh import Channel, Groups
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
@@ -24,7 +25,6 @@ from lightning_smddp.pipeline.runtime.spans import SpanRecorder
 from lightning_smddp.pipeline.runtime.stage import Compute, RunningStep, Stage
 from lightning_smddp.pipeline.runtime.stage_program import (
     StagedStep,
-    StagePlan,
     StageProgram,
     Step,
     TracedPath,
