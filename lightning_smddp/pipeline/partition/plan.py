@@ -43,7 +43,6 @@ class PartitionPlan:
         cluster: what it was divided for.
         ownership: which pipeline ranks hold which parameters.
         parameter_stages: for each parameter the stages that use it.
-        times: of the graph's nodes.
         decision: what the first rank decided, by times that it measured, in JSON: with the predicted ``stage_seconds``
             (forward and backward of a micro-batch) and ``stage_memory`` (bytes).
     """
@@ -53,7 +52,6 @@ class PartitionPlan:
     cluster: Cluster
     ownership: Ownership
     parameter_stages: ParameterStages
-    times: NodeTimes
     decision: Mapping[str, Any]
 
     @property
@@ -101,26 +99,24 @@ def make_plan(
     if split is not None or (known is not None and len(known["stage_seconds"]) != cluster.num_stages):
         known = None
 
-    def decide() -> tuple[Mapping[str, Any], NodeTimes]:
+    def decide() -> Mapping[str, Any]:
         if known is not None:
             with suppress(SplitError):  # units of other code make another graph, or none
-                graph = build_graph(traced, modules, known["splitting"]["units"])
-                if graph.digest() == known["digest"]:
-                    return known, _measure(graph, trial, root, device)
+                if build_graph(traced, modules, known["splitting"]["units"]).digest() == known["digest"]:
+                    return known
         graph = choose_units(traced, modules, cluster, split, checkpointing)
         times = _measure(graph, trial, root, device)
         found = choose_cuts(graph, cluster, times, split, checkpointing)
-        decision = {  # checkpoints keep it, so keys stay as they are
+        return {  # checkpoints keep it, so keys stay as they are
             "splitting": {"units": list(graph.units), "cuts": list(found.cuts)},
             "stage_seconds": found.stage_seconds,
             "stage_memory": found.stage_memory,
             "digest": graph.digest(),
         }
-        return decision, times
 
     # Measured times differ between ranks, and with them the best units and cuts. So one rank decides, and all work out
     # from its words what follows: graph, stages and owners are the same functions of the same values.
-    decision, times = first(decide, group)
+    decision = first(decide, group)
     graph = same_graph(traced, modules, decision["splitting"]["units"], group)
     stages = cut_into_stages(graph, decision["splitting"]["cuts"])
     parameter_stages = parameter_stages_of(graph, stages, [name for name, _ in root.named_parameters()])
@@ -131,7 +127,6 @@ def make_plan(
         cluster=cluster,
         ownership=ownership_of(graph, stages, parameter_stages, cluster.rank_of_stage, buffers),
         parameter_stages=parameter_stages,
-        times=times,
         decision=decision,
     )
 
