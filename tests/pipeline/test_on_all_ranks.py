@@ -1,4 +1,4 @@
-"""Ranks that trace a step together: nobody waits for one that has failed."""
+"""Ranks that trace a step together: nobody waits for one that has failed; and what a resumed run takes over."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.records import TensorSpec
 from lightning_smddp.pipeline.partition import plan
-from lightning_smddp.pipeline.partition.plan import OnAllRanks
+from lightning_smddp.pipeline.partition.costs import cluster_of
+from lightning_smddp.pipeline.partition.plan import OnAllRanks, Trial, make_plan
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from tests.ranks import run_in_threads
 
@@ -98,3 +99,33 @@ def test_what_cannot_be_put_back_is_left() -> None:
         root["kept"].shown = None
     assert root["kept"].shown is remote
     assert root["norm"].num_batches_tracked == 0
+
+
+# ---- a resumed run ----
+
+
+def divided_again(group: dist.ProcessGroup) -> tuple[int, list[int], int]:
+    """Where the second stage begins in an earlier plan; all stages with it; runs, also with that of another step."""
+    root, runs = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), []
+
+    def step() -> torch.Tensor:
+        runs.append(None)
+        loss: torch.Tensor = root(torch.ones(1, 2)).sum()
+        return loss
+
+    def divided(known: Any = None) -> plan.PartitionPlan:
+        return make_plan(Trial(step, lambda loss: loss), root, CPU, group, cluster, None, False, known)
+
+    cluster = cluster_of(root, [], [0, 0], [1, 1], ())
+    decision = divided().decision
+    cut = 3 - decision["splitting"]["cuts"][0]  # the other possible one
+    known = {**decision, "splitting": {**decision["splitting"], "cuts": [cut]}}
+    kept = [stage.begin for stage in divided(known).stages]
+    divided({**known, "digest": "of another step"})
+    return cut, kept, len(runs)
+
+
+def test_a_resumed_run_keeps_its_stages_if_the_step_is_the_same() -> None:
+    ((cut, kept, runs),) = run_in_threads(divided_again, 1)
+    assert kept == [0, cut]
+    assert runs == 5  # a trace each, and a measurement where the stages are not known
