@@ -37,7 +37,6 @@ from tests.strategies.pipeline_learners import Cases
         ({"bucket_cap_mb": 0}, ["bucket_cap_mb=0", "positive", "None"]),
         ({"bucket_cap_mb": float("nan")}, ["bucket_cap_mb=nan", "positive"]),
         ({"timeout": "x"}, ["timeout='x'", "timedelta"]),
-        ({"accelerator": "native"}, ["accelerator='native'", "write algorithm='native'"]),
     ],
     ids=str,
 )
