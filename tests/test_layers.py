@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -167,6 +168,19 @@ def test_names_are_the_words_of_the_field() -> None:
     for path in source_files():
         for node in nodes(path):
             offenders += describe(path, [(node.lineno, name) for name in names_in(node) if name in RETIRED])
+    assert offenders == []
+
+
+def test_names_in_docstrings_and_comments_exist() -> None:
+    """``Class.member``, and what roles such as ``:meth:`` name."""
+    known = {name for path in source_files() for node in nodes(path) for name in [path.stem, *names_in(node)]}
+    text = re.compile(r"`([A-Z]+[a-z]\w*\.\w+)|:(?:class|func|meth|data):`~?([\w.]+)`")
+    offenders = []
+    for path in source_files():
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            named = [member or role for member, role in text.findall(line)]
+            missing = [name for name in named if not known.issuperset(name.lstrip(".").split(".")[-2:])]
+            offenders += describe(path, [(number, name) for name in missing])
     assert offenders == []
 
 
