@@ -35,7 +35,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command whose paths are relative to the repository, in a directory of its own."""
     absolute = [str(ROOT / word) if word.startswith("examples/") else word for word in command]
-    environment = {"XDG_CACHE_HOME": str(directory / "cache"), "COLUMNS": "100", **(more or {})}
+    environment = {"COLUMNS": "100", **(more or {})}
     return run_program(absolute, directory, environment, timeout)
 
 
@@ -177,7 +177,7 @@ def test_mpirun_example(tmp_path: Path) -> None:
     words = (EXAMPLES / "mpirun.sh").read_text().splitlines()[1].removeprefix("# ").split()
     command = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
     variables = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "CUDA_VISIBLE_DEVICES": ""}
-    variables |= {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path), "COLUMNS": "100"}
+    variables |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "COLUMNS": "100"}
     variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     result = subprocess.run(
         [*command, "--strategy", "smddp_pipeline"],

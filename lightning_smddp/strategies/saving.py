@@ -21,6 +21,7 @@ a directory no more is read (``checkpoint/stored.py``). Which checkpoint it is w
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -218,6 +219,9 @@ class SafeFiles(_Base):
             )
         self.teardown()  # before there are two in memory
         if self.asynchronous and "state_dict" in checkpoint:  # not the file by which `ddp_spawn` returns weights
+            fs, name = files.locate(path)
+            if fs is None:  # Lightning links to the file (`save_last="link"`) before it is there
+                os.makedirs(os.path.dirname(name), exist_ok=True)
             self._thread = ThreadPoolExecutor(1, "checkpoint writer")
             self._last = self._thread.submit(files.save, _snapshot(checkpoint), path)
         else:

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_smddp import CheckpointError, SafeCheckpointIO
-from lightning_smddp.strategies import saving
+from lightning_smddp.checkpoint import files
 from lightning_smddp.strategies.saving import require_trainers
 from tests.checkpoint.models import assert_equal, example
 
@@ -48,51 +48,45 @@ def fit(directory: Path, plugins: list[Any], epochs: int, start: Path | None = N
     return trainer
 
 
-# ---- in Trainers ----
-
-
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning")
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_exchanges_checkpoints_with_plain_lightning(asynchronous: bool, tmp_path: Path) -> None:
+    """And links to those that may still be written."""
+    ours, io = tmp_path / "ours", SafeCheckpointIO(asynchronous=asynchronous)
     torch.manual_seed(1)
     unbroken = fit(tmp_path, [], 3).model
     torch.manual_seed(1)
-    fit(tmp_path / "ours", [SafeCheckpointIO(asynchronous=asynchronous)], 2)
+    fit(ours, [io], 2, save_top_k=1, save_last="link")
+    assert (ours / "last.ckpt").is_symlink()
+    assert sorted(os.listdir(ours)) == ["epoch=1.ckpt", "last.ckpt"]
     torch.manual_seed(2)
-    for start, loading in ((tmp_path / "ours", []), (tmp_path, [SafeCheckpointIO()])):
-        resumed = fit(start, loading, 3, start / "epoch=1.ckpt")
+    for start, loading in ((ours / "last.ckpt", []), (tmp_path / "epoch=1.ckpt", [SafeCheckpointIO()])):
+        resumed = fit(start.parent, loading, 3, start)
         assert resumed.global_step == 9
         assert_equal(dict(resumed.model.state_dict()), dict(unbroken.state_dict()))
 
 
-def test_storage_options() -> None:
+def test_what_cannot_be_used() -> None:
     with pytest.raises(TypeError, match="AWS_ENDPOINT_URL"):
         SafeCheckpointIO().save_checkpoint({}, "memory://a.ckpt", storage_options={"key": "x"})
-
-
-def test_what_no_trainer_saved() -> None:
     require_trainers(example(), "a.ckpt")
-    with pytest.raises(CheckpointError, match=r"a.ckpt: was not saved by a Trainer"):
-        require_trainers({"weight": 1, "bias": 2}, "a.ckpt")
-    with pytest.raises(CheckpointError, match="was not saved by a Trainer"):
-        require_trainers([], "a.ckpt")
+    for other in ({"weight": 1, "bias": 2}, []):
+        with pytest.raises(CheckpointError, match=r"a.ckpt: was not saved by a Trainer"):
+            require_trainers(other, "a.ckpt")
 
 
 # ---- in the background ----
 
 
 class Gate:
-    """Holds back writing until it is opened."""
+    """Holds back writing until it is opened; ``error`` is raised then."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.open, self.reached, self.error = threading.Event(), threading.Event(), None
-        self._write = saving.files.write
-        monkeypatch.setattr(saving.files, "write", self)
+    def __init__(self, write: Any) -> None:
+        self.open, self.error, self._write = threading.Event(), None, write
 
     error: BaseException | None
 
     def __call__(self, *args: Any) -> None:
-        self.reached.set()
         assert self.open.wait(20)
         if self.error is not None:
             raise self.error
@@ -101,33 +95,26 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate(monkeypatch)
+    gate = Gate(files.write)
+    monkeypatch.setattr(files, "write", gate)
     yield gate
     gate.open.set()
 
 
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_returns_before_it_is_written(gate: Gate, tmp_path: Path) -> None:
     """Also what has memory of its own in no file: views, parameters, graphs."""
-    io, weight = SafeCheckpointIO(asynchronous=True), torch.arange(12.0).view(3, 4)
+    io, checkpoint = SafeCheckpointIO(asynchronous=True), example()
     more = {
-        "columns": weight[:, 1:3],
         "parameter": torch.nn.Parameter(torch.ones(2)),
         "sparse": torch.eye(3).to_sparse(),
+        "negated": torch.tensor([1 + 2j]).conj().imag,
+        "graph": 2 * torch.ones(1, requires_grad=True),
     }
-    more |= {"negated": torch.tensor([1 + 2j]).conj().imag, "graph": 2 * torch.ones(1, requires_grad=True)}
-    checkpoint, expected = {**example(), **more}, {name: value.detach().clone() for name, value in more.items()}
-    io.save_checkpoint(checkpoint, tmp_path / "a.ckpt")
-    checkpoint["state_dict"]["weight"].zero_()
-    checkpoint["hyper_parameters"]["width"] = 0
-    for value in more.values():
+    expected = {name: value.detach().clone() for name, value in more.items()}
+    io.save_checkpoint({**checkpoint, **more}, tmp_path / "a.ckpt")
+    for value in (checkpoint["state_dict"]["weight"], *more.values()):
         value.detach().zero_()
+    checkpoint["hyper_parameters"]["width"] = 0
     assert os.listdir(tmp_path) == []
     gate.open.set()
     loaded = io.load_checkpoint(tmp_path / "a.ckpt")  # which waits
@@ -140,10 +127,7 @@ def test_returns_before_it_is_written(gate: Gate, tmp_path: Path) -> None:
 
 def test_removes_the_old_one_after_the_new_one_is_there(gate: Gate, tmp_path: Path) -> None:
     io = SafeCheckpointIO(asynchronous=True)
-    gate.open.set()
-    io.save_checkpoint(example(1), tmp_path / "old.ckpt")
-    io.teardown()
-    gate.open.clear()
+    (tmp_path / "old.ckpt").touch()
     io.save_checkpoint(example(2), tmp_path / "new.ckpt")
     io.remove_checkpoint(tmp_path / "old.ckpt")
     assert os.listdir(tmp_path) == ["old.ckpt"]
@@ -155,17 +139,15 @@ def test_removes_the_old_one_after_the_new_one_is_there(gate: Gate, tmp_path: Pa
 
 
 def test_a_failure_is_known_at_once_and_raised_once(gate: Gate, tmp_path: Path) -> None:
-    io = SafeCheckpointIO(asynchronous=True)
-    gate.open.set()
-    io.save_checkpoint(example(1), tmp_path / "old.ckpt")
-    io.teardown()
-    gate.open.clear()
-    gate.error = OSError(errno.ENOSPC, "No space left on device")
+    io, gate.error = SafeCheckpointIO(asynchronous=True), OSError(errno.ENOSPC, "No space left on device")
+    (tmp_path / "old.ckpt").touch()
     io.save_checkpoint(example(2), tmp_path / "new.ckpt")
     io.remove_checkpoint(tmp_path / "old.ckpt")
     assert io.failure is None
     gate.open.set()
-    wait_until(lambda: io.failure)
+    deadline = time.monotonic() + 20
+    while io.failure is None and time.monotonic() < deadline:
+        time.sleep(0.005)
     assert io.failure is gate.error
     io.remove_checkpoint(tmp_path / "old.ckpt")
     assert os.listdir(tmp_path) == ["old.ckpt"], "what should have been replaced stays"
@@ -179,14 +161,7 @@ def test_a_failure_is_known_at_once_and_raised_once(gate: Gate, tmp_path: Path) 
     assert sorted(os.listdir(tmp_path)) == ["new.ckpt", "old.ckpt"]
 
 
-def test_what_spawn_returns_is_written_at_once(gate: Gate, tmp_path: Path) -> None:
+def test_what_spawn_returns_is_written_at_once(tmp_path: Path) -> None:
     """Lightning's main process reads it as soon as it is told where, and knows nothing of our thread."""
-    gate.open.set()
     SafeCheckpointIO(asynchronous=True).save_checkpoint({"layer.weight": torch.ones(2)}, tmp_path / "a.ckpt")
     assert os.listdir(tmp_path) == ["a.ckpt"]
-
-
-def test_links_to_files_that_are_written_in_the_background(tmp_path: Path) -> None:
-    fit(tmp_path, [SafeCheckpointIO(asynchronous=True)], 1, save_top_k=1, save_last="link")
-    assert (tmp_path / "last.ckpt").is_symlink()
-    assert SafeCheckpointIO().load_checkpoint(tmp_path / "last.ckpt")["global_step"] == 3

@@ -9,14 +9,13 @@ import pickle
 import resource
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from lightning_smddp.checkpoint import files
 from lightning_smddp.checkpoint.files import CheckpointError
-from tests.checkpoint.models import assert_equal, example, flip, save
+from tests.checkpoint.models import Malicious, assert_equal, example, flip, save
 
 # ---- what the file is ----
 
@@ -89,14 +88,6 @@ def test_other_files(tmp_path: Path) -> None:
 
 
 # ---- code ----
-
-
-class Malicious:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.marker}",)
 
 
 def test_malicious_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,63 +26,35 @@ sys.stdin.read()
 """
 
 
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        yield process.stdout.readline().decode().strip()
-    finally:
-        process.stdin.close()
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
 @pytest.fixture
-def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The URL of an empty bucket."""
-    for name, value in {
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }.items():
-        monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
-    fs = s3fs.S3FileSystem()
-    fs.mkdir("bucket")
-    yield "s3://bucket"
-    fs.rm("bucket", recursive=True)
-    s3fs.S3FileSystem.clear_instance_cache()
-
-
-def names(bucket: str) -> list[str]:
-    return sorted(s3fs.S3FileSystem().find(bucket, refresh=True))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
+        assert server.stdout is not None
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.stdout.readline().decode().strip())
+        s3fs.S3FileSystem.clear_instance_cache()
+        s3fs.S3FileSystem().mkdir("bucket")
+        yield "s3://bucket"
+        s3fs.S3FileSystem.clear_instance_cache()
+        server.kill()
 
 
 @pytest.mark.slow
-def test_saves_overwrites_loads_and_removes(bucket: str) -> None:
-    io, url = SafeCheckpointIO(), f"{bucket}/run/a.ckpt"
+def test_checkpoints(bucket: str) -> None:
+    """Saved, overwritten, loaded and removed; damage, and the newest one."""
+    io, url, fs = SafeCheckpointIO(), f"{bucket}/run/a.ckpt", s3fs.S3FileSystem()
     for step in (1, 2):
         io.save_checkpoint(example(step), url)
         assert_equal(io.load_checkpoint(url), example(step))
-    assert names(bucket) == ["bucket/run/a.ckpt"]
-    io.remove_checkpoint(url)
-    io.remove_checkpoint(url)
-    assert names(bucket) == []
-    with pytest.raises(FileNotFoundError, match="bucket/run/a.ckpt"):
-        io.load_checkpoint(url)
+    assert fs.find(bucket, refresh=True) == ["bucket/run/a.ckpt"]
 
-
-def test_damage_and_the_newest(bucket: str) -> None:
-    for step, name in enumerate("abc"):  # S3 has times in seconds: of equal ones the last name counts
-        save(f"{bucket}/run/{name}.ckpt", step)
-    fs = s3fs.S3FileSystem()
+    for name in "bc":  # S3 has times in seconds: of equal ones the last name counts
+        save(f"{bucket}/run/{name}.ckpt")
     data = bytearray(fs.cat("bucket/run/c.ckpt"))
     data[len(data) // 2] ^= 1
     fs.pipe("bucket/run/c.ckpt", bytes(data))
@@ -91,3 +63,9 @@ def test_damage_and_the_newest(bucket: str) -> None:
     lines: list[str] = []
     assert newest_checkpoint([f"{bucket}/run"], report=lines.append) == "s3://bucket/run/b.ckpt"
     assert len(lines) == 1
+
+    for _ in range(2):
+        io.remove_checkpoint(url)
+    assert fs.find(bucket, refresh=True) == ["bucket/run/b.ckpt", "bucket/run/c.ckpt"]
+    with pytest.raises(FileNotFoundError, match="bucket/run/a.ckpt"):
+        io.load_checkpoint(url)

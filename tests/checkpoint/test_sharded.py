@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -22,45 +22,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from lightning_smddp.checkpoint import sharded
 from lightning_smddp.checkpoint.files import CheckpointError
 from lightning_smddp.cli import main
-from tests.checkpoint.models import assert_equal, flip
+from tests.checkpoint.models import Malicious, assert_equal, example, flip
 from tests.ranks import run_ranks
 
 NAMES = [{0: "weight", 1: "bias"}]
-DTYPES = [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.bool, torch.int8, torch.float8_e5m2]
-
-
-def example(step: int = 1) -> dict[str, Any]:
-    """What a Trainer saves, with every kind of tensor."""
-    weight = torch.arange(600.0).view(20, 30) + step
-    kinds = {str(dtype): torch.arange(5).to(dtype) for dtype in DTYPES}
-    adam = {"step": torch.tensor(3.0), "exp_avg": weight / 2, "exp_avg_sq": weight / 3}
-    other = {"list": [1, torch.ones(2), (2.5, None)], "dict": {"text": "a", 7: torch.zeros(3)}}
-    return {
-        "epoch": 0,
-        "global_step": step,
-        "pytorch-lightning_version": "2.6.6",
-        "state_dict": {
-            "weight": weight,
-            "tied": weight,
-            **kinds,
-            "module._extra_state": {"any": "thing"},
-            "transposed": weight.t(),
-            "part": weight[2:4, 3:5],
-            "empty": torch.empty(0, 3),
-            "scalar": torch.tensor(5),
-            "conjugated": torch.tensor([1 + 2j, 3 - 4j]).conj(),
-            "bias": nn.Parameter(torch.full((3,), float(step))).detach(),
-        },
-        "loops": {"fit_loop": {"state": [1, 2]}},
-        "callbacks": {"ema": {"values": torch.ones(3)}},
-        "optimizer_states": [
-            {
-                "state": {0: adam, 1: other, "not a parameter": 1},
-                "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}, {"lr": 0.2, "params": [1]}],
-            }
-        ],
-        "lr_schedulers": [],
-    }
 
 
 def save(path: Path, step: int = 1) -> dict[str, Any]:
@@ -161,21 +126,15 @@ def test_directories_of_earlier_versions_and_of_others(tmp_path: Path) -> None:
 # ---- malice ----
 
 
-class Payload:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.marker}",)
+def change_metadata(path: Path, change: Callable[[Any], Any]) -> None:
+    path.write_bytes(pickle.dumps(change(pickle.loads(path.read_bytes()))))
 
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_malicious_metadata_is_refused(inside: bool, tmp_path: Path) -> None:
-    path, payload = tmp_path / "a.ckpt" / ".metadata", Payload(tmp_path / "marker")
+    path, payload = tmp_path / "a.ckpt" / ".metadata", Malicious(tmp_path / "marker")
     save(tmp_path / "a.ckpt")
-    metadata = pickle.loads(path.read_bytes())
-    metadata.planner_data = payload
-    path.write_bytes(pickle.dumps(metadata if inside else payload))
+    change_metadata(path, lambda metadata: replace(metadata, planner_data=payload) if inside else payload)
     with pytest.raises(CheckpointError, match="posix.system is not plain data; nothing of it was run"):
         sharded.load(tmp_path / "a.ckpt")
     assert not payload.marker.exists()
@@ -186,13 +145,10 @@ def test_malicious_metadata_is_refused(inside: bool, tmp_path: Path) -> None:
 def test_entries_that_are_pickles_are_refused(tmp_path: Path) -> None:
     """torch unpickles them, whatever they are."""
     save(tmp_path / "a.ckpt")
-    path = tmp_path / "a.ckpt" / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    metadata.state_dict_metadata["state_dict.weight"] = BytesStorageMetadata()
-    path.write_bytes(pickle.dumps(metadata))
-    loaded = sharded.load(tmp_path / "a.ckpt")
+    pickled = {"state_dict.weight": BytesStorageMetadata()}
+    change_metadata(tmp_path / "a.ckpt" / ".metadata", lambda data: replace(data, state_dict_metadata=pickled))
     with pytest.raises(CheckpointError, match=r"state_dict.weight is a pickle.*it was not read"):
-        loaded["state_dict"]["weight"]
+        sharded.load(tmp_path / "a.ckpt")["state_dict"]["weight"]
 
 
 # ---- several ranks ----
@@ -212,48 +168,30 @@ def part_of(rank: int) -> dict[str, Any] | None:
     return None if rank == 2 else {**whole, "state_dict": {name: state[name] for name in keep}}
 
 
-def fail(path: str, error: BaseException) -> str:
-    """Rank 1 fails in the middle: what this rank says."""
-
-    class Failing(dict):  # type: ignore[type-arg]
-        def items(self) -> Any:
-            raise error
-
-    rank = dist.get_rank()
-    try:
-        sharded.save({"state_dict": Failing() if rank == 1 else {"x": torch.ones(2)}}, path)
-    except Exception as caught:
-        return f"{type(caught).__name__}: {caught}"
-    return ""
+class Failing(dict):  # type: ignore[type-arg]
+    def items(self) -> Any:
+        raise OSError(errno.EIO, "bad disk")
 
 
-def fail_in_dcp(path: str) -> str:
-    """Rank 1 cannot write."""
-    usual = dcp.FileSystemWriter.write_data
-    if dist.get_rank() == 1:
-
-        def full(*args: Any) -> Any:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        dcp.FileSystemWriter.write_data = full  # type: ignore[method-assign]
-    try:
-        sharded.save(part_of(dist.get_rank()), path, NAMES)
-    except Exception as caught:
-        return f"{type(caught).__name__}: {caught}"
-    finally:
-        dcp.FileSystemWriter.write_data = usual  # type: ignore[method-assign]
-    return ""
+def full(*args: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def save_together(directory: str) -> Any:
-    rank = dist.get_rank()
-    path = f"{directory}/a.ckpt"
+def save_together(directory: str) -> list[str]:
+    """What is said when rank 1 fails, before the tensors are written and while they are."""
+    rank, path = dist.get_rank(), f"{directory}/a.ckpt"
     sharded.save(part_of(rank), path, NAMES, order=list(example()["state_dict"]))
-    errors = [fail(path, OSError(errno.EIO, "bad disk")), fail_in_dcp(path)]
+    with pytest.raises(OSError, match="could not save") as bad_disk:
+        sharded.save({"state_dict": Failing() if rank == 1 else {"x": torch.ones(2)}}, path)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(dcp.FileSystemWriter, "write_data", full)
+        with pytest.raises(OSError, match="could not save") as no_space:
+            sharded.save(part_of(rank), path, NAMES)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     divided = distribute_tensor(torch.arange(21.0).reshape(7, 3), mesh, [Shard(0)])
     sharded.save({"state_dict": {"divided": divided}}, f"{directory}/b.ckpt")
-    return errors
+    return [str(bad_disk.value), str(no_space.value)]
 
 
 @pytest.mark.slow
@@ -262,9 +200,9 @@ def test_ranks_save_one_checkpoint_or_fail_together(tmp_path: Path) -> None:
     loaded = sharded.load(tmp_path / "a.ckpt")
     assert_equal(loaded, example())
     assert (tmp_path / "a.ckpt" / "__1_0.distcp").stat().st_size < 20_000, "the tied weight is written once"
-    for bad_disk, full in results:
-        assert bad_disk.startswith("OSError: [Errno 5] bad disk: could not save a checkpoint")
-        assert full.startswith("OSError: [Errno 28] No space left on device: could not save a checkpoint")
+    for bad_disk, no_space in results:
+        assert bad_disk.startswith("[Errno 5] bad disk: could not save a checkpoint")
+        assert no_space.startswith("[Errno 28] No space left on device: could not save a checkpoint")
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "b.ckpt"]
     assert_equal(sharded.load(tmp_path / "b.ckpt")["state_dict"]["divided"], torch.arange(21.0).reshape(7, 3))
 

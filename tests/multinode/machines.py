@@ -33,13 +33,12 @@ class Machines:
         """``words`` as a command on machine ``name``; each command has process ids and mounts of its own."""
         return self.nodes[self.names.index(name)].machine(name, self.where / "hosts", *words, prepare=prepare)
 
-    def environment(self, name: str, more: Mapping[str, str] | None = None) -> dict[str, str]:
-        """For a command of machine ``name``. Nobody is told which network interface is the right one."""
+    def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
+        """For a command of a machine. Nobody is told which network interface is the right one."""
         skipped = ("PYTEST_", "GLOO_", "SLURM_", "MASTER_", "OMPI_")
         own = {key: text for key, text in os.environ.items() if not key.startswith(skipped)}
-        directory = self.where / f"cache-{name}"
         path = f"{Path(sys.executable).parent}:{own['PATH']}:/usr/sbin"
-        ours = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(directory), "OMP_NUM_THREADS": "1", "PATH": path}
+        ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": path}
         return {**own, **ours, **(more or {})}
 
     def run(
@@ -47,7 +46,7 @@ class Machines:
     ) -> subprocess.CompletedProcess[str]:
         """Run a program on machine ``name`` to its end; stdout has stderr too."""
         return subprocess.run(
-            self.command(name, *words), env=self.environment(name, environment), cwd=self.where, timeout=timeout,
+            self.command(name, *words), env=self.environment(environment), cwd=self.where, timeout=timeout,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         )  # fmt: skip
 

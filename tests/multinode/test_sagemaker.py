@@ -34,7 +34,7 @@ def start(there: Machines, host: str, distribution: str, master: str) -> subproc
         command += [f"--master_addr={master}", "--master_port=7777", "-m"]
     command += ["tests.multinode.job", str(there.where), "1", "2"]
     with (there.where / f"{host}.log").open("w") as file:
-        environment = there.environment(host, variables)
+        environment = there.environment(variables)
         return subprocess.Popen(
             there.command(host, *command), env=environment, cwd=there.where, stdout=file, stderr=file
         )

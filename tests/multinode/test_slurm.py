@@ -70,7 +70,7 @@ def cluster(where: Path) -> Iterator[Machines]:
             for name, (node, daemon) in daemons.items():
                 with (where / f"{name}.out").open("w") as file:
                     command = there.command(node, daemon, "-D", prepare=CONTROL_GROUPS)
-                    environment = there.environment(node, {"SLURM_CONF": str(where / "slurm.conf")})
+                    environment = there.environment({"SLURM_CONF": str(where / "slurm.conf")})
                     started.append(subprocess.Popen(command, env=environment, stdout=file, stderr=file, cwd=where))
             _wait(there, started)
             yield there

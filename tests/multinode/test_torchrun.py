@@ -52,7 +52,7 @@ class Job:
         program = ["-m", "tests.multinode.job", str(self.where), str(self.devices), str(len(self.nodes))]
         command = ["python", "-m", "torch.distributed.run", *size, *meeting, *program]
         environment = {name: text for name, text in node.environment().items() if not name.startswith("PYTEST")}
-        environment |= {"XDG_CACHE_HOME": str(self.where), job.ACCIDENT: self.accident}
+        environment[job.ACCIDENT] = self.accident
         if self.accident != job.NONE:
             environment |= REPLACEABLE
         self.agents[index] = forked(_be_node, self, index, command, environment)

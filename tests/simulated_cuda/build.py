@@ -20,7 +20,6 @@ SOURCE = Path(__file__).with_name("device.cpp")
 SOURCES = [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w"]
 TIME_LIMIT_S = 900
-# Taken before any test points XDG_CACHE_HOME elsewhere.
 ROOT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lightning_smddp_tests")
 
 
