@@ -31,6 +31,10 @@ _AS_IT_IS = frozenset({
 })  # fmt: skip
 _WRITING = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__imod__"})
 
+_DRAWING = frozenset({
+    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_",
+})  # fmt: skip
+
 
 class WholeView:
     """Lets operators of ``DTensor`` be handled by :meth:`inside`, while it is installed."""
@@ -62,13 +66,15 @@ class WholeView:
         with self.inside(False):
             if name == "__setitem__" and isinstance(args[0], DTensor):
                 return _set_item(*args)
-            # What writes has to reach the shares themselves, which would not see what a gathered copy gets. All others
-            # compute with gathered values. Functions of `torch.nn.init` come with keywords alone.
-            if _writes(name) and not args:
-                return call_as_is(function, args, kwargs)
-            if _writes(name) and _has_divided(args[0]):
-                written, *operands = args
-                shares = [_shares(operand, written) for operand in operands]
+            # What draws, and functions of `torch.nn.init`, which come with keywords alone, fill the whole tensor: shares
+            # would all get the same numbers.
+            written, *_ = (*args, *kwargs.values())
+            if isinstance(written, DTensor) and (name in _DRAWING or (_writes(name) and not args)):
+                return _write(written, function(*map_leaves(_whole, args), **map_leaves(_whole, kwargs)))
+            # What else writes has to reach the shares themselves, which would not see what a gathered copy gets. All
+            # others compute with gathered values.
+            if _writes(name) and _has_divided(written):
+                shares = [_shares(operand, written) for operand in args[1:]]
                 return call_as_is(function, (written, *shares), kwargs)
             out = kwargs.get("out")
             if isinstance(out, DTensor):

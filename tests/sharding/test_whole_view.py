@@ -18,11 +18,16 @@ def write_in_ways() -> dict[str, list[float]]:
     whole = torch.tensor([1.0, 2.0, 3.0])
     found = {}
     with view.installed():
-        for way in ("init", "out", "item", "in place"):
+        for way in ("init", "init that draws", "draws", "out", "item", "in place"):
             divided = distribute_tensor(whole.clone(), mesh, [Shard(0)])
+            torch.manual_seed(3)
             with view.inside():
                 if way == "init":
                     nn.init.constant_(divided, 7.0)
+                elif way == "init that draws":
+                    nn.init.trunc_normal_(divided)
+                elif way == "draws":
+                    divided.uniform_(2.0, 3.0)
                 elif way == "out":
                     assert torch.mul(divided, whole, out=divided) is divided
                 elif way == "item":
@@ -34,5 +39,9 @@ def write_in_ways() -> dict[str, list[float]]:
 
 
 def test_what_is_written_reaches_each_ranks_part() -> None:
-    expected = {"init": [7.0] * 3, "out": [1.0, 4.0, 9.0], "item": [1.0, 0.0, 0.0], "in place": [2.0, 4.0, 6.0]}
+    torch.manual_seed(3)
+    drawn = nn.init.trunc_normal_(torch.empty(3)).tolist()
+    torch.manual_seed(3)
+    expected = {"init": [7.0] * 3, "init that draws": drawn, "draws": torch.empty(3).uniform_(2.0, 3.0).tolist()}
+    expected |= {"out": [1.0, 4.0, 9.0], "item": [1.0, 0.0, 0.0], "in place": [2.0, 4.0, 6.0]}
     assert run_ranks(write_in_ways, 2) == [expected] * 2
