@@ -29,6 +29,8 @@ LossWeightOption: TypeAlias = str | Callable[[Any], Any]
 
 # ---- values ----
 
+BOOLS = (False, True)
+
 
 def require_one_of(valid: Sequence[object], **values: object) -> None:
     """Raise ``ValueError`` unless each option has one of the ``valid`` values."""
@@ -42,6 +44,14 @@ def is_positive(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return 0 < value < float("inf")
+
+
+def require_count(name: str, value: object, otherwise: str) -> None:
+    """Raise ``ValueError`` unless the option ``name`` is a number from 1, or None, which ``otherwise`` is."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} has to be a number from 1, or {otherwise}.")
 
 
 def duration(name: str, value: Any) -> timedelta:
@@ -148,6 +158,7 @@ class CommunicationOptions:
     verbose: bool = True
 
     def __post_init__(self) -> None:
+        require_one_of(BOOLS, verbose=self.verbose)
         if self.collective_timeout is not None:
             duration("collective_timeout", self.collective_timeout)
 
@@ -184,6 +195,7 @@ class ReliabilityOptions:
 
     def __post_init__(self) -> None:
         require_one_of(get_args(OnNonfinite), on_nonfinite=self.on_nonfinite)
+        require_one_of(BOOLS, async_save=self.async_save, sharded=self.sharded)
         if self.async_save and self.sharded:
             raise ValueError(
                 "async_save=True cannot be used with sharded=True: all ranks write a sharded checkpoint together. "
@@ -298,8 +310,13 @@ class PartitionOptions:
 
     def __post_init__(self) -> None:
         if self.stages_per_rank != "auto":
-            _check_count("stages_per_rank", self.stages_per_rank, "'auto'")
+            require_count("stages_per_rank", self.stages_per_rank, "'auto'")
         PipelineMesh.of(1, 1, self.placement)
+        require_one_of(BOOLS, check=self.check)
+        for name in ("batch_size_fn", "split_batch"):
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                raise ValueError(f"{name}={function!r} has to be a function, which is called with a batch, or None.")
         if self.memory_limit_gb is not None and not is_positive(self.memory_limit_gb):
             raise ValueError(f"memory_limit_gb={self.memory_limit_gb!r} has to be positive (GiB a rank), or None.")
 
@@ -334,14 +351,18 @@ class PipelineOptions:
     meta_init: bool = False
 
     def __post_init__(self) -> None:
-        _check_count("pipeline_parallel_size", self.pipeline_parallel_size, "None for all ranks")
-        _check_count("num_microbatches", self.num_microbatches, "'auto'")
+        require_count("pipeline_parallel_size", self.pipeline_parallel_size, "None for all ranks")
+        require_count("num_microbatches", self.num_microbatches, "'auto'")
         if not callable(self.loss_weight) and not (isinstance(self.loss_weight, str) and self.loss_weight):
             raise ValueError(
                 f"loss_weight={self.loss_weight!r} is unknown. Valid: 'auto', 'rows', 'labels', 'shifted_labels', "
                 "'sum', the name of an entry of the batch (its sum counts, as of a mask), or a function that is given "
                 "a micro-batch and returns how much it counts."
             )
+        split = () if self.split is None else self.split
+        if isinstance(split, str) or not (isinstance(split, Sequence) and all(isinstance(name, str) for name in split)):
+            raise ValueError(f"split={split!r} has to be a list of names: the first of each stage but the first.")
+        require_one_of(BOOLS, activation_checkpointing=self.activation_checkpointing, meta_init=self.meta_init)
 
     @property
     def shard(self) -> Shard:
@@ -369,10 +390,3 @@ class PipelineOptions:
                 f"{counted(stages - 1, 'unit')}: the first of each stage but the first."
             )
         return grid
-
-
-def _check_count(name: str, value: Any, otherwise: str) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} has to be a number from 1, or {otherwise}.")
