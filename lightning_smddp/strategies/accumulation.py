@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -283,12 +283,17 @@ def _rows(batch: Any) -> int:
 
 
 def _take(value: Any, rows: int, part: slice) -> Any:
-    """Part of a batch: of its tensors, and of its lists with an entry for each of the rows."""
+    """Part of a batch: of its tensors, of objects that slice as these do, of its lists with an entry for each row."""
     if isinstance(value, Tensor):
         return value[part] if value.dim() and len(value) == rows else value
     is_fields = any(tensor.dim() and len(tensor) == rows for tensor in tensors(value))
     if isinstance(value, (list, tuple)) and len(value) == rows and not is_fields:
         return value[part]
+    if not isinstance(value, (dict, list, tuple, str, bytes)):
+        with suppress(Exception):  # whatever an object raises that has no rows
+            taken = value[part]
+            if type(taken) is type(value) and len(value) == rows:
+                return taken
     members = members_of(value)
     if members is None:
         return value

@@ -1,4 +1,4 @@
-"""Graphs: batches of PyTorch Geometric, and molecules."""
+"""Batches that are objects: graphs of PyTorch Geometric, molecules, TensorDicts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import default_collate
 
-from tests.public.cases import MARKS, WHOLE, Case, Learner, check, table
+from tests.public.cases import MARKS, WHOLE, Case, Learner, check, numbers, table
 
 geometric_data = pytest.importorskip("torch_geometric.data")
 geometric_loader = pytest.importorskip("torch_geometric.loader")
 gnn = pytest.importorskip("torch_geometric.nn")
 chemprop = pytest.importorskip("chemprop")
+tensordict = pytest.importorskip("tensordict")
 
 pytestmark = MARKS
 
@@ -79,9 +81,29 @@ class Chemprop(chemprop.models.MPNN):
     val_dataloader = train_dataloader
 
 
+class OfTensorDict(Learner):
+    """The batch is a TensorDict with another one in it, as torchrl's replay buffers make them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.mse_loss(self.net(batch["observation"]), batch["next", "reward"])
+
+    def data(self) -> Any:
+        states, rewards = numbers(24, 4), numbers(24, 1, seed=3)
+        return [{"observation": x, "next": {"reward": y}} for x, y in zip(states, rewards, strict=True)]
+
+    @staticmethod
+    def collate(rows: Any) -> Any:
+        return tensordict.TensorDict(default_collate(rows), batch_size=[len(rows)])
+
+
 @table(
     Case(Gcn),
     Case(Chemprop, WHOLE),
+    Case(OfTensorDict, {"num_microbatches": 4}),
 )
 def test_graphs(case: Case) -> None:
     check(case)

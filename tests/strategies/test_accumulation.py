@@ -91,6 +91,28 @@ def test_a_mean_over_rows_is_the_whole_batchs(parts: int) -> None:
     torch.testing.assert_close(trainer.callback_metrics, expected.callback_metrics)
 
 
+class Labels:
+    """Tensors that are cut together by slices, as in a TensorDict."""
+
+    def __init__(self, classes: Tensor) -> None:
+        self.classes = classes
+
+    def __len__(self) -> int:
+        return len(self.classes)
+
+    def __getitem__(self, rows: Any) -> Labels:
+        return Labels(self.classes[rows])
+
+
+def test_objects_are_cut_by_slices() -> None:
+    def step(model: Model, batch: Any) -> Tensor:
+        return loss_of(model, [batch["x"], batch["y"].classes])
+
+    batches = list(DataLoader(samples(COUNT), batch_size=ROWS))
+    model, _ = train(step, 2, [{"x": x, "y": Labels(y)} for x, y in batches])
+    assert_same_weights(model, train(loss_of, 2, batches)[0])
+
+
 def test_gradients_are_those_of_lightnings_accumulation() -> None:
     """Four batches of two rows of Lightning's are one of ours in four parts; hooks of parameters come for each part."""
     found: dict[str, list[Tensor]] = {}
