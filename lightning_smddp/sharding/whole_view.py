@@ -30,7 +30,6 @@ _AS_IT_IS = frozenset({
     "storage_offset", "stride", "untyped_storage",
 })  # fmt: skip
 _WRITING = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__imod__"})
-
 _DRAWING = frozenset({
     "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_",
 })  # fmt: skip
@@ -66,8 +65,8 @@ class WholeView:
         with self.inside(False):
             if name == "__setitem__" and isinstance(args[0], DTensor):
                 return _set_item(*args)
-            # What draws, and functions of `torch.nn.init`, which come with keywords alone, fill the whole tensor: shares
-            # would all get the same numbers.
+            # What draws, and functions of `torch.nn.init`, which come with keywords alone, fill the whole tensor: by
+            # itself each rank would draw the same numbers for its share.
             written, *_ = (*args, *kwargs.values())
             if isinstance(written, DTensor) and (name in _DRAWING or (_writes(name) and not args)):
                 return _write(written, function(*map_leaves(_whole, args), **map_leaves(_whole, kwargs)))
