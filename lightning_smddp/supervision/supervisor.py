@@ -196,7 +196,7 @@ class Supervisor:
             self._stopped_s[rank] = is_stopped * (self._stopped_s.get(rank, 0.0) + passed)
             if ended and not self._board.beat(rank).over:
                 self._declare(rank, "died", ended)
-            elif self._stopped_s[rank] > STOPPED_S:
+            elif self._stopped_s[rank] >= STOPPED_S:
                 self._declare(rank, "fell silent", "its process is stopped (by SIGSTOP, or Ctrl+Z)")
             else:
                 continue

@@ -125,6 +125,19 @@ def test_returns_before_it_is_written(gate: Gate, tmp_path: Path) -> None:
     io.teardown()
 
 
+def test_one_at_a_time(gate: Gate, tmp_path: Path) -> None:
+    io = SafeCheckpointIO(asynchronous=True)
+    io.save_checkpoint(example(1), tmp_path / "a.ckpt")
+    second = threading.Thread(target=io.save_checkpoint, args=(example(2), tmp_path / "b.ckpt"))
+    second.start()
+    second.join(0.1)
+    assert second.is_alive()
+    gate.open.set()
+    second.join()
+    io.teardown()
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "b.ckpt"]
+
+
 def test_removes_the_old_one_after_the_new_one_is_there(gate: Gate, tmp_path: Path) -> None:
     io = SafeCheckpointIO(asynchronous=True)
     (tmp_path / "old.ckpt").touch()

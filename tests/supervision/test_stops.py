@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import re
@@ -14,8 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_smddp.supervision import Supervisor
+from lightning_smddp.supervision.stop import Stops
+from tests.leaks import live_processes
+from tests.rank_processes import forked
 from tests.supervision.jobs import Rank, run
 
 
@@ -82,6 +87,43 @@ def replaced_wakeup(rank: Rank) -> int:
 
 def test_a_signal_is_heard_where_somebody_took_the_wakeup_descriptor(tmp_path: Path) -> None:
     assert run(replaced_wakeup, 1, tmp_path).results[0] >= 0
+
+
+class Endless(Dataset[int]):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __getitem__(self, index: int) -> int:
+        self.path.touch()
+        time.sleep(60.0)
+        return index
+
+    def __len__(self) -> int:
+        return 1
+
+
+def killed_with_a_worker(directory: Path) -> None:
+    Stops().take_signals()
+    batches = iter(DataLoader(Endless(directory / "begun"), num_workers=1, multiprocessing_context="fork"))
+    while not (directory / "begun").exists():
+        time.sleep(0.01)
+    (worker,) = multiprocessing.active_children()
+    assert worker.pid is not None
+    (directory / "pids").write_text(f"{worker.pid} {os.getpgid(worker.pid)}")
+    os.kill(os.getpid(), signal.SIGKILL)
+    next(batches)
+
+
+def test_a_loaders_worker_has_a_process_group_of_its_own_and_ends_with_its_rank(tmp_path: Path) -> None:
+    """Also a busy one, which torch would let go on."""
+    rank = forked(killed_with_a_worker, tmp_path)
+    rank.join(30.0)
+    worker, group = map(int, (tmp_path / "pids").read_text().split())
+    assert (rank.exitcode, group) == (-signal.SIGKILL, worker)
+    deadline = time.monotonic() + 10.0
+    while any(process.pid == worker for process in live_processes()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def no_answer(rank: Rank) -> None:
