@@ -89,6 +89,21 @@ def test_a_signal_is_heard_where_somebody_took_the_wakeup_descriptor(tmp_path: P
     assert run(replaced_wakeup, 1, tmp_path).results[0] >= 0
 
 
+def stop_behind_others(rank: Rank) -> list[bool]:
+    """Rank 1 has ended its run and left when rank 0 gets a signal."""
+    if rank.rank == 1:
+        return []
+    while rank.supervisor._board.beat(1).over < 2:
+        time.sleep(0.1)
+    terminate_self()
+    return [rank.supervisor.gate(step) for step in range(3)]
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_ended_its_run_need_not_answer(tmp_path: Path) -> None:
+    assert run(stop_behind_others, 2, tmp_path).results[0][1:] == [True, True]
+
+
 class Endless(Dataset[int]):
     def __init__(self, path: Path) -> None:
         self.path = path
