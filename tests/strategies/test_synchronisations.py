@@ -21,7 +21,8 @@ from tests.strategies.pipeline_learners import Net
 
 pytestmark = pytest.mark.simulated_cuda
 
-PER_STEP = 2  # of a pipeline's step without user code that asks for values, whatever the number of micro-batches
+PER_STEP = 1  # of a pipeline's step without user code that asks for values, whatever the number of micro-batches;
+ON_DEVICE = {"augmented"}  # one more where labels have to be counted there
 MICROBATCHES = 4  # so that a wait for each would be too many
 
 
@@ -99,4 +100,4 @@ def test_of_a_step() -> None:
     for stock, ours, pipelines in run_trainer_ranks(count_all, 2):
         assert ours.total() <= stock.total() + 1, f"ddp:\n{table(stock)}\nsmddp:\n{table(ours)}"
         for name, counts in pipelines.items():
-            assert counts.total() <= PER_STEP, f"{name}\n{table(counts)}"
+            assert counts.total() <= PER_STEP + (name in ON_DEVICE), f"{name}\n{table(counts)}"
