@@ -34,6 +34,7 @@ class StepsParts:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._whole: list[list[nn.Parameter]] | None = None  # the groups' parameters, while it steps
+        self._depth = 0  # of steps: torch calls hooks for that of a base class, too
         self._step_handles: list[Any] = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -51,11 +52,15 @@ class StepsParts:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         args, kwargs = _closure_called(args, kwargs)
-        self._take_parts()
+        if self._depth == 0:
+            self._take_parts()
+        self._depth += 1
         return args, kwargs
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.restore()
+        self._depth -= 1
+        if self._depth == 0:
+            self.restore()
 
     def _take_parts(self) -> None:
         self._whole = [group["params"] for group in self.optimizer.param_groups]
@@ -68,6 +73,7 @@ class StepsParts:
 
     def restore(self) -> None:
         """Give the groups their parameters again: after a step, or an error in it."""
+        self._depth = 0
         if self._whole is None:
             return
         self._put_back(self._whole)
@@ -77,7 +83,6 @@ class StepsParts:
 
     def _put_back(self, whole: list[list[nn.Parameter]]) -> None:
         """Behind a step, while the groups have parts."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Leave its steps alone."""
@@ -160,7 +165,7 @@ class OptimizerShards(StepsParts):
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         super()._after(optimizer, args, kwargs)
-        if self._flat is not None:
+        if self._flat is not None and self._depth == 0:
             self._flat.end_step()
 
     @contextmanager

@@ -32,6 +32,21 @@ def adafactor(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(module.parameters(), lr=0.01)
 
 
+def scaled(module: nn.Module) -> torch.optim.Optimizer:
+    """Of a class whose step calls that of its base, for which torch calls hooks as well where one was made before."""
+    torch.optim.SGD(module.parameters())
+    return Scaled(module.parameters(), lr=0.1)
+
+
+class Scaled(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.mul_(0.9)
+        return loss
+
+
 def layers() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(30, 50), nn.LayerNorm(50), nn.Tanh(), nn.Linear(50, 700), nn.Linear(700, 7))
@@ -60,6 +75,9 @@ def sharing(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Sha
         shards.close()
     finally:
         communicator.close()
+
+
+MAKERS = (adamw, adafactor, scaled)
 
 
 def sharded(make: Any) -> tuple[list[Tensor], bool, int, bool]:
@@ -108,7 +126,7 @@ def test_a_fused_kernel_gets_its_share_in_one_piece() -> None:
 
 
 def sharded_with_each() -> dict[str, Any]:
-    return {make.__name__: sharded(make) for make in (adamw, adafactor)}
+    return {make.__name__: sharded(make) for make in MAKERS}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +135,7 @@ def sharded_with_each() -> dict[str, Any]:
 )
 def test_steps_equal_those_of_one_process(node_ids, shares_memory):
     results = run_ranks(sharded_with_each, len(node_ids), node_ids=node_ids)
-    for make in (adamw, adafactor):
+    for make in MAKERS:
         module = layers()
         optimizer = make(module)
         expected = steps(module, optimizer)
