@@ -43,9 +43,10 @@ from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.stage_program import TracedPath
 from lightning_smddp.pipeline.state.gradients import clipping_by, overflow_shared
 from lightning_smddp.pipeline.state.meta_parameters import AbsentParameter
+from lightning_smddp.pipeline.state.optimizer import OwnSteps
 from lightning_smddp.pipeline.state.state_dict import unshard
 from lightning_smddp.seeding import Generators, seeded_modules
-from lightning_smddp.sharding.optimizer_shards import OptimizerShards
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards, StepsParts
 from lightning_smddp.wording import USE_INSTEAD
 
 FROM_CHECKPOINT = (
@@ -66,7 +67,7 @@ class PipelinedModule:
     Attributes:
         state: what the module is now.
         known_plan: the decision of the run that is resumed, which has the same stages then.
-        shards: of the optimizers; empty without ``shard="optimizer"``.
+        steps: of the optimizers, each of this rank's part.
     """
 
     def __init__(self, setup: RunSetup, show: Callable[..., None]) -> None:
@@ -80,7 +81,7 @@ class PipelinedModule:
         self.metrics = PipelineMetrics(module, setup.groups.pipeline, setup.last_rank, setup.device, replicas)
         self.recorder = StepRecorder(module, self.metrics, warn_on_first_rank)
         self.batcher = MicroBatcher(setup, self.sync)
-        self.shards: list[OptimizerShards] = []
+        self.steps: list[StepsParts] = []
         self._in_lockstep: set[Any] = set()  # keys of steps
         self._has_trained = False
         self._share = 1.0  # of the last training batch, see `StepResults`
@@ -349,7 +350,8 @@ class PipelinedModule:
         assert isinstance(self.state, Unpartitioned)
         self.state.optimizers = list(optimizers)
         if self.setup.options.shard is not None:
-            self.shards = self.state.shards = [OptimizerShards(optimizer) for optimizer in optimizers]
+            self.state.shards = [OptimizerShards(optimizer) for optimizer in optimizers]
+        self.steps = [*self.state.shards, *map(OwnSteps, optimizers)]  # an error in a step undoes them in this order
         self._scaler = getattr(plugin, "scaler", None)
         if self._scaler is not None:
             group = self.setup.groups.pipeline
@@ -366,8 +368,8 @@ class PipelinedModule:
         If a host lacks memory for that the parts stay on their ranks, with a warning.
         """
         setup, module, partitioned = self.setup, self.module, self.partitioned
-        for shards in self.shards:
-            shards.close()
+        for steps in self.steps:
+            steps.close()
         if partitioned is not None:
             partitioned.close()
             if gather and not setup.options.meta_init:

@@ -33,7 +33,7 @@ from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.resume.exact_resume import ExactResume
-from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters, around_step, unwrapped
+from lightning_smddp.sharding.optimizer_shards import StepsParts, all_parameters, around_step, unwrapped
 from lightning_smddp.strategies.options import StrategyOptions
 from lightning_smddp.strategies.process_group import DefaultGroup, start_process_group
 from lightning_smddp.strategies.run_supervision import RunSupervision
@@ -215,7 +215,7 @@ class TrainerStrategy(_Base):
     @contextmanager
     def _stepping(self, optimizer: Any) -> Iterator[None]:
         """Around a step of ``optimizer``, its closure included."""
-        with around_step(self._shards):
+        with around_step(self._steps_parts):
             yield
 
     @override
@@ -405,8 +405,8 @@ class TrainerStrategy(_Base):
         """Let ranks share the work of the optimizers, which all ranks have. Collective."""
 
     @property
-    def _shards(self) -> Sequence[OptimizerShards]:
-        """Of the optimizers of which each rank steps a share; empty without sharding."""
+    def _steps_parts(self) -> Sequence[StepsParts]:
+        """Of the optimizers of which each rank steps a part."""
         return ()
 
     def _require_outside_of_step(self) -> None:

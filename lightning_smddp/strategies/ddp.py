@@ -19,7 +19,7 @@ from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.sharding.optimizer_shards import OptimizerShards, unwrapped
+from lightning_smddp.sharding.optimizer_shards import StepsParts, unwrapped
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.checks import may_have_changed_gradients
 from lightning_smddp.strategies.ddp_scheme import DDPScheme
@@ -173,7 +173,7 @@ class DataParallel(TrainerStrategy):
 
     @property
     @override
-    def _shards(self) -> Sequence[OptimizerShards]:
+    def _steps_parts(self) -> Sequence[StepsParts]:
         return [shards for sharded in self._scheme.sharded for shards in sharded.shards]
 
     @override

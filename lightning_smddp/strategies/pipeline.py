@@ -32,7 +32,7 @@ from lightning_smddp.pipeline.runtime.schedules import parse
 from lightning_smddp.pipeline.state.gradients import connected, factor_of
 from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
 from lightning_smddp.pipeline.state.state_dict import broadcast_initial, load_full_state_dict
-from lightning_smddp.sharding.optimizer_shards import OptimizerShards, unwrapped
+from lightning_smddp.sharding.optimizer_shards import StepsParts, unwrapped
 from lightning_smddp.strategies.checks import (
     arrives_as_expected,
     callbacks_of,
@@ -207,8 +207,8 @@ class PipelineParallel(PipelineRanks):
 
     @property
     @override
-    def _shards(self) -> Sequence[OptimizerShards]:
-        return () if self._pipelined is None else self._pipelined.shards
+    def _steps_parts(self) -> Sequence[StepsParts]:
+        return () if self._pipelined is None else self._pipelined.steps
 
     def _show_partition(self, hook: str, *found: Any) -> None:
         """Print how the module was partitioned: for training, and for evaluation where nothing was printed yet."""

@@ -12,7 +12,7 @@ from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, 
 
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.pipeline.state.meta_parameters import release
-from lightning_smddp.pipeline.state.optimizer import OptimizerPartition
+from lightning_smddp.pipeline.state.optimizer import OptimizerPartition, OwnSteps
 from tests.pipeline.models import OWNERSHIP, assert_same, tied, train_step
 from tests.ranks import run_in_threads
 
@@ -27,7 +27,19 @@ def two_groups(model: nn.Module) -> Optimizer:
     return AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=0.01)
 
 
+class Clipped(SGD):
+    """Looks at all parameters, with a gradient or not."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.clamp_(-0.2, 0.2)
+        return loss
+
+
 OPTIMIZERS: dict[str, Build] = {
+    "SGD, all clipped": lambda model: Clipped(model.parameters(), lr=0.1),
     "SGD": lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),
     "Adagrad": lambda model: Adagrad(model.parameters(), lr=0.1),  # has states before the first step
     "Adam": lambda model: Adam(model.parameters(), lr=0.01, amsgrad=True),
@@ -49,6 +61,7 @@ class Rank:
         self.group, self.whole, self.model = group, tied(), tied()
         dist.barrier(group=group)  # of what comes now some draws from the generator that the threads have in common
         self.optimizer, self.reference = build(self.model), build(self.whole)
+        OwnSteps(self.optimizer)
         release(self.model, OWNERSHIP, group.rank())
         self.partition = OptimizerPartition(self.optimizer, names_of(self.model), OWNERSHIP, group.rank())
 

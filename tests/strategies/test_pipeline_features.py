@@ -58,7 +58,18 @@ def hooks_on_parameters(bench: Bench) -> Any:
 
 
 class Own(Net):
-    """A ``backward`` of its own; a tenth of the gradients stays; the rate warms up, and every other step is skipped."""
+    """A ``backward`` of its own; a tenth of the gradients stays; the rate warms up, every other step is skipped, and
+    weights are clipped behind it."""
+
+    def configure_optimizers(self) -> Any:
+        def clip(optimizer: Any, *_: Any) -> None:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.clamp_(-0.2, 0.2)
+
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(clip)
+        return optimizer
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         (2 * loss).backward(*args, **kwargs)

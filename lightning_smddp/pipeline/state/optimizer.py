@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from lightning_smddp.communication.tensors import CPU, gather_structures
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.mesh import Ownership
-from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
+from lightning_smddp.pipeline.state.meta_parameters import AbsentParameter
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards, StepsParts, all_parameters
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict
 from lightning_smddp.sharding.optimizer_trial import why_not_one_by_one
 
@@ -29,10 +30,26 @@ def require_divisible(optimizer: Optimizer) -> None:
         )
 
 
+class OwnSteps(StepsParts):
+    """Lets ``optimizer`` step what this rank holds: some look at all parameters, with a gradient or not.
+
+    So do hooks around its steps, such as those that clip weights.
+    """
+
+    def stand_next_to_step(self) -> None:
+        """Be the first one before the step and the last one behind it."""
+        before, after = self._step_handles
+        before.hooks_dict_ref().move_to_end(before.id, last=False)
+        after.hooks_dict_ref().move_to_end(after.id, last=True)
+
+    def _parts(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        return [parameter for parameter in parameters if type(parameter) is not AbsentParameter]
+
+
 class OptimizerPartition:
     """An optimizer whose parameters are on several ranks, and the state of the whole, saved and loaded.
 
-    Its groups keep the parameters of all ranks; a rank steps its own, as those of others have no gradient there.
+    Its groups keep the parameters of all ranks; a rank steps its own (:class:`OwnSteps`).
     Between ranks and in what is saved parameters have torch's numbers.
 
     Attributes:
