@@ -2,9 +2,10 @@
 
 The first batch is traced and cut by ``bridge/partitioning.py``. The Trainer's calls come by ``hook_view.py``, whose
 objects stand on the strategy in place of ``training_step``, ``backward`` and others, and call the methods here outside
-of the hooks' view of the module. A micro-batch's way, downward: ``bridge/pipelined_module.py`` (one batch),
-``pipeline/runtime/engine.py`` (one run of its micro-batches, by torch's schedule), ``stage.py`` (one stage's forward,
-backward and messages), ``step_run.py`` (its part of the step), ``bridge/step.py`` (the user's ``training_step``).
+of the hooks' view of the module. A micro-batch's way, downward: ``bridge/pipelined_module.py`` (one batch, which
+``batches.py`` cuts; ``pipeline/runtime/trace_cache.py`` finds each micro-batch's path), ``pipeline/runtime/engine.py``
+(one run of its micro-batches, by torch's schedule), ``stage.py`` (one stage's forward, backward and messages),
+``step_run.py`` (its part of the step), ``bridge/step.py`` (the user's ``training_step``).
 ``pipeline/state/gradients.py`` takes gradients away, and puts them into ``.grad`` when Lightning calls ``backward``.
 """
 
