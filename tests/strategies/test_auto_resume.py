@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_smddp import PipelineStrategy, SMDDPStrategy
+from lightning_smddp import PipelineStrategy, RankFailedError, SMDDPStrategy
+from lightning_smddp.checkpoint import files
 from lightning_smddp.resume.auto_resume import STOP_CHECKPOINT, checkpoint_locations, stop_checkpoint
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.grouped import grouped
@@ -94,9 +96,19 @@ def with_a_broken_one(directory: str) -> Any:
     return fit(directory, epochs=2, save_last=False)
 
 
+def not_shared(directory: str) -> str:
+    """Rank 1 does not see the files (a test cannot take rights away from root)."""
+    fit(directory)
+    if os.environ["RANK"] == "1":
+        files.load = lambda path, *options: open(f"{path}.gone").close()
+    with pytest.raises((FileNotFoundError, RankFailedError)) as caught:
+        fit(directory, epochs=2)
+    return str(caught.value)
+
+
 def choices(directory: str) -> list[Any]:
     """In one process of a rank, as starting it takes longer than they do."""
-    cases = [from_scratch_then_on, with_a_broken_one]
+    cases = [from_scratch_then_on, with_a_broken_one, not_shared]
     return [case(f"{directory}/{case.__name__}") for case in cases]
 
 
@@ -107,7 +119,7 @@ def chosen(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 def test_newest_one(chosen: list[Any]) -> None:
     """None at first; then the newest; nothing to do for a run that has finished; a given one has precedence."""
-    for (first, second, third, given), _ in chosen:
+    for (first, second, third, given), _, _ in chosen:
         assert first == (6, 6, None)
         assert second[:2] == (18, 12)
         assert second[2] in ("epoch=0.ckpt", "last.ckpt")
@@ -116,8 +128,15 @@ def test_newest_one(chosen: list[Any]) -> None:
 
 
 def test_passes_over_broken_ones(chosen: list[Any]) -> None:
-    for _, found in chosen:
+    for _, found, _ in chosen:
         assert found == (12, 6, "epoch=0.ckpt")
+
+
+def test_directories_that_are_not_shared(chosen: list[Any]) -> None:
+    """A rank that cannot read what rank 0 has chosen says so, and is named."""
+    others, own = (found for _, _, found in chosen)
+    assert re.match(r"Rank 1 \(host .*\) failed \(setup\): FileNotFoundError: .*\.ckpt\.gone'", others)
+    assert re.search(r"No such file or directory: .*\.ckpt\.gone'", own)
 
 
 def test_checkpoint_locations(tmp_path: Path) -> None:
