@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Sequence
 
 from lightning_smddp.supervision.board import Beat
@@ -12,7 +11,6 @@ from lightning_smddp.supervision.board import Beat
 _COMMUNICATE = ("torch.distributed", "torch.nn.parallel", "torch.autograd.graph", "lightning_smddp")
 # The phases in the order in which a step comes to them. Other ones count as later than all of these.
 _ORDER = ["", "setup", "forward", "backward", "optimizer", "data", "validation", "checkpoint"]
-_ANSWER_S = 0.05  # for a device
 NO_RANK_IS_BEHIND = "no rank is behind on its host (NCCL's flight recorder says more: TORCH_FR_BUFFER_SIZE=2000)"
 
 
@@ -42,8 +40,7 @@ class Stillness:
         thread: the training thread.
 
     Attributes:
-        has_work: asks the rank's device whether it has; None: there is none. It may block where the device hangs, so a
-            thread asks that nobody waits for.
+        has_work: asks the rank's device whether it has; None: there is none.
         ask_after_s: without a move, before the device is asked: a stream must not be while a graph is captured from it.
         waits: ``"communication"``: its training thread waits for other ranks; ``"device"``: it does not, and its device
             has had work left for long; else empty.
@@ -57,8 +54,6 @@ class Stillness:
         self.still_s = 0.0
         self.waits = ""
         self._place: tuple[object, ...] = ()
-        self._is_busy = False  # the device, as it was answered last
-        self._asking = threading.Thread()
 
     def tick(self, place: tuple[object, ...], seconds: float, waits: bool) -> None:
         """So much time has gone by, and the rank is at ``place``; ``waits``: for others, as the supervisor knows."""
@@ -67,22 +62,8 @@ class Stillness:
         if waits or (frame is not None and frame.f_globals.get("__name__", "").startswith(_COMMUNICATE)):
             found = "communication"
         elif place == self._place and (self.waits == "device" or self.still_s >= self.ask_after_s):
-            found = "device" if self._asks_device() else ""
+            found = "device" if self.has_work is not None and self.has_work() else ""
         self.still_s += seconds
         if (place, found) != (self._place, self.waits):
             self.still_s = 0.0
         self._place, self.waits = place, found
-
-    def _asks_device(self) -> bool:
-        """Whether it has work; as long as there is no answer, it has."""
-        if self.has_work is None:
-            return False
-        if not self._asking.is_alive():
-            self._asking = threading.Thread(target=self._ask, daemon=True)
-            self._asking.start()
-        self._asking.join(_ANSWER_S)
-        return self._asking.is_alive() or self._is_busy
-
-    def _ask(self) -> None:
-        assert self.has_work is not None
-        self._is_busy = self.has_work()
