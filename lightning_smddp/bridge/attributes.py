@@ -40,8 +40,8 @@ Place: TypeAlias = tuple[Any, ...]
 Contents: TypeAlias = dict[Place, Any]
 """Members of containers, by place: a dict, list, set or deque. Those of an owner are its attributes."""
 
-Copies: TypeAlias = dict[int, Tensor]
-"""That stand for tensors which are written in place, by id."""
+Copies: TypeAlias = dict[int, tuple[Place, Tensor]]
+"""That stand for tensors which are written in place, by id, with the place of each."""
 
 
 class Attribute(str):
@@ -205,7 +205,7 @@ class Watch:
                     if value is before.get(key, Deleted):
                         continue
                     where = self._where(place, key)
-                    if id(value) not in copies:
+                    if id(value) not in copies or copies[id(value)][0] != where:
                         replaced.add(where)
                         yield Change(where, value)
                     elif isinstance(value, RemoteTensor) or write_count(value):  # another stage has written, or this
@@ -261,7 +261,7 @@ def copies_at(root: nn.Module, places: Iterable[Place]) -> Copies:
         if type(value) is Tensor and not value.requires_grad and not value.is_meta:
             with torch.inference_mode(False), torch.no_grad():  # writes to inference tensors are not counted
                 copy = container[key] = value.clone()
-            copies[id(copy)] = copy
+            copies[id(copy)] = place, copy
     return copies
 
 
@@ -275,7 +275,7 @@ def _are_same(some: Any, others: Any) -> bool:
     if isinstance(some, set):
         return bool(some == others)
     if isinstance(some, dict):
-        return list(some) == list(others) and _are_same(some.values(), others.values())
+        return list(some) == list(others) and all(map(operator.is_, some.values(), others.values()))
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 

@@ -135,3 +135,12 @@ def test_numbers_of_modules_placed_whole_are_named_once() -> None:
     assert len(warned) == 1
     assert module.opened.calls == 3
     assert module.inner.calls > 3  # by dry runs and all stages of this rank
+
+
+def test_another_name_for_a_tensor_that_is_written_in_place() -> None:
+    def step(module: Module, index: int) -> None:
+        module.last = module.hits
+        module.hits += 1
+
+    module = ran(step, batches=2)
+    assert (float(module.hits), float(module.last)) == (6.0, 6.0)
