@@ -145,7 +145,7 @@ class Watch:
 
     Args:
         owners: the objects, by place.
-        ignored: attributes that are not looked at.
+        ignored: attributes of the LightningModule that are not looked at; of others these are torch's.
 
     Attributes:
         before: what they were at that time.
@@ -155,9 +155,10 @@ class Watch:
         # By place a container, the position from which on a list is looked at, and what is ignored of an owner.
         self._containers: dict[Place, tuple[Any, int, frozenset[str]]] = {}
         for place, owner in owners.items():
-            self._containers[place] = vars(owner), 0, ignored
+            not_of_users = ignored if place == ROOT else NOT_OF_USERS
+            self._containers[place] = vars(owner), 0, not_of_users
             for attribute, value in vars(owner).items():
-                if attribute not in ignored:
+                if attribute not in not_of_users:
                     where = (*place, Attribute(attribute))
                     self._add(where, value)
                     for key, member in _members(value):

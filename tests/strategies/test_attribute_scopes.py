@@ -19,6 +19,7 @@ class Meter:
     def __init__(self) -> None:
         self.sum = 0.0
         self.is_ready = False
+        self.log: list[int] = []  # of this name, a LightningModule's is not the user's
 
 
 class Frozen(dict[str, int]):
@@ -50,7 +51,7 @@ Step = Callable[[Module, int], None]
 
 def scopes_of(module: Module, step: Step) -> AttributeScopes:
     """Behind a trace."""
-    scopes = AttributeScopes(module, frozenset(vars(nn.Module())))
+    scopes = AttributeScopes(module, frozenset({*vars(nn.Module()), "log"}))
     with scopes.within(None, 2), scopes.learning():
         step(module, 2)
     scopes.learn({"inner": True})
@@ -84,6 +85,7 @@ def everything(module: Module, index: int) -> None:
     module.seen.add(index)
     module.hits += 1
     module.meter.sum += index
+    module.meter.log.append(index)
 
 
 @pytest.mark.parametrize("stages", [1, 3])
@@ -98,6 +100,7 @@ def test_each_stage_goes_on_from_its_own(stages: int) -> None:
     assert module.seen == {0, 1, 2}
     assert module.hits == 6
     assert module.meter.sum == 6.0
+    assert module.meter.log == module.rows
 
 
 def test_dry_runs_go_on_from_the_micro_batch_before() -> None:
