@@ -194,7 +194,7 @@ class ErrorFeedback:
     """Remembers what compression lost of each bucket on this rank, for the next step.
 
     Of each bucket (``slot``) it holds one residual, as long as this rank's shard of the bucket. A step first adds it to
-    the shard (:meth:`add_to`), then has it remember what is lost on the way (:meth:`remember`).
+    the shard (:meth:`add_to`), then writes what is lost now over it (:meth:`remember`).
 
     Attributes:
         restored: by the names of a bucket's parameters, what :meth:`state` had of it.
@@ -212,21 +212,26 @@ class ErrorFeedback:
             self._residuals.pop(slot, None)
 
     def add_to(self, shard: Tensor, slot: int) -> None:
-        """Add what is remembered to ``shard``, in place, and forget it."""
+        """Add what is remembered to ``shard``, in place."""
         if slot not in self._residuals:
             residual = self._residuals[slot] = torch.zeros_like(shard)
             restored = self.restored.pop(self._names[slot], torch.empty(0))
             if restored.numel() == shard.numel():  # else nodes were others
                 residual.copy_(restored)
         shard.add_(self._residuals[slot])
-        self._residuals[slot].zero_()
 
     def remember(self, values: Tensor, sent: Tensor, slot: int, low: int = 0) -> None:
-        """``sent`` went out for ``values``, the shard's elements from ``low`` on: remember the difference, too.
+        """``sent`` went out for ``values``, the shard's elements from ``low`` on: remember the difference alone.
 
         What is not finite is forgotten.
         """
-        lost = (values - sent).nan_to_num_(0, 0, 0)
+        own = self._residuals[slot][low : low + values.numel()]
+        torch.sub(values, sent, out=own)  # in place: memory for a difference as large as a shard costs more than it
+        own.nan_to_num_(0, 0, 0)
+
+    def remember_more(self, total: Tensor, sent: Tensor, slot: int, low: int) -> None:
+        """As :meth:`remember`, in addition to what is remembered already."""
+        lost = (total - sent).nan_to_num_(0, 0, 0)
         self._residuals[slot][low : low + lost.numel()].add_(lost)
 
     def state(self) -> dict[str, Tensor]:

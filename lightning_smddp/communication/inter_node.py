@@ -137,7 +137,7 @@ class BalancedExchange:
                 low = min(rank * part, numel)
                 count = min(part, numel - low)
                 carried = codec.decode(answer, part, dtype)
-                feedback.remember(own[:count], carried[:count], slot, low)
+                feedback.remember_more(own[:count], carried[:count], slot, low)
                 del carried
             gathered = answer.new_empty(answer.numel() * size)
             all_gather_single(gathered, answer, self.gather_group)

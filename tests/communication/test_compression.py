@@ -192,7 +192,7 @@ def test_an_inf_is_seen_by_all_and_gone_in_the_next_step(name: str) -> None:
 def test_what_is_remembered_belongs_to_the_parameters_of_a_bucket() -> None:
     feedback = ErrorFeedback()
     feedback.restored = {"w b": torch.ones(3), "v": torch.ones(2), "gone": torch.ones(1)}
-    for slot, names, expected in ((0, "b w", 0.0), (0, "w b", 1.0), (0, "w b", 0.0), (1, "v", 0.0)):
+    for slot, names, expected in ((0, "b w", 0.0), (0, "w b", 1.0), (0, "w b", 1.0), (1, "v", 0.0)):
         shard = torch.zeros(3)
         feedback.begin(slot, names)
         feedback.add_to(shard, slot)
