@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def train_counted(cases: list[dict[str, Any]], precision: str = "bf16-mixed") ->
     results = []
     for options in cases:
         trainer = Bench({"num_microbatches": 4, **options}).trainer(precision=precision)
-        most, plain = Counter[int](), trainer.strategy.training_step
+        most, plain = Counter[int](), type(trainer.strategy).training_step
 
         def counted(*args: Any, trainer: Any = trainer, most: Any = most, plain: Any = plain) -> Any:
             with CountedCasts() as mode:
@@ -54,10 +55,10 @@ def train_counted(cases: list[dict[str, Any]], precision: str = "bf16-mixed") ->
                 most |= mode.casts
             return result
 
-        trainer.strategy.training_step = counted
         model = Net(layers=6)
         parameters = list(model.named_parameters())
-        trainer.fit(model)
+        with mock.patch.object(type(trainer.strategy), "training_step", counted):
+            trainer.fit(model)
         weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
         casts = {name: most[id(parameter)] for name, parameter in parameters if id(parameter) in most}
         results.append((weights, casts))
