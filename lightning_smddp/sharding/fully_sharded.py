@@ -100,7 +100,7 @@ class FullySharded:
         self._handles: list[RemovableHandle] = []
         for name, parameter in root.named_parameters():
             if parameter.requires_grad and name not in self.replicated:  # a use outside of its unit ends here
-                parameter.register_hook(partial(self._note, name))
+                self._handles.append(parameter.register_hook(partial(self._note, name)))
 
     def _divide(self, module: nn.Module, precision: MixedPrecisionPolicy) -> None:
         # Parameters of units in it are other objects since they were divided, so they have no name here.
@@ -331,6 +331,7 @@ class FullySharded:
                 value = whole[name].detach()
                 value.requires_grad_(divided[name].requires_grad)
                 swap_contents(original, value)
+                divided[name].grad = None  # optimizers keep the parts: torch cannot copy gradients at an offset
         for module, key, original in self._places:
             module.register_parameter(key, original)
         return {id(divided[name]): original for name, original in self._originals.items()}

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp import PipelineStrategy
+from lightning_smddp import PipelineStrategy, SMDDPFSDPStrategy
 from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import make_trainer, silent
@@ -33,6 +33,7 @@ def trainer_for(name: str, **options: Any) -> Any:
         "ddp": lambda: "ddp",
         "smddp": lambda: silent(algorithm="native"),
         "pipeline": lambda: PipelineStrategy(**grouped(verbose=False, check=False)),
+        "fsdp": lambda: SMDDPFSDPStrategy(**grouped(verbose=False)),
     }
     limits = {"limit_train_batches": STEPS, "limit_val_batches": 1}
     return make_trainer(strategies[name](), **{**limits, **options})
@@ -73,7 +74,7 @@ def supervisors() -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", [*BOTH, "fsdp"])
 def test_module_and_trainer_can_be_pickled_and_copied_after_fit(name: str) -> None:
     for result in SLOW.results((copies, name)):
         assert result == ([True, True], [2 * STEPS, 3 * STEPS] * 2, [])
@@ -160,7 +161,11 @@ def test_lazy_layers_are_refused_with_the_cure_and_barriers_in_a_step_do_not_han
 
 SLOW = Cases(
     call,
-    [*((body, name) for body in (copies, refuses) for name in BOTH), *((goes_on, name) for name in ("ddp", "smddp"))],
+    [
+        *((body, name) for body in (copies, refuses) for name in BOTH),
+        (copies, "fsdp"),
+        *((goes_on, name) for name in ("ddp", "smddp")),
+    ],
 )
 
 
