@@ -91,7 +91,8 @@ def kills_at_each_place(directory: bool, every: int, where: Path) -> list[int]:
     ("directory", "every"), [(False, 4), (True, 12), pytest.param(True, 1, marks=pytest.mark.exhaustive)]
 )
 def test_before_and_after_every_call(directory: bool, every: int, tmp_path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:  # where nobody waits for a disk
+    prefix = f"tests-{os.getpid()}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir="/dev/shm") as memory:  # where nobody waits for a disk
         env = {"TMPDIR": str(tmp_path)}
         [steps] = run_ranks(kills_at_each_place, 1, directory, every, Path(memory), init=False, env=env, timeout=110.0)
     assert every * (len(steps) - 1) > 20

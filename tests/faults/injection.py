@@ -32,25 +32,9 @@ FILE_LIMIT = 200_000  # bytes, below the size of the model's checkpoint
 
 @dataclass(frozen=True)
 class Fault:
-    """See :func:`fault_at`; ``timed``: the seconds of the job's end count from this one."""
+    """``rank`` fails in optimizer step ``step``.
 
-    rank: int
-    step: int
-    kind: str
-    phase: str
-    timed: bool = True
-
-    def strike(self, trainer: Any) -> None:
-        """Do it. Returns only for kinds that let the rank go on."""
-        if self.timed:
-            note_fault()
-        KINDS[self.kind](trainer)
-
-
-def fault_at(rank: int, step: int, kind: str, phase: str, timed: bool = True) -> Injection:
-    """A callback by which ``rank`` fails in optimizer step ``step``.
-
-    Args:
+    Attributes:
         rank: global rank.
         step: the number of finished optimizer steps; with ``save`` and ``validation`` the first at or after it.
         kind: ``kill`` (SIGKILL), ``exit`` (``os._exit(0)``), ``sysexit`` (``sys.exit(0)``), ``raise``, ``stop``
@@ -67,14 +51,25 @@ def fault_at(rank: int, step: int, kind: str, phase: str, timed: bool = True) ->
             not yet in place, elsewhere before it; ``validation``.
         timed: whether the job's seconds count from here.
     """
-    return Injection(Fault(rank, step, kind, phase, timed))
+
+    rank: int
+    step: int
+    kind: str
+    phase: str
+    timed: bool = True
+
+    def strike(self, trainer: Any) -> None:
+        """Do it. Returns only for kinds that let the rank go on."""
+        if self.timed:
+            note_fault()
+        KINDS[self.kind](trainer)
 
 
 _struck: set[int] = set()  # of this process: the callback's own attributes begin anew with each trial of a step
 
 
 class Injection(Callback):
-    """See :func:`fault_at`."""
+    """A callback by which a :class:`Fault` comes."""
 
     def __init__(self, fault: Fault) -> None:
         if fault.kind not in KINDS:

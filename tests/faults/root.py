@@ -44,7 +44,6 @@ class Onlooker:
         self.start_limit_s, self.limit_s = start_limit_s, limit_s
         self.begin = time.monotonic()
         self.codes: dict[int, int] = {}
-        self.main_end = 0.0
         self.pids: dict[int, int] = {}
         self.ends: dict[int, float] = {}
         self._fault: float | None = None
@@ -62,8 +61,7 @@ class Onlooker:
         self._kill_all()
         return {
             "codes": [self.codes.get(main) for main in self.mains], "fault": journal.fault_time(self.where),
-            "main_end": self.main_end, "end": end,
-            "ends": self.ends, "running": running, "begin": self.begin,
+            "end": end, "ends": self.ends, "running": running,
         }  # fmt: skip
 
     def _is_over(self) -> bool:
@@ -80,7 +78,7 @@ class Onlooker:
                 if pid == 0:
                     return False
                 if pid in self.mains:
-                    self.codes[pid], self.main_end = os.waitstatus_to_exitcode(status), time.monotonic()
+                    self.codes[pid] = os.waitstatus_to_exitcode(status)
         except ChildProcessError:
             return True
 

@@ -107,15 +107,6 @@ def test_nan(strategy: str, launcher: str, tmp_path: Path) -> None:
 # ---- one job after or beside another ----
 
 
-@pytest.mark.exhaustive
-def test_a_job_starts_where_one_was_killed(tmp_path: Path) -> None:
-    port = free_port()
-    killed = run(Case([Fault(0, 5, "kill", "comm")], port=port), tmp_path / "killed")
-    assert_ended(killed)
-    again = run(Case(steps=8, port=port), tmp_path / "again")
-    assert again.code == 0, again.describe()
-
-
 def test_two_jobs_at_once(tmp_path: Path) -> None:
     """The end of one does not touch the other."""
     other, segments = Case(steps=100), shared_memory()

@@ -109,19 +109,17 @@ def alone(kind: str, directory: Path) -> tuple[Run, Result]:
 
 
 @pytest.mark.slow
-def test_from_two_stages_to_others(tmp_path: Path) -> None:
-    """The everyday part: a tied weight that two stages hold."""
-    _, unbroken = alone("gpt", tmp_path)
-    sources = [Run("gpt", "pp2", tmp_path, True), Run("gpt", "dp2", tmp_path, True)]
-    go_through(sources, {"pp2": ["alone", "dp2"], "dp2": ["pp2"]}, unbroken)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, True], ids=["file", "directory"])
-def test_from_fully_sharded_to_two_stages_and_back(sharded: bool, tmp_path: Path) -> None:
-    _, unbroken = alone("net", tmp_path)
-    sources = [Run("net", layout, tmp_path, sharded) for layout in ("fsdp2", "pp2")]
-    go_through(sources, {"fsdp2": ["pp2"], "pp2": ["fsdp2"]}, unbroken)
+@pytest.mark.parametrize(
+    ("kind", "sharded", "targets"),
+    [
+        ("gpt", True, {"pp2": ["alone", "dp2"], "dp2": ["pp2"]}),  # a tied weight that two stages hold
+        ("net", False, {"fsdp2": ["pp2"], "pp2": ["fsdp2"]}),
+        ("net", True, {"fsdp2": ["pp2"], "pp2": ["fsdp2"]}),
+    ],
+)
+def test_from_one_layout_to_others(kind: str, sharded: bool, targets: dict[str, list[str]], tmp_path: Path) -> None:
+    _, unbroken = alone(kind, tmp_path)
+    go_through([Run(kind, layout, tmp_path, sharded) for layout in targets], targets, unbroken)
 
 
 @pytest.mark.slow

@@ -29,9 +29,6 @@ def strategy(**options: Any) -> SMDDPStrategy:
     return SMDDPStrategy(**grouped(verbose=False, algorithm="native", **options))
 
 
-# ---- at the end ----
-
-
 class AtTheEnd(Learner):
     """Fails on rank 1 in the last hook of a run."""
 
@@ -54,32 +51,43 @@ def test_an_error_of_a_last_hook_is_everyones() -> None:
     assert "failed at step 3 (teardown): ValueError: it could not write its part" in first
 
 
-class LateSignal(Learner):
-    """SIGTERM to one rank when the last place to stop at is passed."""
+class Signalled(Learner):
+    """SIGTERM to rank 0 at step ``at``; ``dies``: rank 1, while the checkpoint of the stop is saved."""
 
-    def __init__(self) -> None:
-        super().__init__(count=16)
+    def __init__(self, at: int, count: int = 48, dies: bool = False) -> None:
+        super().__init__(count=count)
+        self.at, self.dies = at, dies
 
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        if self.trainer.is_last_batch and self.global_rank == 0:
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> Any:
+        if self.trainer.global_step == self.at and self.global_rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.2)
+        time.sleep(0.05)
         return super().training_step(batch, batch_idx)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.dies and self.global_rank == 1:
+            os._exit(1)
 
-def signalled_late() -> int:
+
+def stopped(model: Learner, **options: Any) -> tuple[int, int]:
+    """The exit code, and the step."""
+    trainer = make_trainer(strategy(stop_grace=20.0), **options)
     with pytest.raises(SIGTERMException) as caught:
-        make_trainer(strategy(stop_grace=20.0)).fit(LateSignal())
-    return int(caught.value.code)
+        trainer.fit(model)
+    return int(caught.value.code), int(trainer.global_step)
+
+
+def signalled_in_the_last_batch() -> tuple[int, int]:
+    """Of an epoch."""
+    return stopped(Signalled(1, count=16))
 
 
 def test_a_signal_in_the_last_batch_ends_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which would otherwise go on, to its tests perhaps."""
     monkeypatch.chdir(tmp_path)
-    assert run_trainer_ranks(signalled_late, 2) == [128 + signal.SIGTERM] * 2
-
-
-# ---- places to stop at ----
+    (code, step), other = run_trainer_ranks(signalled_in_the_last_batch, 2)
+    assert code == 128 + signal.SIGTERM
+    assert other == (code, step)
 
 
 class FewerOnRankOne(IterableDataset[Any]):
@@ -90,14 +98,8 @@ class FewerOnRankOne(IterableDataset[Any]):
         return iter(samples(6 if torch.distributed.get_rank() == 1 else 10))
 
 
-class StopsBehindValidations(Learner):
-    """SIGTERM to one rank behind two validations, in which the other one had fewer batches than it said."""
-
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> Any:
-        if self.trainer.global_step == 5 and self.global_rank == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.05)
-        return super().training_step(batch, batch_idx)
+class Validating(Signalled):
+    """In validations one rank has fewer batches than it says."""
 
     def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
         pass
@@ -106,41 +108,23 @@ class StopsBehindValidations(Learner):
         return DataLoader(FewerOnRankOne(), batch_size=1)
 
 
-def stops_behind_validations(directory: str) -> int:
+def stops_behind_validations(directory: str) -> tuple[int, int]:
     options = {"max_epochs": 20, "val_check_interval": 2, "num_sanity_val_steps": 0, "limit_val_batches": 1.0}
-    trainer = make_trainer(strategy(stop_grace=20.0), default_root_dir=directory, **options)
-    with pytest.raises(SIGTERMException):
-        trainer.fit(StopsBehindValidations())
-    return int(trainer.global_step)
+    return stopped(Validating(5), default_root_dir=directory, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning")
 def test_ranks_stop_at_one_step_where_a_validation_was_shorter_than_it_said(tmp_path: Path) -> None:
-    steps = run_trainer_ranks(stops_behind_validations, 2, str(tmp_path))
-    assert steps[0] == steps[1] < 40
+    (_, step), (_, other) = run_trainer_ranks(stops_behind_validations, 2, str(tmp_path))
+    assert step == other < 40
     assert (tmp_path / "smddp-stop.ckpt").exists()
-
-
-# ---- while a checkpoint is written ----
-
-
-class DiesWhileAStopIsSaved(Learner):
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        if self.trainer.global_step == 1 and self.global_rank == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.05)
-        return super().training_step(batch, batch_idx)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.global_rank == 1:
-            os._exit(1)
 
 
 def dies_while_a_stop_is_saved(directory: str) -> None:
     trainer = make_trainer(strategy(stop_grace=20.0), max_epochs=9, default_root_dir=directory)
     try:
-        trainer.fit(DiesWhileAStopIsSaved())
+        trainer.fit(Signalled(1, dies=True))
     except RankFailedError as error:
         Path(directory, "said").write_text(str(error))
         raise

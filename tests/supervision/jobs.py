@@ -31,16 +31,16 @@ class Rank:
     supervisor: Supervisor
     pids: list[int]
 
-    def steps(self, act: Callable[[Rank], Any], step_of_act: int = 8, steps: int = 40, pause: float = 0.0) -> int:
-        """Steps with a collective in each; ``act`` comes before one of them. Returns the step where all stop."""
+    def steps(self, acts: dict[int, Callable[[Rank], Any]], steps: int = 40, pause: float = 0.0) -> int:
+        """Steps with a collective in each, before which ``acts`` come. Returns the step where all stop."""
         supervisor = self.supervisor
         for step in range(steps):
             supervisor.step, supervisor.phase = step, "forward"
             if supervisor.gate(step):
                 return step
             time.sleep(pause)
-            if step == step_of_act:
-                act(self)
+            if step in acts:
+                acts[step](self)
             supervisor.phase = "backward"
             dist.all_reduce(torch.ones(1))
         return -1

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
+import signal
 import subprocess
 import threading
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,35 +19,57 @@ from lightning_smddp.supervision import Failure, supervisor
 from tests.supervision.jobs import Rank, run
 
 
-def hold(rank: Rank) -> None:
+def hold(seconds: float, rank: Rank) -> None:
+    """By code in C."""
     if rank.rank == 1:
-        ctypes.PyDLL(None).sleep(1000)
+        ctypes.PyDLL(None).sleep(int(seconds))
 
 
-def holds_the_interpreter(rank: Rank) -> None:
-    rank.steps(hold)
+def held_for_ever(rank: Rank) -> None:
+    rank.steps({8: partial(hold, 1000)})
+
+
+def held_when_told_to_stop(rank: Rank) -> None:
+    hold(1000, rank)
+    time.sleep(2.0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+    rank.supervisor.gate(0)
 
 
 @pytest.mark.slow
-def test_a_rank_that_runs_no_python_is_named_when_the_collective_times_out_and_killed(tmp_path: Path) -> None:
-    ended = run(holds_the_interpreter, 2, tmp_path, gloo=2.0, timeout=2.0)
+@pytest.mark.parametrize(
+    ("body", "limits", "text"),
+    [
+        (held_for_ever, {"gloo": 2.0, "timeout": 2.0}, "Timed out waiting.*runs no Python"),
+        (
+            held_when_told_to_stop,
+            {"grace": 8.0},
+            ": it did not say within 2 s of SIGTERM where it can stop, and runs no Python",
+        ),
+    ],
+)
+def test_a_rank_that_runs_no_python_is_named_and_killed(body: Any, limits: Any, text: str, tmp_path: Path) -> None:
+    """When the collective times out, or it has to say where it can stop."""
+    ended = run(body, 2, tmp_path, **limits)
     assert "killed by SIGKILL" in ended.ends[1]
-    assert re.search(r"[Rr]ank 1 .* fell silent.*Timed out waiting.*runs no Python", ended.said(0))
+    assert re.search(f"[Rr]ank 1 .* fell silent.*{text}", ended.said(0))
 
 
-def hold_for_long(rank: Rank) -> None:
-    if rank.rank == 1:
-        ctypes.PyDLL(None).sleep(7)
+def stop_all(rank: Rank) -> None:
+    if rank.rank == 0:
+        pids = " ".join(map(str, rank.pids))
+        subprocess.Popen(["sh", "-c", f"kill -STOP {pids}; sleep 4.5; kill -CONT {pids}"]).wait()
 
 
-def holds_the_interpreter_for_long(rank: Rank) -> int:
-    return rank.steps(hold_for_long, steps=12)
+def held_and_stopped(rank: Rank) -> int:
+    return rank.steps({8: partial(hold, 7), 10: stop_all}, steps=20, pause=0.2)
 
 
 @pytest.mark.slow
-def test_a_healthy_rank_whose_interpreter_is_held_for_long_is_left_alone(tmp_path: Path) -> None:
-    """T1."""
-    assert run(holds_the_interpreter_for_long, 2, tmp_path, timeout=3.0).results == [-1, -1]
+def test_a_healthy_job_is_left_alone(tmp_path: Path) -> None:
+    """T1: while a rank's interpreter is held for long; T4: when it is stopped as a whole, and goes on."""
+    assert run(held_and_stopped, 2, tmp_path, timeout=3.0).results == [-1, -1]
 
 
 def sleep_until_it_is_said(rank: Rank) -> None:
@@ -57,7 +83,7 @@ def sleep_until_it_is_said(rank: Rank) -> None:
 
 def waited_for(rank: Rank) -> int:
     supervisor.NOTE_HANG_S = 1.5
-    return rank.steps(sleep_until_it_is_said, steps=12)
+    return rank.steps({8: sleep_until_it_is_said}, steps=12)
 
 
 @pytest.mark.slow
@@ -70,22 +96,6 @@ def test_a_rank_that_all_others_wait_for_says_where_it_is_once(tmp_path: Path) -
     assert "at step 8 (forward) for 1.5 s. It is here:" in ended.written[0]
 
 
-def stop_all(rank: Rank) -> None:
-    if rank.rank == 0:
-        pids = " ".join(map(str, rank.pids))
-        subprocess.Popen(["sh", "-c", f"kill -STOP {pids}; sleep 4.5; kill -CONT {pids}"]).wait()
-
-
-def stopped_as_a_whole(rank: Rank) -> int:
-    return rank.steps(stop_all)
-
-
-@pytest.mark.slow
-def test_a_job_that_is_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
-    """T4."""
-    assert run(stopped_as_a_whole, 2, tmp_path, timeout=3.0).results == [-1, -1]
-
-
 def die_and_have_all_told_to_stop(rank: Rank) -> None:
     if rank.rank == 1:
         first, own, last = rank.pids
@@ -93,7 +103,7 @@ def die_and_have_all_told_to_stop(rank: Rank) -> None:
 
 
 def told_to_stop_behind_a_death(rank: Rank) -> None:
-    rank.steps(die_and_have_all_told_to_stop, steps=10000)
+    rank.steps({8: die_and_have_all_told_to_stop}, steps=10000)
 
 
 @pytest.mark.slow

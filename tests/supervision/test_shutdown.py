@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from lightning_smddp.supervision.shutdown import Shutdown
+from tests.supervision.jobs import Rank, run
 
 
 @pytest.mark.parametrize("error", [None, ValueError("bad")])
@@ -62,3 +65,36 @@ def test_clean_ups_run_before_a_forced_end_and_one_that_hangs_is_left_behind(
     line = "lightning-smddp: rank 1 (host a) at step 3 (backward) is ended, exit code 1. Cause: rank 0 died\n"
     assert text.endswith(line)
     assert "test_clean_ups_run" in text  # where its threads are
+
+
+# ---- hooks for exceptions ----
+
+
+def upload(seconds: float, allowed: float, signum: int, rank: Rank) -> None:
+    """``signum`` comes meanwhile; 0: none."""
+    error = KeyError("the first cause")
+    rank.supervisor.explain(error)
+    rank.supervisor.shutdown.postpone(allowed)
+    if signum:
+        threading.Timer(1.0, os.kill, [os.getpid(), signum]).start()
+    time.sleep(seconds)
+    (rank.directory / "uploaded").touch()
+    raise error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("seconds", "allowed", "signum", "cause"),
+    [
+        (10.0, 30.0, signal.SIGTERM, ""),  # as a launcher sends it to all behind a failure
+        (60.0, 9.0, 0, "Cause: rank 0"),
+        (30.0, 40.0, signal.SIGINT, "SIGINT came after this failure"),
+    ],
+    ids=["a launcher's SIGTERM", "too long", "Ctrl+C"],
+)
+def test_a_hook_has_its_time(seconds: float, allowed: float, signum: int, cause: str, tmp_path: Path) -> None:
+    """It comes to its end on the rank that failed, though launchers would end it."""
+    ended = run(partial(upload, seconds, allowed, signum), 1, tmp_path)
+    assert (tmp_path / "uploaded").exists() == (cause == "")
+    assert "KeyError: 'the first cause'" in ended.said(0)
+    assert cause in ended.written[0]
