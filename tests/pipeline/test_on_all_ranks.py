@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.pipeline.capture.graph_builder import Modules
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.records import TensorSpec
 from lightning_smddp.pipeline.partition import plan
@@ -85,6 +86,31 @@ def test_memory_of_an_exchange_is_none_that_the_step_writes(monkeypatch: pytest.
     traced = plan.record(lambda: root(torch.ones(1, 2)).sum(), root, CPU, group, lambda name: fetched[name].clone())
     assert sent.tolist() == [1, 1]
     assert traced.external_writes == ()
+
+
+class Scaled(nn.Module):
+    """Keeps a number of the first batch, as torchvision's detectors do: behind training only the rank that runs it."""
+
+    scale: float | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.scale is None:
+            self.scale = float(x.max())
+        return x * self.scale
+
+
+def traced_with(group: dist.ProcessGroup) -> bool:
+    root = nn.Sequential(Scaled(), nn.Linear(2, 2))
+    if group.rank() == 1:
+        root[0].scale = 1.0
+    traced = plan.record(lambda: root(torch.ones(1, 2)).sum(), root, CPU, group)
+    assert traced.reads_batch == (group.rank() == 0)
+    return plan.same_graph(traced, Modules(traced, root), {"0", "1"}, group).reads_batch
+
+
+def test_what_one_rank_reads_all_ranks_know_of() -> None:
+    """Else one alone would meet the others to say whether it finds its path again."""
+    assert run_in_threads(traced_with, 2) == [True, True]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

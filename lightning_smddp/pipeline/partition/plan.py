@@ -174,11 +174,13 @@ def same_graph(traced: Trace, modules: Modules, units: Collection[str], group: d
             were there before it.
     """
     graph = OnAllRanks(group).run(lambda: build_graph(traced, modules, units))
-    gathered = gather((graph.digest(), graph.draws, graph.external_writes), group)
-    graph.draws = any(draws for _, draws, _ in gathered)
-    refuse_external_writes([location for _, _, locations in gathered for location in locations])
+    gathered = gather((graph.digest(), graph.draws, graph.reads_batch, graph.external_writes), group)
+    # A module that keeps what it has read, on its own rank, reads again on the others.
+    graph.draws = any(draws for _, draws, _, _ in gathered)
+    graph.reads_batch = any(reads for _, _, reads, _ in gathered)
+    refuse_external_writes([location for *_, locations in gathered for location in locations])
     # A short digest first. Only where one differs do all ranks, which know that alike, send their lines for a message.
-    differing = [rank for rank, (digest, _, _) in enumerate(gathered) if digest != gathered[0][0]]
+    differing = [rank for rank, (digest, *_) in enumerate(gathered) if digest != gathered[0][0]]
     if differing:
         other = differing[0]
         lines = gather(graph.lines(), group)
