@@ -31,6 +31,7 @@ from lightning_smddp.strategies.checks import has_changed
 from lightning_smddp.strategies.launchers import end_processes, launcher_pid, may_be_ended
 from lightning_smddp.strategies.tables import say
 from lightning_smddp.supervision.failure import Failure
+from lightning_smddp.supervision.stop import END
 from lightning_smddp.supervision.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from lightning_smddp.strategies.base import TrainerStrategy
 
 _AFTER_THE_FIRST_S = 2.0  # launchers show the error of the rank that ends first, which should be the one that failed
-_END = 2**62  # a place to stop at, behind all others
 
 
 class RunSupervision:
@@ -133,11 +133,11 @@ class RunSupervision:
             return
         # The last place to hear of what came behind the last step: who ended without a look here would call a run a
         # success that others have seen fail, or stop.
-        stops = supervisor.gate(_END)
+        supervisor.gate(END)
         failure = supervisor.close()
         if failure is not None:
             raise failure.error()
-        if stops:
+        if supervisor.stops.decision is not None:
             raise stop_exception(self.strategy._trainer)
         self.supervisor = None
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from lightning_smddp._compat.torch import is_loader_worker
 
+END = 2**62  # a place to stop at, behind all others
 AGAIN_AFTER_S = 1.0  # a launcher may pass on what the terminal has sent to everyone
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -55,7 +56,7 @@ class Stops:
         self.attention = True
         if self.answer is None:
             # The training thread may have passed the gate of `step` already, without a look at this.
-            self.answer = self.step + 1
+            self.answer = min(self.step + 1, END)
 
     def may_pass(self, step: int) -> bool:
         """Whether the training thread need not wait at ``step``."""

@@ -78,8 +78,8 @@ def stopped(model: Learner, **options: Any) -> tuple[int, int]:
 
 
 def signalled_in_the_last_batch() -> tuple[int, int]:
-    """Of an epoch."""
-    return stopped(Signalled(1, count=16))
+    """Of the run; the other rank passes the last place to stop at without having heard of it."""
+    return stopped(Signalled(3, count=16))
 
 
 def test_a_signal_in_the_last_batch_ends_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
