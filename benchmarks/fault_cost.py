@@ -116,7 +116,7 @@ def call_costs(repeats: int = 200_000) -> dict[str, float]:
     """Microseconds of what the training thread does for the supervisor in a step, alone."""
     from torch.distributed import HashStore
 
-    from lightning_smddp.supervision import Supervisor
+    from lightning_smddp.supervision.supervisor import Supervisor
 
     supervisor = Supervisor(HashStore(), 0, 1, 60.0)
 

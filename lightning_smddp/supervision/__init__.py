@@ -17,8 +17,3 @@ When a rank dies in the middle of training:
 
 Where a collective fails and no process of this host has ended, ``Supervisor._judge`` finds out who is silent or behind.
 """
-
-from lightning_smddp.supervision.failure import Failure
-from lightning_smddp.supervision.supervisor import Supervisor
-
-__all__ = ["Failure", "Supervisor"]

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_smddp.supervision import Supervisor
+from lightning_smddp.supervision.supervisor import Supervisor
 from tests import rank_processes
 from tests.ranks import RanksFailedError, run_ranks
 

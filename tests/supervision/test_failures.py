@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from lightning_smddp.supervision import Failure, supervisor
+from lightning_smddp.supervision import supervisor
+from lightning_smddp.supervision.failure import Failure
 from tests.supervision.jobs import Rank, run
 
 

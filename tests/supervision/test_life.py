@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lightning_smddp.supervision import Supervisor
+from lightning_smddp.supervision.supervisor import Supervisor
 from tests.programs import ROOT
 from tests.supervision.jobs import Rank, run
 
@@ -64,7 +64,7 @@ def test_supervisors_leave_nothing_behind(tmp_path: Path, world_size: int) -> No
 PROGRAM = """
 import sys
 import torch.distributed as dist
-from lightning_smddp.supervision import Supervisor
+from lightning_smddp.supervision.supervisor import Supervisor
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_smddp.supervision import Supervisor
 from lightning_smddp.supervision.stop import Stops
+from lightning_smddp.supervision.supervisor import Supervisor
 from tests.leaks import live_processes
 from tests.rank_processes import forked
 from tests.supervision.jobs import Rank, run
