@@ -20,12 +20,16 @@ def held(sharing: int) -> int:
     return sizes["RssAnon"] + sizes["RssShmem"] // sharing
 
 
+def measurable() -> None:
+    """From here on what is freed goes back to the system at once, and nothing is made where something was freed."""
+    torch.set_num_threads(1)
+    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**16)
+
+
 class Growth:
     """Of memory inside of :meth:`watching`, at most, until ``done`` is set."""
 
     def __init__(self, sharing: int) -> None:
-        torch.set_num_threads(1)
-        assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**16)  # what is freed goes back at once
         self.sharing, self.done = sharing, threading.Event()
         self.most, self.start = 0, held(sharing)
 

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 
 from lightning_smddp import PipelineStrategy, SMDDPStrategy, plan
 from tests.choice.modules import Wide
-from tests.growth import Growth
+from tests.growth import Growth, measurable
 from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import make_trainer
@@ -35,6 +35,7 @@ class Ends(Callback):
 
 def measure(strategy: str) -> int:
     """What training adds at most to what a process has."""
+    measurable()
     made, options = STRATEGIES[strategy]
     growth = Growth(RANKS)
     trainer = make_trainer(made(**grouped(verbose=False, **options)), max_steps=STEPS, callbacks=[Ends(growth.done)])

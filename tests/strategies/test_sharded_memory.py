@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_smddp import PipelineStrategy
 from lightning_smddp.checkpoint.sharded import load
-from tests.growth import Growth
+from tests.growth import Growth, measurable
 from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import make_trainer
@@ -70,6 +70,7 @@ class Saves(Callback):
 
 
 def measure(directory: str) -> Any:
+    measurable()
     options: dict[str, Any] = {"meta_init": True, "verbose": False, "sharded": True, "num_microbatches": 2}
     options["split"] = [f"layers.{LAYERS // RANKS}"]  # not by measured times, which are seldom those of equal layers
     saves = Saves(directory)
