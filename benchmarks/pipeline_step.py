@@ -114,7 +114,7 @@ def rank_main(model: str, rows: int, count: int, rounds: int) -> dict[str, Any]:
     workload = WORKLOADS[model](rows)
     cut = len(workload.names) // 2
     ours = Fit(workload, _strategy(count, [workload.names[cut]]), RANKS)
-    with _timed("lightning_smddp.bridge.partitioning:divide") as divide:
+    with _timed("lightning_smddp.bridge.partitioning:make_plan") as divide:
         first = _milliseconds(ours)
     auto = Fit(workload, _strategy(count, None), RANKS)
     arms: dict[str, Any] = {
