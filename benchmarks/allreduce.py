@@ -80,7 +80,6 @@ def _row(name: str, mib: int, world_size: int, stats: dict[str, Stats]) -> list[
 def rank_main(mib: list[int], rounds: float, block: int) -> dict[int, Any]:
     """Samples by size and arm."""
     from lightning_smddp.communication.communicator import Communicator, reduce_once
-    from tests.communication.training import reference_all_reduce
 
     group = dist.group.WORLD
     assert group is not None
@@ -90,25 +89,23 @@ def rank_main(mib: list[int], rounds: float, block: int) -> dict[int, Any]:
     by_backend = Communicator(group, torch.device("cpu"), timedelta(minutes=5))
     by_backend.shared_memory_refusal = "this arm uses the backend inside the node"
     algorithms = {
-        "native": (communicator.algorithm("native"), True),
-        ZERO_COPY: (communicator.algorithm("shared_memory"), True),
-        "shared_memory, staged": (communicator.algorithm("shared_memory"), False),
-        "balanced": (communicator.algorithm("balanced"), True),
-        "hierarchical, gloo inside": (by_backend.algorithm("hierarchical"), True),
+        "native": communicator.algorithm("native"),
+        ZERO_COPY: communicator.algorithm("shared_memory"),
+        "balanced": communicator.algorithm("balanced"),
+        "hierarchical, gloo inside": by_backend.algorithm("hierarchical"),
     }
     results = {}
     for slot, size in enumerate(mib):
         numel = size * MIB // 4
         inputs = [torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
-        expected = reference_all_reduce(inputs)
+        expected = torch.stack(inputs).mean(0)
         arms: dict[str, Any] = {}
         tensor = inputs[rank].clone()
         arms[GLOO] = lambda tensor=tensor: (dist.all_reduce(tensor), tensor.div_(world_size))
         tensors = {GLOO: tensor}
-        for name, (algorithm, named) in algorithms.items():
+        for name, algorithm in algorithms.items():
             tensors[name] = tensor = inputs[rank].clone()
-            number = slot if named else None  # a tensor without a slot is staged
-            arms[name] = lambda a=algorithm, t=tensor, s=number: reduce_once(a, t, s)
+            arms[name] = lambda a=algorithm, t=tensor, s=slot: reduce_once(a, t, s)
         for name, arm in arms.items():
             arm()
             error = relative_error(tensors[name], expected)
@@ -116,7 +113,7 @@ def rank_main(mib: list[int], rounds: float, block: int) -> dict[int, Any]:
         source, destination = inputs[rank], expected
         arms[MEMCPY] = lambda d=destination, s=source: d.copy_(s)
         results[size] = interleave(arms, max(3, int(ROUNDS.get(size, 20) * rounds / block)), block=block, solo=[MEMCPY])
-    for algorithm, _ in algorithms.values():
+    for algorithm in algorithms.values():
         algorithm.close()
     by_backend.close()
     communicator.close()
