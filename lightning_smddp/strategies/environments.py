@@ -1,7 +1,7 @@
 """Lightning's view of how this process was started, where its own is worse: under mpirun, on SageMaker, in a pod.
 
-Written once for both packages that Lightning is published as; ``lightning.py`` and ``lightning_fabric.py`` put these on
-top of their ``ClusterEnvironment``. What is read, and from what, is in ``launchers/``.
+The same classes for both packages that Lightning is published as: ``lightning.py`` and ``lightning_fabric.py`` register
+them with their ``ClusterEnvironment``. What is read, and from what, is in ``launchers/``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 
@@ -18,8 +18,13 @@ from lightning_smddp.launchers.launch import Launch
 from lightning_smddp.launchers.mpi import DEFAULT_PORT, in_allocation_only
 from lightning_smddp.launchers.sagemaker import network_variables
 
+if TYPE_CHECKING:
+    from lightning.fabric.plugins.environments import ClusterEnvironment as _Base
+else:
+    _Base = object
 
-class ReadsLaunch:
+
+class LaunchEnvironment(_Base):
     """A ``ClusterEnvironment`` that says what :func:`~lightning_smddp.launchers.detection.detect` has found."""
 
     launch: Launch
@@ -90,7 +95,7 @@ class ReadsLaunch:
             os.environ.pop("WORLD_SIZE", None)
 
 
-class ReadsMPIRun(ReadsLaunch):
+class MPIRunEnvironment(LaunchEnvironment):
     """Ranks that ``mpirun`` of Open MPI, MPICH or Intel MPI started, without mpi4py.
 
     ``MASTER_ADDR`` and ``MASTER_PORT`` are kept where they are given. Else the ranks of one node meet on the loopback
@@ -100,7 +105,7 @@ class ReadsMPIRun(ReadsLaunch):
     _launcher = "mpirun"
 
 
-class ReadsSageMaker(ReadsLaunch):
+class SageMakerEnvironment(LaunchEnvironment):
     """A SageMaker training job, with any ``distribution=``.
 
     Args:
@@ -126,7 +131,7 @@ class ReadsSageMaker(ReadsLaunch):
         return bool(detect().platform)
 
 
-class ReadsPod(ReadsLaunch):
+class PodEnvironment(LaunchEnvironment):
     """A pod of Kubeflow's PyTorchJob with one process, which Lightning has to be told about."""
 
     _launcher = "kubeflow"
@@ -136,15 +141,15 @@ def choose(classes: Any) -> Any | None:
     """The cluster environment for this process, where Lightning's own choice is worse; else None.
 
     Args:
-        classes: the module with the environments of one of Lightning's packages.
+        classes: the module with our classes for one of Lightning's packages.
     """
     launch = detect()
     if launch.platform:
-        return classes.SageMakerEnvironment(launch=launch)
+        return SageMakerEnvironment(launch=launch)
     if launch.launcher == "mpirun":
-        return classes.MPIRunEnvironment(launch)
+        return MPIRunEnvironment(launch)
     if launch.launcher == "kubeflow":
-        return classes.PodEnvironment(launch)
+        return PodEnvironment(launch)
     if launch.launcher == "lightning" and in_allocation_only(os.environ):
         return classes.LightningEnvironment()
     return None

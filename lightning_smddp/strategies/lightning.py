@@ -14,7 +14,9 @@ from lightning_smddp.strategies.accumulation import AccumulateMicroBatches
 from lightning_smddp.strategies.callbacks import MonitorCommunication, RecordTimeline
 from lightning_smddp.strategies.ddp import DataParallel
 from lightning_smddp.strategies.deepspeed import DeepSpeedParallel
-from lightning_smddp.strategies.environments import ReadsMPIRun, ReadsPod, ReadsSageMaker
+from lightning_smddp.strategies.environments import LaunchEnvironment
+from lightning_smddp.strategies.environments import MPIRunEnvironment as MPIRunEnvironment
+from lightning_smddp.strategies.environments import SageMakerEnvironment as SageMakerEnvironment
 from lightning_smddp.strategies.fabric import FabricDataParallel
 from lightning_smddp.strategies.fabric_fsdp import FabricFullyShardedParallel
 from lightning_smddp.strategies.fsdp import FullyShardedParallel
@@ -74,13 +76,4 @@ class PipelineTimeline(RecordTimeline, Callback):
     pass
 
 
-class SageMakerEnvironment(ReadsSageMaker, ClusterEnvironment):
-    pass
-
-
-class MPIRunEnvironment(ReadsMPIRun, ClusterEnvironment):
-    pass
-
-
-class PodEnvironment(ReadsPod, ClusterEnvironment):
-    pass
+ClusterEnvironment.register(LaunchEnvironment)

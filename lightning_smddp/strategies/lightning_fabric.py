@@ -6,7 +6,9 @@ from lightning_fabric.plugins.environments import ClusterEnvironment
 from lightning_fabric.plugins.environments import LightningEnvironment as LightningEnvironment
 from lightning_fabric.strategies import DDPStrategy
 
-from lightning_smddp.strategies.environments import ReadsMPIRun, ReadsPod, ReadsSageMaker
+from lightning_smddp.strategies.environments import LaunchEnvironment
+from lightning_smddp.strategies.environments import MPIRunEnvironment as MPIRunEnvironment
+from lightning_smddp.strategies.environments import SageMakerEnvironment as SageMakerEnvironment
 from lightning_smddp.strategies.fabric import FabricDataParallel
 from lightning_smddp.strategies.fabric_fsdp import FabricFullyShardedParallel
 
@@ -19,13 +21,4 @@ class SMDDPFabricFSDPStrategy(FabricFullyShardedParallel, DDPStrategy):
     pass
 
 
-class SageMakerEnvironment(ReadsSageMaker, ClusterEnvironment):
-    pass
-
-
-class MPIRunEnvironment(ReadsMPIRun, ClusterEnvironment):
-    pass
-
-
-class PodEnvironment(ReadsPod, ClusterEnvironment):
-    pass
+ClusterEnvironment.register(LaunchEnvironment)
