@@ -32,7 +32,8 @@ def newest_checkpoint(
     """
 
     def look() -> str | None:
-        for path in _newest_first(locations):
+        candidates = {candidate for location in locations for candidate in _found(location)}
+        for _, path in sorted(candidates, reverse=True):
             try:
                 (sharded if sharded.is_sharded(path) else files).verify(path)
                 return path
@@ -42,11 +43,6 @@ def newest_checkpoint(
 
     found: str | None = first(look, group)
     return found
-
-
-def _newest_first(locations: Iterable[AnyPath]) -> list[str]:
-    candidates = {candidate for location in locations for candidate in _found(location)}
-    return [path for _, path in sorted(candidates, reverse=True)]
 
 
 def _found(location: AnyPath) -> Iterator[tuple[float, str]]:

@@ -173,9 +173,7 @@ def _open(path: str) -> Directory:
     for name in (METADATA, _REST):
         if not os.path.exists(os.path.join(path, name)):
             raise CheckpointError(path, f"is not a complete sharded checkpoint: it has no {name}", ANOTHER)
-    directory = Directory(path)
-    directory.require_files()
-    return directory
+    return Directory(path)
 
 
 def _existing(path: str) -> str:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections import UserDict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from typing_extensions import override
 
 from lightning_smddp.checkpoint.files import ANOTHER, CheckpointError
 from lightning_smddp.checkpoint.parts import filled, stored_in
@@ -46,7 +48,8 @@ class Directory:
     """The tensors of a directory.
 
     Raises:
-        CheckpointError: ``.metadata`` is damaged, or contains something else than a description of tensors.
+        CheckpointError: ``.metadata`` is damaged, or contains something else than a description of tensors; a file of
+            it is missing or cut off.
     """
 
     def __init__(self, path: str) -> None:
@@ -58,13 +61,10 @@ class Directory:
             self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         except Exception as error:  # whatever a damaged pickle leads to
             raise CheckpointError(path, f"has a {METADATA} that cannot be used: {error}", ANOTHER) from error
-
-    def require_files(self) -> None:
-        """Raise ``CheckpointError`` if a file is missing or cut off."""
         for stored in self._reader.storage_data.values():
-            path = os.path.join(self.path, stored.relative_path)
-            if not os.path.exists(path) or os.path.getsize(path) < stored.offset + stored.length:
-                raise CheckpointError(path, "is missing or cut off. Each rank has to see all files", ANOTHER)
+            file_path = os.path.join(path, stored.relative_path)
+            if not os.path.exists(file_path) or os.path.getsize(file_path) < stored.offset + stored.length:
+                raise CheckpointError(file_path, "is missing or cut off. Each rank has to see all files", ANOTHER)
 
     def read(self, names: Iterable[str], device: str = "cpu") -> dict[str, Tensor]:
         """Tensors by name; on ``meta`` nothing is read."""
@@ -84,34 +84,24 @@ class Directory:
         return tensors
 
 
-class Stored(MutableMapping[Any, Any]):
+class Stored(UserDict[Any, Any]):
     """A part of a checkpoint whose tensors are in a directory: each is read when it is asked for, and not kept.
 
     Hooks of the user's may change it as the dict that it stands for.
     """
 
     def __init__(self, directory: Directory, values: dict[Any, Any]) -> None:
+        super().__init__()
+        self.data = values
         self._directory = directory
-        self._values = values
 
     def read(self, keys: Iterable[Any], device: str = "cpu") -> dict[Any, Any]:
         """Values of ``keys``, in which tied tensors are one; on ``meta`` their shapes alone, without reading."""
-        values = {key: self._values[key] for key in keys}
+        values = {key: self.data[key] for key in keys}
         tensors = self._directory.read(stored_in(values), device)
         found: dict[Any, Any] = filled(values, tensors.__getitem__)
         return found
 
+    @override
     def __getitem__(self, key: Any) -> Any:
         return self.read([key])[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._values[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self._values[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
