@@ -56,6 +56,11 @@ def copied(structure: Any) -> Any:
     return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, structure)
 
 
+def detached(structure: Any) -> Any:
+    """``structure`` with its tensors off the graph."""
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, structure)
+
+
 def with_members(container: Any, values: Members) -> Any:
     """A copy of ``container`` with other members, of the same keys and number unless it is a list or tuple."""
     if type(container) is dict:

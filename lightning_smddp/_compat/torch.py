@@ -163,8 +163,11 @@ def swap_contents(tensor: Tensor, other: Tensor) -> None:
 
 
 def write_count(tensor: Tensor) -> int:
-    """How often ``tensor`` was written in place. Documented by torch, yet without a public name."""
-    return tensor._version
+    """How often ``tensor`` was written in place; 0 for inference tensors, of which torch does not count it.
+
+    Documented by torch, yet without a public name.
+    """
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def initializer(module: nn.Module) -> Callable[[], object] | None:

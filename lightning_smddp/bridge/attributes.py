@@ -266,11 +266,6 @@ def copies_at(root: nn.Module, places: Iterable[Place]) -> Copies:
     return copies
 
 
-def writes_of(tensor: Tensor) -> int:
-    """How often it was written; torch does not count that of inference tensors."""
-    return 0 if tensor.is_inference() else write_count(tensor)
-
-
 def _are_same(some: Any, others: Any) -> bool:
     """Whether two containers have the very same objects."""
     if isinstance(some, set):

@@ -28,7 +28,7 @@ from lightning_smddp.communication.tensors import broadcast_structure
 from lightning_smddp.patches import Patch, patched
 from lightning_smddp.pipeline.capture.tracer import open_modules
 from lightning_smddp.pipeline.runtime.remote_tensor import ACTIVE
-from lightning_smddp.pytree import map_leaves, tensors
+from lightning_smddp.pytree import detached, map_leaves, tensors
 
 AnyMetric: TypeAlias = "Metric | MetricCollection"
 Plain: TypeAlias = Callable[[Any], Any]
@@ -189,11 +189,6 @@ def touch(tensor: Tensor) -> Tensor:
         after: Tensor = handle_torch_function(touch, (tensor,), tensor)
         return after
     return tensor.detach()
-
-
-def detached(structure: Any) -> Any:
-    """``structure`` with its tensors off the graph."""
-    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, structure)
 
 
 # ---- on all ranks ----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_smddp.bridge.attributes import writes_of
+from lightning_smddp._compat.torch import write_count
 from lightning_smddp.bridge.step_record import StepRecorder
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.tracer import is_tracing
@@ -117,14 +117,14 @@ class LightningStep:
             generators.seed(self.seed_of(index))
             part = replace(microbatch, value=copied(microbatch.value))
             found = tensors(part.value)
-            written = [writes_of(tensor) for tensor in found]
+            written = list(map(write_count, found))
             learning = self.recorder.scopes.learning() if is_tracing() else nullcontext()
             try:
                 with self.around(None, index, part, keep=True), learning:
                     return self(part)
             finally:
                 self.recorder.drop()
-                if written != [writes_of(tensor) for tensor in found]:
+                if written != list(map(write_count, found)):
                     self.recorder.changing_steps.add(self.key)
 
         with generators.preserved(), torch.set_grad_enabled(self.trains):

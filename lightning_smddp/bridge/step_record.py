@@ -27,13 +27,13 @@ from torchmetrics import Metric
 from lightning_smddp._compat.torch import forward_cache, set_forward_cache, without_torch_functions
 from lightning_smddp.bridge.attribute_scopes import AttributeScopes
 from lightning_smddp.bridge.attributes import Change, is_plain
-from lightning_smddp.bridge.metrics import PipelineMetrics, Plain, StepMetrics, detached, touch
-from lightning_smddp.communication.tensors import from_numbers
+from lightning_smddp.bridge.metrics import PipelineMetrics, Plain, StepMetrics, touch
+from lightning_smddp.communication.tensors import CPU, from_numbers
 from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.capture.tracer import open_modules
 from lightning_smddp.pipeline.partition.microbatches import merge_outputs
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
-from lightning_smddp.pytree import tensors
+from lightning_smddp.pytree import detached, tensors
 
 
 @dataclass
@@ -298,7 +298,7 @@ def reduce_logged(reduction: str, values: Sequence[Any], weights: Sequence[float
         values: of each micro-batch that has one.
         weights: of these. A mean leaves out what weighs nothing; it is floating-point, also of integers.
     """
-    device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
+    device = next((value.device for value in values if isinstance(value, Tensor)), CPU)
     stacked = torch.stack([torch.as_tensor(value, device=device).squeeze() for value in values])
     value: Tensor
     if reduction == "mean":

@@ -22,12 +22,13 @@ from lightning_smddp.pipeline.capture.graph_builder import Modules
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.partition.assignment import parameter_stages_of
-from lightning_smddp.pipeline.partition.costs import LOOPBACK, Cluster, cluster_of, in_flight, time_nodes
+from lightning_smddp.pipeline.partition.costs import LOOPBACK, cluster_of, in_flight, time_nodes
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, rows_of
 from lightning_smddp.pipeline.partition.plan import refuse_external_writes
 from lightning_smddp.pipeline.partition.split import choose_cuts, choose_units
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.schedules import parse
+from lightning_smddp.planner.problem import Cluster
 from lightning_smddp.seeding import Generators
 from lightning_smddp.strategies.checks import refusal_of_training
 from lightning_smddp.strategies.options import PartitionOptions

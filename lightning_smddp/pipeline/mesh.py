@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import is_nccl, new_group_among
 from lightning_smddp.communication.groups import backend_timeout, create_group, new_name
-
-_CPU = torch.device("cpu")
-_DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own
+from lightning_smddp.communication.tensors import CPU
 
 
 @dataclass(frozen=True)
@@ -105,33 +103,32 @@ class Groups:
     host: Channel
 
     @classmethod
-    def create(cls, mesh: PipelineMesh, timeout: timedelta | None = None, device: torch.device = _CPU) -> Groups:
+    def create(cls, mesh: PipelineMesh, timeout: timedelta, device: torch.device) -> Groups:
         """Create the groups of this rank's pipeline and of its replicas. Collective over all ranks."""
         assert dist.group.WORLD is not None
         replica, pipeline_rank = mesh.find(dist.get_rank())
         name = new_name(dist.group.WORLD)
-        limit = timeout or _DEFAULT_TIMEOUT
         members = list(mesh.pipelines[replica])
         replicas = list(mesh.data_parallel_ranks[pipeline_rank])
         # every rank in this order, so that nobody waits for one that waits for another
-        pipeline = create_group(members, f"{name}-pipeline-{replica}", limit, device)
+        pipeline = create_group(members, f"{name}-pipeline-{replica}", timeout, device)
         neighbours = pipeline
         if device.type != "cpu":
-            neighbours = create_group(members, f"{name}-neighbours-{replica}", limit, device, by_pairs=True)
+            neighbours = create_group(members, f"{name}-neighbours-{replica}", timeout, device, by_pairs=True)
         # Beside NCCL hosts have a gloo group of their own: a vote by NCCL would wait behind all that was queued on the
         # device before it.
         host = Channel(pipeline, device)
         if is_nccl(pipeline) and dist.is_gloo_available():
-            patience = backend_timeout(limit, of_nccl=True)  # who waits for a device here says nothing of who is late
+            patience = backend_timeout(timeout, of_nccl=True)  # who waits for a device here says nothing of who is late
             on_hosts = new_group_among(members, f"{name}-host-{replica}", patience, backend="gloo")
-            host = Channel(on_hosts, _CPU)
-        data_parallel_group = create_group(replicas, f"{name}-replicas-{pipeline_rank}", limit, device)
+            host = Channel(on_hosts, CPU)
+        data_parallel_group = create_group(replicas, f"{name}-replicas-{pipeline_rank}", timeout, device)
         return cls(mesh, replica, pipeline_rank, pipeline, neighbours, data_parallel_group, host)
 
 
 @dataclass(frozen=True)
 class Ownership:
-    """The ranks of a pipeline (0 to p-1) that hold each parameter, and the owner of each buffer.
+    """The ranks of a pipeline that hold each parameter, and the owner of each buffer.
 
     A parameter is known by its first name in ``named_parameters()``, however many names it has.
 
@@ -139,12 +136,10 @@ class Ownership:
         parameters: name -> the ranks that hold it. The first is its owner: it writes checkpoints, and counts it in
             the norm of the gradients.
         buffers: name -> owner, of each buffer that training changes. Every rank holds every buffer.
-        num_ranks: p.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
     buffers: Mapping[str, int]
-    num_ranks: int
 
     def is_mine(self, name: str, rank: int) -> bool:
         """Whether ``rank``, one of the pipeline, has the values of parameter ``name``."""
@@ -153,10 +148,6 @@ class Ownership:
     def owner(self, name: str) -> int | None:
         """The rank that writes a tensor to checkpoints, and sends its values to others; None if all have the same."""
         return self.parameters[name][0] if name in self.parameters else self.buffers.get(name)
-
-    def held_by(self, rank: int) -> list[str]:
-        """Names of the parameters that ``rank`` holds, in the module's order."""
-        return [name for name, ranks in self.parameters.items() if rank in ranks]
 
     def shared(self) -> dict[tuple[int, ...], list[str]]:
         """For each set of two or more ranks (ascending) the parameters that exactly these ranks hold, sorted."""
@@ -173,8 +164,8 @@ class Ownership:
         changed = sorted(names ^ self.parameters.keys())
         if changed:
             raise ValueError(
-                f"{type(module).__name__}'s parameters changed after it was divided among {self.num_ranks} ranks: "
-                f"{changed} came or went. Create all layers in `__init__` or `configure_model`."
+                f"{type(module).__name__}'s parameters changed after it was divided: {changed} came or went. Create "
+                "all layers in `__init__` or `configure_model`."
             )
 
 

@@ -54,32 +54,41 @@ class Link:
 
 
 @dataclass(frozen=True)
-class PartitionProblem:
-    """Nodes to cut into stages, and what the stages have at their disposal.
+class Cluster:
+    """What there is to place stages on.
 
     Attributes:
-        nodes: the step, in execution order.
-        parameter_bytes: name -> bytes of weights, gradient and optimizer state together.
-        cut_bytes: ``cut_bytes[i]`` cross from the nodes before i to node i and later, for one micro-batch; ``inf``
-            where the step cannot be cut. One value more than nodes; the first and the last are not used.
         rank_of_stage: the rank that runs each stage, in stage order; its length is the number of stages.
         in_flight: micro-batches whose activations each stage keeps at once.
-        memory_limit: bytes on each rank for parameters and activations; None for no limit.
-        links: between each stage and the next; empty where messages cost nothing.
+        parameter_bytes: of each parameter, with its gradient and optimizer state.
+        memory_limit: bytes of a rank for parameters and activations; None for no limit.
+        links: between the ranks of each stage and the next; empty where messages cost nothing.
     """
 
-    nodes: Sequence[NodeCost]
-    parameter_bytes: Mapping[str, int]
-    cut_bytes: Sequence[float]
     rank_of_stage: Sequence[int]
     in_flight: Sequence[int]
+    parameter_bytes: Mapping[str, int]
     memory_limit: float | None = None
     links: Sequence[Link] = ()
 
     @property
     def num_stages(self) -> int:
-        """How many stages to make, on all ranks together."""
+        """Stages of all ranks together; a rank may have several."""
         return len(self.rank_of_stage)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionProblem(Cluster):
+    """Nodes to cut into stages, and what the stages have at their disposal.
+
+    Attributes:
+        nodes: the step, in execution order.
+        cut_bytes: ``cut_bytes[i]`` cross from the nodes before i to node i and later, for one micro-batch; ``inf``
+            where the step cannot be cut. One value more than nodes; the first and the last are not used.
+    """
+
+    nodes: Sequence[NodeCost]
+    cut_bytes: Sequence[float]
 
 
 class StageCosts:

@@ -58,7 +58,6 @@ OWNERSHIP = Ownership(
         "head.bias": (1,),
     },
     buffers={"norm.running_mean": 1, "norm.running_var": 1, "norm.num_batches_tracked": 1},
-    num_ranks=2,
 )
 
 

@@ -59,7 +59,7 @@ def placed(module: nn.Module) -> Ownership:
         return (0,) if name.split(".")[1] == "0" else (1,)
 
     parameters = {name: rank(name) for name, _ in module.named_parameters()}
-    return Ownership(parameters, {name: rank(name)[0] for name, _ in module.named_buffers()}, 2)
+    return Ownership(parameters, {name: rank(name)[0] for name, _ in module.named_buffers()})
 
 
 def divided(module: nn.Module, ownership: Ownership | None = None) -> GlobalView:

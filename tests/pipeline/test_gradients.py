@@ -19,7 +19,7 @@ from tests.pipeline.models import OWNERSHIP, seeded, tied, train_step
 from tests.ranks import run_in_threads
 
 CPU = torch.device("cpu")
-TIED = Ownership({"0": (0, 1), "1": (1, 0), "2": (0,), "3": (0, 1), "4": (0, 1)}, {}, 2)
+TIED = Ownership({"0": (0, 1), "1": (1, 0), "2": (0,), "3": (0, 1), "4": (0, 1)}, {})
 
 
 def tied_sums(group: dist.ProcessGroup, none_on: dict[str, tuple[int, ...]], sparse: bool) -> dict[str, object]:
@@ -151,7 +151,7 @@ def scaled_steps(group: dist.ProcessGroup, overflow_on: int | None, ownership: O
 @pytest.mark.parametrize(("overflow_on", "bias_on"), [(None, 1), (0, 1), (1, 1), (0, 0)])
 def test_every_ranks_scaler_skips_the_same_step(overflow_on: int | None, bias_on: int, fused: bool) -> None:
     """Also that of a rank without parameters."""
-    ownership = Ownership({"weight": (0,), "bias": (bias_on,)}, {}, 2)
+    ownership = Ownership({"weight": (0,), "bias": (bias_on,)}, {})
     expected = [8.0, 16.0, 16.0, 32.0] if overflow_on is None else [8.0, 4.0, 4.0, 8.0]
     assert run_in_threads(scaled_steps, 2, overflow_on, ownership, fused) == [expected] * 2
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smddp.bridge.partitioning import _first_values
+from lightning_smddp.pipeline.mesh import held_parameters
 from lightning_smddp.pipeline.state.meta_parameters import initialize_deferred, parameters_on_meta
 from tests.pipeline.models import OWNERSHIP, Tied, assert_same
 
@@ -70,7 +71,7 @@ def test_values_do_not_depend_on_the_division() -> None:
         part = on_meta(Tied)
         torch.manual_seed(rank)  # and not on the ranks' generators, which stay as they are
         state = torch.get_rng_state()
-        initialize_deferred(part, OWNERSHIP.held_by(rank), CPU, seed=3)
+        initialize_deferred(part, held_parameters(part, OWNERSHIP, rank), CPU, seed=3)
         assert torch.equal(state, torch.get_rng_state())
         for name, parameter in part.named_parameters():
             if OWNERSHIP.is_mine(name, rank):
@@ -97,7 +98,7 @@ def test_one_parameter_of_a_module_draws_what_it_draws_in_the_whole(names: list[
 
 def test_buffers_on_meta_get_values_on_every_rank() -> None:
     model = Tied().to("meta")
-    initialize_deferred(model, OWNERSHIP.held_by(0), CPU, seed=0)
+    initialize_deferred(model, ["embedding.weight", "body.weight", "body.bias"], CPU, seed=0)
     assert model.norm.weight.is_meta
     assert torch.equal(model.norm.running_var, torch.ones(6))
     assert model.norm.num_batches_tracked.item() == 0

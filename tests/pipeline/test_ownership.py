@@ -57,7 +57,7 @@ def test_another_step_changes_buffers_where_they_are_owned(owner: int, begin: st
     root = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False), nn.Linear(2, 2))
     graph = program_of(root, lambda: root(torch.ones(4, 2)).sum(), bool)
     parameters = {"0.weight": (0,), "0.bias": (0,), "2.weight": (1,), "2.bias": (1,)}
-    ownership = Ownership(parameters, {name: owner for name, _ in root.named_buffers()}, 2)
+    ownership = Ownership(parameters, {name: owner for name, _ in root.named_buffers()})
     _, second = follow(graph, parameters, ownership, [0, 1])
     assert graph.nodes[second.begin].module == begin
 
@@ -100,7 +100,7 @@ def test_release_keeps_objects_and_drops_values() -> None:
 def divided() -> nn.Sequential:
     net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     parameters = {name: (0,) if name.startswith("0") else (1,) for name, _ in net.named_parameters()}
-    release(net, Ownership(parameters, {}, 2), 0)
+    release(net, Ownership(parameters, {}), 0)
     return net
 
 

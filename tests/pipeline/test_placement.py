@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def test_sizes_have_to_fit() -> None:
 
 
 def report_groups(placement: str) -> tuple[list[int], list[int]]:
-    groups = Groups.create(PipelineMesh.of(4, 2, placement))
+    groups = Groups.create(PipelineMesh.of(4, 2, placement), timedelta(minutes=5), CPU)
     dist.barrier()  # who left before another rank has connected to it would make that one fail
     return dist.get_process_group_ranks(groups.pipeline), dist.get_process_group_ranks(groups.data_parallel_group)
 
@@ -122,7 +123,7 @@ def gather_beside_parts() -> tuple[list[str], int]:
     group, device = dist.group.WORLD, torch.device("cuda", dist.get_rank())
     assert group is not None
     module = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(2))).to(device)
-    ownership = Ownership({"0.weight": (0,), "1.weight": (1,)}, {}, 2)
+    ownership = Ownership({"0.weight": (0,), "1.weight": (1,)}, {})
     release(module, ownership, dist.get_rank())
     before = torch.cuda.memory_stats(device)["allocated_bytes.all.current"]
     unshard(GlobalView(module, ownership, group, device), to=CPU)

@@ -42,10 +42,10 @@ def random_problem(
     cuts = [math.inf if draw.random() < forbidden else draw.randint(0, 9) for _ in range(num_nodes + 1)]
     kinds = draw.choice([[True], [False], [True, False]])
     return PartitionProblem(
-        items,
-        sizes,
-        cuts,
-        rank_of_stage,
+        nodes=items,
+        parameter_bytes=sizes,
+        cut_bytes=cuts,
+        rank_of_stage=rank_of_stage,
         in_flight=[draw.randint(1, 3) for _ in rank_of_stage],
         links=[
             Link(draw.choice([0.0, 0.5]), draw.choice([1.0, 4.0, math.inf]), draw.choice(kinds))
@@ -67,10 +67,10 @@ def chain(
     names = tied or {}
     items = [NodeCost(f"net.{index}", 1, 2, 0, (names[index],) if index in names else ()) for index in range(num_nodes)]
     return PartitionProblem(
-        items,
-        sizes or {},
-        cut_bytes or [0] * (num_nodes + 1),
         rank_of_stage,
         [1] * len(rank_of_stage),
+        sizes or {},
+        nodes=items,
+        cut_bytes=cut_bytes or [0] * (num_nodes + 1),
         links=[] if link is None else [link] * (len(rank_of_stage) - 1),
     )

@@ -73,7 +73,7 @@ def test_ranks_with_several_stages_get_even_ones_where_one_stage_is_slow_anyway(
         NodeCost("head", 10, 20, 0),
     ]
     cut_bytes = [0, *range(8, 0, -1), 0]  # the fewest bytes are sent by late cuts
-    found = best_partition(PartitionProblem(items, {}, cut_bytes, [0, 1, 0, 1], [1] * 4))
+    found = best_partition(PartitionProblem([0, 1, 0, 1], [1] * 4, {}, nodes=items, cut_bytes=cut_bytes))
     assert found.stage_seconds == (9, 9, 6, 30) or found.stage_seconds == (6, 9, 9, 30)
 
 
@@ -106,7 +106,7 @@ def test_memory_errors_name_the_unit_that_is_too_big_alone() -> None:
 
 def test_more_stages_than_units() -> None:
     items = [NodeCost("net.0", 1, 2, 0), NodeCost("code", 1, 2, 0, is_unit=False), NodeCost("net.1", 1, 2, 0)]
-    problem = PartitionProblem(items, {}, [0] * 4, [0, 1, 2], [1] * 3)
+    problem = PartitionProblem([0, 1, 2], [1] * 3, {}, nodes=items, cut_bytes=[0] * 4)
     with pytest.raises(PartitionError, match=r"3 stages .* only 2 units \(net\.0, net\.1\): lower .* at most 2"):
         best_partition(problem)
 
@@ -141,7 +141,7 @@ NAMES = [
 def named(num_stages: int, cut_bytes: list[float] | None = None) -> PartitionProblem:
     items = [NodeCost(name, 1, 2, 0) for name in NAMES]
     stages = list(range(num_stages))
-    return PartitionProblem(items, {}, cut_bytes or [1] * (len(NAMES) + 1), stages, [1] * num_stages)
+    return PartitionProblem(stages, [1] * num_stages, {}, nodes=items, cut_bytes=cut_bytes or [1] * (len(NAMES) + 1))
 
 
 @pytest.mark.parametrize(

@@ -347,7 +347,7 @@ class _Tracer(TorchFunctionMode, Tracking):
         """What differs after a change in place: for buffers the contents, as ``batch_norm`` counts no version."""
         if id(tensor) in self.buffers:
             return tensor.clone()
-        return torch.tensor(-1 if tensor.is_inference() else write_count(tensor))
+        return torch.tensor(write_count(tensor))
 
     def _is_elsewhere(self, leaf: Any) -> bool:
         """Whether it is a parameter that is not on the step's device."""

@@ -125,7 +125,7 @@ def ownership_of(
     parameters = {}
     for name, users in parameter_stages.items():
         parameters[name] = each_once(rank_of_stage[stage] for stage in users)  # a rank may have several
-    return Ownership(parameters, buffers, max(rank_of_stage) + 1)
+    return Ownership(parameters, buffers)
 
 
 def _stage_near(name: str, stages: ParameterStages) -> int:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -30,7 +29,7 @@ from lightning_smddp.pipeline.capture.preserve_state import dropped_gradients
 from lightning_smddp.pipeline.capture.tracer import StepCall, now
 from lightning_smddp.pipeline.mesh import named_tensors
 from lightning_smddp.pipeline.runtime.schedules import Schedule, orders
-from lightning_smddp.planner.problem import Link, NodeCost, PartitionProblem
+from lightning_smddp.planner.problem import Cluster, Link, NodeCost, PartitionProblem
 from lightning_smddp.planner.schedules import Action, parse_action, simulated_bound
 from lightning_smddp.pytree import tensors
 from lightning_smddp.seeding import Forward, forward_patches
@@ -47,30 +46,6 @@ _GROUPS = Path("/sys/fs/cgroup")
 LOOPBACK = Link(latency_s=1e-4, bytes_per_s=2e9)
 NVLINK = Link(latency_s=1e-5, bytes_per_s=100e9, is_hidden=True)
 NETWORK = Link(latency_s=1e-4, bytes_per_s=3e9, is_hidden=True)
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """What there is to place stages on.
-
-    Attributes:
-        rank_of_stage: rank in the pipeline of each stage.
-        in_flight: micro-batches whose activations each stage keeps at once.
-        parameter_bytes: of each parameter, with its gradient and optimizer state.
-        memory_limit: bytes of a rank, or None.
-        links: between the ranks of each stage and the next.
-    """
-
-    rank_of_stage: tuple[int, ...]
-    in_flight: tuple[int, ...]
-    parameter_bytes: Mapping[str, int]
-    memory_limit: float | None = None
-    links: tuple[Link, ...] = ()
-
-    @property
-    def num_stages(self) -> int:
-        """Stages of all ranks together; a rank may have several."""
-        return len(self.rank_of_stage)
 
 
 def cluster_of(
@@ -104,7 +79,7 @@ def cluster_of(
             sizes[name] = int(parameter.nbytes * (2 + states))  # the parameter, its gradient, the optimizer's states
         if casts_weights and parameter.requires_grad and parameter.dtype == torch.float32:
             sizes[name] += parameter.numel() * torch.bfloat16.itemsize
-    return Cluster(tuple(rank_of_stage), tuple(flights), sizes, memory_limit, links)
+    return Cluster(rank_of_stage, flights, sizes, memory_limit, links)
 
 
 def _state_copies(optimizer: Optimizer) -> int:

@@ -9,9 +9,9 @@ from lightning_smddp.pipeline.capture.boundaries import reason_not_to_cut, start
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
 from lightning_smddp.pipeline.capture.records import Trace
-from lightning_smddp.pipeline.partition.costs import Cluster, NodeTimes, problem_of
+from lightning_smddp.pipeline.partition.costs import NodeTimes, problem_of
 from lightning_smddp.planner.partition import Partition, best_partition, given_partition
-from lightning_smddp.planner.problem import PartitionError
+from lightning_smddp.planner.problem import Cluster, PartitionError
 
 _BALANCED = 1.03  # a slowest stage this close to the mean is not worth opening more modules,
 _NEGLIGIBLE = 5  # nor is one that is slower by as many messages' latencies: times vary as much

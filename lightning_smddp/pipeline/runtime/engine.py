@@ -60,7 +60,6 @@ class PipelineRuntime:
         self.root = root
         self.groups = groups
         self.device = device
-        self.num_stages = num_stages
         self.rank_of_stage = schedule.rank_of_stage(num_stages, groups.pipeline.size())
         self.last_rank = self.rank_of_stage[-1]
         self.checkpointing = checkpointing

@@ -63,11 +63,9 @@ class Schedule:
 
     def stages_per_rank_ok(self, stages_per_rank: int) -> bool:
         """Whether a rank may hold so many stages."""
-        if self.v_shaped:
-            return stages_per_rank == 2
-        if self.several_stages:
+        if self.several_stages and not self.v_shaped:
             return stages_per_rank >= 1
-        return stages_per_rank == 1
+        return stages_per_rank == self.default_stages_per_rank
 
     def microbatches_ok(self, num_microbatches: int, pipeline_parallel_size: int, num_stages: int) -> bool:
         """Whether the schedule itself, not its substitute, runs this number of micro-batches."""

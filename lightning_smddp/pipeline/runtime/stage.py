@@ -38,7 +38,7 @@ from lightning_smddp.pipeline.runtime.stage_program import StageProgram, Step, T
 from lightning_smddp.pipeline.runtime.step_exchange import Failure
 from lightning_smddp.pipeline.runtime.step_run import run_stage
 from lightning_smddp.planner.timeline import SpanKind
-from lightning_smddp.pytree import map_leaves
+from lightning_smddp.pytree import detached
 
 Compute: TypeAlias = Callable[[int, int, tuple[Tensor, ...]], tuple[Tensor, ...]]
 """What (a stage, for a micro-batch, with what it has received) sends to the next stage.
@@ -97,7 +97,7 @@ class RunningStep:
             return sent
         loss = step.loss(microbatch, result)
         # The results of all micro-batches wait for the batch's end: they must not keep their graphs until then.
-        self.outputs[index] = map_leaves(_detached, result)
+        self.outputs[index] = detached(result)
         return () if loss is None else (loss,)
 
 
@@ -318,10 +318,6 @@ def _without_values(spec: TensorSpec, device: torch.device) -> Tensor:
     """NaN, so that nobody takes it for a result; zeros of types without, which are indices that exist."""
     has_nan = spec.dtype.is_floating_point or spec.dtype.is_complex
     return spec.empty(device).fill_(math.nan if has_nan else 0)
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _edge_of(output: Tensor) -> GradientEdge | None:

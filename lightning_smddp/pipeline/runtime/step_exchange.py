@@ -20,14 +20,13 @@ from torch import Tensor
 from lightning_smddp._compat.torch import all_gather_single
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.objects import UnsendableError, gather, pickled, unpickled
-from lightning_smddp.communication.tensors import broadcast_tensors
+from lightning_smddp.communication.tensors import CPU, broadcast_tensors
 from lightning_smddp.pipeline.mesh import Channel
 from lightning_smddp.pipeline.partition.batch_sync import CURE
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 
 _HEAD = struct.Struct("<3q")
 _WORD = 4096  # bytes
-_CPU = torch.device("cpu")
 
 
 class Failure(NamedTuple):
@@ -101,8 +100,8 @@ class StepExchange:
         specs, data = unpickled(content)
         if not is_last:
             for shape, dtype, is_on_host in specs:
-                apart.append(torch.empty(shape, dtype=dtype, device=_CPU if is_on_host else self._pipeline.device))
-        for part, (group, device) in ((True, Channel(self._host, _CPU)), (False, self._pipeline)):
+                apart.append(torch.empty(shape, dtype=dtype, device=CPU if is_on_host else self._pipeline.device))
+        for part, (group, device) in ((True, Channel(self._host, CPU)), (False, self._pipeline)):
             broadcast_tensors([tensor for tensor in apart if tensor.is_cpu == part], group, self._last_rank, device)
         return results if is_last else unpickled(data, apart)
 
