@@ -46,7 +46,7 @@ class RingExchange:
     The ring also rounds the sums on its way, which error feedback does not see.
     """
 
-    def __init__(self, group: dist.ProcessGroup, codec: Codec = _EXACT, feedback: ErrorFeedback | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, codec: Codec, feedback: ErrorFeedback | None) -> None:
         self.group = group
         self.codec = codec
         self.feedback = feedback
@@ -95,8 +95,8 @@ class BalancedExchange:
         self,
         scatter_group: dist.ProcessGroup,
         gather_group: dist.ProcessGroup,
-        codec: Codec = _EXACT,
-        feedback: ErrorFeedback | None = None,
+        codec: Codec,
+        feedback: ErrorFeedback | None,
     ) -> None:
         self.scatter_group = scatter_group
         self.gather_group = gather_group

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,7 +29,9 @@ from lightning_smddp.resume.auto_resume import stop_checkpoint
 from lightning_smddp.strategies.checks import has_changed
 from lightning_smddp.strategies.launchers import end_processes, launcher_pid, may_be_ended
 from lightning_smddp.strategies.tables import say
+from lightning_smddp.supervision import shutdown
 from lightning_smddp.supervision.failure import Failure
+from lightning_smddp.supervision.processes import name_of
 from lightning_smddp.supervision.stop import END
 from lightning_smddp.supervision.supervisor import Supervisor
 
@@ -178,7 +179,7 @@ class RunSupervision:
         """Say why this rank ends (it may be killed before its traceback), and let the rank that failed end first."""
         self.strategy._sagemaker.write_failure(failure.error())  # the launcher may end this process while it waits
         if may_be_ended():
-            os.write(2, f"lightning-smddp: {failure.error()}\n".encode(errors="replace"))
+            shutdown.say(f"lightning-smddp: {failure.error()}\n")
             if failure.kind == "failed":
                 time.sleep(_AFTER_THE_FIRST_S)
 
@@ -194,8 +195,7 @@ class RunSupervision:
         if isinstance(error, SystemExit):
             error.code = 128 + signum
         if self.strategy.is_global_zero:
-            name = signal.Signals(signum).name
-            say(f"{name}: all ranks stop at step {trainer.global_step}; {text}.", trainer)
+            say(f"{name_of(signum)}: all ranks stop at step {trainer.global_step}; {text}.", trainer)
 
     # ---- steps ----
 

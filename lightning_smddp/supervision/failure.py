@@ -24,7 +24,7 @@ class Failure(NamedTuple):
         phase: what it was doing; may be empty.
         kind: ``"failed"`` (it raised), ``"died"`` (its process ended), ``"fell silent"`` (stopped, or cut off the
             network), ``"did not come"`` (the others' collective timed out waiting for it), ``"left"`` (it ended its run
-            while others were in the middle of theirs).
+            while others were in the middle of theirs), ``"lost the job's store"`` (torchrun's agent, which served it).
         message: the cause.
     """
 
