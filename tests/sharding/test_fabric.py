@@ -36,13 +36,13 @@ def launched(kind: str, package: str = "lightning.fabric", **options: Any) -> An
 
 
 def network() -> nn.Module:
-    torch.manual_seed(5)
+    torch.manual_seed(6)
     return nn.Sequential(nn.Linear(INPUTS, 16), Block(16), Block(16), nn.BatchNorm1d(16), nn.Linear(16, CLASSES))
 
 
-def set_up(kind: str, **options: Any) -> tuple[Any, nn.Module, Any, Any]:
+def set_up(kind: str, lr: float = 0.01, **options: Any) -> tuple[Any, nn.Module, Any, Any]:
     fabric, module = launched(kind, **options), network()
-    return fabric, module, *fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.1))
+    return fabric, module, *fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=lr))
 
 
 def run(fabric: Any, model: Any, optimizer: Any, epochs: int) -> list[float]:
@@ -100,12 +100,12 @@ def test_the_same_numbers_and_checkpoints_as_smddp(tmp_path: Path) -> None:
     for results in run_trainer_ranks(save_and_go_on, 2, str(tmp_path)):
         expected, seen, whole = results["smddp"]
         for way, (actual, saw, _) in results.items():
-            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, msg=way)
+            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7, msg=way)
             torch.testing.assert_close(saw, seen[-len(saw) :], rtol=1e-4, atol=1e-6, msg=way)
         assert max(results["shard"][2], results["smddp_fsdp"][2]) < 0.6 * whole
     plain, *others = (torch.load(tmp_path / f"{kind}.ckpt", weights_only=True) for kind in MAKERS)
     for other in others:
-        torch.testing.assert_close(other, plain, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(other, plain, rtol=1e-6, atol=1e-7)
         assert list(other["optimizer"]["state"]) == list(plain["optimizer"]["state"])
 
 
@@ -146,7 +146,7 @@ def test_two_modules_in_both_namespaces(package: str) -> None:
 
 def freeze_behind_backward() -> Tensor:
     """As training of two networks in turns does, with `requires_grad_(False)` before the other one's step."""
-    fabric, module, model, optimizer = set_up("shard")
+    fabric, module, model, optimizer = set_up("shard", lr=0.1)
     inputs, targets = next(iter(DataLoader(samples(8), batch_size=8)))
     before = torch.cat([p.detach().flatten() for p in module.parameters()])
     fabric.backward(F.cross_entropy(model(inputs), targets))
@@ -160,7 +160,7 @@ def freeze_behind_backward() -> Tensor:
 def test_what_is_frozen_behind_its_backward_pass_is_stepped_on_all_ranks() -> None:
     moved, other = run_trainer_ranks(freeze_behind_backward, 2)
     assert torch.equal(moved, other)
-    assert moved.count_nonzero() > 0.9 * moved.numel()
+    assert moved.abs().min() > 0.05
 
 
 def without_a_module(kind: str) -> None:
