@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_smddp._compat.torch import write_count
+from lightning_smddp.pipeline.capture.preserve_state import refill
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from lightning_smddp.pytree import leaves
 
@@ -278,7 +279,5 @@ def _are_same(some: Any, others: Any) -> bool:
 def _set_members(container: Any, start: int, members: Iterable[Any]) -> None:
     if isinstance(container, list):
         container[start:] = members
-        return
-    container.clear()
-    add_all = container.extend if isinstance(container, deque) else container.update
-    add_all(members)
+    else:
+        refill(container, members)

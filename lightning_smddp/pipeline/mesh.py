@@ -52,9 +52,9 @@ class PipelineMesh:
             )
         # 8 ranks in pipelines of 4: (0 1 2 3) and (4 5 6 7), or spread, (0 2 4 6) and (1 3 5 7).
         ranks = torch.arange(world_size)
-        if placement == "cluster":
-            return cls(tuple(map(tuple, ranks.view(-1, pipeline_parallel_size).tolist())))
-        return cls(tuple(map(tuple, ranks.view(pipeline_parallel_size, -1).T.tolist())))
+        is_spread = placement == "spread"
+        pipelines = ranks.view(pipeline_parallel_size, -1).T if is_spread else ranks.view(-1, pipeline_parallel_size)
+        return cls(tuple(map(tuple, pipelines.tolist())))
 
     @property
     def num_replicas(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -91,9 +91,14 @@ def _restore(own: dict[str, Any], saved: dict[str, tuple[Any, Any]]) -> None:
         if isinstance(members, Tensor):
             value.copy_(members)
         elif members or (members is not None and value):  # a module has a dozen dicts for hooks, nearly all empty
-            add_all = value.extend if isinstance(value, list) else value.update
-            value.clear()
-            add_all(members)
+            refill(value, members)
+
+
+def refill(container: Any, members: Any) -> None:
+    """Let a list, deque, dict or set have these members alone."""
+    container.clear()
+    add_all = container.extend if isinstance(container, (list, deque)) else container.update
+    add_all(members)
 
 
 class WrittenMemory:

@@ -61,16 +61,15 @@ class PipelineRuntime:
         self.groups = groups
         self.device = device
         self.rank_of_stage = schedule.rank_of_stage(num_stages, groups.pipeline.size())
-        self.last_rank = self.rank_of_stage[-1]
         self.checkpointing = checkpointing
         self.wrappers = Wrappers(root, device)
         self.engine = PipelineEngine(groups.neighbours, device, schedule, num_stages)
-        self.exchange = StepExchange(Channel(groups.pipeline, device), groups.host, self.last_rank)
+        self.exchange = StepExchange(Channel(groups.pipeline, device), groups.host, self.rank_of_stage[-1])
 
     @property
     def ends_here(self) -> bool:
         """Whether the last stage, where the step ends, is on this rank."""
-        return self.last_rank == self.groups.pipeline_rank
+        return self.rank_of_stage[-1] == self.groups.pipeline_rank
 
     def stage(self, graph: StepGraph, stages: tuple[StagePlan, ...]) -> StagedStep:
         """This rank's part of a step."""
@@ -102,15 +101,6 @@ class PipelineRuntime:
         if not self.ends_here:
             running.outputs = []  # of a step that calls no module of a later stage
         return running
-
-    def require_success(self, run: RunningStep) -> list[Any]:
-        """The outputs of ``run``. Collective over the pipeline.
-
-        Raises:
-            Exception: on every rank: see :meth:`StepExchange.run`.
-        """
-        self.exchange.run(None, failures=run.failures)
-        return run.outputs
 
 
 class PipelineEngine:

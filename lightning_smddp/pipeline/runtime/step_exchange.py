@@ -129,10 +129,8 @@ class StepExchange:
 
 def _raise_cause(gathered: Sequence[Sequence[Failure]], group: dist.ProcessGroup) -> None:
     """Raise what has caused all failures of all ranks: a stage computes with what earlier ones have sent."""
-    found = []
-    for rank, failures in enumerate(gathered):
-        found += [(failure.microbatch, failure.stage, rank, failure) for failure in failures]
-    _, _, rank, first = min(found, key=lambda entry: entry[:3])
+    found = [(failure, rank) for rank, failures in enumerate(gathered) for failure in failures]
+    first, rank = min(found, key=lambda pair: (pair[0].microbatch, pair[0].stage))
     if first.diverged:
         raise ReplayError(first.text) from first.error
     if first.error is not None:

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
@@ -243,7 +244,7 @@ def _initializers(root: nn.Module, name: str) -> Initializers:
     own = initializer(root.get_submodule(name))
     if own is not None:
         found.append((f"{name}()", own))
-    paths = _outwards(name)
+    paths = sorted({"", *accumulate(name.split("."), "{}.{}".format)}, reverse=True)  # of "a.b" itself, "a" and ""
     for index, path in enumerate(paths):
         for around in paths[index:]:
             method: Any = getattr(root.get_submodule(around), "_init_weights", None)
@@ -251,15 +252,6 @@ def _initializers(root: nn.Module, name: str) -> Initializers:
                 found.append((path, partial(method, root.get_submodule(path))))
                 break
     return found
-
-
-def _outwards(name: str) -> list[str]:
-    """``"a.b"`` gives ``["a.b", "a", ""]``."""
-    paths = []
-    while name:
-        paths.append(name)
-        name, _, _ = name.rpartition(".")
-    return [*paths, ""]
 
 
 def _takes_a_module(method: Callable[..., object]) -> bool:
