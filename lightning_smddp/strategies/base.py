@@ -57,7 +57,6 @@ class TrainerStrategy(_Base):
 
     _script_launcher: type[Any]
     _spawn_launcher: type[Any]
-    _safe_files: type[Any]
     _last_report: CommunicationReport | None = None
     _of_process: tuple[str, ...] = ()  # attributes that a copy has as the class has them
 
@@ -284,7 +283,7 @@ class TrainerStrategy(_Base):
     @property
     @override
     def checkpoint_io(self) -> Any:
-        """The one that the user gave, or ``SafeFiles`` (``saving.py``); made when Lightning first asks."""
+        """The one that the user gave, or ``SafeCheckpointIO`` (``saving.py``); made when Lightning first asks."""
         self._checkpoint_io = self._saving.choose_io(self._checkpoint_io)
         return self._checkpoint_io
 

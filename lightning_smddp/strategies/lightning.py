@@ -22,7 +22,7 @@ from lightning_smddp.strategies.fabric_fsdp import FabricFullyShardedParallel
 from lightning_smddp.strategies.fsdp import FullyShardedParallel
 from lightning_smddp.strategies.launchers import ScriptLaunching, SpawnLaunching
 from lightning_smddp.strategies.pipeline import PipelineParallel
-from lightning_smddp.strategies.saving import SafeFiles
+from lightning_smddp.strategies.saving import SafeCheckpointIO
 
 _Script, _Spawn = launchers_of(DDPStrategy)
 
@@ -35,16 +35,12 @@ class _SpawnLauncher(SpawnLaunching, _Spawn):  # type: ignore[misc, valid-type]
     pass
 
 
-class SafeCheckpointIO(SafeFiles, CheckpointIO):
-    pass
-
-
 class SMDDPStrategy(DataParallel, DDPStrategy):
-    _script_launcher, _spawn_launcher, _safe_files = _ScriptLauncher, _SpawnLauncher, SafeCheckpointIO
+    _script_launcher, _spawn_launcher = _ScriptLauncher, _SpawnLauncher
 
 
 class PipelineStrategy(PipelineParallel, DDPStrategy):
-    _script_launcher, _spawn_launcher, _safe_files = _ScriptLauncher, _SpawnLauncher, SafeCheckpointIO
+    _script_launcher, _spawn_launcher = _ScriptLauncher, _SpawnLauncher
 
 
 class AccumulationStrategy(AccumulateMicroBatches, SingleDeviceStrategy):
@@ -52,7 +48,7 @@ class AccumulationStrategy(AccumulateMicroBatches, SingleDeviceStrategy):
 
 
 class SMDDPFSDPStrategy(FullyShardedParallel, DDPStrategy):
-    _script_launcher, _spawn_launcher, _safe_files = _ScriptLauncher, _SpawnLauncher, SafeCheckpointIO
+    _script_launcher, _spawn_launcher = _ScriptLauncher, _SpawnLauncher
 
 
 class SMDDPFabricStrategy(FabricDataParallel, FabricDDPStrategy):
@@ -64,7 +60,7 @@ class SMDDPFabricFSDPStrategy(FabricFullyShardedParallel, FabricDDPStrategy):
 
 
 class SMDDPDeepSpeedStrategy(DeepSpeedParallel, DeepSpeedStrategy):
-    _script_launcher, _spawn_launcher, _safe_files = _ScriptLauncher, _SpawnLauncher, SafeCheckpointIO
+    _script_launcher, _spawn_launcher = _ScriptLauncher, _SpawnLauncher
     _lightnings = DeepSpeedStrategy
 
 
@@ -76,4 +72,5 @@ class PipelineTimeline(RecordTimeline, Callback):
     pass
 
 
+CheckpointIO.register(SafeCheckpointIO)
 ClusterEnvironment.register(LaunchEnvironment)

@@ -14,7 +14,7 @@ from lightning_smddp.strategies.deepspeed import DeepSpeedParallel
 from lightning_smddp.strategies.fsdp import FullyShardedParallel
 from lightning_smddp.strategies.launchers import ScriptLaunching, SpawnLaunching
 from lightning_smddp.strategies.pipeline import PipelineParallel
-from lightning_smddp.strategies.saving import SafeFiles
+from lightning_smddp.strategies.saving import SafeCheckpointIO
 
 _Script, _Spawn = launchers_of(DDPStrategy)
 
@@ -27,16 +27,12 @@ class _SpawnLauncher(SpawnLaunching, _Spawn):  # type: ignore[valid-type]
     pass
 
 
-class SafeCheckpointIO(SafeFiles, CheckpointIO):
-    pass
-
-
 class SMDDPStrategy(DataParallel, DDPStrategy):
-    _script_launcher, _spawn_launcher, _safe_files = _ScriptLauncher, _SpawnLauncher, SafeCheckpointIO
+    _script_launcher, _spawn_launcher = _ScriptLauncher, _SpawnLauncher
 
 
 class PipelineStrategy(PipelineParallel, DDPStrategy):
-    _script_launcher, _spawn_launcher, _safe_files = _ScriptLauncher, _SpawnLauncher, SafeCheckpointIO
+    _script_launcher, _spawn_launcher = _ScriptLauncher, _SpawnLauncher
 
 
 class AccumulationStrategy(AccumulateMicroBatches, SingleDeviceStrategy):
@@ -44,11 +40,11 @@ class AccumulationStrategy(AccumulateMicroBatches, SingleDeviceStrategy):
 
 
 class SMDDPFSDPStrategy(FullyShardedParallel, DDPStrategy):
-    _script_launcher, _spawn_launcher, _safe_files = _ScriptLauncher, _SpawnLauncher, SafeCheckpointIO
+    _script_launcher, _spawn_launcher = _ScriptLauncher, _SpawnLauncher
 
 
 class SMDDPDeepSpeedStrategy(DeepSpeedParallel, DeepSpeedStrategy):
-    _script_launcher, _spawn_launcher, _safe_files = _ScriptLauncher, _SpawnLauncher, SafeCheckpointIO
+    _script_launcher, _spawn_launcher = _ScriptLauncher, _SpawnLauncher
     _lightnings = DeepSpeedStrategy
 
 
@@ -58,3 +54,6 @@ class CommunicationMonitor(MonitorCommunication, Callback):
 
 class PipelineTimeline(RecordTimeline, Callback):
     pass
+
+
+CheckpointIO.register(SafeCheckpointIO)

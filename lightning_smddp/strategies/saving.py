@@ -7,7 +7,7 @@ The way of ``trainer.save_checkpoint(path)``:
    optimizers whose work ranks share is put together by ``sharding/optimizer_states.py``, what FSDP2 or DeepSpeed has
    divided by ``sharding/whole_states.py`` and ``deepspeed/whole_states.py``.
 2. ``TrainerStrategy.save_checkpoint`` adds what an exact resume and compression need, and calls :meth:`Saving.save`.
-3. A plain file is written by the first rank: the CheckpointIO, :class:`SafeFiles` (in a thread with
+3. A plain file is written by the first rank: the CheckpointIO, :class:`SafeCheckpointIO` (in a thread with
    ``async_save``), ``checkpoint/files.py``. With ``sharded`` every rank writes to a directory:
    ``checkpoint/sharded.py``, by ``torch.distributed.checkpoint``.
 
@@ -49,7 +49,7 @@ Path = str | PathLike[str]
 
 
 class Saving:
-    """Saves and loads by :class:`SafeFiles`, unless the user gave another.
+    """Saves and loads by :class:`SafeCheckpointIO`, unless the user gave another.
 
     With ``sharded``, each rank saves and loads its own part of a checkpoint, which is a directory: the strategy gives
     Lightning this rank's part of the module's and the optimizers' states, a checkpoint as ever with less in it. Hooks
@@ -70,16 +70,16 @@ class Saving:
         wraps = any(cls.__name__ == "_WrappingCheckpointIO" for cls in type(given).__mro__)  # as `AsyncCheckpointIO`
         if given is not None and not (wraps and given.checkpoint_io is None):
             return given
-        own = self.strategy._safe_files(asynchronous=self.strategy._reliability.async_save)
+        own = SafeCheckpointIO(asynchronous=self.strategy._reliability.async_save)
         if given is None:
             return own
         given.checkpoint_io = own
         return given
 
     @property
-    def _has_safe_files(self) -> bool:
+    def _has_own_io(self) -> bool:
         """Whether the CheckpointIO is ours, which can be asked to finish; the user's own may do as it likes."""
-        return isinstance(self.strategy.checkpoint_io, self.strategy._safe_files)
+        return isinstance(self.strategy.checkpoint_io, SafeCheckpointIO)
 
     def raise_failure(self) -> None:
         """Raise what ended a save in the background."""
@@ -89,14 +89,14 @@ class Saving:
 
     def afterwards(self, action: Callable[[], None]) -> None:
         """Call ``action`` when what was saved last is complete: at once, unless it is written in the background."""
-        if self._has_safe_files:
+        if self._has_own_io:
             self.strategy.checkpoint_io.afterwards(action)
         else:
             action()
 
     def finish(self) -> None:
         """Wait for what is written in the background. Its error is raised on every rank. Collective."""
-        if self._has_safe_files:
+        if self._has_own_io:
             self.on_first(self.strategy.checkpoint_io.teardown)
 
     def on_first(self, act: Callable[[], None]) -> None:
@@ -157,7 +157,7 @@ class Saving:
 
     def _is_ours(self, path: Any) -> bool:
         """Whether there is a directory that is not for a CheckpointIO of the user's own."""
-        return sharded.is_sharded(path) and (self._has_safe_files or sharded.is_ours(path))
+        return sharded.is_sharded(path) and (self._has_own_io or sharded.is_ours(path))
 
     def require_as_many_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Raise ``CheckpointError`` where Lightning would leave out what is too much."""
@@ -167,13 +167,12 @@ class Saving:
             raise CheckpointError(path, f"has {saved} optimizers, the model has {ours}", "Build the same ones.")
 
 
-class SafeFiles(_Base):
+class SafeCheckpointIO(_Base):
     """Checkpoints as ordinary files, of which a whole one exists whenever the process or the machine dies.
 
     Local files are written beside their place and renamed; URLs (``s3://...``) likewise, in their store. They stay
     readable by ``torch.load`` and by Lightning without this package. Their checksums are compared before they are
-    loaded, and tensors and plain data alone are. Users know it as ``SafeCheckpointIO``, which is this on top of their
-    Lightning's ``CheckpointIO`` (``lightning.py``, ``pytorch_lightning.py``).
+    loaded, and tensors and plain data alone are.
 
     Args:
         asynchronous: write in a thread. Saving then takes as long as copying all tensors to host memory, which holds
