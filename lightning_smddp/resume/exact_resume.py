@@ -98,8 +98,10 @@ class ExactResume:
     def _set_back(self, states: Sequence[dict[str, Any]], batches: Mapping[str, Any]) -> None:
         """To the batches that are trained: one more is fetched in mid-step, and where loaders have no length."""
         fetched = max((state["count"] for state in states), default=0)
+        done = _done(batches["current"])
         for state in states:
-            state["count"] = max(0, state["count"] - fetched + _done(batches["current"]))
+            behind = min(state["count"], done) if state.get("ended") else state["count"] - fetched + done
+            state["count"] = max(0, behind)
             if self._trainer.num_training_batches != float("inf"):
                 state["latest"] = None
 

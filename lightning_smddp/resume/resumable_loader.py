@@ -105,8 +105,9 @@ class ResumableLoader:
     def state_dict(self) -> dict[str, Any]:
         """How far the latest iterator is.
 
-        ``count``: batches that were asked for. Random states: ``created``, before it was made; ``first``, before its
-        first batch was asked for, which is when most samplers draw; ``latest``, before its latest one.
+        ``count``: batches that it has given; ``ended``: it has no more. Random states: ``created``, before it was made;
+        ``first``, before its first batch was asked for, which is when most samplers draw; ``latest``, before the latest
+        one was.
         """
         return dict(self._course)
 
@@ -148,14 +149,16 @@ class ResumableLoader:
             try:
                 yield self._next(iterator)  # a variable would keep the batch
             except StopIteration:
+                self._course["ended"] = True  # while others go on, in a ``CombinedLoader(..., "max_size")``
                 return
 
     def _next(self, iterator: Iterator[Any]) -> Any:
         course = self._course
         course["latest"] = self._states.capture()
         course["first"] = course["first"] or course["latest"]
+        batch = next(iterator)
         course["count"] += 1
-        return next(iterator)
+        return batch
 
 
 def _skip(iterator: Iterator[Any], count: int) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
 
@@ -68,7 +69,7 @@ class Buckets(BatchSampler):
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a run is like. ``data``: map, stream, buckets, generator, two (loaders)."""
+    """What a run is like. ``data``: map, stream, buckets, generator, two (loaders), ended (one before the other)."""
 
     data: str = "map"
     workers: int = 0
@@ -95,9 +96,10 @@ class Scenario:
         if self.data == "generator":
             generator = torch.Generator().manual_seed(7)
             return DataLoader(Pictures(self.count), size, shuffle=True, generator=generator, **more)
-        if self.data == "two":
+        if self.data in ("two", "ended"):
             short = DataLoader(Pictures(self.count // 3), size, shuffle=True, **more)
-            return {"long": DataLoader(Pictures(self.count), size, shuffle=True, **more), "short": short}
+            both = {"long": DataLoader(Pictures(self.count), size, shuffle=True, **more), "short": short}
+            return both if self.data == "two" else CombinedLoader(both, "max_size")
         return DataLoader(Pictures(self.count), size, shuffle=True, **more)
 
 
@@ -116,12 +118,12 @@ class Dropping(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if isinstance(batch, dict):
-            batch = [torch.cat([batch["long"][i], batch["short"][i]]) for i in range(2)]
+            batch = [torch.cat([part[i] for part in batch.values() if part is not None]) for i in range(2)]
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         parts = batch.values() if isinstance(batch, dict) else [batch]
-        self.seen.append([part[2].tolist() for part in parts])
+        self.seen.append([part[2].tolist() for part in parts if part is not None])
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
