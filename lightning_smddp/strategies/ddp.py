@@ -126,9 +126,8 @@ class DataParallel(TrainerStrategy):
             wrapper = self._ddp_comm_wrapper
             hook = self._ddp_comm_hook if wrapper is None else wrapper(self._ddp_comm_hook)
             own_hook = (hook, self._ddp_comm_state)
-        self._scheme.watches = self._checks.watches_gradients
-        limit = self._session.limit(self._timeout)
-        self.model = self._scheme.wrap(self.model, self.root_device, limit, self._ddp_kwargs, own_hook)
+        limit, watches = self._session.limit(self._timeout), self._checks.watches_gradients
+        self.model = self._scheme.wrap(self.model, self.root_device, limit, self._ddp_kwargs, watches, own_hook)
 
     @override
     def _training_batch_starts(self) -> None:

@@ -47,14 +47,12 @@ class DDPScheme:
         options: how gradients are averaged and optimizers sharded.
 
     Attributes:
-        watches: whether modules that are wrapped have their gradients looked at for NaN and inf.
         synchronizers: what averages, for each module.
         sharded: with ``shard``, the optimizers.
     """
 
     def __init__(self, options: StrategyOptions) -> None:
         self.options = options
-        self.watches = False
         self.communicator: Communicator | None = None  # modules share its groups
         self.synchronizers: list[GradientSynchronizer] = []
         self.sharded: list[ShardedOptimizers] = []
@@ -71,6 +69,7 @@ class DDPScheme:
         device: torch.device,
         limit: timedelta,
         given: Mapping[str, Any],
+        watches: bool,
         own_hook: tuple[Callable[..., Any], Any] | None = None,
     ) -> DistributedDataParallel:
         """``module`` in DDP, with our averaging. Collective.
@@ -80,6 +79,7 @@ class DDPScheme:
             device: of this rank.
             limit: how long a collective waits for a rank.
             given: DDP's arguments, as the user gave them.
+            watches: whether gradients are looked at for NaN and inf.
             own_hook: a communication hook of the user's with its state, instead of our averaging.
 
         Raises:
@@ -101,6 +101,7 @@ class DDPScheme:
                     "Use Lightning's DDPStrategy for gradients of a part of the ranks."
                 )
             synchronizer = self._make_synchronizer(module, device, limit)
+            synchronizer.watches = watches
             # Gradients are views of DDP's buckets then: what is averaged in a bucket need not be copied to them.
             arguments.setdefault("gradient_as_bucket_view", True)
 
@@ -138,7 +139,6 @@ class DDPScheme:
         synchronizer = GradientSynchronizer(
             self.communicator, module, self._choice.algorithm, ours.compression, self._recorder
         )
-        synchronizer.watches = self.watches
         self.synchronizers.append(synchronizer)
         return synchronizer
 

@@ -134,8 +134,8 @@ class FabricDataParallel(FabricStrategy):
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Choose the communication and wrap ``module``. Collective; ``ValueError`` on every rank if models differ."""
-        self._scheme.watches = self._looks
-        model = self._scheme.wrap(module, self.root_device, self._session.limit(self._timeout), self._ddp_kwargs)
+        limit = self._session.limit(self._timeout)
+        model = self._scheme.wrap(module, self.root_device, limit, self._ddp_kwargs, self._looks)
         self._modules.append(module)
         self._print("smddp: data parallelism", self._scheme.describe())
         return model
