@@ -154,7 +154,7 @@ def _plan(
         links_between(ranks, setup.groups.mesh.pipelines, hosts, setup.device.type),
         options.partition.memory_limit,
         casts,
-        1 if options.shard is None else setup.num_replicas,
+        1 if options.strategy.shard is None else setup.num_replicas,
     )
     fetch = None if setup.is_whole() else partial(_first_values, before, seed)
     last = len(microbatches) - 1
@@ -203,7 +203,7 @@ def _keep_own_parameters(before: Unpartitioned, plan: PartitionPlan, seed: int) 
 
 
 def _stash(before: Unpartitioned, plan: PartitionPlan, held: dict[str, nn.Parameter]) -> GradientStash:
-    setup, groups, options = before.setup, before.setup.groups, before.setup.options.gradients
+    setup, groups, options = before.setup, before.setup.groups, before.setup.options.strategy
     here = setup.stages_here
     stages = {name: [stage for stage in plan.parameter_stages[name] if stage in here] for name in held}
     pipeline = groups.mesh.pipelines[groups.replica]

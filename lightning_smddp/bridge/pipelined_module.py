@@ -349,7 +349,7 @@ class PipelinedModule:
         """The optimizers that the user built, and the precision plugin; before the first batch."""
         assert isinstance(self.state, Unpartitioned)
         self.state.optimizers = list(optimizers)
-        if self.setup.options.shard is not None:
+        if self.setup.options.strategy.shard is not None:
             self.state.shards = [OptimizerShards(optimizer) for optimizer in optimizers]
         self.steps = [*self.state.shards, *map(OwnSteps, optimizers)]  # an error in a step undoes them in this order
         self._scaler = getattr(plugin, "scaler", None)

@@ -334,7 +334,7 @@ class PipelineOptions:
 
     Attributes:
         num_microbatches: None is ``"auto"``.
-        gradients: how replicas average and share them, and the rest of what all strategies have.
+        strategy: what all strategies have; replicas average gradients and share optimizers by it.
 
     Raises:
         ValueError: a value is none of the valid ones, which the message lists.
@@ -346,7 +346,7 @@ class PipelineOptions:
     split: Sequence[str] | None
     loss_weight: LossWeightOption
     partition: PartitionOptions
-    gradients: StrategyOptions
+    strategy: StrategyOptions
     activation_checkpointing: bool = False
     meta_init: bool = False
 
@@ -363,11 +363,6 @@ class PipelineOptions:
         if isinstance(split, str) or not (isinstance(split, Sequence) and all(isinstance(name, str) for name in split)):
             raise ValueError(f"split={split!r} has to be a list of names: the first of each stage but the first.")
         require_one_of(BOOLS, activation_checkpointing=self.activation_checkpointing, meta_init=self.meta_init)
-
-    @property
-    def shard(self) -> Shard:
-        """What replicas have shares of."""
-        return self.gradients.shard
 
     @property
     def stages_per_rank(self) -> int:

@@ -35,7 +35,7 @@ def print_partition(
     ]
     if partitioned.sharded is not None:
         rows += partitioned.sharded.describe()
-    elif setup.options.shard is not None:
+    elif setup.options.strategy.shard is not None:
         rows.append(("optimizer shards", "none: with one replica each rank has the state of its own stages alone"))
     print_table("smddp_pipeline: pipeline parallelism", rows, setup.module.trainer)
 

@@ -131,7 +131,7 @@ class PipelineParallel(PipelineRanks):
             schedule=parse(schedule),
             split=split,
             partition=group_of(PartitionOptions, partition),
-            gradients=options,
+            strategy=options,
             **memory,
         )
         super().__init__(**given)
@@ -204,7 +204,7 @@ class PipelineParallel(PipelineRanks):
 
     @override
     def _shard_optimizers(self) -> None:
-        require_shardable(self.optimizers, self.options.shard)  # they are, once it is known who has what
+        require_shardable(self.optimizers, self.options.strategy.shard)  # they are, once it is known who has what
 
     @property
     @override

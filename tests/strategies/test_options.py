@@ -80,7 +80,7 @@ def test_groups_are_the_same_in_all_strategies(name: str) -> None:
     assert strategy._reliability is given["reliability"]
     if "partition" in groups:
         assert strategy.options.partition is given["partition"]
-        assert strategy.options.gradients is strategy._session.options
+        assert strategy.options.strategy is strategy._session.options
     written = kind(communication={"collective_timeout": 9, "verbose": False})
     assert written._session.options.communication == given["communication"]
 
