@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -44,13 +45,22 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         server.kill()
 
 
+def fail_half_way(file: Any) -> None:
+    file.write(b"half")
+    raise OSError("the network is gone")
+
+
 @pytest.mark.slow
 def test_checkpoints(bucket: str) -> None:
-    """Saved, overwritten, loaded and removed; damage, and the newest one."""
+    """Saved, overwritten, not overwritten by half of one, loaded and removed; damage, and the newest one."""
     io, url, fs = SafeCheckpointIO(), f"{bucket}/run/a.ckpt", s3fs.S3FileSystem()
     for step in (1, 2):
         io.save_checkpoint(example(step), url)
         assert_equal(io.load_checkpoint(url), example(step))
+    with pytest.raises(OSError, match="the network is gone: could not save a checkpoint") as caught:
+        files.write(fail_half_way, url)
+    assert caught.value.filename == url
+    assert_equal(files.load(url), example(2))
     assert fs.find(bucket, refresh=True) == ["bucket/run/a.ckpt"]
 
     for name in "bc":  # S3 has times in seconds: of equal ones the last name counts

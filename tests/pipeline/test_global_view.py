@@ -277,6 +277,12 @@ def gradients_that_others_changed(net: Net, rank: int) -> Any:
         net.student[4].weight.grad.mul_(2)
 
 
+def computed_on_first_rank(net: Net, rank: int) -> Any:
+    """The other rank has not computed it."""
+    if rank == 0:
+        net.student[4].weight.norm().item()
+
+
 def other_amounts(net: Net, rank: int) -> Any:
     net.student[4].weight.data.mul_(0.5 + rank)
 
@@ -337,6 +343,7 @@ REFUSED = {
     writes_on_first_rank: f"{CHANGED_LAST} 'student.4.weight' last, at ",
     other_amounts: f"{CHANGED_LAST} 'student.4.weight' last, at ",
     gradients_that_others_changed: "rank 0 needs the values of 'grad:student.4.weight', a tensor of shape (4, 8) at ",
+    computed_on_first_rank: "callback: rank 0 needs the values of a tensor of shape () at ",
     new_parameter: "Parameter 'weight' of a Linear is replaced by another one at ",
     other_shape: "`.data` of a tensor of shape (8, 8), torch.float32 is set at ",
     shape_in_place: "changes the shape of 'student.4.weight', a tensor of shape (4, 8) in place",

@@ -55,6 +55,22 @@ class Forgetful(nn.Module):
         nn.init.ones_(self.weight)
 
 
+class Root(nn.Module):
+    """As transformers' models: one method for all modules inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(500, 500), Uninitialised(), Uninitialised())
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, Uninitialised):
+            nn.init.ones_(module.weight)
+        if isinstance(module, Root):  # GPT-2's blocks scale what is inside them like this
+            nn.init.normal_(module.inner[0].weight, std=0.01)
+
+
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     with parameters_on_meta():
         return build()
@@ -102,6 +118,15 @@ def test_buffers_on_meta_get_values_on_every_rank() -> None:
     assert model.norm.weight.is_meta
     assert torch.equal(model.norm.running_var, torch.ones(6))
     assert model.norm.num_batches_tracked.item() == 0
+
+
+def test_the_model_around_initialises_what_is_inside_and_on_meta() -> None:
+    model = on_meta(Root)
+    model.inner[2].weight = nn.Parameter(torch.full((2,), 7.0))
+    initialize_deferred(model, all_names(model), CPU, seed=0)
+    assert abs(model.inner[0].weight.std().item() - 0.01) < 1e-3
+    assert model.inner[1].weight.tolist() == [1.0, 1.0]
+    assert model.inner[2].weight.tolist() == [7.0, 7.0]
 
 
 def with_meta_buffer() -> nn.Module:
