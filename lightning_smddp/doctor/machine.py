@@ -1,0 +1,161 @@
+"""What one process sees of its machine and its job, and what is wrong there; nothing is started, measured or sent."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from lightning_smddp import __version__
+from lightning_smddp.launchers.detection import detect
+from lightning_smddp.launchers.launch import Launch
+from lightning_smddp.launchers.sagemaker import network_variables
+
+_PACKAGES = ("lightning", "pytorch-lightning", "lightning-fabric", "deepspeed", "sagemaker")
+_SHARED_MEMORY = "/dev/shm"
+_LEAST_SHARED_MEMORY = 2**30  # bytes
+_LEAST_FILES = 1024  # that a process may have open
+_DRIVER = "/proc/driver/nvidia/version"
+_RDMA_DEVICES = "/sys/class/infiniband"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of a process.
+
+    Attributes:
+        host: its name.
+        launch: who has started it.
+        will_set: variables of the network that a strategy sets, as they are not set yet.
+        versions: of packages.
+        gpus: their names.
+        cuda: the version that torch was built for; None without.
+        has_driver: NVIDIA's.
+        interfaces: of the network.
+        has_rdma: a device of EFA or InfiniBand is there.
+        shared_memory: bytes of /dev/shm, and those that are free; None without it.
+        processors: that this process may use.
+        threads: that torch uses.
+        open_files: how many it may have.
+    """
+
+    host: str
+    launch: Launch
+    will_set: dict[str, str]
+    versions: dict[str, str]
+    gpus: list[str]
+    cuda: str | None
+    has_driver: bool
+    interfaces: list[str]
+    has_rdma: bool
+    shared_memory: tuple[int, int] | None
+    processors: int
+    threads: int
+    open_files: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong.
+
+    Attributes:
+        level: ``"error"``: training does not start or gives nothing; ``"warning"``: it is slower, or fragile.
+        what: a sentence.
+        cure: what to do.
+    """
+
+    level: Literal["error", "warning"]
+    what: str
+    cure: str
+
+
+def look(environ: Mapping[str, str] = os.environ) -> Facts:
+    """The facts of this process."""
+    try:
+        launch = detect(environ)
+    except ValueError as error:
+        launch = Launch("lightning", problems=((str(error), "Start the job as docs/launchers.md shows."),))
+    variables = network_variables(launch)
+    return Facts(
+        host=socket.gethostname(),
+        launch=launch,
+        will_set={name: value for name, value in variables.items() if name not in environ},
+        versions=_versions(),
+        gpus=[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        cuda=torch.version.cuda,
+        has_driver=os.path.exists(_DRIVER),
+        interfaces=[name for _, name in socket.if_nameindex()],
+        has_rdma=os.path.isdir(_RDMA_DEVICES) and bool(os.listdir(_RDMA_DEVICES)),
+        shared_memory=_shared_memory(),
+        processors=len(os.sched_getaffinity(0)),
+        threads=torch.get_num_threads(),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"lightning-smddp": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _shared_memory() -> tuple[int, int] | None:
+    if not os.path.isdir(_SHARED_MEMORY):
+        return None
+    status = os.statvfs(_SHARED_MEMORY)
+    return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+
+
+def find(facts: Facts) -> list[Finding]:
+    """What is wrong by these facts, errors first."""
+    errors = [Finding("error", what, cure) for what, cure in facts.launch.problems]
+    return errors + [Finding("warning", what, cure) for what, cure in _warnings(facts)]
+
+
+def _warnings(facts: Facts) -> Iterator[tuple[str, str]]:
+    """What is wrong, and its cure."""
+    ranks = facts.launch.local_world_size or 1
+    gpus = len(facts.gpus)
+    if facts.has_driver and gpus == 0:
+        yield (
+            f"NVIDIA's driver is there, but torch {facts.versions['torch']} (CUDA: {facts.cuda}) sees no GPU.",
+            "Look at `nvidia-smi` and CUDA_VISIBLE_DEVICES; without CUDA install another build of torch.",
+        )
+    if 0 < gpus < ranks:
+        yield (
+            f"{ranks} ranks of this node, but {gpus} GPU(s) visible: measured on CPU.",
+            "Let each rank see all GPUs of the node: it takes that of its local rank.",
+        )
+    if facts.shared_memory is None:
+        yield "There is no /dev/shm: ranks of a node average over sockets.", "Mount a tmpfs at /dev/shm."
+    elif facts.shared_memory[0] < _LEAST_SHARED_MEMORY:
+        yield (
+            f"/dev/shm holds {facts.shared_memory[0] / 2**20:.0f} MiB: too little for gradients and loaders.",
+            "docker run --shm-size=8g, or an emptyDir of medium Memory at /dev/shm in Kubernetes.",
+        )
+    # One thread each is the least that ranks can have.
+    if facts.threads > 1 and ranks > 1 and ranks * facts.threads > facts.processors:
+        yield (
+            f"{ranks} ranks of {facts.threads} threads share {facts.processors} processors.",
+            f"export OMP_NUM_THREADS={max(1, facts.processors // ranks)}",
+        )
+    if 0 <= facts.open_files < _LEAST_FILES:
+        yield (
+            f"A process may have {facts.open_files} files open; DataLoader workers and sockets need more.",
+            "ulimit -n 65536",
+        )
+    if "FI_PROVIDER" in facts.will_set and not facts.has_rdma:
+        yield (
+            f"This is a {facts.launch.instance_type}, but no EFA device is visible: NCCL would use TCP.",
+            "Use an image with EFA, and a security group that allows all traffic within itself.",
+        )
