@@ -139,7 +139,6 @@ class Unpartitioned:
         shards: of these, not cut yet; empty without ``shard="optimizer"``.
         weights: a loaded state, where parameters have no memory yet.
         optimizer_states: loaded, one for each optimizer.
-        remembered: loaded, what compression of gradients remembers on this rank.
     """
 
     def __init__(self, setup: RunSetup) -> None:
@@ -148,7 +147,6 @@ class Unpartitioned:
         self.shards: list[OptimizerShards] = []
         self.weights: State = {}
         self.optimizer_states: Sequence[State] | None = None
-        self.remembered: State = {}
 
     def state_dict(self, gather: bool) -> StateDict:
         """The whole module's on every rank, gathered or not. Parameters that wait for memory are on ``meta``."""
@@ -173,10 +171,6 @@ class Unpartitioned:
         self.optimizer_states = states
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict({**state, "state": {}})
-
-    def compression_state(self) -> State:
-        """What compression of gradients remembers on this rank."""
-        return self.remembered
 
     def report(self) -> None:
         """Nothing was averaged yet."""
@@ -368,11 +362,6 @@ class PartitionedModule:
         """Load the states of whole optimizers, one for each: each rank takes its part."""
         for partition, state in zip(self.optimizers, states, strict=True):
             partition.load_full_state_dict(state)
-
-    def compression_state(self) -> State:
-        """What compression of gradients remembers on this rank; empty if nothing."""
-        replicas = self.stash.replicas
-        return {} if replicas is None else replicas.synchronizer.state_dict()
 
     def _partition_of(self, optimizer: Optimizer) -> OptimizerPartition:
         return next(partition for partition in self.optimizers if partition.optimizer is optimizer)

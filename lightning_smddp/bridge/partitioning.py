@@ -221,7 +221,6 @@ def _stash(before: Unpartitioned, plan: PartitionPlan, held: dict[str, nn.Parame
             options.bucket_cap_mb,
         )
         replicas.watching = setup.checks.watches_gradients
-        replicas.synchronizer.load_state_dict(before.remembered)
     return GradientStash(held, stages, tied, replicas)
 
 

@@ -10,16 +10,11 @@ Here are the options, the codecs (how values look on the wire) and the memory of
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-
-from lightning_smddp.communication.tensors import gather_structures
 
 Method = Literal["bf16", "fp16", "int8", "powersgd"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -195,29 +190,22 @@ class ErrorFeedback:
 
     Of each bucket (``slot``) it holds one residual, as long as this rank's shard of the bucket. A step first adds it to
     the shard (:meth:`add_to`), then writes what is lost now over it (:meth:`remember`).
-
-    Attributes:
-        restored: by the names of a bucket's parameters, what :meth:`state` had of it.
     """
 
     def __init__(self) -> None:
-        self.restored: dict[str, Tensor] = {}
-        self._names: dict[int, str] = {}  # of the parameters in each bucket
+        self._parameters: dict[int, list[int]] = {}  # of each bucket, by `id`
         self._residuals: dict[int, Tensor] = {}
 
-    def begin(self, slot: int, names: str) -> None:
-        """Bucket ``slot`` has the parameters ``names``: if it had others, what was remembered of it is nobody's."""
-        if self._names.get(slot) != names:
-            self._names[slot] = names
+    def begin(self, slot: int, parameters: list[int]) -> None:
+        """Bucket ``slot`` has these ``parameters``: if it had others, what was remembered of it is nobody's."""
+        if self._parameters.get(slot) != parameters:
+            self._parameters[slot] = parameters
             self._residuals.pop(slot, None)
 
     def add_to(self, shard: Tensor, slot: int) -> None:
         """Add what is remembered to ``shard``, in place."""
         if slot not in self._residuals:
-            residual = self._residuals[slot] = torch.zeros_like(shard)
-            restored = self.restored.pop(self._names[slot], torch.empty(0))
-            if restored.numel() == shard.numel():  # else nodes were others
-                residual.copy_(restored)
+            self._residuals[slot] = torch.zeros_like(shard)
         shard.add_(self._residuals[slot])
 
     def remember(self, values: Tensor, sent: Tensor, slot: int, low: int = 0) -> None:
@@ -233,29 +221,3 @@ class ErrorFeedback:
         """As :meth:`remember`, in addition to what is remembered already."""
         lost = (total - sent).nan_to_num_(0, 0, 0)
         self._residuals[slot][low : low + lost.numel()].add_(lost)
-
-    def state(self) -> dict[str, Tensor]:
-        """What this rank remembers, by the names of each bucket's parameters."""
-        state = dict(self.restored)
-        for slot, residual in self._residuals.items():
-            state[self._names[slot]] = residual.clone()
-        return state
-
-
-def gathered_memory(own: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device) -> list[Mapping[str, Any]]:
-    """What each rank remembers, on the first rank; empty elsewhere, and where nobody remembers anything. Collective."""
-    of_ranks = list(gather_structures(own, group, False, device))
-    return of_ranks if any(of_ranks) else []
-
-
-def own_memory(of_ranks: Any, group: dist.ProcessGroup) -> Mapping[str, Any]:
-    """This rank's part of a :func:`gathered_memory`; empty, with a warning, if that was of another number of ranks."""
-    if isinstance(of_ranks, list) and len(of_ranks) == group.size():
-        own: Mapping[str, Any] = of_ranks[group.rank()]
-        return own
-    if of_ranks and group.rank() == 0:
-        warnings.warn(
-            "What compression remembered of gradients begins at zero: the checkpoint is of another number of ranks.",
-            stacklevel=2,
-        )
-    return {}

@@ -10,8 +10,7 @@ as soon as its future is done. In shared memory (``SharedMemoryAllReduce``) that
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,8 +24,6 @@ from lightning_smddp.communication.compression import Compression, ErrorFeedback
 from lightning_smddp.communication.nonfinite import NonFinite, bad_gradients, brought
 from lightning_smddp.communication.powersgd import PowerSGD
 from lightning_smddp.communication.report import CommunicationReport, Recorder
-
-_SETTLED = 4  # by this step each bucket has its parameters for good, and has taken what was restored of them
 
 
 class GradientSynchronizer:
@@ -50,7 +47,6 @@ class GradientSynchronizer:
     ) -> None:
         self.communicator = communicator
         self.recorder = recorder
-        self._compression = compression
         self._names = _averaged(module)
         self.watches = False  # for NaN and inf in sums through shared memory, where a look is free
         self._seen_finite = False  # all gradients of the last backward pass, by such looks
@@ -59,7 +55,6 @@ class GradientSynchronizer:
         self._algorithm: Algorithm = self._native
         self._feedback: ErrorFeedback | None = None
         self._powersgd: PowerSGD | None = None
-        self._steps = 0
         if compression is not None and communicator.compresses(compression):
             if compression.method == "powersgd":
                 if communicator.device.type == "cpu" and torch.cuda.is_available():
@@ -110,16 +105,6 @@ class GradientSynchronizer:
         totals = self.recorder.read(wait=True)
         return CommunicationReport.collect(totals, self.communicator)
 
-    def state_dict(self) -> Mapping[str, Any]:
-        """What compression remembers on this rank, by the names of each bucket's parameters."""
-        return {} if self._memory is None else self._memory.state()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a :meth:`state_dict` of this rank."""
-        if self._memory is not None:
-            self._memory.restored = dict(state)
-            self._steps = 0
-
     def close(self) -> None:
         """Free threads and shared memory. The communicator belongs to the caller."""
         self._algorithm.close()
@@ -129,16 +114,8 @@ class GradientSynchronizer:
     def _new_step(self) -> None:
         self._seen_finite = self._looks_itself
         self._brought = {}
-        self._steps += 1
         if self._powersgd is not None:
             self._powersgd.new_step()
-        if self._steps == _SETTLED and self._memory is not None and self._memory.restored:
-            self._memory.restored = {}
-            warnings.warn(
-                "What compression remembered of gradients begins at zero: the checkpoint is of other buckets, or of "
-                "another compression.",
-                stacklevel=2,
-            )
 
     def _mean(self, bucket: GradBucket) -> Future[Any]:
         tensor, slot = bucket.buffer(), bucket.index()
@@ -146,9 +123,9 @@ class GradientSynchronizer:
             self._seen_finite = False
             return self._native.all_reduce(tensor, slot)
         if self._powersgd is not None:
-            return self._powersgd.average(bucket, self._names_in(bucket))
+            return self._powersgd.average(bucket)
         if self._feedback is not None:
-            self._feedback.begin(slot, self._names_in(bucket))
+            self._feedback.begin(slot, [id(parameter) for parameter in bucket.parameters()])
         if not self._looks_itself:
             return self._algorithm.all_reduce(tensor, slot)
         assert isinstance(self._algorithm, SharedMemoryAllReduce)
@@ -161,17 +138,8 @@ class GradientSynchronizer:
         return completed(tensor)
 
     @property
-    def _memory(self) -> PowerSGD | ErrorFeedback | None:
-        return self._powersgd or self._feedback
-
-    @property
     def _looks_itself(self) -> bool:
         return self.watches and isinstance(self._algorithm, SharedMemoryAllReduce)
-
-    def _names_in(self, bucket: GradBucket) -> str:
-        """What is remembered of ``bucket`` goes by this: what another compression has left is not taken for it."""
-        names = " ".join([self._names.get(id(parameter), "?") for parameter in bucket.parameters()])
-        return f"{self._compression}: {names}"
 
 
 def _averaged(module: nn.Module) -> dict[int, str]:

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket
@@ -51,16 +50,11 @@ class PowerSGD:
         group: of all ranks, used by this object alone.
         thread: an executor of one thread.
         compression: rank of the approximation, error feedback.
-
-    Attributes:
-        restored: by the names of a bucket's parameters, what :meth:`state` had of it.
     """
 
     def __init__(self, group: dist.ProcessGroup, thread: ThreadPoolExecutor, compression: Compression) -> None:
-        self.restored: dict[str, Any] = {}
         self._thread = thread
         self._steps = 0
-        self._names: dict[int, str] = {}  # of buckets that are compressed
         self._state = PowerSGDState(
             group,
             compression.rank,
@@ -74,12 +68,10 @@ class PowerSGD:
         self._state.iter = self._steps
         self._steps += 1
 
-    def average(self, bucket: GradBucket, names: str) -> Future[Any]:
-        """Begin to replace the bucket by its mean; ``names`` are those of its parameters."""
+    def average(self, bucket: GradBucket) -> Future[Any]:
+        """Begin to replace the bucket by its mean."""
         number, tensor = bucket.index(), bucket.buffer()
         matrices = cast(GradBucket, _Matrices(number, tensor, bucket.parameters(), bucket.is_last()))
-        if self._state.iter >= _FIRST_STEP:
-            self._begin(number, names, tensor.device)
         if tensor.is_cuda:
             return powerSGD_hook(self._state, matrices).then(lambda done: self._kept(number, done.value()))
         # In a thread, and one bucket after the other: each of the hook's steps blocks one of gloo's two threads until
@@ -103,28 +95,10 @@ class PowerSGD:
         """
         _closed[:] = [self._state.process_group]
 
-    def state(self) -> dict[str, Any]:
-        """What this rank remembers, by the names of each bucket's parameters."""
-        state = dict(self.restored)
-        for number, names in self._names.items():
-            of_bucket = {key: memory[number].clone() for key, memory in self._memories.items() if number in memory}
-            state[names] = of_bucket
-        return state
-
-    @property
-    def _memories(self) -> dict[str, dict[int, Tensor]]:
-        state = self._state
-        return {"error": state.error_dict, "p": state.p_memory_dict, "q": state.q_memory_dict}
-
-    def _begin(self, number: int, names: str, device: torch.device) -> None:
-        if number not in self._names:
-            self._names[number] = names
-            for key, value in self.restored.pop(names, {}).items():
-                self._memories[key][number] = value.to(device, copy=True)
-
     def _kept(self, number: int, mean: Tensor) -> Tensor:
         """``mean``; where it is not finite, which is so on all ranks, nothing of it is remembered."""
-        if number in self._names and not bool(mean.isfinite().all()):
-            for memory in self._memories.values():
+        state = self._state
+        if number in state.q_memory_dict and not bool(mean.isfinite().all()):
+            for memory in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
                 memory.pop(number, None)
         return mean

@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_smddp._compat.trainer import is_control_flow, is_stop
-from lightning_smddp.communication.compression import gathered_memory, own_memory
 from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.report import CommunicationReport
@@ -49,9 +48,6 @@ else:
     _Base = object
 
 
-COMPRESSION_KEY = "smddp"  # of a checkpoint's entry with what compression remembers
-
-
 class TrainerStrategy(_Base):
     """What ``smddp``, ``smddp_pipeline``, ``smddp_fsdp`` and ``smddp_deepspeed`` have in common."""
 
@@ -65,7 +61,6 @@ class TrainerStrategy(_Base):
         self._reliability = options.reliability
         self._resume = options.resume
         self._session = DefaultGroup(options, close)
-        self._last_compression_state: Mapping[str, Any] = {}
         self._changes = ExitStack()  # of Lightning and of tensors, until teardown
         self._exact_resume = ExactResume()
         self._supervision = RunSupervision(self)
@@ -137,9 +132,6 @@ class TrainerStrategy(_Base):
     @override
     def setup(self, trainer: Trainer) -> None:
         """Set up the model and optimizers, and take over signals."""
-        is_fit = trainer.state.fn == "fit"
-        if is_fit:
-            self._last_compression_state = {}
         self._supervision.take_over(trainer)
         self._set_up_model(trainer)
 
@@ -260,10 +252,6 @@ class TrainerStrategy(_Base):
         """Free shared memory, threads and sockets. Hooks follow, so the supervision goes on until the run's end."""
         # First what takes all ranks, a whole module, as long as there is what it is sent by.
         self._exact_resume.close()
-        module = self.lightning_module
-        trainer = None if module is None else module._trainer
-        if trainer is not None and trainer.state.fn == "fit" and not self._interrupted:
-            self._last_compression_state = self._compression_state()
         self._release_model()
         self._session.close()
         self._sagemaker.end()
@@ -300,16 +288,8 @@ class TrainerStrategy(_Base):
                 "saved, may be gone. Go on from the last checkpoint before it."
             )
             return
-        # All ranks come here, also where the first one alone writes: what each has of its own is gathered. Behind a run
-        # nothing is left that compresses, and what it remembered at its end is saved.
+        # All ranks come here, also where the first one alone writes: what each has of its own is gathered.
         self._exact_resume.add_to(checkpoint, self._decisions())
-        compresses = self._session.options.compression is not None
-        if compresses and "optimizer_states" in checkpoint and not self._interrupted:
-            assert dist.group.WORLD is not None
-            own = self._compression_state() or self._last_compression_state
-            of_ranks = gathered_memory(own, dist.group.WORLD, self.root_device)
-            if of_ranks:
-                checkpoint[COMPRESSION_KEY] = of_ranks
         self._supervision.phase("checkpoint")
         self._saving.save(checkpoint, filepath, storage_options)
         self._sagemaker.saved(checkpoint, filepath)
@@ -428,16 +408,6 @@ class TrainerStrategy(_Base):
     def _decisions(self) -> Mapping[str, Any]:
         """What was chosen in this run, and a resumed one has to choose as well; anything that JSON carries."""
         return {}
-
-    def _compression_state(self) -> Mapping[str, Any]:
-        """What compression of gradients remembers on this rank from step to step; empty if nothing."""
-        return {}
-
-    def _saved_compression_state(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        """This rank's in ``checkpoint``; empty, with a warning, if that is of another number of ranks."""
-        if self._session.options.compression is None or dist.group.WORLD is None:
-            return {}
-        return own_memory(checkpoint.get(COMPRESSION_KEY), dist.group.WORLD)
 
     def _model_state(self) -> dict[str, Any]:
         return super().lightning_module_state_dict()

@@ -205,13 +205,8 @@ class DataParallel(TrainerStrategy):
             say(str(self._last_report), self._trainer)
 
     @override
-    def _compression_state(self) -> Mapping[str, Any]:
-        return self._scheme.state_dict()
-
-    @override
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         if not self._scheme.sharded:
             super()._load_optimizers(checkpoint)
         for sharded in self._scheme.sharded:
             sharded.load_whole_state_dicts(checkpoint["optimizer_states"])
-        self._scheme.load_state_dict(self._saved_compression_state(checkpoint))

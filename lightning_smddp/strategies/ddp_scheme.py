@@ -233,15 +233,6 @@ class DDPScheme:
         assert dist.group.WORLD is not None
         return whole_state_dict(shards, dist.group.WORLD, device)
 
-    def state_dict(self) -> Mapping[str, Any]:
-        """What compression remembers on this rank; empty without compression."""
-        return self.synchronizers[-1].state_dict() if self.synchronizers else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from this rank's :meth:`state_dict`."""
-        if self.synchronizers:
-            self.synchronizers[-1].load_state_dict(state)
-
     # ---- what users see, and the end ----
 
     def report(self) -> CommunicationReport | None:

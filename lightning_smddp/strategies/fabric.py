@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_smddp.communication.algorithms import AlgorithmName
-from lightning_smddp.communication.compression import Compression, Method, gathered_memory, own_memory
+from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.patches import patched
@@ -92,9 +91,6 @@ class FabricDataParallel(FabricStrategy):
 
     By position those of Fabric's ``DDPStrategy`` can be given, in its order. Of ``reliability`` what is about stops and
     checkpoints is the Trainer's, and refused.
-
-    Compression's memory is not in the checkpoint by itself: save ``strategy.communication_state()`` beside the
-    model and give it back to ``strategy.load_communication_state(...)``.
     """
 
     def __init__(
@@ -121,16 +117,6 @@ class FabricDataParallel(FabricStrategy):
     def communication_report(self) -> CommunicationReport | None:
         """What gradient communication cost so far; None before a module is set up. Collective."""
         return self._scheme.report()
-
-    def communication_state(self) -> list[Mapping[str, Any]]:
-        """What compression remembers of the module set up last, by rank; empty but on the first one. Collective."""
-        assert dist.group.WORLD is not None
-        return gathered_memory(self._scheme.state_dict(), dist.group.WORLD, self.root_device)
-
-    def load_communication_state(self, state: list[Mapping[str, Any]]) -> None:
-        """Continue from a saved :meth:`communication_state`, of as many ranks, given on each."""
-        assert dist.group.WORLD is not None
-        self._scheme.load_state_dict(own_memory(state, dist.group.WORLD))
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Choose the communication and wrap ``module``. Collective; ``ValueError`` on every rank if models differ."""

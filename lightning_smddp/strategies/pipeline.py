@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_smddp._compat.trainer import finetuning_by_identity, keeps_user_samplers
-from lightning_smddp.bridge.partitioned_module import RunSetup, Unpartitioned
+from lightning_smddp.bridge.partitioned_module import RunSetup
 from lightning_smddp.bridge.pipelined_module import PipelinedModule, require_whole
 from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.report import CommunicationReport
@@ -380,14 +380,8 @@ class PipelineParallel(PipelineRanks):
         """Load optimizer states of the whole module."""
         # To go on exactly the stages have to be cut as they were.
         pipelined = self._last_pipelined()
-        if isinstance(pipelined.state, Unpartitioned):
-            pipelined.state.remembered = self._saved_compression_state(checkpoint)
         pipelined.known_plan = self._exact_resume.saved("division")
         pipelined.state.load_optimizer_states(checkpoint["optimizer_states"])
-
-    @override
-    def _compression_state(self) -> Mapping[str, Any]:
-        return self._last_pipelined().state.compression_state()
 
     @override
     def _decisions(self) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ The way of ``trainer.save_checkpoint(path)``:
    (``pipeline/state/state_dict.py``, ``optimizer.py``), or with ``sharded`` gives each rank its own. The state of
    optimizers whose work ranks share is put together by ``sharding/optimizer_states.py``, what FSDP2 or DeepSpeed has
    divided by ``sharding/whole_states.py`` and ``deepspeed/whole_states.py``.
-2. ``TrainerStrategy.save_checkpoint`` adds what an exact resume and compression need, and calls :meth:`Saving.save`.
+2. ``TrainerStrategy.save_checkpoint`` adds what an exact resume needs, and calls :meth:`Saving.save`.
 3. A plain file is written by the first rank: the CheckpointIO, :class:`SafeCheckpointIO` (in a thread with
    ``async_save``), ``checkpoint/files.py``. With ``sharded`` every rank writes to a directory:
    ``checkpoint/sharded.py``, by ``torch.distributed.checkpoint``.

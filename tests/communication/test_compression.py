@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +17,9 @@ from lightning_smddp.communication.compression import (
     ErrorFeedback,
     Int8Codec,
     check_compressible,
-    gathered_memory,
-    own_memory,
 )
 from lightning_smddp.communication.inter_node import BalancedExchange, InterNodeReduce, RingExchange
-from tests.ranks import run_in_threads, run_ranks
+from tests.ranks import run_in_threads
 
 LARGEST_HALF = 65504.0
 
@@ -129,10 +126,10 @@ def exchange_steps(group: dist.ProcessGroup, name: str, inputs: list[list[Tensor
     arrived = []
     for step in inputs:
         shard = step[group.rank()].clone()
-        feedback.begin(0, "w")
+        feedback.begin(0, [1])
         exchange.start(shard, 0)()
         arrived.append(shard)
-    return arrived, feedback.state()["w"]
+    return arrived, feedback._residuals[0]
 
 
 def random_inputs(members: int, steps: int) -> list[list[Tensor]]:
@@ -160,7 +157,7 @@ def encode_nothing(group: dist.ProcessGroup, dtype: torch.dtype) -> list[Tensor]
         exchange = EXCHANGES[name](group, feedback)
         shard = normal(100, seed=group.rank()).to(dtype)
         exchange.start(shard, 0)()
-        assert feedback.state() == {}
+        assert feedback._residuals == {}
         found.append(shard)
     return found
 
@@ -190,31 +187,10 @@ def test_an_inf_is_seen_by_all_and_gone_in_the_next_step(name: str) -> None:
 
 
 def test_what_is_remembered_belongs_to_the_parameters_of_a_bucket() -> None:
-    feedback = ErrorFeedback()
-    feedback.restored = {"w b": torch.ones(3), "v": torch.ones(2), "gone": torch.ones(1)}
-    for slot, names, expected in ((0, "b w", 0.0), (0, "w b", 1.0), (0, "w b", 1.0), (1, "v", 0.0)):
+    feedback, lost = ErrorFeedback(), torch.tensor([2.0, float("inf"), 3.0])
+    for parameters, expected in (([1, 2], [0, 0, 0]), ([1, 2], [2, 0, 3]), ([2, 1], [0, 0, 0]), ([2, 1], [2, 0, 3])):
         shard = torch.zeros(3)
-        feedback.begin(slot, names)
-        feedback.add_to(shard, slot)
-        assert shard.tolist() == [expected] * 3, names  # of "v" another rank has another shard now
-    feedback.remember(torch.tensor([2.0, float("inf"), 3.0]), torch.tensor([1.0, 0.0, 0.0]), 0)
-    state = feedback.state()
-    assert {names: value.tolist() for names, value in state.items()} == {"w b": [1, 0, 3], "v": [0, 0, 0], "gone": [1]}
-
-
-def remember_together() -> list[Any]:
-    group = dist.group.WORLD
-    of_ranks = gathered_memory({"w": torch.full((2,), float(group.rank()))}, group, torch.device("cpu"))
-    assert gathered_memory({}, group, torch.device("cpu")) == []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = [own_memory([{"w": 1}, {"w": 2}], group), own_memory([{"w": 1}] * 3, group), own_memory(None, group)]
-    return [len(of_ranks), found, [str(warning.message) for warning in caught]]
-
-
-def test_each_rank_has_its_own_memory_and_none_in_another_layout() -> None:
-    first, second = run_ranks(remember_together, 2)
-    assert first[:2] == [2, [{"w": 1}, {}, {}]]
-    assert second == [0, [{"w": 2}, {}, {}], []]
-    (message,) = first[2]
-    assert "begins at zero: the checkpoint is of another number of ranks" in message
+        feedback.begin(0, parameters)
+        feedback.add_to(shard, 0)
+        assert shard.tolist() == expected, parameters
+        feedback.remember(lost, torch.zeros(3), 0)

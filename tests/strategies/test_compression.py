@@ -1,27 +1,22 @@
-"""Compressed gradients between two (simulated) nodes: real data are learned, and the memory survives a restart."""
+"""Compressed gradients between two (simulated) nodes: real data are learned, and go on from a checkpoint."""
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_smddp import Compression
 from tests.ranks import run_trainer_ranks
-from tests.strategies.learners import Learner, make_trainer, silent
+from tests.strategies.learners import make_trainer, silent
 
 NODES = ["a", "b"]
-# Lightning takes every checkpoint callback for a ModelCheckpoint here.
-pytestmark = pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=:UserWarning")
 METHODS = ["bf16", "fp16", "int8", "powersgd"]
 
 
@@ -79,93 +74,23 @@ def test_digits_are_learned_as_well_as_without_compression() -> None:
         assert not torch.equal(ours[1], exact_weights), method  # it did compress
 
 
-# ---- memory ----
-
-
-def fit_save_and_resume(compression: Any, path: str) -> dict[str, Any]:
-    unbroken = Digits()
-    make_trainer(silent(compression=compression), max_epochs=2).fit(unbroken)
-
-    first = Digits()
-    trainer = make_trainer(silent(compression=compression), max_epochs=1)
+def fit_save_and_resume(path: str) -> tuple[Tensor, Tensor, Tensor]:
+    """From a file as earlier versions wrote it: with what compression remembered of each rank."""
+    unbroken, first, resumed = Digits(), Digits(), Digits()
+    make_trainer(silent(compression="int8"), max_epochs=2).fit(unbroken)
+    trainer = make_trainer(silent(compression="int8"), max_epochs=1)
     trainer.fit(first)
     trainer.save_checkpoint(path)
-
-    resumed = Digits()
-    again = make_trainer(silent(compression=compression), max_epochs=2)
-    loaded: dict[str, Any] = {}
-    resumed.on_train_start = lambda: loaded.update(again.strategy._scheme.state_dict())  # type: ignore[method-assign]
-    again.fit(resumed, ckpt_path=path)
-    return {"half": weights(first), "unbroken": weights(unbroken), "resumed": weights(resumed), "loaded": loaded}
-
-
-SHORT = {"limit_train_batches": 5}
-
-
-def save_and_load(path: str) -> tuple[bool, list[str]]:
-    """A checkpoint with memory goes on in plain `ddp`, in `smddp` without compression, and with another one."""
-    trainer, model = make_trainer(silent(compression="powersgd"), max_epochs=1, **SHORT), Digits()
-    model.on_train_end = lambda: trainer.save_checkpoint(path)  # type: ignore[method-assign]
-    trainer.fit(model)
-    others = [silent(compression=other) for other in (None, "bf16", Compression("powersgd", rank=2))]
-    models, said = [Digits() for _ in range(4)], []
-    for strategy, resumed in zip(("ddp", *others), models, strict=True):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            make_trainer(strategy, max_epochs=2, **SHORT).fit(resumed, ckpt_path=path)
-        said += [str(one.message) for one in caught if "What compression remembered" in str(one.message)]
-    return torch.equal(weights(models[0]), weights(models[1])), said
-
-
-def resume_on_four(path: str) -> int:
-    trainer = make_trainer(silent(compression=Compression("powersgd", scope="all")), max_epochs=2, **SHORT)
-    trainer.fit(Digits(), ckpt_path=path)
-    return int(trainer.global_step)
-
-
-class Failing(Learner):
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        if self.global_step == 2:
-            raise RuntimeError("no more training")
-        return super().training_step(batch, batch_idx)
-
-
-class Keeping(OnExceptionCheckpoint):
-    def teardown(self, *_: Any, **__: Any) -> None:
-        pass
-
-
-def fail(directory: str) -> None:
-    trainer = make_trainer(silent(compression="int8"), callbacks=[Keeping(directory)], enable_checkpointing=True)
-    with pytest.raises(RuntimeError, match="no more training"):
-        trainer.fit(Failing())
-
-
-def on_two_nodes(directory: str) -> tuple[dict[str, Any], tuple[bool, list[str]]]:
-    found = fit_save_and_resume("int8", f"{directory}/int8.ckpt"), save_and_load(f"{directory}/powersgd.ckpt")
-    fail(directory)
-    return found
+    if trainer.is_global_zero:
+        checkpoint = torch.load(path, weights_only=True)
+        assert "smddp" not in checkpoint
+        torch.save({**checkpoint, "smddp": [{"int8: net.0.weight": torch.ones(8)}] * 2}, path)
+    trainer.strategy.barrier()
+    make_trainer(silent(compression="int8"), max_epochs=2).fit(resumed, ckpt_path=path)
+    return weights(first), weights(unbroken), weights(resumed)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The run is not continued exactly")
-@pytest.mark.filterwarnings("ignore:What compression remembered of gradients begins at zero")
-def test_memory_is_saved_restored_and_loads_anywhere(tmp_path: Path) -> None:
-    """But is not in a checkpoint that an exception makes, which may come between two of its changes."""
-    results = run_trainer_ranks(on_two_nodes, 2, str(tmp_path), node_ids=NODES)
-    in_file = torch.load(tmp_path / "int8.ckpt", weights_only=True)["smddp"]
-    assert len(in_file) == 2
-    for (result, (same, said)), of_rank in zip(results, in_file, strict=True):
-        assert of_rank
-        torch.testing.assert_close(result["loaded"], of_rank)
-        moved = (result["unbroken"] - result["half"]).norm()
-        assert (result["resumed"] - result["unbroken"]).norm() < 0.05 * moved
-        assert same
-        assert ["the checkpoint is of other buckets, or of another compression" in text for text in said] == [True] * 2
-    path = tmp_path / "powersgd.ckpt"
-    assert "smddp" in torch.load(path, weights_only=True)
-    assert weights(Digits.load_from_checkpoint(path)).isfinite().all()
-    assert run_trainer_ranks(resume_on_four, 4, str(path), node_ids=["a", "a", "b", "b"]) == [5 + 5] * 4
-    failed = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
-    assert failed["global_step"] == 2
-    assert "smddp" not in failed
+def test_a_resumed_run_lacks_one_steps_rounding_at_most(tmp_path: Path) -> None:
+    for half, unbroken, resumed in run_trainer_ranks(fit_save_and_resume, 2, f"{tmp_path}/int8.ckpt", node_ids=NODES):
+        assert (resumed - unbroken).norm() < 0.05 * (unbroken - half).norm()
