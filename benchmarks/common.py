@@ -219,6 +219,7 @@ class Record:
     title: str
     options: argparse.Namespace
     ceiling: str
+    method: str = METHOD
     sections: list[str] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
     load: float = field(default_factory=lambda: os.getloadavg()[0])
@@ -230,7 +231,7 @@ class Record:
 
     def finish(self) -> None:
         """Write the files if ``--record`` was given."""
-        header = f"# {self.title}\n\n{_facts(self.load)}\n\n{METHOD}\n\n*Ceiling*: {self.ceiling}"
+        header = f"# {self.title}\n\n{_facts(self.load)}\n\n{self.method}\n\n*Ceiling*: {self.ceiling}"
         if not self.options.record:
             return
         RESULTS.mkdir(exist_ok=True)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
-_SECONDS: dict[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 MOST_PER_RANK = 4  # 4 p micro-batches already keep p ranks more than 80 % busy; more are smaller and less efficient
 ENOUGH_PER_RANK = 2
@@ -44,48 +42,6 @@ def parse_action(text: str) -> Action:
         raise ValueError(f"{text!r} is no action: expected stage, F, B, I or W, micro-batch, like '2F0'")
     stage, kind, microbatch = match.groups()
     return Action(int(stage), kind, int(microbatch))  # type: ignore[arg-type]  # the pattern allows a Kind only
-
-
-def simulated_bound(orders: Orders) -> float:
-    """The share of time in which ranks compute at best: orders played through with equal stages and free messages.
-
-    A backward takes twice a forward, I and W each as long as a forward. A rank does its actions one after another, each
-    as soon as what it needs is there.
-    """
-    actions = set(chain.from_iterable(orders.values()))
-    free = dict.fromkeys(orders, 0.0)  # rank -> when it is done with what it has begun
-    end: dict[Action, float] = {}  # of the actions played so far, when each is done
-    position = dict.fromkeys(orders, 0)  # rank -> the next one in its order
-    while len(end) < len(actions):
-        # One round: each rank goes on as far as it can with what is done. A round in which none gets any further is a
-        # deadlock of the schedule's.
-        done = len(end)
-        for rank, order in orders.items():
-            while position[rank] < len(order):
-                action = order[position[rank]]
-                needed = _needed(action, actions)
-                if any(other not in end for other in needed):
-                    break
-                start = max([free[rank], *(end[other] for other in needed)])
-                end[action] = free[rank] = start + _SECONDS[action.kind]
-                position[rank] += 1
-        assert len(end) > done, f"the ranks wait for each other: {orders}"
-    # Of the time of all ranks, from the step's begin to the end of the last one.
-    busy = sum(_SECONDS[action.kind] for action in actions)
-    step = max(free.values())
-    return busy / (len(orders) * step)
-
-
-def _needed(action: Action, actions: set[Action]) -> list[Action]:
-    """What has to be done before ``action``, on whichever rank; ``actions`` are those of all ranks."""
-    stage, kind, microbatch = action
-    if kind == "F":
-        return [Action(stage - 1, "F", microbatch)] if stage > 0 else []
-    if kind == "W":
-        return [Action(stage, "I", microbatch)]
-    # The gradient comes from the next stage, whose backward is whole or split; there is none behind the last stage.
-    later = {Action(stage + 1, "I", microbatch), Action(stage + 1, "B", microbatch)}
-    return [Action(stage, "F", microbatch), *(later & actions)]
 
 
 def auto_num_microbatches(batch_rows: int, num_ranks: int, rule: Callable[[int], bool] | None = None) -> int:

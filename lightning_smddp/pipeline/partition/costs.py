@@ -30,7 +30,8 @@ from lightning_smddp.pipeline.capture.tracer import StepCall, now
 from lightning_smddp.pipeline.mesh import named_tensors
 from lightning_smddp.pipeline.runtime.schedules import Schedule, orders
 from lightning_smddp.planner.problem import Cluster, Link, NodeCost, PartitionProblem
-from lightning_smddp.planner.schedules import Action, parse_action, simulated_bound
+from lightning_smddp.planner.schedules import Action, parse_action
+from lightning_smddp.planner.simulator import simulate
 from lightning_smddp.pytree import tensors
 from lightning_smddp.seeding import Forward, forward_patches
 
@@ -108,7 +109,7 @@ def in_flight(schedule: Schedule, rank_of_stage: Sequence[int], num_microbatches
 
 def best_share(schedule: Schedule, rank_of_stage: Sequence[int], num_microbatches: int) -> float:
     """Of a step's time, how much ranks compute at best, with equal stages: a share of 1."""
-    return simulated_bound(_actions(schedule, rank_of_stage, num_microbatches))
+    return simulate(_actions(schedule, rank_of_stage, num_microbatches)).busy_share
 
 
 def _actions(schedule: Schedule, rank_of_stage: Sequence[int], num_microbatches: int) -> dict[int, list[Action]]:
