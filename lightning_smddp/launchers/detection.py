@@ -77,8 +77,8 @@ def _read_nobody(notes: Notes) -> None:
     notes.numbers(node_rank="GROUP_RANK")
 
 
-# Of each launcher by what it is known, and what reads its variables. The first one that is known counts, for the reasons
-# in :func:`detect`.
+# Of each launcher by what it is known, and what reads its variables. The first one that is known counts: see
+# :func:`detect`.
 _ORDER: tuple[tuple[Launcher, Callable[[Environ], bool], _Read], ...] = (
     ("torchrun", lambda environ: "TORCHELASTIC_RUN_ID" in environ, _read_torchrun),
     ("jsrun", lambda environ: environ.keys() >= _JSRUN, _read_jsrun),

@@ -96,18 +96,22 @@ class Launch:
     def describe(self) -> str:
         """One line for the log, of what is known."""
         parts = []
-        for text, name, total in (
+        for text, value, total in (
             ("rank {} of {}", self.rank, self.world_size),
             ("local rank {} of {}", self.local_rank, self.local_world_size),
             ("node {} of {}", self.node_rank, self.num_nodes),
             ("rank 0 at {} port {}", self.main_address, self.main_port),
             ("interface {}", self.interface, None),
         ):
-            if name is not None:
-                parts.append(text.format(name, "?" if total is None else total))
-        where = f" on {self.platform}" if self.platform else ""
-        who = f"{self.launcher}{where}" if self.starts_ranks else f"nobody{where}, so Lightning starts the ranks of a node"
-        return f"Started by {who}: {'; '.join(parts)}." if parts else f"Started by {who}."
+            if value is not None:
+                parts.append(text.format(value, "?" if total is None else total))
+        who: str = self.launcher if self.starts_ranks else "nobody"
+        if self.platform:
+            who = f"{who} on {self.platform}"
+        if not self.starts_ranks:
+            who = f"{who}, so Lightning starts the ranks of a node"
+        found = f": {'; '.join(parts)}" if parts else ""
+        return f"Started by {who}{found}."
 
 
 class Notes:
