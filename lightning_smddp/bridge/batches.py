@@ -20,9 +20,10 @@ from lightning_smddp.pipeline.partition.microbatches import (
     has_time_first,
     looks_at_other_rows,
 )
-from lightning_smddp.planner.schedules import auto_num_microbatches
 from lightning_smddp.pytree import leaves
 
+MOST_PER_RANK = 4  # 4 p micro-batches already keep p ranks more than 80 % busy; more are smaller and less efficient
+ENOUGH_PER_RANK = 2
 BATCH_NORM_ROWS = 16  # of a micro-batch at least with "auto", where BatchNorm trains
 _CURE = (
     "Give the module a method `split_batch(batch, num_microbatches)` that returns a list of batches (or of pairs of a "
@@ -111,16 +112,19 @@ def splitter_for(module: Any, options: Any) -> Splitter:
 
 
 def count_for(schedule: Any, ranks: int, num_stages: int, rows: int, module: Any) -> int:
-    """How many micro-batches ``"auto"`` makes of ``rows`` for a pipeline of ``ranks`` with ``num_stages``."""
+    """How many micro-batches ``"auto"`` makes of ``rows`` for a pipeline of ``ranks`` with ``num_stages``.
+
+    The largest number up to 4 for each rank that the schedule allows and that divides the batch, if that is at least 2
+    for each rank; else the largest up to 4 for each rank: micro-batches of unequal size are exact, but wait for each
+    other.
+    """
     most = max(1, rows // BATCH_NORM_ROWS) if looks_at_other_rows(module) else rows
-
-    def allowed(count: int) -> bool:
-        return count <= most and schedule.microbatches_ok(count, ranks, num_stages)
-
-    try:
-        return auto_num_microbatches(rows, ranks, allowed)
-    except ValueError:  # none is: the schedule runs as another one then
+    allowed = [count for count in range(1, most + 1) if schedule.microbatches_ok(count, ranks, num_stages)]
+    if not allowed:  # the schedule runs as another one then
         return most
+    wanted = [count for count in allowed if count <= MOST_PER_RANK * ranks]
+    even = [count for count in wanted if count >= ENOUGH_PER_RANK * ranks and rows % count == 0]
+    return max(even or wanted or allowed[:1])
 
 
 _LOADERS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -61,15 +60,15 @@ class Cluster:
         rank_of_stage: the rank that runs each stage, in stage order; its length is the number of stages.
         in_flight: micro-batches whose activations each stage keeps at once.
         parameter_bytes: of each parameter, with its gradient and optimizer state.
+        links: between the ranks of each stage and the next.
         memory_limit: bytes of a rank for parameters and activations; None for no limit.
-        links: between the ranks of each stage and the next; empty where messages cost nothing.
     """
 
     rank_of_stage: Sequence[int]
     in_flight: Sequence[int]
     parameter_bytes: Mapping[str, int]
+    links: Sequence[Link]
     memory_limit: float | None = None
-    links: Sequence[Link] = ()
 
     @property
     def num_stages(self) -> int:
@@ -115,27 +114,20 @@ class StageCosts:
         self.num_nodes = len(nodes)
         self.num_stages = len(ranks)
         self.stages_beside = [ranks.count(rank) for rank in ranks]  # on the stage's rank, itself counted
-        self.is_sent = [one != other for one, other in pairwise(ranks)]  # from each stage to the next
         self.is_allowed = [0 < cut < len(nodes) and size < math.inf for cut, size in enumerate(problem.cut_bytes)]
 
         # Running sums: entry i is of the nodes before i, so that of the nodes i .. j-1 is entry j less entry i.
         self.compute = _prefix(round((node.forward_s + node.backward_s) * PICOSECONDS) for node in nodes)
         self.activations = _prefix(node.activation_bytes for node in nodes)
         self.units = _prefix(node.is_unit for node in nodes)
-        self.tied = self._tied_names()
-        # Of the parameters that no other node names.
-        pairs = zip(nodes, self.tied, strict=True)
-        self.own = _prefix(self.bytes_of(set(node.parameters) - tied) for node, tied in pairs)
-
-        # A tied parameter that two nodes of a stage name is there once, so its bytes are no running sum.
-        self._tied_bytes = self._tied_table() if any(self.tied) else []
+        self.parameters = self._parameter_table()
 
         # By stage, what starting at each node costs. One entry more than stages: the last one is the end of the step.
         free = [0] * len(problem.cut_bytes)
         self.boundary = [free]
         self.both = max if all(link.is_hidden for link in problem.links) else sum  # of two boundaries
-        for stage, is_sent in enumerate(self.is_sent):
-            self.boundary.append(self._boundary(problem.links[stage]) if is_sent and problem.links else free)
+        for link, (sender, receiver) in zip(problem.links, pairwise(ranks), strict=True):
+            self.boundary.append(free if sender == receiver else self._boundary(link))
         self.boundary.append(free)
 
     def _boundary(self, link: Link) -> list[int]:
@@ -143,30 +135,22 @@ class StageCosts:
         hidden = self.compute[-1] // self.num_stages if link.is_hidden else 0  # what a stage computes meanwhile
         picoseconds = [0] * len(self.problem.cut_bytes)
         for cut, size in enumerate(self.problem.cut_bytes):
-            if not math.isinf(size):
+            if self.is_allowed[cut]:
                 picoseconds[cut] = max(0, round(2 * link.seconds(size) * PICOSECONDS) - hidden)
         return picoseconds
 
-    def _tied_names(self) -> list[frozenset[str]]:
-        """For each node those of its parameters that other nodes name, too."""
-        uses: Counter[str] = Counter()
-        for node in self.problem.nodes:
-            uses.update(set(node.parameters))
-        return [frozenset(name for name in node.parameters if uses[name] > 1) for node in self.problem.nodes]
-
-    def _tied_table(self) -> list[list[int]]:
-        """``table[j][i]``: bytes of the tied parameters that the nodes i .. j-1 name."""
-        # A row goes backwards from its end: each node adds what no node between it and the end has named.
+    def _parameter_table(self) -> list[list[int]]:
+        """``table[j][i]``: bytes of the parameters that the nodes i .. j-1 name."""
+        # These are no running sums, as what two nodes name is there once. A row goes backwards from its end: each node
+        # adds what no node between it and the end has named.
         table = []
         for end in range(self.num_nodes + 1):
             seen: set[str] = set()
             row = [0] * (end + 1)
-            total = 0
             for start in reversed(range(end)):
-                new = self.tied[start] - seen
+                new = set(self.problem.nodes[start].parameters) - seen
                 seen |= new
-                total += self.bytes_of(new)
-                row[start] = total
+                row[start] = row[start + 1] + self.bytes_of(new)
             table.append(row)
         return table
 
@@ -174,32 +158,27 @@ class StageCosts:
         """Of these parameters: weights, gradient and optimizer state together."""
         return sum(self.problem.parameter_bytes[name] for name in names)
 
+    def computing(self, stage: int, start: int, end: int) -> int:
+        """Picoseconds that a stage of the nodes ``start`` .. ``end - 1`` computes, whichever it is."""
+        return self.compute[end] - self.compute[start]
+
     def seconds(self, stage: int, start: int, end: int) -> int:
         """Picoseconds of ``stage`` when it has the nodes ``start`` .. ``end - 1``."""
         # The boundary behind a stage is that before the next one.
         boundaries = self.both((self.boundary[stage][start], self.boundary[stage + 1][end]))
-        return self.compute[end] - self.compute[start] + boundaries
+        return self.computing(stage, start, end) + boundaries
 
-    def untied_bytes(self, stage: int, start: int, end: int) -> int:
-        """Bytes that no other stage can hold as well: activations, and parameters used by one node only."""
-        activations = self.activations[end] - self.activations[start]
-        parameters = self.own[end] - self.own[start]
-        return activations * self.problem.in_flight[stage] + parameters
+    def held(self, stage: int, start: int, end: int) -> int:
+        """Bytes of activations of ``stage`` when it has these nodes."""
+        return (self.activations[end] - self.activations[start]) * self.problem.in_flight[stage]
 
     def memory(self, stage: int, start: int, end: int) -> int:
-        """Bytes of ``stage`` when it has the nodes ``start`` .. ``end - 1``."""
-        tied = self._tied_bytes[end][start] if self._tied_bytes else 0
-        return self.untied_bytes(stage, start, end) + tied
+        """Bytes of ``stage`` when it has these nodes: activations and parameters."""
+        return self.held(stage, start, end) + self.parameters[end][start]
 
-    def memory_of_node(self, node: NodeCost, in_flight: int) -> int:
-        """Bytes of a stage with this node only."""
-        parameters = self.bytes_of(set(node.parameters))
-        return node.activation_bytes * in_flight + parameters
-
-    def sent_bytes(self, stage: int, start: int) -> int:
-        """Bytes that ``stage`` receives from another rank when it starts at node ``start``."""
-        is_received = stage > 0 and self.is_sent[stage - 1]
-        return round(self.problem.cut_bytes[start]) if is_received else 0
+    def memory_beside(self, stage: int, start: int, end: int) -> int:
+        """The same times the stages of its rank: what that has, if they are all as large."""
+        return self.memory(stage, start, end) * self.stages_beside[stage]
 
     def ends(self, stage: int) -> list[int]:
         """The nodes before which ``stage`` may end; the last one ends with the last node."""
@@ -210,11 +189,6 @@ class StageCosts:
     def has_unit(self, start: int, end: int) -> bool:
         """Whether there is a unit among the nodes ``start`` .. ``end - 1``."""
         return self.units[end] > self.units[start]
-
-    @property
-    def is_one_stage_per_rank(self) -> bool:
-        """Whether stages can be judged one by one, because no two share a rank."""
-        return len(set(self.problem.rank_of_stage)) == self.num_stages
 
 
 def _prefix(values: Iterable[int]) -> list[int]:

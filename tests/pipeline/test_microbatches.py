@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_smddp.bridge.batches import count_for
 from lightning_smddp.pipeline.partition.microbatches import (
     MicroBatch,
     Splitter,
@@ -305,3 +307,27 @@ def test_rows_are_concatenated() -> None:
 def test_tensors_without_a_rule_are_refused_with_their_place(outputs: list[Any], text: str) -> None:
     with pytest.raises(UncombinableError, match=text):
         merged(outputs, [5, 4])
+
+
+# ---- how many ``num_microbatches="auto"`` makes ----
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "allowed", "count"),
+    [
+        (64, 4, range(99), 16),
+        (60, 4, range(99), 15),
+        (8, 4, range(99), 8),
+        (34, 4, range(99), 16),  # 2 is its only divisor up to 16 but 1
+        (13, 4, range(99), 13),
+        (1, 1, range(99), 1),
+        (64, 1, range(99), 4),
+        (64, 4, range(3, 99, 3), 15),
+        (60, 4, range(4, 99, 4), 12),
+        (13, 2, (10, 11), 10),  # more than 4 a rank if it must be
+        (3, 4, range(4, 99), 3),  # another schedule then
+    ],
+)
+def test_auto_num_microbatches(rows: int, ranks: int, allowed: Any, count: int) -> None:
+    schedule = SimpleNamespace(microbatches_ok=lambda count, *_: count in allowed)
+    assert count_for(schedule, ranks, ranks, rows, nn.Linear(1, 1)) == count

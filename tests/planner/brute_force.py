@@ -9,8 +9,6 @@ from itertools import combinations
 
 from lightning_smddp.planner.problem import PICOSECONDS, PartitionProblem
 
-Score = tuple[float, float, float]  # slowest stage, how uneven where ranks hold several, bytes sent
-
 
 def possible_cuts(problem: PartitionProblem) -> Iterator[tuple[int, ...]]:
     n = len(problem.nodes)
@@ -24,7 +22,7 @@ def possible_cuts(problem: PartitionProblem) -> Iterator[tuple[int, ...]]:
 
 def boundary_ps(problem: PartitionProblem, stage: int, cut: int, mean: int) -> int:
     """Between ``stage - 1`` and ``stage``: picoseconds of messages that computing does not hide."""
-    if not problem.links or problem.rank_of_stage[stage - 1] == problem.rank_of_stage[stage]:
+    if problem.rank_of_stage[stage - 1] == problem.rank_of_stage[stage]:
         return 0
     link = problem.links[stage - 1]
     picoseconds = round(2 * (link.latency_s + problem.cut_bytes[cut] / link.bytes_per_s) * PICOSECONDS)
@@ -58,18 +56,16 @@ def keeps_shares(problem: PartitionProblem, cuts: tuple[int, ...]) -> bool:
     """Whether each stage keeps to its share of its rank's memory, which the rank's stages divide equally."""
     if problem.memory_limit is None:
         return True
-    alone = dataclasses.replace(problem, rank_of_stage=list(range(problem.num_stages)), links=())
+    alone = dataclasses.replace(problem, rank_of_stage=list(range(problem.num_stages)))
     shares = [problem.memory_limit / problem.rank_of_stage.count(rank) for rank in problem.rank_of_stage]
     return all(used <= share for used, share in zip(rank_memory(alone, cuts).values(), shares, strict=True))
 
 
-def score(problem: PartitionProblem, cuts: tuple[int, ...]) -> Score:
-    times, ranks = stage_ps(problem, cuts), problem.rank_of_stage
-    uneven = 0 if len(set(ranks)) == len(ranks) else sum(value**2 for value in times)
-    sent = sum(problem.cut_bytes[cut] for k, cut in enumerate(cuts, start=1) if ranks[k - 1] != ranks[k])
-    return max(times), uneven, sent
+def slowest(problem: PartitionProblem, cuts: tuple[int, ...]) -> int:
+    return max(stage_ps(problem, cuts))
 
 
-def best_score(problem: PartitionProblem) -> Score | None:
+def best_of_all(problem: PartitionProblem) -> int | None:
+    """The slowest stage of the best partition."""
     fitting = (cuts for cuts in possible_cuts(problem) if keeps_shares(problem, cuts))
-    return min((score(problem, cuts) for cuts in fitting), default=None)
+    return min((slowest(problem, cuts) for cuts in fitting), default=None)

@@ -7,6 +7,8 @@ import random
 
 from lightning_smddp.planner.problem import Link, NodeCost, PartitionProblem
 
+FREE = Link(0.0, math.inf)
+
 PLACEMENTS = {
     "one": lambda ranks: list(range(ranks)),
     "reversed": lambda ranks: list(range(ranks))[::-1],
@@ -61,7 +63,7 @@ def chain(
     tied: dict[int, str] | None = None,
     sizes: dict[str, int] | None = None,
     cut_bytes: list[float] | None = None,
-    link: Link | None = None,
+    link: Link = FREE,
 ) -> PartitionProblem:
     """Equal units net.0, net.1, ... of 1 + 2 seconds."""
     names = tied or {}
@@ -72,5 +74,5 @@ def chain(
         sizes or {},
         nodes=items,
         cut_bytes=cut_bytes or [0] * (num_nodes + 1),
-        links=[] if link is None else [link] * (len(rank_of_stage) - 1),
+        links=[link] * (len(rank_of_stage) - 1),
     )

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_smddp import AccumulationStrategy, PipelineStrategy
+from lightning_smddp.bridge.batches import count_for
 from lightning_smddp.pipeline.runtime.schedules import parse
-from lightning_smddp.planner.schedules import auto_num_microbatches
 from tests import devices
 from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
@@ -87,8 +87,7 @@ def accumulating(
     stages = size * (rule.default_stages_per_rank if isinstance(stages_per_rank, str) else stages_per_rank)
 
     def count(rows: int) -> int:
-        allowed = [number for number in range(1, rows + 1) if rule.microbatches_ok(number, size, stages)]
-        return auto_num_microbatches(rows, size, allowed.__contains__) if allowed else rows
+        return count_for(rule, size, stages, rows, nn.Module())
 
     return AccumulationStrategy(
         count if isinstance(num_microbatches, str) else num_microbatches,

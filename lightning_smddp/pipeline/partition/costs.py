@@ -80,7 +80,7 @@ def cluster_of(
             sizes[name] = int(parameter.nbytes * (2 + states))  # the parameter, its gradient, the optimizer's states
         if casts_weights and parameter.requires_grad and parameter.dtype == torch.float32:
             sizes[name] += parameter.numel() * torch.bfloat16.itemsize
-    return Cluster(rank_of_stage, flights, sizes, memory_limit, links)
+    return Cluster(rank_of_stage, flights, sizes, links, memory_limit)
 
 
 def _state_copies(optimizer: Optimizer) -> int:
