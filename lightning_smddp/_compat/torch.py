@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import handle_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
@@ -207,13 +206,6 @@ DispatchMode = TorchDispatchMode
 without_torch_function = torch._C.DisableTorchFunction
 
 
-def has_full_backward_hooks(module: torch.nn.Module) -> bool:
-    """Whether ``register_full_backward_hook`` or its ``pre`` kind was used on it. Remove when a module can be asked."""
-    return bool(module._backward_pre_hooks or (module._backward_hooks and module._is_full_backward_hook))
-
-
-BACKWARD_HOOK = "BackwardHookFunction.apply"  # what these hooks do to a module's inputs and outputs
-BackwardHook = BackwardHookFunction
 _apply_lock = threading.Lock()
 _apply_users = 0
 _plain_apply = torch.autograd.Function.__dict__["apply"]

@@ -39,7 +39,6 @@ from lightning_smddp.pipeline.capture.boundaries import StagePlan
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.mesh import held_parameters
-from lightning_smddp.pipeline.partition.assignment import nodes_by_stage
 from lightning_smddp.pipeline.partition.costs import cluster_of, explained_shortage, in_flight, links_between
 from lightning_smddp.pipeline.partition.microbatches import MicroBatches
 from lightning_smddp.pipeline.partition.plan import PartitionPlan, Trial, make_plan
@@ -291,7 +290,7 @@ def _check(partitioned: PartitionedModule, step: LightningStep, parts: MicroBatc
     if setup.groups.replica == 0:
         try:
             loss, norms = _in_the_pipeline(partitioned, step, parts)
-            findings = compare(nodes_by_stage(plan.graph, plan.stages), expected[0], loss, expected[1], norms)
+            findings = compare(plan.graph.nodes, expected[0], loss, expected[1], norms)
             require_equal(findings, EXACT if plan.is_exact else MIXED)
         except (ReplayError, VerificationError) as error:
             text = str(error)
@@ -303,7 +302,7 @@ def _check(partitioned: PartitionedModule, step: LightningStep, parts: MicroBatc
                 )
     text, partitioned.findings = broadcast((text, findings), setup.world)
     if text is not None:
-        raise VerificationError(text, partitioned.findings)
+        raise VerificationError(text)
 
 
 def _in_the_pipeline(partitioned: PartitionedModule, step: LightningStep, parts: MicroBatches) -> Numbers:

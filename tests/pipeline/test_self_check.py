@@ -8,7 +8,7 @@ from lightning_smddp.pipeline.partition.self_check import EXACT, Finding, Verifi
 
 
 def findings(expected: float, actual: float, scale: float = 0.1) -> list[Finding]:
-    return [Finding("loss", None, 1.0, 1.0, 1.0), Finding("bias", 0, expected, actual, scale)]
+    return [Finding("loss", 1.0, 1.0, 1.0), Finding("bias", expected, actual, scale)]
 
 
 @pytest.mark.parametrize("actual", [3.1e-08, 0.0, 9e-08])

@@ -257,14 +257,18 @@ def test_draws_do_not_depend_on_cuts() -> None:
 
 
 def test_full_backward_hooks() -> None:
+    """Inside of a unit they are torch's; else they would lie between modules."""
     net = Net(lambda n, i, x, s: x * 2)
+    net.blocks[1] = nn.Sequential(net.blocks[1], nn.ReLU())
     fired: list[float] = []
-    net.blocks[1].register_full_backward_hook(lambda m, gi, go: fired.append(float(go[0].norm())))
-    net.blocks[3].register_full_backward_hook(lambda m, gi, go: (gi[0] * 0.5,))
-    net.blocks[2].register_full_backward_pre_hook(lambda m, go: (go[0] * 0.9,))
+    net.blocks[1][0].register_full_backward_hook(lambda m, gi, go: fired.append(float(go[0].norm())))
+    net.blocks[1][1].register_full_backward_pre_hook(lambda m, go: (go[0] * 0.9,))
     check(net)
     assert len(fired) == 4  # one process, and each number of stages: once
     assert max(fired) == pytest.approx(min(fired), rel=1e-5)
+    net.blocks[3].register_full_backward_hook(lambda m, gi, go: (gi[0] * 0.5,))
+    root = nn.ModuleDict({"net": net})
+    assert program_of(root, lambda: loss_of_net(root), is_unit).units == ("net",)
 
 
 def test_a_hook_that_is_registered_late_sees_the_whole_gradient() -> None:

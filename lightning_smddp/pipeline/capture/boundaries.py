@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_smddp._compat.torch import BACKWARD_HOOK
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.ops import is_autograd_function
 from lightning_smddp.pipeline.capture.records import Values, each_once
@@ -19,18 +18,8 @@ _ESCAPES = {"tensor", "nested_tensor", "__dlpack__", "from_dlpack", "full", "ful
 
 
 def starts_of_stages(graph: StepGraph) -> list[int]:
-    """The nodes that a stage could begin with: units, or the hooks just before them."""
-    hooked = {found.first for found in graph.colocations}
-    found = []
-    for before, node in enumerate(graph.nodes[1:]):
-        if node.module is None:
-            continue
-        # torch's full backward hooks take hold of a module's inputs just before it.
-        is_hooked = before in hooked and graph.nodes[before].name.startswith(BACKWARD_HOOK)
-        start = before if is_hooked else node.index
-        if start > 0:
-            found.append(start)
-    return found
+    """The nodes that a stage could begin with: units."""
+    return [node.index for node in graph.nodes[1:] if node.module is not None]
 
 
 def possible_cuts(graph: StepGraph) -> list[int]:

@@ -164,13 +164,9 @@ class StepGraph(StepFacts):
 
     def digest(self) -> str:
         """The same on every rank that traced the same step. Checkpoints have it."""
-        return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()
-
-    def lines(self) -> list[str]:
-        """A line for each node."""
         lines = []
         for node in self.nodes:
             inputs = ",".join(map(str, node.inputs))
             outputs = ",".join(map(str, node.outputs))
             lines.append(f"{node.name}({inputs})->{outputs}")
-        return lines
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()

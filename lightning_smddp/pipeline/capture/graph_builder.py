@@ -9,7 +9,6 @@ from dataclasses import fields
 import torch
 from torch import nn
 
-from lightning_smddp._compat.torch import BACKWARD_HOOK, has_full_backward_hooks
 from lightning_smddp.pipeline.capture.graph import Colocation, Node, SplitError, StepGraph
 from lightning_smddp.pipeline.capture.ops import is_autograd_function
 from lightning_smddp.pipeline.capture.records import (
@@ -26,6 +25,8 @@ from lightning_smddp.pipeline.capture.records import (
 )
 from lightning_smddp.pipeline.runtime.casts import cast_type
 
+_BACKWARD_HOOK = "BackwardHookFunction.apply"  # what full backward hooks do to a module's inputs and outputs
+_HOOKED = "it calls a module with full backward hooks, which torch puts around that one, not into it"
 _UNSEEN = (
     "it calls operations that torch's function modes do not see (an extension's, say), or uses a tensor whose memory "
     "was changed through another view of it"
@@ -51,7 +52,7 @@ def build_graph(trace: Trace, modules: Modules, small: Iterable[str]) -> StepGra
         **facts,
         nodes=nodes,
         units=each_once(node.module for node in nodes),
-        colocations=[*builder.backward_hooks(), *builder.gradient_hooks()],
+        colocations=list(builder.gradient_hooks()),
         cast_type=cast_type(trace),
         drawing=frozenset(call.module for call in trace.calls if call.is_seeded) | trace.drawing_within_functions,
         calls_compiled=any(event.compiled for event in between),
@@ -69,11 +70,19 @@ def _refuse_scripted(modules: Modules) -> None:
             )
 
 
-def _refuse_opaque(event: Event) -> None:
+def _not_opened(event: Event) -> str | None:
+    """Why the module that does this cannot be opened; None if it can."""
     if event.function is OPAQUE:
+        return _UNSEEN
+    return _HOOKED if event.name == _BACKWARD_HOOK else None
+
+
+def _refuse_between_modules(event: Event) -> None:
+    reason = _not_opened(event)
+    if reason is not None:
         raise SplitError(
             f"At {event.location}, outside of any module that could be placed whole, the step cannot be followed: "
-            f"{_UNSEEN}. Put the code around it into a module of its own."
+            f"{reason}. Put the code around it into a module of its own."
         )
 
 
@@ -115,8 +124,9 @@ class Modules:
         for event in self.trace.events:
             if not event.calls:
                 continue
-            if event.function is OPAQUE:
-                self.must_be_whole[event.calls[-1].module] = _UNSEEN
+            reason = _not_opened(event)
+            if reason is not None:
+                self.must_be_whole[event.calls[-1].module] = reason
             elif event.sized_by_module and event.index < last_begin:  # what comes behind it is the last stage's alone
                 # The innermost module around it that can be placed whole is.
                 around = [call.module for call in reversed(event.calls)]
@@ -197,21 +207,6 @@ class _Builder:
             )
         return whole is not None or (not_placeable is None and name in self.small)
 
-    def backward_hooks(self) -> Iterator[Colocation]:
-        """The hooks at a module's inputs and outputs belong together."""
-        events = self.trace.events
-        for call in self.trace.calls:
-            # Around a module with such hooks torch calls an autograd function of its own: on the inputs just before the
-            # module's first event, and on the outputs behind its last one. Without the former both are apart.
-            begin = call.first - 1
-            is_hooked = has_full_backward_hooks(self.modules.by_name[call.module])
-            if not is_hooked or begin < 0 or events[begin].name != BACKWARD_HOOK:
-                continue
-            behind = [one.index for one in events[call.last :] if one.name == BACKWARD_HOOK and one.calls == call.calls]
-            end = min(behind, default=call.last - 1)
-            reason = f"module {call.module!r} has full backward hooks, so it must be on one stage"
-            yield Colocation(self.node_of[begin], self.node_of[end], reason)
-
     def gradient_hooks(self) -> Iterator[Colocation]:
         """A tensor's hook is registered by the stage that makes it: a later one's has a part of the gradient only."""
         for value, event, calls, location in self.trace.hooks:
@@ -229,7 +224,7 @@ class _Builder:
     def _operations(self, first: int, last: int) -> None:
         """A node for each event between calls of units."""
         for event in self.trace.events[first:last]:
-            _refuse_opaque(event)
+            _refuse_between_modules(event)
             _, _, place = event.location.rpartition("/")
             node = self._node(f"{event.name} at {place}", [event], event, event.returned.values, event.mutated)
             node.function = event.function
@@ -243,7 +238,7 @@ class _Builder:
         events = self.trace.events[call.first : call.last]
         for event in events:
             if call not in event.calls:
-                _refuse_opaque(event)  # seen here first, but it was done outside
+                _refuse_between_modules(event)  # seen here first, but it was done outside
         # Seen from outside, a unit makes what it returns, and new values of what it changes in place. All else that is
         # made in it stays there.
         node = self._node(call.module, events, call, modules.results(call), modules.changes(call))

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import math
-import pickle
+import os
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_smddp.communication.objects import UnsendableError, gather
+from lightning_smddp.communication.objects import UnsendableError, gather, pickled
 from lightning_smddp.communication.tensors import broadcast_structure
 from lightning_smddp.pipeline.mesh import Channel
-from lightning_smddp.pipeline.partition.microbatches import attributes_of
-from lightning_smddp.pytree import Members, members_of
+from lightning_smddp.pipeline.partition.microbatches import signature
+from lightning_smddp.pytree import leaves
 
 _COMPARED = 3  # batches of a kind that are compared before they are run
 _SAMPLED = 256  # elements of a tensor that are looked at in later ones
-_DEPTH = 3  # of objects in objects that are looked into
 
 _VALUES = (str, bytes, int, float, complex, np.generic, type(None), torch.dtype)
 
@@ -85,64 +84,43 @@ class BatchSync:
             return broadcast_structure(batch, self._pipeline.group, 0, self._pipeline.device)
         except UnsendableError as error:
             raise ValueError(
-                f"The ranks of a pipeline have different batches, and that of the first cannot be sent: {error}. {CURE}"
+                f"The ranks of a pipeline have different batches, or such as cannot be compared, and that of the first "
+                f"cannot be sent: {error}. {CURE}"
             ) from error
 
 
 def digest_of(batch: Any, sampled: int | None = None) -> int:
     """A number of 62 bits that is another one for nearly every other batch.
 
-    It is of structure, numbers, strings, shapes and elements of tensors and arrays, and of what objects consist of.
-    What cannot be pickled, such as a lock, counts by its type and attributes.
+    It is of structure, numbers, strings, shapes and elements of tensors and arrays, and of what objects are pickled as.
+    What cannot be pickled, as it holds a lock, is never the same.
 
     Args:
         batch: anything.
-        sampled: elements of a tensor that are looked at, which is quick: of tensors on a device there are none. None:
-            all.
+        sampled: elements of a tensor that are looked at, which is quick: of tensors on a device there are none, and
+            objects count by their signature. None: all.
     """
-    digest = hashlib.blake2b(digest_size=8)
-    _add(digest, batch, sampled, _DEPTH)
+    digest = hashlib.blake2b(signature(batch).encode(), digest_size=8)
+    for leaf in leaves(batch):
+        digest.update(_content(leaf, sampled))
     return int.from_bytes(digest.digest(), "little") >> 2
 
 
-def _add(digest: Any, value: Any, sampled: int | None, depth: int) -> None:
-    text = type(value).__qualname__
-    content: Any = b""
-    members = members_of(value)
-    if isinstance(value, np.ndarray):
-        text += f"{value.dtype}{value.shape}"
-        seen = value.reshape(-1)[:: _step(value.size, sampled)]
-        if value.dtype.hasobject:
-            members = list(enumerate(seen))
-        else:
-            content = seen.tobytes()
-    elif isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
-        text += f"{value.dtype}{value.requires_grad}{value.shape}"
-        if value.device.type == "cpu" or (sampled is None and not value.is_meta):
-            flat = value.detach().resolve_conj().resolve_neg().reshape(-1)[:: _step(value.numel(), sampled)]
-            content = flat.contiguous().cpu().view(torch.uint8).numpy().data
-    elif isinstance(value, _VALUES):
-        text += repr(value)
-    elif isinstance(value, (set, frozenset)):
-        members = list(enumerate(sorted(value, key=repr)))  # their own order is another one in each process
-    elif members is None and depth:
-        members = _parts(value)
-        depth -= 1
-    digest.update(f"{text}{len(members or ())}".encode())
-    digest.update(content)
-    for key, member in members or ():
-        digest.update(str(key).encode())
-        _add(digest, member, sampled, depth)
-
-
-def _parts(value: Any) -> Members:
-    """What ``pickle`` would write of an object: also what is in slots, or what an extension keeps."""
-    try:
-        parts = value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
-        entries = map(list, filter(None, parts[3:5]))  # iterators over those of a kind of list or mapping
-        return list(enumerate([*parts[:3], *entries]))
-    except Exception:  # whatever the object's own methods raise: it cannot be pickled
-        return list(attributes_of(value).items())
+def _content(leaf: Any, sampled: int | None) -> bytes:
+    if isinstance(leaf, _VALUES):
+        return repr(leaf).encode()
+    if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+        seen: bytes = leaf.reshape(-1)[:: _step(leaf.size, sampled)].tobytes()
+        return seen
+    if isinstance(leaf, Tensor) and leaf.is_nested:
+        return b"".join(_content(part, sampled) for part in leaf.unbind())
+    if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+        if leaf.is_meta or (sampled is not None and not leaf.is_cpu):
+            return b""
+        flat = leaf.detach().resolve_conj().resolve_neg().reshape(-1)[:: _step(leaf.numel(), sampled)]
+        return flat.contiguous().cpu().view(torch.uint8).numpy().tobytes()
+    data = pickled(leaf) if sampled is None else b""
+    return os.urandom(8) if isinstance(data, str) else data  # why it cannot be pickled is said where it is sent
 
 
 def _step(count: int, sampled: int | None) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -180,17 +179,12 @@ def same_graph(traced: Trace, modules: Modules, units: Collection[str], group: d
     graph.draws = any(draws for _, draws, _, _ in gathered)
     graph.reads_batch = any(reads for _, _, reads, _ in gathered)
     refuse_external_writes([location for *_, locations in gathered for location in locations])
-    # A short digest first. Only where one differs do all ranks, which know that alike, send their lines for a message.
-    differing = [rank for rank, (digest, *_) in enumerate(gathered) if digest != gathered[0][0]]
-    if differing:
-        other = differing[0]
-        lines = gather(graph.lines(), group)
-        pairs = enumerate(zip_longest(lines[0], lines[other], fillvalue="the end"))
-        position, here, there = next((position, here, there) for position, (here, there) in pairs if here != there)
-        raise SplitError(
-            f"The step takes another path on rank {other} than on rank 0: its node {position} is {there}, on rank 0 "
-            f"it is {here}. Control flow may depend neither on the rank nor on random numbers."
-        )
+    for rank, (digest, *_) in enumerate(gathered):
+        if digest != gathered[0][0]:
+            raise SplitError(
+                f"The step takes another path on rank {rank} than on rank 0. Control flow may depend neither on the "
+                "rank nor on random numbers."
+            )
     return graph
 
 

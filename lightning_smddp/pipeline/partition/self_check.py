@@ -20,11 +20,7 @@ _SMALL = 1e-3
 
 
 class VerificationError(RuntimeError):
-    """The pipeline computes something else than the step on one rank. ``findings`` are all comparisons."""
-
-    def __init__(self, message: str, findings: Sequence[Finding]) -> None:
-        super().__init__(message)
-        self.findings = list(findings)
+    """The pipeline computes something else than the step on one rank."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,6 @@ class Finding:
     """A unit's gradient norm in the whole step and in the pipeline, or the loss (``name`` is ``"loss"``)."""
 
     name: str
-    stage: int | None
     expected: float
     actual: float
     scale: float
@@ -54,26 +49,22 @@ def norm_of(gradient: Tensor) -> float:
 
 
 def compare(
-    nodes: Iterable[tuple[int, Node]],
+    nodes: Iterable[Node],
     expected_loss: float,
     actual_loss: float,
     expected: Mapping[str, float],
     actual: Mapping[str, float],
 ) -> list[Finding]:
-    """The loss, then each unit's gradient norm, in the order of the step; bare parameters under their own names.
-
-    ``nodes``: in order, each with its stage.
-    """
+    """The loss, then each unit's gradient norm, in the order of the step; bare parameters by the operation on them."""
     total = math.hypot(*filter(math.isfinite, expected.values()))
-    places: dict[str, tuple[str, int]] = {}  # of parameters: one that several nodes use counts for the first of them
-    for stage, node in nodes:
-        for name in node.parameters:
-            places.setdefault(name, (node.module or name, stage))
-    findings = [Finding("loss", None, expected_loss, actual_loss, abs(expected_loss))]
-    for title, stage in dict.fromkeys(places[name] for name in places if name in expected or name in actual):
-        names = [name for name in places if places[name] == (title, stage)]
-        norms = [math.hypot(*(of.get(name, 0.0) for name in names)) for of in (expected, actual)]
-        findings.append(Finding(title, stage, norms[0], norms[1], total))
+    findings = [Finding("loss", expected_loss, actual_loss, abs(expected_loss))]
+    remaining = expected.keys() | actual.keys()
+    for node in nodes:
+        names = remaining.intersection(node.parameters)  # one that several nodes use counts for the first of them
+        remaining -= names
+        if names:
+            norms = [math.hypot(*(of.get(name, 0.0) for name in names)) for of in (expected, actual)]
+            findings.append(Finding(node.module or node.name, norms[0], norms[1], total))
     return findings
 
 
@@ -83,17 +74,13 @@ def require_equal(findings: Sequence[Finding], tolerance: float) -> None:
     if not wrong:
         return
     loss, last = findings[0], wrong[-1]
-    text = f"the loss is {loss.actual:.7g}, in one process it is {loss.expected:.7g}"
+    text = f"the loss is {loss.actual:.7g}, in one process {loss.expected:.7g}"
     if last is not loss:
-        text += (
-            f"; the gradient of {last.name!r} (stage {last.stage}) has norm {last.actual:.7g}, in one process "
-            f"{last.expected:.7g}; {len(wrong)} of {len(findings)} numbers differ"
-        )
+        text += f"; the gradient of {last.name!r} has norm {last.actual:.7g}, in one process {last.expected:.7g}"
     raise VerificationError(
         f"The pipeline does not compute what the step computes on one rank: {text}. Something passes "
         "between modules in a way that cannot be seen: a Python number made from a tensor, an object that is changed, "
         "a global variable, a metric in the loss that does not say `is_differentiable = True`. Return it from the "
         "module as a tensor, keep both ends in one module, or name the modules of each stage by `split=`. "
-        "(`PartitionOptions(check=False)` turns this check off, not the error.)",
-        findings,
+        "(`PartitionOptions(check=False)` turns this check off, not the error.)"
     )

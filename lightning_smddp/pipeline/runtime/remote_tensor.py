@@ -111,10 +111,6 @@ def _answer(function: Any, args: Any, kwargs: Any) -> Any:
 class IdleNode:
     """`grad_fn` of a tensor of another stage, and the handle of a hook on its gradient: nobody calls either here."""
 
-    def name(self) -> str:
-        """Torch's full backward hooks insist on it."""
-        return "BackwardHookFunctionBackward"
-
     def register_hook(self, hook: Any) -> IdleNode:
         """The stage that has the tensor does."""
         return self

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_smddp._compat.torch import BackwardHook, without_subclass_functions
+from lightning_smddp._compat.torch import without_subclass_functions
 from lightning_smddp.pipeline.capture.graph import Node
 from lightning_smddp.pipeline.capture.ops import (
     Kind,
@@ -250,16 +250,6 @@ class StageRun:
         """``apply`` of an ``autograd.Function``, which takes no part in torch function: one operation, as traced."""
         if self.inside:
             return apply(*args, **kwargs)
-        if cls is BackwardHook:  # a stage may begin at one, so each of them is followed
-            values = {leaf.value for leaf in args if type(leaf) is RemoteTensor}
-            node = self.find(cls.apply, values, set())
-            if node.index == self.plan.end:
-                self.here.update(zip(node.inputs, map(self.real, args), strict=True))
-                self.stop()
-            if node.index >= self.plan.begin:
-                self.position = node.index + 1
-                self.has_begun = True
-                return apply(*map(self.real, args))
         found = leaves((args, kwargs))
         if any(type(leaf) is RemoteTensor or id(leaf) in self.program.absent for leaf in found):
             return self.operation(cls.apply, args, kwargs, found)
