@@ -13,7 +13,6 @@ import os
 import secrets
 import socket
 import struct
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -23,31 +22,24 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_smddp.communication.errors import RankFailedError, RankTimeoutError
-from lightning_smddp.communication.objects import gather
+from lightning_smddp.communication.objects import each
 from lightning_smddp.communication.topology import Topology
 
-OnWait = Callable[[float, int | None], None]
-"""Takes the seconds that this rank waited inside its node, and the global rank that it waited for last, or None."""
+OnWait = Callable[[float], None]
+"""Takes the seconds that this rank waited inside its node."""
 
 _MESSAGE_BYTES = 1024  # the longest message
 _LEAST_TIMEOUT_S = 1e-3  # a timeout of 0 would not wait at all, and one below it is an error
-_WAITED_S = 50e-6  # a receive that took longer than this is counted as waiting
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
-
-
-def supported() -> str | None:
-    """None where this mesh works, else the reason why not."""
-    return None if sys.platform == "linux" else f"sockets in the abstract namespace need Linux, this is {sys.platform}"
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """One exchange: messages and descriptors by local rank, how long we waited, and for which global rank last."""
+    """One exchange: messages and descriptors by local rank, and how long we waited."""
 
     messages: dict[int, bytes]
     descriptors: dict[int, int]
     waited_s: float
-    last: int | None
 
     def close_descriptors(self) -> None:
         """Close all that came."""
@@ -62,50 +54,34 @@ class NodeMesh:
 
     Args:
         topology: who is on this node.
-        sockets: by local rank, connected.
         timeout: how long :meth:`exchange` waits for a peer.
     """
 
-    def __init__(self, topology: Topology, sockets: dict[int, socket.socket], timeout: timedelta) -> None:
+    def __init__(self, topology: Topology, timeout: timedelta) -> None:
         self.topology = topology
         self.rank = topology.local_rank
         self.size = len(topology.local_ranks)
         self._timeout_s = timeout.total_seconds()
-        self._sockets = dict(sorted(sockets.items()))
+        self._sockets: dict[int, socket.socket] = {}  # by local rank
         _open.add(self)
 
     @classmethod
-    def connect(
-        cls, topology: Topology, group: dist.ProcessGroup, timeout: timedelta
-    ) -> tuple[NodeMesh | None, str | None]:
-        """A mesh of the ranks of this node, or None and the reason. Collective over ``group``.
+    def connect(cls, topology: Topology, group: dist.ProcessGroup, timeout: timedelta) -> NodeMesh:
+        """A mesh of the ranks of this node. Collective over ``group``.
 
-        All ranks get one or none does, so that all of them choose the same algorithms.
+        Raises:
+            OSError: on every rank of ``group``, if one of them could not reach the others of its node.
         """
-        reason = supported()
-        listener: socket.socket | None = None
-        address = f"\0lightning_smddp-{secrets.token_hex(16)}"
-        if reason is None:
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            listener.bind(address)
-            listener.listen(topology.world_size)
-        # Each rank listens before it tells its address, so nobody calls in vain. Reasons are told to all, twice: a rank
-        # that went on without the others would wait for them in the first bucket.
-        addresses = gather((address, reason), group)
-        reason = next((text for _, text in addresses if text), None)
-        mesh: NodeMesh | None = None
-        if listener is not None and reason is None:
+        mesh = cls(topology, timeout)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             try:
-                mesh = cls(topology, _connect_all(topology, listener, addresses, timeout), timeout)
-            except OSError as error:
-                reason = f"{topology.describe(topology.rank)} could not reach its node's other ranks: {error}"
-        if listener is not None:
-            listener.close()
-        reason = next(filter(None, gather(reason, group)), None)
-        if mesh is not None and reason is not None:
-            mesh.close()
-            mesh = None
-        return mesh, reason
+                # Each rank listens before it tells its address, so nobody calls in vain.
+                addresses = each(lambda: _listen(listener, topology.world_size), group)
+                each(lambda: mesh._call(listener, addresses), group)
+            except Exception:
+                mesh.close()
+                raise
+        return mesh
 
     def exchange(self, message: bytes = b"\0", descriptor: int | None = None) -> Arrival:
         """Send ``message`` (and optionally a descriptor) to all local ranks and receive theirs: a barrier.
@@ -142,19 +118,13 @@ class NodeMesh:
         deadline = start + self._timeout_s
         messages: dict[int, bytes] = {}
         descriptors: dict[int, int] = {}
-        last: int | None = None
-        before = start
         # A socket of type SEQPACKET keeps messages apart and in order, so the oldest one of each peer is of this
         # exchange, also where some peers are further on already.
         for peer, connection in self._sockets.items():
             messages[peer], received = self._receive(peer, connection, deadline)
             if received is not None:
                 descriptors[peer] = received
-            now = time.perf_counter()
-            if now - before > _WAITED_S:
-                last = self.topology.local_ranks[peer]
-            before = now
-        return Arrival(messages, descriptors, time.perf_counter() - start, last)
+        return Arrival(messages, descriptors, time.perf_counter() - start)
 
     def describe(self, local_rank: int) -> str:
         """``rank 3 (host b, local rank 1)``, for messages."""
@@ -165,6 +135,33 @@ class NodeMesh:
         for connection in self._sockets.values():
             connection.close()
         self._sockets = {}
+
+    def _call(self, listener: socket.socket, addresses: list[bytes]) -> None:
+        """Connect to the lower local ranks, accept the higher ones."""
+        topology, sockets = self.topology, self._sockets
+        # Of each pair the higher rank calls and the lower one accepts. A call ends as soon as it is in the listener's
+        # queue, which has room for all of them: so nobody has to accept in time, and no two ranks wait for each other.
+        for peer in range(self.rank):
+            connection = sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            connection.settimeout(self._timeout_s)
+            connection.connect(addresses[topology.local_ranks[peer]])
+            connection.send(bytes([self.rank]))
+        deadline = time.perf_counter() + self._timeout_s
+        while len(sockets) < self.size - 1:
+            remaining = max(deadline - time.perf_counter(), _LEAST_TIMEOUT_S)
+            listener.settimeout(remaining)
+            connection, _ = listener.accept()
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            _pid, uid, _gid = _CREDENTIALS.unpack(credentials)
+            if uid != os.getuid():  # some other program on this host
+                connection.close()
+                continue
+            connection.settimeout(remaining)
+            greeting = connection.recv(_MESSAGE_BYTES)  # the caller's local rank
+            if len(greeting) != 1:
+                raise OSError("a process ended while it connected")
+            sockets[greeting[0]] = connection
+        self._sockets = dict(sorted(sockets.items()))
 
     def _receive(self, peer: int, connection: socket.socket, deadline: float) -> tuple[bytes, int | None]:
         remaining = deadline - time.perf_counter()
@@ -201,34 +198,9 @@ def _close_all() -> None:
 os.register_at_fork(after_in_child=_close_all)
 
 
-def _connect_all(
-    topology: Topology, listener: socket.socket, addresses: list[tuple[str, str | None]], timeout: timedelta
-) -> dict[int, socket.socket]:
-    """Connect to the lower local ranks, accept the higher ones."""
-    seconds = timeout.total_seconds()
-    sockets: dict[int, socket.socket] = {}
-    # Of each pair the higher rank calls and the lower one accepts. A call ends as soon as it is in the listener's
-    # queue, which has room for all of them: so nobody has to accept in time, and no two ranks wait for each other.
-    for peer in range(topology.local_rank):
-        address, _ = addresses[topology.local_ranks[peer]]
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.settimeout(seconds)
-        connection.connect(address)
-        connection.send(bytes([topology.local_rank]))
-        sockets[peer] = connection
-    deadline = time.perf_counter() + seconds
-    while len(sockets) < len(topology.local_ranks) - 1:
-        remaining = max(deadline - time.perf_counter(), _LEAST_TIMEOUT_S)
-        listener.settimeout(remaining)
-        connection, _ = listener.accept()
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        _pid, uid, _gid = _CREDENTIALS.unpack(credentials)
-        if uid != os.getuid():  # some other program on this host
-            connection.close()
-            continue
-        connection.settimeout(remaining)
-        greeting = connection.recv(_MESSAGE_BYTES)  # the caller's local rank
-        if len(greeting) != 1:
-            raise OSError("a process ended while it connected")
-        sockets[greeting[0]] = connection
-    return sockets
+def _listen(listener: socket.socket, calls: int) -> bytes:
+    """Returns the address, which is new."""
+    listener.bind(f"\0lightning_smddp-{secrets.token_hex(16)}")
+    listener.listen(calls)
+    address: bytes = listener.getsockname()
+    return address

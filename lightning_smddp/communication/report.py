@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,6 @@ class Totals:
     exposed_s: float = 0.0
     hidden_s: float = 0.0
     waited_s: float = 0.0
-    waited_for: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass
@@ -81,12 +80,10 @@ class Recorder:
         self._step = _Step()
         self._ended: deque[_Step] = deque()  # whose events have not passed
 
-    def on_wait(self, seconds: float, last: int | None) -> None:
-        """This rank waited inside its node, and came on when rank ``last`` had arrived."""
+    def on_wait(self, seconds: float) -> None:
+        """This rank waited inside its node."""
         with self._lock:
             self.totals.waited_s += seconds
-            if last is not None:
-                self.totals.waited_for[last] += 1
 
     def bucket_started(self, first: bool) -> None:
         """A bucket came, the ``first`` of this backward pass or a later one. Called on the stream of backward."""
@@ -164,8 +161,13 @@ class CommunicationReport:
         """The report of what all ranks have in ``totals``: each has its own numbers in it. Collective."""
         ranks: list[Totals] = gather(totals, communicator.group)
         # Without shared memory nobody sees who comes late; then the exposed time is the wait.
-        waited = [rank.waited_s or rank.exposed_s for rank in ranks]
-        straggler = _straggler(waited, [rank.waited_for for rank in ranks], totals.steps)
+        if any(rank.waited_s for rank in ranks):
+            nodes = communicator.topology.nodes
+            waited = [rank.waited_s for rank in ranks]
+        else:
+            nodes = (tuple(range(len(ranks))),)
+            waited = [rank.exposed_s for rank in ranks]
+        straggler = _straggler(waited, nodes, totals.steps)
         return cls(
             steps=ranks[0].steps,
             gradient_bytes=ranks[0].gradient_bytes,
@@ -190,25 +192,21 @@ class CommunicationReport:
         return "\n".join(lines)
 
 
-def _straggler(waited: list[float], waited_for: list[Counter[int]], steps: int) -> int | None:
-    """The rank that waited least while the others waited for it, if they waited 1 ms a step at least.
+def _straggler(waited: list[float], nodes: Sequence[Sequence[int]], steps: int) -> int | None:
+    """The rank that waited least where another one waited longest, if that was 1 ms a step at least.
 
     Args:
         waited: seconds of each rank.
-        waited_for: of each rank, how often it came on when another one, the key, had arrived.
+        nodes: groups of ranks that waited for each other.
         steps: that all of this was in.
     """
-    most, least = max(waited), min(waited)
-    if most < 1e-3 * max(steps, 1) or least > 0.5 * most:  # hardly anybody waits; all do, for each other
+    most = max(waited)
+    longest = waited.index(most)
+    ranks = next(ranks for ranks in nodes if longest in ranks)
+    least = min(ranks, key=waited.__getitem__)
+    if most < 1e-3 * max(steps, 1) or waited[least] > 0.5 * most:  # hardly anybody waits; all do, for each other
         return None
-    named: Counter[int] = Counter()
-    for seconds, counts in zip(waited, waited_for, strict=True):
-        if seconds > 0.5 * most:
-            named.update(counts)
-    if not named:  # without shared memory nobody sees for whom it waits
-        return waited.index(least)
-    ((rank, _),) = named.most_common(1)
-    return rank
+    return least
 
 
 def _per_step(seconds: tuple[float, ...], steps: int) -> str:

@@ -91,7 +91,7 @@ class ShardedCollectives:
             return
         partners = communicator.partners("sharded") if topology.num_nodes > 1 else None
         self._group = ShardGroup(topology, partners)
-        node_mesh = NodeMesh(topology, {}, timeout) if alone else communicator.node_mesh
+        node_mesh = NodeMesh(topology, timeout) if alone else communicator.node_mesh
         self._segments = SharedSegments(node_mesh, self._names)
 
     def attach(self, module: nn.Module) -> None:

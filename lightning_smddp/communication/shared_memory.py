@@ -4,10 +4,10 @@ DDP's own bucket is moved into a shared segment in place (by ``share_storage`` o
 maps every other rank's bucket. Rank i then sums slice i of all of them, in chunks that stay in cache, and writes the
 result straight into each bucket: two barriers and two passes over memory for an all-reduce.
 
-Where the bucket cannot be moved (no space on the shared-memory mount), the rank copies it to an anonymous memory file,
-which that mount does not limit, and back. Which way a rank goes is its own decision: it announces in
-each barrier's message what the others find where. A tensor that has other memory than before (DDP makes its buckets
-anew in the second step) is announced before that memory is shared: then nobody keeps the old one beside it.
+Where the shared-memory mount is too small for the buckets, each is copied to an anonymous memory file of its own, which
+that mount does not limit, and back. Each barrier's message announces what the others find where. A tensor that has
+other memory than before (DDP makes its buckets anew in the second step) is announced before that memory is shared: then
+nobody keeps the old one beside it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import cmath
 import mmap
 import os
 import struct
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -30,18 +29,12 @@ from lightning_smddp.wording import counted
 
 _CHUNK_BYTES = 256 * 2**10  # fits the level-2 cache together with the peers' chunks
 _HEADER = struct.Struct("<BBqQQ")  # kind, dtype, slot, numel, byte offset in the segment
-_SAME, _MAPPED, _COPIED, _MOVING = range(4)
-_COPY = -1  # in the place of a slot: the memory to which a peer copies
+_SAME, _MAPPED, _MOVING = range(3)
 _FINITE, _NOT_FINITE = b"\0", b"\1"
 _DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
 ]  # fmt: skip
-
-HOW_TO_RAISE = (
-    "To use zero-copy shared memory, enlarge the mount at /dev/shm: `docker run --shm-size=8g`, an `emptyDir` "
-    "volume with `medium: Memory` in Kubernetes, or `mount -o remount,size=8g /dev/shm`."
-)
 
 
 class SharedMemory:
@@ -67,12 +60,10 @@ class SharedMemory:
         self.num_shards = num_shards or mesh.size
         self._on_wait = on_wait
         self._zero_copy = zero_copy
-        # By slot the tensor that is shared, and where it was then: address and bytes.
+        # By slot what this rank shows the others, its tensor or a copy of it, and what that stands for: the tensor's
+        # address and bytes.
         self._own: dict[int, tuple[Tensor, tuple[int, int]]] = {}
         self._peers: dict[tuple[int, int], Tensor] = {}  # by local rank and slot
-        self._copy: Tensor | None = None
-        self._copy_fd = -1
-        self._copied_bytes: dict[int, int] = {}  # by slot
 
     def all_reduce(self, tensor: Tensor, slot: int, scale: float = 1.0, watch: bool = False) -> bool:
         """``tensor`` becomes ``scale`` times the sum of the local ranks' tensors, in place, bit-equal on all.
@@ -93,10 +84,10 @@ class SharedMemory:
         # rank 0: [a|b|c]   rank 1: [a|b|c]   rank 2: [a|b|c]      all full: a barrier, in `_meet`
         # Rank 0 alone reads and writes every `a`, rank 1 every `b`, and so on: between the barriers no two ranks touch
         # the same bytes, so there are no locks. Behind the second barrier all slices are written.
-        shown, _ = self._meet(tensor, slot, bring=True)
+        shown = self._meet(tensor, slot, bring=True)
         own_finite = self._reduce(shown, scale, push=True, watch=watch)
         arrival = self._exchange(_FINITE if own_finite else _NOT_FINITE)
-        self._take_back(tensor, shown)
+        _copy(shown[self.mesh.rank], tensor)
         return own_finite and _NOT_FINITE not in arrival.messages.values()
 
     def reduce_scatter(self, tensor: Tensor, slot: int, scale: float) -> Tensor:
@@ -105,105 +96,83 @@ class SharedMemory:
         Peers may still be reading the other shards when this returns: leave these alone until an
         :meth:`all_gather` of the same tensor.
         """
-        shown, is_copied = self._meet(tensor, slot, bring=True)
+        shown = self._meet(tensor, slot, bring=True)
         self._reduce(shown, scale, push=False)
-        if is_copied:  # what is copied next would overwrite what peers still read
-            self._exchange()
         own = self._own_shard(tensor)
-        self._take_back(own, [self._own_shard(each) for each in shown])
+        _copy(self._own_shard(shown[self.mesh.rank]), own)
         return own
 
     def all_gather(self, tensor: Tensor, slot: int) -> None:
         """Write this rank's shard of ``tensor`` into all local ranks' tensors."""
-        shown, _ = self._meet(tensor, slot, bring=False)
+        shown = self._meet(tensor, slot, bring=False)
         own = self._own_shard(tensor)
         for each in shown:
-            if each is not tensor:
-                self._own_shard(each).copy_(own)
+            _copy(own, self._own_shard(each))
         self._exchange()
-        self._take_back(tensor, shown)
+        _copy(shown[self.mesh.rank], tensor)
 
     def close(self) -> None:
         """Drop all mappings. The mesh belongs to the caller."""
         self._own.clear()
         self._peers.clear()
-        self._copy = None
-        if self._copy_fd >= 0:
-            os.close(self._copy_fd)
-            self._copy_fd = -1
 
-    def _meet(self, tensor: Tensor, slot: int, bring: bool) -> tuple[list[Tensor], bool]:
-        """A barrier: what each local rank shows the others, its tensor or a copy of it, and whether one is a copy.
+    def _meet(self, tensor: Tensor, slot: int, bring: bool) -> list[Tensor]:
+        """A barrier; what each local rank shows the others, its tensor or a copy of it.
 
         ``bring``: the tensor's values go to the peers (else only the peers' come here).
         """
         kind, descriptor, offset = self._announce(tensor, slot)
-        own = tensor
-        if kind == _COPIED:
-            assert self._copy is not None
-            own = self._copy[: tensor.nbytes].view(tensor.dtype)
+        kinds = [kind]
+        shown: dict[int, Tensor] = {}
+        if kind != _MOVING:
+            own = self._own[slot][0].view(tensor.dtype)
+            shown[self.mesh.rank] = own
             if bring:
-                own.copy_(tensor)
+                _copy(tensor, own)
         header = _HEADER.pack(kind, _DTYPES.index(tensor.dtype), slot, tensor.numel(), offset)
-        arrival = self._exchange(header, descriptor)
-        kinds, shown = [kind], {self.mesh.rank: own}
+        try:
+            arrival = self._exchange(header, descriptor)
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
         try:
             for peer, message in arrival.messages.items():
                 kind, dtype, peer_slot, numel, offset = _HEADER.unpack(message)
                 self._check(peer, tensor, slot, (_DTYPES[dtype], peer_slot, numel))
                 kinds.append(kind)
-                # A peer has one memory for all that it copies, and one for each tensor that it maps.
-                key = (peer, _COPY if kind == _COPIED else slot)
-                if peer in arrival.descriptors:
-                    self._peers[key] = _map_descriptor(arrival.descriptors[peer], offset)
+                key = (peer, slot)
                 if kind == _MOVING:
-                    self._peers.pop(key, None)
-                else:
-                    shown[peer] = self._peers[key][: tensor.nbytes].view(tensor.dtype)
+                    del self._peers[key]
+                    continue
+                if kind == _MAPPED:
+                    self._peers[key] = _map_descriptor(arrival.descriptors[peer], offset)
+                shown[peer] = self._peers[key][: tensor.nbytes].view(tensor.dtype)
         finally:
             arrival.close_descriptors()  # the mappings stay
         if _MOVING in kinds:  # all see the same kinds, so all of them meet again
             return self._meet(tensor, slot, bring)
-        return [shown[rank] for rank in sorted(shown)], _COPIED in kinds
+        return [shown[rank] for rank in sorted(shown)]
 
     def _announce(self, tensor: Tensor, slot: int) -> tuple[int, int | None, int]:
-        """How the peers find ``tensor``: (kind, descriptor to send, byte offset in it).
+        """How the peers find ``tensor``: (kind, descriptor to send and close, byte offset in it).
 
         One whose memory is another than before is to be announced again: before it is shared, the old is let go of.
         """
-        if not self._zero_copy or tensor.numel() == 0:
-            return self._announce_copy(tensor, slot)
-        memory = (tensor.data_ptr(), tensor.nbytes)
+        moves = self._zero_copy and tensor.numel() > 0
         if slot in self._own:
-            _, known_memory = self._own[slot]
-            if known_memory == memory:
+            _, memory = self._own[slot]
+            if memory == (tensor.data_ptr() if moves else 0, tensor.nbytes):
                 return _SAME, None, 0
             del self._own[slot]
             return _MOVING, None, 0
-        try:
-            descriptor = share_storage(tensor)
-        except RuntimeError as error:
-            self._zero_copy = False
-            warnings.warn(f"Gradients are copied to shared memory from now on: {error}. {HOW_TO_RAISE}", stacklevel=2)
-            return self._announce_copy(tensor, slot)
+        if not moves:
+            descriptor = create_file(tensor.nbytes)
+            self._own[slot] = (_map_descriptor(descriptor, 0)[: tensor.nbytes], (0, tensor.nbytes))
+            return _MAPPED, descriptor, 0
+        descriptor = os.dup(share_storage(tensor))
         # Holding the tensor keeps its address from going to another one while peers have it mapped.
         self._own[slot] = (tensor, (tensor.data_ptr(), tensor.nbytes))
-        offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
-        return _MAPPED, descriptor, offset
-
-    def _announce_copy(self, tensor: Tensor, slot: int) -> tuple[int, int | None, int]:
-        """The copy's memory goes to the peers where they do not have it yet, or not large enough."""
-        if self._copied_bytes.get(slot, tensor.nbytes) != tensor.nbytes:
-            # DDP has made its buckets anew: the first step's is as large as the whole model.
-            self._copied_bytes, self._copy = {}, None
-        self._copied_bytes[slot] = tensor.nbytes
-        if self._copy is not None and self._copy.numel() >= tensor.nbytes:
-            return _COPIED, None, 0
-        if self._copy_fd >= 0:
-            os.close(self._copy_fd)
-        self._copy_fd = create_file(tensor.nbytes)
-        self._copy = _map_descriptor(self._copy_fd, 0)
-        return _COPIED, self._copy_fd, 0
+        return _MAPPED, descriptor, int(tensor.storage_offset()) * tensor.dtype.itemsize
 
     def _check(self, peer: int, tensor: Tensor, slot: int, announced: tuple[torch.dtype, int, int]) -> None:
         if announced == (tensor.dtype, slot, tensor.numel()):
@@ -248,16 +217,10 @@ class SharedMemory:
     def _own_shard(self, tensor: Tensor) -> Tensor:
         return tensor[local_shard(tensor.numel(), self.num_shards, self.mesh.rank)]
 
-    def _take_back(self, tensor: Tensor, shown: list[Tensor]) -> None:
-        """A rank that shows a copy takes into its own tensor what was written there."""
-        own = shown[self.mesh.rank]
-        if own.data_ptr() != tensor.data_ptr():
-            tensor.copy_(own)
-
     def _exchange(self, message: bytes = b"\0", descriptor: int | None = None) -> Arrival:
         arrival = self.mesh.exchange(message, descriptor)
         if self._on_wait is not None:
-            self._on_wait(arrival.waited_s, arrival.last)
+            self._on_wait(arrival.waited_s)
         return arrival
 
 
@@ -299,12 +262,10 @@ def _is_finite(values: Tensor) -> bool:
     return cmath.isfinite(total) or bool(values.isfinite().all())
 
 
-def free_bytes() -> int:
-    """Free space of the mount that zero-copy buckets live on."""
-    if not os.path.isdir("/dev/shm"):
-        return 0
-    status = os.statvfs("/dev/shm")
-    return status.f_bavail * status.f_frsize
+def _copy(source: Tensor, target: Tensor) -> None:
+    """Nothing where the two are the same memory."""
+    if source.data_ptr() != target.data_ptr():
+        target.copy_(source)
 
 
 def _map_descriptor(descriptor: int, offset: int) -> Tensor:

@@ -25,9 +25,7 @@ PATIENCE = timedelta(seconds=20)
 
 def connect(group: dist.ProcessGroup, timeout: timedelta = PATIENCE) -> NodeMesh:
     topology = Topology.from_identities(["host"] * group.size(), group.rank())
-    mesh, reason = NodeMesh.connect(topology, group, timeout)
-    assert mesh is not None, reason
-    return mesh
+    return NodeMesh.connect(topology, group, timeout)
 
 
 # ---- messages ----
@@ -122,13 +120,13 @@ def connect_beside(group: dist.ProcessGroup) -> dict[int, bytes]:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind("")
     listener.listen(3)
-    addresses = [(address, None) for address in gather(listener.getsockname(), group)]
+    addresses = gather(listener.getsockname(), group)
     stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if group.rank() == 0:
         stranger.connect(listener.getsockname())  # before any rank
     dist.barrier(group=group)
-    sockets = node_mesh._connect_all(topology, listener, addresses, PATIENCE)
-    mesh = NodeMesh(topology, sockets, PATIENCE)
+    mesh = NodeMesh(topology, PATIENCE)
+    mesh._call(listener, addresses)
     received = mesh.exchange(str(group.rank()).encode()).messages
     for each in (mesh, listener, stranger):
         each.close()
