@@ -197,7 +197,9 @@ def forward_patches(root: nn.Module, wrap: Callable[[str, Forward], Forward], na
     """Patches with which ``forward`` of the modules ``names`` of ``root`` is ``wrap(name, forward)``."""
     patches: list[Patch] = []
     for name in names:
-        module = root.get_submodule(name)
+        module: Any = root
+        for attribute in name.split("."):  # in each step: `get_submodule` takes three times as long
+            module = module._modules[attribute]
         attributes, key = vars(module), "forward"
         whole = compiled_call(module)
         if whole is not None:  # else the wrapper would be compiled
