@@ -28,7 +28,7 @@ from lightning_smddp.bridge.partitioned_module import (
     warn_on_first_rank,
 )
 from lightning_smddp.bridge.partitioning import partition
-from lightning_smddp.bridge.step import LightningStep, Scale, loss_of
+from lightning_smddp.bridge.step import LightningStep, Scale, loss_of, may_keep_casts
 from lightning_smddp.bridge.step_record import StepRecorder, StepResults
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.tensors import CPU
@@ -38,7 +38,6 @@ from lightning_smddp.pipeline.partition.batch_sync import BatchSync
 from lightning_smddp.pipeline.partition.costs import fits_on_devices, fits_on_hosts
 from lightning_smddp.pipeline.partition.microbatches import MicroBatches, UncombinableError
 from lightning_smddp.pipeline.partition.plan import StepFailedError, own_error
-from lightning_smddp.pipeline.runtime.casts import kept_casts, may_keep_casts
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.stage_program import TracedPath
 from lightning_smddp.pipeline.state.gradients import clipping_by, overflow_shared
@@ -320,12 +319,12 @@ class PipelinedModule:
         setup, runtime = self.setup, partitioned.runtime
         # Mixed precision casts each weight once for all micro-batches, where that makes no difference.
         kinds = {path.staged.graph.cast_type for path in paths}
-        casts: AbstractContextManager[None] = nullcontext()
+        casts: AbstractContextManager[Any] = nullcontext()
         if step.trains and None not in kinds and not setup.options.activation_checkpointing:
             with step.precision():
                 step.keeps_casts = may_keep_casts(kinds, setup.device)
-            if step.keeps_casts:
-                casts = kept_casts()
+            if step.keeps_casts:  # autocast forgets its copies where the outermost of its contexts ends: this one
+                casts = torch.autocast(setup.device.type, enabled=False)
         with casts:
             run = runtime.run(paths, step, microbatches, step.trains)
         results: Any = None

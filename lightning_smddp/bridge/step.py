@@ -17,7 +17,6 @@ from lightning_smddp.bridge.step_record import StepRecorder
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.tracer import is_tracing
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, attributes_of, signature
-from lightning_smddp.pipeline.runtime.casts import look_for_casts
 from lightning_smddp.pytree import copied, map_leaves, tensors
 from lightning_smddp.seeding import Generators, mix
 
@@ -84,7 +83,7 @@ class LightningStep:
         value = map_leaves(with_same_memory, value)
         with self.precision():
             if self.keeps_casts:
-                look_for_casts()
+                torch.set_autocast_cache_enabled(True)  # up to the end of this context
             result = getattr(self.module, self.hook)(value, *self.arguments)
             return self.recorder.finish(result)
 
@@ -136,6 +135,11 @@ class LightningStep:
         if not self.trains or microbatch.weight == 0 or result is None:
             return None  # a mean over nothing is nan, and so would its gradient be
         return loss_of(result, self.hook) * (microbatch.weight * self.scale)
+
+
+def may_keep_casts(kinds: set[torch.dtype | None], device: torch.device) -> bool:
+    """Whether autocast, as it is entered now, may keep its copies of weights on paths with these ``cast_type``s."""
+    return torch.is_autocast_enabled(device.type) and kinds == {torch.get_autocast_dtype(device.type)}
 
 
 def loss_of(result: Any, hook: str = "training_step", detached: bool = False) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import weakref
 from collections import Counter
 from typing import Any
 from unittest import mock
@@ -14,9 +16,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from lightning_smddp.bridge.step import may_keep_casts
+from lightning_smddp.pipeline.capture.graph_builder import cast_type
 from lightning_smddp.pipeline.capture.tracer import trace
-from lightning_smddp.pipeline.runtime.casts import cast_type, kept_casts, look_for_casts, may_keep_casts
-from tests.ranks import run_trainer_ranks
+from tests.pipeline.pipeline_chains import HIDDEN, Engine, two_stages
+from tests.ranks import run_ranks, run_trainer_ranks
 from tests.strategies.pipeline_learners import Bench, Net, assert_same
 
 CASES: list[dict[str, Any]] = [
@@ -116,17 +120,51 @@ def test_copies_are_kept_where_that_makes_no_difference(uses: str, kind: torch.d
         assert found == kind
         if uses != "checkpoint":  # parameters that are lent by other ranks
             assert cast_type(trace(lambda: root(torch.randn(2, 4)), root, cpu, functools.partial(lent, root))) == kind
-        assert may_keep_casts([found], torch.device("cpu")) == (uses == "once")
-    assert not may_keep_casts([found], torch.device("cpu"))
+        assert may_keep_casts({found}, torch.device("cpu")) == (uses == "once")
+    assert not may_keep_casts({found}, torch.device("cpu"))
 
 
 def test_a_first_use_without_gradients_does_not_take_them_from_later_ones() -> None:
     layer, x = nn.Conv2d(3, 4, 2), torch.randn(2, 3, 5, 5)
     autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
-    with kept_casts():
+    with torch.autocast("cpu", enabled=False):
         for gradients in (False, True):
             with autocast(), torch.set_grad_enabled(gradients):
-                look_for_casts()
+                torch.set_autocast_cache_enabled(True)
                 y = layer(x)
         y.sum().backward()
     assert layer.weight.grad is not None
+
+
+class Copies(TorchDispatchMode):
+    """Knows those copies in another type that somebody holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = weakref.WeakSet[torch.Tensor]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.held.add(result)
+        return result
+
+
+def copies_held(microbatches: int) -> int:
+    """Behind the micro-batches, within the context that keeps copies."""
+    bodies = two_stages()
+    layer = bodies[1].module
+
+    def last(microbatch: int, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return (layer(hidden).float().square().mean(),)
+
+    bodies[1].function = last
+    with torch.autocast("cpu", enabled=False), Copies() as copies:
+        Engine("1f1b", bodies).train([[[HIDDEN]]] * microbatches)
+        gc.collect()
+        return len(copies.held)
+
+
+def test_copies_of_what_a_stage_receives_go_with_their_micro_batch() -> None:
+    assert run_ranks(copies_held, 2, 6) == [0, 2]  # those of a weight and a bias

@@ -23,7 +23,6 @@ from lightning_smddp.pipeline.capture.records import (
     Values,
     each_once,
 )
-from lightning_smddp.pipeline.runtime.casts import cast_type
 
 _BACKWARD_HOOK = "BackwardHookFunction.apply"  # what full backward hooks do to a module's inputs and outputs
 _HOOKED = "it calls a module with full backward hooks, which torch puts around that one, not into it"
@@ -58,6 +57,20 @@ def build_graph(trace: Trace, modules: Modules, small: Iterable[str]) -> StepGra
         calls_compiled=any(event.compiled for event in between),
         calls_apply=any(node.region is not None or is_autograd_function(node.function) for node in nodes),
     )
+
+
+def cast_type(trace: Trace) -> torch.dtype | None:
+    """The type that a step casts weights to, each once; None where it does otherwise, so that no copy may be kept.
+
+    Gradients of several uses would be summed in the copy's 16 bits. In a checkpoint nothing is kept anyway, and its
+    backward may forget all casts, in a thread of its own.
+    """
+    kinds = {kind for _, kind in trace.casts}
+    if len(kinds) != 1 or max(trace.casts.values()) > 1:
+        return None
+    if any(event.region is not None for event in trace.events):
+        return None
+    return kinds.pop()
 
 
 def _refuse_scripted(modules: Modules) -> None:

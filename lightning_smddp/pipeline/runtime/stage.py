@@ -199,7 +199,8 @@ class Stage:
         state = self._microbatches[fwd_chunk_id]
         # Nobody here may hold on to activations: what was received lives as long as the graph of the body needs it, and
         # what is sent until its message is gone.
-        received = tuple(self._before.take(fwd_chunk_id))
+        # Views, as autocast remembers its copies of other leaves until the step ends.
+        received = tuple([tensor.view_as(tensor) for tensor in self._before.take(fwd_chunk_id)])
         start = self._begins()
         state.leaves = [received[position].requires_grad_() for position in self._incoming[fwd_chunk_id].trained]
         assert self._compute is not None
