@@ -5,6 +5,7 @@ Written against Lightning 2.6. Remove each when strategies have hooks for it, an
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,6 +13,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
+
+from lightning_smddp.patches import patched
 
 
 @contextmanager
@@ -29,13 +32,9 @@ def own_stops(trainer: Any, install: Callable[[], None]) -> Iterator[None]:
         type(connector).register_signal_handlers(connector)
         install()
 
-    connector.register_signal_handlers = register
-    epoch_loop._broadcast_sigterm_tensor = lambda: None
-    try:
+    broadcasts = (vars(epoch_loop), "_broadcast_sigterm_tensor", lambda: None)
+    with patched([(vars(connector), "register_signal_handlers", register), broadcasts]):
         yield
-    finally:
-        vars(connector).pop("register_signal_handlers", None)
-        vars(epoch_loop).pop("_broadcast_sigterm_tensor", None)
 
 
 @contextmanager
@@ -47,11 +46,8 @@ def after_training_epoch(trainer: Any, action: Callable[[], None]) -> Iterator[N
         type(epoch_loop).run(epoch_loop, data_fetcher)
         action()
 
-    epoch_loop.run = run
-    try:
+    with patched([(vars(epoch_loop), "run", run)]):
         yield
-    finally:
-        vars(epoch_loop).pop("run", None)
 
 
 def no_batch_follows(trainer: Any) -> bool:
@@ -163,95 +159,38 @@ Around: TypeAlias = Callable[[str, Any], AbstractContextManager[Any]]
 def around_hooks(trainer: Any, around: Around) -> Iterator[None]:
     """Enter ``around(hook, owner)`` around each call of a hook of ``trainer``'s module and callbacks.
 
-    Lightning calls all callbacks in one function; ours repeat its loops, as each callback is entered for itself.
+    Lightning calls each within ``trainer.profiler.profile("[Callback]<its key>.<hook>")``, or ``[LightningModule]...``,
+    but for ``state_dict`` of callbacks. Remove when a strategy is asked for such a context.
     """
-    call = _call_module(trainer)
-    ours = _HookCalls(call, trainer, around)
-    before = {name: getattr(call, name) for name in ours.functions}
-    # They are functions of a module of Lightning's, so of all Trainers in the process: calls of others go on as before.
-    for name, function in ours.functions.items():
-        setattr(call, name, ours.for_this_trainer(function, before[name]))
-    try:
+    profile = trainer.profiler.profile
+
+    @contextmanager
+    def profiled(action: str) -> Iterator[Any]:
+        kind, _, rest = action.partition("]")
+        key, _, hook = rest.rpartition(".")
+        owner = trainer.lightning_module if kind == "[LightningModule" else None
+        if kind == "[Callback":
+            owner = next(callback for callback in trainer.callbacks if callback.state_key == key)
+        with profile(action) as value:
+            if owner is None:
+                yield value
+                return
+            with around(hook, owner):
+                yield value
+
+    def within(callback: Any) -> Callable[[], Any]:
+        own = callback.state_dict
+
+        @functools.wraps(own)
+        def state_dict() -> Any:
+            with around("state_dict", callback):
+                return own()
+
+        return state_dict
+
+    states = [(vars(callback), "state_dict", within(callback)) for callback in trainer.callbacks]
+    with patched([(vars(trainer.profiler), "profile", profiled), *states]):
         yield
-    finally:
-        for name, function in before.items():
-            setattr(call, name, function)
-
-
-def _call_module(trainer: Any) -> Any:
-    """``lightning.pytorch.trainer.call``, or its twin, beside the Trainer that ``trainer`` is an instance of."""
-    for cls in type(trainer).__mro__:
-        name = f"{cls.__module__.rpartition('.')[0]}.call"
-        if name.endswith(".trainer.call") and name in sys.modules:
-            return sys.modules[name]
-    raise AssertionError(f"{type(trainer)} is no Trainer of Lightning's")
-
-
-class _HookCalls:
-    """What ``lightning.pytorch.trainer.call`` does, with a context around each hook."""
-
-    def __init__(self, call: Any, trainer: Any, around: Around) -> None:
-        self.call = call
-        self.trainer = trainer
-        self.around = around
-        self.module_hook = call._call_lightning_module_hook
-        self.functions: dict[str, Callable[..., Any]] = {
-            "_call_lightning_module_hook": self.of_module,
-            "_call_callback_hooks": self.of_callbacks,
-            "_call_callbacks_on_save_checkpoint": self.on_save_checkpoint,
-            "_call_callbacks_state_dict": self.state_dicts,
-        }
-
-    def for_this_trainer(self, ours: Callable[..., Any], lightnings: Callable[..., Any]) -> Callable[..., Any]:
-        def chosen(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-            if trainer is not self.trainer:
-                return lightnings(trainer, *args, **kwargs)
-            return ours(*args, **kwargs)
-
-        return chosen
-
-    def of_module(self, hook: str, *args: Any, pl_module: Any = None, **kwargs: Any) -> Any:
-        with self.around(hook, pl_module or self.trainer.lightning_module):
-            return self.module_hook(self.trainer, hook, *args, pl_module=pl_module, **kwargs)
-
-    def of_callbacks(self, hook: str, *args: Any, monitoring_callbacks: Any = None, **kwargs: Any) -> None:
-        # At an epoch's end Lightning comes twice: for the others first, then for EarlyStopping and checkpoints, which
-        # look at what those have logged.
-        chosen = list(self.trainer.callbacks)
-        if monitoring_callbacks is not None:
-            monitors = (self.call.EarlyStopping, self.call.Checkpoint)
-            chosen = [callback for callback in chosen if isinstance(callback, monitors) == monitoring_callbacks]
-        arguments = (self.trainer, self.trainer.lightning_module, *args)
-        self._each(hook, chosen, arguments, kwargs)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        arguments = (self.trainer, self.trainer.lightning_module, checkpoint)
-        self._each("on_save_checkpoint", self.trainer.callbacks, arguments, {})
-
-    def state_dicts(self) -> dict[str, Any]:
-        found = {}
-        for callback in self.trainer.callbacks:
-            with self.around("state_dict", callback):
-                state = callback.state_dict()
-            if state:
-                found[callback.state_key] = state
-        return found
-
-    def _each(self, hook: str, callbacks: Iterable[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        module = self.trainer.lightning_module
-        if module is not None:
-            before = module._current_fx_name
-            module._current_fx_name = hook  # `self.log` looks here for what hook it is called in
-        for callback in callbacks:
-            function = getattr(callback, hook)
-            if not callable(function):
-                continue
-            action = f"[Callback]{callback.state_key}.{hook}"
-            profile = self.trainer.profiler.profile(action)
-            with profile, self.around(hook, callback):
-                function(*args, **kwargs)
-        if module is not None:
-            module._current_fx_name = before
 
 
 # ---- resuming ----

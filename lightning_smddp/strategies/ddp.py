@@ -49,7 +49,7 @@ class DataParallel(TrainerStrategy):
         compression: of gradients between nodes: None (exact), ``"bf16"``, ``"fp16"``, ``"int8"``, ``"powersgd"``, or a
             :class:`~lightning_smddp.Compression` with details.
         bucket_cap_mb: size of DDP's buckets in MiB; None is DDP's default.
-        gradient_as_bucket_view: as of DDP; None is True, unless there is a ``ddp_comm_hook``.
+        gradient_as_bucket_view: as of DDP; None is True.
         resume: ``"auto"`` continues from the newest valid checkpoint when ``fit`` is not given one, as after a restart
             by torchrun, Slurm or SageMaker; ``"never"`` starts from scratch then. None is ``"auto"`` in a SageMaker
             job, else ``"never"``.
@@ -88,16 +88,11 @@ class DataParallel(TrainerStrategy):
             resume=resume,
             shard=shard,
         )
-        if kwargs.get("ddp_comm_hook") is not None and (algorithm != "auto" or compression is not None):
-            raise ValueError(
-                f"`ddp_comm_hook` replaces our communication, so algorithm={algorithm!r} and "
-                f"compression={compression!r} would have no effect. Give either the hook or these."
-            )
-        if shard is not None and (kwargs.get("ddp_comm_hook") or kwargs.get("model_averaging_period")):
-            raise ValueError(
-                f"shard={shard!r} needs gradients that our communication has made equal on all ranks, so it cannot be "
-                "used with `ddp_comm_hook` or `model_averaging_period`. Give either."
-            )
+        for name in ("ddp_comm_hook", "model_averaging_period"):
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"`{name}` replaces our communication. Use `compression=`, or Lightning's DDPStrategy."
+                )
         if gradient_as_bucket_view is not None:
             kwargs["gradient_as_bucket_view"] = gradient_as_bucket_view
         super().__init__(**kwargs)
@@ -121,13 +116,8 @@ class DataParallel(TrainerStrategy):
     def configure_ddp(self) -> None:
         """Choose the communication and wrap the model."""
         assert self.model is not None
-        own_hook = None
-        if self._ddp_comm_hook is not None:  # it averages: nothing of ours is made
-            wrapper = self._ddp_comm_wrapper
-            hook = self._ddp_comm_hook if wrapper is None else wrapper(self._ddp_comm_hook)
-            own_hook = (hook, self._ddp_comm_state)
         limit, watches = self._session.limit(self._timeout), self._checks.watches_gradients
-        self.model = self._scheme.wrap(self.model, self.root_device, limit, self._ddp_kwargs, watches, own_hook)
+        self.model = self._scheme.wrap(self.model, self.root_device, limit, self._ddp_kwargs, watches)
 
     @override
     def _training_batch_starts(self) -> None:
@@ -151,7 +141,7 @@ class DataParallel(TrainerStrategy):
 
     @override
     def _find_nonfinite(self, optimizer: Optimizer) -> NonFinite | None:
-        return self._scheme.nonfinite(optimizer, self.root_device, may_have_changed_gradients(self._trainer))
+        return self._scheme.nonfinite(optimizer, may_have_changed_gradients(self._trainer))
 
     # ---- optimizers ----
 

@@ -7,7 +7,7 @@ where ``shard="optimizer"`` begins, in ``sharding/sharded_optimizers.py``.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -28,12 +28,11 @@ from lightning_smddp.communication.consistency import (
     require_same,
 )
 from lightning_smddp.communication.hook import GradientSynchronizer
-from lightning_smddp.communication.nonfinite import NonFinite, bad_gradients
+from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.report import CommunicationReport, Recorder
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
 from lightning_smddp.sharding.optimizer_states import whole_state_dict
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
-from lightning_smddp.strategies.nonfinite import by_asking
 from lightning_smddp.strategies.options import StrategyOptions
 from lightning_smddp.wording import counted
 
@@ -59,7 +58,6 @@ class DDPScheme:
         self._choice: Choice | None = None
         self._recorder: Recorder | None = None
         self._frozen: list[dict[str, nn.Parameter]] = []  # of each module: what required no gradient
-        self._names: dict[int, str] = {}  # of parameters, by `id`, where a hook of the user's own averages
 
     # ---- modules ----
 
@@ -70,7 +68,6 @@ class DDPScheme:
         limit: timedelta,
         given: Mapping[str, Any],
         watches: bool,
-        own_hook: tuple[Callable[..., Any], Any] | None = None,
     ) -> DistributedDataParallel:
         """``module`` in DDP, with our averaging. Collective.
 
@@ -80,7 +77,6 @@ class DDPScheme:
             limit: how long a collective waits for a rank.
             given: DDP's arguments, as the user gave them.
             watches: whether gradients are looked at for NaN and inf.
-            own_hook: a communication hook of the user's with its state, instead of our averaging.
 
         Raises:
             ValueError: on every rank, when the model or the options do not fit.
@@ -90,29 +86,24 @@ class DDPScheme:
             arguments["bucket_cap_mb"] = self.options.bucket_cap_mb
         # DDP averages for good what requires gradients now; what is unfrozen later it leaves alone, without a word.
         self._frozen.append({name: p for name, p in module.named_parameters() if not p.requires_grad})
-        state: Any = None
-        if own_hook is not None:
-            hook, state = own_hook
-            self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        else:
-            if given.get("process_group") is not None or given.get("device_mesh") is not None:
-                raise ValueError(
-                    "`process_group` and `device_mesh` are not supported: the gradients of all ranks are averaged. "
-                    "Use Lightning's DDPStrategy for gradients of a part of the ranks."
-                )
-            synchronizer = self._make_synchronizer(module, device, limit)
-            synchronizer.watches = watches
-            # Gradients are views of DDP's buckets then: what is averaged in a bucket need not be copied to them.
-            arguments.setdefault("gradient_as_bucket_view", True)
+        if given.get("process_group") is not None or given.get("device_mesh") is not None:
+            raise ValueError(
+                "`process_group` and `device_mesh` are not supported: the gradients of all ranks are averaged. "
+                "Use Lightning's DDPStrategy for gradients of a part of the ranks."
+            )
+        synchronizer = self._make_synchronizer(module, device, limit)
+        synchronizer.watches = watches
+        # Gradients are views of DDP's buckets then: what is averaged in a bucket need not be copied to them.
+        arguments.setdefault("gradient_as_bucket_view", True)
 
-            # DDP calls it in the backward pass, when all gradients of a bucket are there, and sums nothing itself: what
-            # the hook's future brings is the average.
-            def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
-                return synchronizer.average(bucket)
+        # DDP calls it in the backward pass, when all gradients of a bucket are there, and sums nothing itself: what
+        # the hook's future brings is the average.
+        def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+            return synchronizer.average(bucket)
 
         device_ids = None if device.type == "cpu" else [device.index]
         model = DistributedDataParallel(module, device_ids=device_ids, **arguments)
-        model.register_comm_hook(state=state, hook=hook)
+        model.register_comm_hook(state=None, hook=hook)
         return model
 
     def _make_synchronizer(self, module: nn.Module, device: torch.device, limit: timedelta) -> GradientSynchronizer:
@@ -165,8 +156,7 @@ class DDPScheme:
         What compression has not sent yet is left out.
         """
         frozen = self._frozen.pop()
-        if self.synchronizers:
-            self.synchronizers.pop().close()
+        self.synchronizers.pop().close()
         gc.collect()  # DDP objects are cycles, and the old one's buckets are as large as the gradients
         # Steps may freeze what was wrapped for a while (`toggle_optimizer`), and DDP takes what requires gradients now.
         paused = [p for name, p in module.named_parameters() if name not in frozen and not p.requires_grad]
@@ -180,7 +170,7 @@ class DDPScheme:
 
     # ---- steps ----
 
-    def nonfinite(self, optimizer: Optimizer, device: torch.device, changed: bool) -> NonFinite | None:
+    def nonfinite(self, optimizer: Optimizer, changed: bool) -> NonFinite | None:
         """What is wrong with the gradients that ``optimizer`` is to step; None if no rank has found anything.
 
         ``changed``: whether code of the user's may have written them since they were averaged.
@@ -189,11 +179,7 @@ class DDPScheme:
             found = synchronizer.nonfinite(all_parameters(optimizer), changed)
             if found is not None:
                 return found
-        if not self._names:
-            return None
-        # A communication hook of the user's own need not leave the same on all ranks.
-        bad = bad_gradients((self._names.get(id(p), "an unnamed parameter"), p) for p in all_parameters(optimizer))
-        return by_asking(None if bad is None else NonFinite(bad), device)
+        return None
 
     def shard_optimizers(self, named: Sequence[tuple[str, nn.Parameter]], optimizers: Sequence[Optimizer]) -> None:
         """Each rank steps a share of what ``optimizers`` have of ``named`` from here on. Collective.
@@ -276,5 +262,5 @@ class DDPScheme:
             synchronizer.close()
         if self.communicator is not None:
             self.communicator.close()
-        self.synchronizers, self._frozen, self._names = [], [], {}
+        self.synchronizers, self._frozen = [], []
         self.communicator = None

@@ -167,7 +167,7 @@ class FabricDataParallel(FabricStrategy):
 
     def _look(self, optimizer: Any) -> None:
         if self._looks:  # between the backward pass and the step the script has had the gradients
-            found = self._scheme.nonfinite(optimizer, self.root_device, changed=True)
+            found = self._scheme.nonfinite(optimizer, changed=True)
             self._guard.check(optimizer, found, "this step")
 
     def clip_gradients_norm(

@@ -47,12 +47,10 @@ def test_arguments(strategy: type, arguments: dict[str, Any], parts: list[str]) 
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("arguments", [{"algorithm": "native"}, {"compression": "int8"}], ids=str)
-def test_a_hook_and_our_communication(arguments: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="Give either the hook or these") as caught:
-        SMDDPStrategy(ddp_comm_hook=lambda state, bucket: None, **arguments)
-    ((name, value),) = arguments.items()
-    assert f"{name}={value!r}" in str(caught.value)
+@pytest.mark.parametrize("name", ["ddp_comm_hook", "model_averaging_period"])
+def test_what_replaces_our_communication_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"`{name}` replaces our communication"):
+        SMDDPStrategy(**{name: 1})
 
 
 @pytest.mark.parametrize(
@@ -68,6 +66,7 @@ def test_arguments_by_position_are_those_of_ddp(ours: type, stock: type) -> None
     names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
     given: dict[str, Any] = {name: object() for name in names}
     given |= {"parallel_devices": [torch.device("cpu")], "timeout": timedelta(seconds=7), "start_method": "fork"}
+    given |= dict.fromkeys(("ddp_comm_hook", "model_averaging_period") & given.keys())  # refused
     if "ddp_comm_hook" not in given:
         del given["checkpoint_io"]  # of a type that is looked at
         given = {name: given.get(name) for name in names}

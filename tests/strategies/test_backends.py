@@ -1,0 +1,33 @@
+"""The process group's backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from lightning_smddp import PipelineStrategy, SMDDPFabricStrategy, SMDDPStrategy
+from tests.ranks import run_trainer_ranks
+from tests.strategies.learners import Learner, make_trainer, silent
+
+
+def test_the_closed_library_of_aws_is_refused_with_the_cure() -> None:
+    said = "'smddp' is AWS's closed library.*PyTorch 2.4.* Leave process_group_backend out"
+    for strategy in (SMDDPStrategy, SMDDPFabricStrategy, PipelineStrategy):
+        with pytest.raises(ValueError, match=said):
+            strategy(process_group_backend="smddp")
+
+
+def backend(given: str | None) -> tuple[str, str | None]:
+    strategy = silent(process_group_backend=given)
+    make_trainer(strategy, max_steps=1).fit(Learner())
+    return dist.get_backend(), strategy.process_group_backend
+
+
+def test_gloo_on_cpu() -> None:
+    assert run_trainer_ranks(backend, 2, None) == [("gloo", "gloo")] * 2
+
+
+@pytest.mark.simulated_cuda
+@pytest.mark.parametrize("given", ["auto", "nccl"])
+def test_gloo_beside_nccl_on_gpus(given: str) -> None:
+    assert run_trainer_ranks(backend, 2, given) == [("cpu:gloo,cuda:nccl", "nccl")] * 2
