@@ -54,7 +54,6 @@ class TrainerStrategy(_Base):
     _script_launcher: type[Any]
     _spawn_launcher: type[Any]
     _last_report: CommunicationReport | None = None
-    _of_process: tuple[str, ...] = ()  # attributes that a copy has as the class has them
 
     def _hold_parts(self, options: StrategyOptions, close: Callable[[], None] | None = None) -> None:
         """The last thing that a constructor does; ``close`` frees what works over the process group."""
@@ -67,14 +66,6 @@ class TrainerStrategy(_Base):
         self._checks = SanityChecks(self)
         self._saving = Saving(self)
         self._sagemaker = SageMakerJob(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For ``pickle`` and ``copy.deepcopy`` of a Trainer: options and results, not what belongs to this process."""
-        state = {name: value for name, value in super().__getstate__().items() if name not in self._of_process}
-        state["_changes"] = ExitStack()
-        state["_session"] = DefaultGroup(self._session.options)
-        state["_exact_resume"] = ExactResume()
-        return state
 
     @property
     def _module(self) -> LightningModule:

@@ -32,7 +32,6 @@ from lightning_smddp.strategies.options import (
     arguments_of,
     by_name,
 )
-from lightning_smddp.strategies.process_group import DefaultGroup
 from lightning_smddp.strategies.tables import print_table, say
 from lightning_smddp.wording import counted
 
@@ -98,12 +97,6 @@ class DataParallel(TrainerStrategy):
         super().__init__(**kwargs)
         self._scheme = DDPScheme(options)
         self._hold_parts(options, self._scheme.close)
-
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        """Without memory that this process shares with others."""
-        scheme = DDPScheme(self._scheme.options)
-        return {**super().__getstate__(), "_scheme": scheme, "_session": DefaultGroup(scheme.options, scheme.close)}
 
     @property
     def communication_report(self) -> CommunicationReport | None:

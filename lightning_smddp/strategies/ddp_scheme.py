@@ -228,31 +228,21 @@ class DDPScheme:
     def describe(self) -> list[tuple[str, str]]:
         """What runs here, in rows of name and value."""
         assert self.communicator is not None
-        topology = self.communicator.topology
-        sizes = sorted({len(ranks) for ranks in topology.nodes})
+        topology, compression = self.communicator.topology, self.options.compression
         cap = self.options.bucket_cap_mb
+        wire = "none (exact)" if compression is None else compression.method
+        if compression is not None and not self.communicator.compresses(compression):
+            wire = f"none: {wire} applies between nodes, and there is one node"
         rows = [
+            ("ranks", f"{topology.world_size} on {self.communicator.device.type}"),
             ("nodes", f"{topology.num_nodes} ({', '.join(topology.hosts)})"),
-            ("ranks per node", " to ".join([str(sizes[0]), *map(str, sizes[1:][-1:])])),
-            ("cluster size", f"{counted(topology.world_size, 'rank')} on {self.communicator.device.type}"),
             ("backend", str(dist.get_backend(self.communicator.group))),
             ("algorithm", str(self._choice)),
             ("bucket size", "DDP's default" if cap is None else f"{cap:g} MiB"),
-            ("wire dtype", self._wire(self.communicator)),
+            ("compression", wire),
         ]
         rows += [("note", note) for note in self.communicator.notes]
         return rows + [row for sharded in self.sharded for row in sharded.describe()]
-
-    def _wire(self, communicator: Communicator) -> str:
-        compression = self.options.compression
-        if compression is None:
-            return "as the gradients (exact)"
-        if not communicator.compresses(compression):
-            return f"as the gradients (exact): {compression.method} applies between nodes, and there is one node"
-        among_all = compression.scope == "all" or compression.method == "powersgd"
-        where = "among all ranks" if among_all else "between nodes"
-        feedback = "with" if compression.error_feedback else "without"
-        return f"{compression.method} {where}, {feedback} error feedback"
 
     def close(self) -> None:
         """Free shared memory, threads and sockets; the next :meth:`wrap` starts anew. Not collective."""

@@ -76,7 +76,6 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
 
     # Lightning's `DeepSpeedStrategy` extends `DDPStrategy`, whose start knows devices other than CUDA's.
     _lightnings: ClassVar[type[Any]]
-    _of_process = ("_engine", "_loss", "_unseen_writes")
     _is_divided = True
     _engine: Any = None  # until the next run: what was trained can be saved behind its end
     _unseen_writes: UnseenWrites | None = None

@@ -103,7 +103,6 @@ class FullyShardedParallel(TrainerStrategy):
     #   steps, hooks of the module and of callbacks            gathered values
     #   backward passes, checkpoints, `configure_optimizers`   this rank's shares
     #   optimizers' steps                                      shares; gathered values if they look at whole parameters
-    _of_process = ("_scheme", "_stepped", "_whole_again")
     _is_divided = _has_part_to_save = True
     _scheme: FSDPScheme | None = None  # from setup to teardown
     _stepped: Sequence[SteppedOptimizer] = ()  # likewise

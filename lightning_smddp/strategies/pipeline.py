@@ -11,6 +11,7 @@ of the hooks' view of the module. A micro-batch's way, downward: ``bridge/pipeli
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -60,7 +61,6 @@ from lightning_smddp.strategies.options import (
 )
 from lightning_smddp.strategies.partition_table import print_partition
 from lightning_smddp.strategies.pipeline_ranks import PipelineRanks
-from lightning_smddp.strategies.tables import without_warning
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -98,7 +98,6 @@ class PipelineParallel(PipelineRanks):
         ValueError: an argument is not one of the valid values; the message lists them.
     """
 
-    _of_process = ("_groups", "_pipelined", "_ended", "_is_shown")
     _is_divided = True
     _pipelined: PipelinedModule | None = None
     _ended: PipelinedModule | None = None  # that of the last run: checkpoints can be saved after it
@@ -165,7 +164,7 @@ class PipelineParallel(PipelineRanks):
         one_replica = self._groups.mesh.num_replicas == 1
         self._changes.enter_context(keeps_user_samplers(trainer, one_replica))
         if one_replica:
-            self._changes.enter_context(without_warning("It is recommended to use `self.log"))
+            warnings.filterwarnings("ignore", "It is recommended to use `self.log")
         self._changes.enter_context(finetuning_by_identity(callbacks, self._optimized))
         require_whole(module)
         require_pipelinable(module, callbacks, is_fit)

@@ -186,10 +186,6 @@ class SafeCheckpointIO(_Base):
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None  # what is written, or is to follow it, until its end was looked at
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For ``pickle`` and ``copy.deepcopy``: without the thread."""
-        return {**vars(self), "_thread": None, "_last": None}
-
     @property
     def failure(self) -> BaseException | None:
         """Why an asynchronous save failed, until it has been raised. Cheap: may be read every step."""

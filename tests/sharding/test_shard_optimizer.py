@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,6 @@ def ask_for_state() -> tuple[list[int], str]:
     whole = trainer.strategy.optimizer_state(trainer.optimizers[0])
     with pytest.raises(RuntimeError) as refused:
         trainer.optimizers[0].state_dict()
-    assert copy.deepcopy(trainer.strategy)._scheme.sharded == []
     return list(whole["state"]), str(refused.value)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -55,30 +54,20 @@ def error_of(action: Callable[[], Any]) -> str:
 # ---- after a fit ----
 
 
-def copies(name: str) -> tuple[list[bool], list[int], list[str]]:
-    trainer, module = trainer_for(name), Evaluated()
-    trainer.fit(module)
-    equal, steps = [], []
+def copies(name: str) -> list[bool]:
+    module = Evaluated()
+    trainer_for(name).fit(module)
+    equal = []
     for again in (copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
         expected, other = weights_of(module), weights_of(again(module))
         equal.append(all(torch.equal(other[key], expected[key]) for key in expected))
-        second = again(trainer)
-        steps.append(second.global_step)
-        second.fit_loop.max_epochs = 3
-        second.fit(module)
-        steps.append(second.global_step)
-    return equal, steps, supervisors()
-
-
-def supervisors() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if "supervisor" in thread.name]
+    return equal
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*BOTH, "fsdp"])
-def test_module_and_trainer_can_be_pickled_and_copied_after_fit(name: str) -> None:
-    for result in SLOW.results((copies, name)):
-        assert result == ([True, True], [2 * STEPS, 3 * STEPS] * 2, [])
+def test_a_module_can_be_pickled_and_copied_after_fit(name: str) -> None:
+    assert SLOW.results((copies, name)) == [[True, True]] * 2
 
 
 def test_a_strategy_that_has_not_run_is_copied_with_all_that_is_about_it() -> None:

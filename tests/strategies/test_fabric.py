@@ -66,7 +66,7 @@ def test_equals_ddp() -> None:
         for actual, mean, printed in ours:
             torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
             assert mean == 0.5
-            assert ("cluster size" in printed) == (rank == 0)
+            assert ("bucket size" in printed) == (rank == 0)
 
 
 def new_strategy(compression: Any) -> Any:
