@@ -29,7 +29,6 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from lightning_smddp import pytree
 from lightning_smddp.checkpoint import files, sharded
@@ -261,21 +260,10 @@ class SafeCheckpointIO(_Base):
 
 
 def _snapshot(checkpoint: Any) -> Any:
-    """A copy on the host, in which tensors that share memory still do: nothing that training does changes it."""
-    storages: dict[Any, Any] = {}
-    copies: dict[int, Any] = {}  # which `deepcopy` takes for tensors with these ids
-    for tensor in pytree.tensors(checkpoint):
-        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not vars(tensor)
-        if not is_plain or tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-            continue  # `deepcopy` knows how
-        storage = tensor.untyped_storage()
-        place = (storage.device, storage.data_ptr())
-        if place not in storages:
-            storages[place] = storage.clone() if tensor.is_cpu else storage.cpu()
-        own = torch.empty(0, dtype=tensor.dtype)
-        own.set_(storages[place], tensor.storage_offset(), tensor.size(), tensor.stride())
-        copies[id(tensor)] = own.requires_grad_(tensor.requires_grad)
-    return copy.deepcopy(checkpoint, copies)
+    """A copy on the host, which nothing that training does changes."""
+    # `deepcopy` would leave tensors on their device, and refuses those that have a graph.
+    own = {id(t): t.detach().to("cpu", copy=True) for t in pytree.tensors(checkpoint) if not (t.is_cpu and t.is_leaf)}
+    return copy.deepcopy(checkpoint, own)
 
 
 def require_trainers(checkpoint: Any, path: Path) -> None:
