@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_smddp._compat.trainer import will_step
-from lightning_smddp.communication.nonfinite import NonFinite, agreed, diagnosis
+from lightning_smddp.communication.nonfinite import NonFinite, diagnosis
 from lightning_smddp.deepspeed.start import (
     UnseenWrites,
     for_cpu,
@@ -44,7 +44,7 @@ from lightning_smddp.strategies.options import (
     arguments_of,
     by_name,
 )
-from lightning_smddp.strategies.tables import print_table
+from lightning_smddp.strategies.tables import say
 from lightning_smddp.wording import counted
 
 if TYPE_CHECKING:
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import DeepSpeedStrategy as _Base
 else:
     _Base = object
-
-_SHARDED = ("optimizer states", "gradients", "parameters")  # from stage 1, 2 and 3 on
 
 
 class DeepSpeedParallel(TrainerStrategy, _Base):
@@ -199,9 +197,10 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
         self._unseen_writes.note()  # a checkpoint was loaded
         if self._speaks:
             stage = self.deepspeed_engine.zero_optimization_stage()
-            ranks = f"{counted(self.world_size, 'rank')} on {self.root_device.type}"
-            rows = [("stage", f"{stage}: sharded are {', '.join(_SHARDED[:stage])}"), ("cluster size", ranks)]
-            print_table("smddp_deepspeed: DeepSpeed's ZeRO", rows, self._trainer)
+            say(
+                f"smddp_deepspeed: DeepSpeed's ZeRO, stage {stage}, on {counted(self.world_size, 'rank')}",
+                self._trainer,
+            )
 
     @property
     @override
@@ -243,8 +242,10 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
         writes.note()
         loss, self._loss = self._loss, 0.0
         if not engine.was_step_applied() and not engine.fp16_enabled():  # fp16 tries what is too large on purpose
-            why = _why_left_out(loss, self._checks.where(), self.root_device)
-            self._checks.guard.left_out(why)
+            assert dist.group.WORLD is not None
+            own = {} if bool(loss.isfinite().all()) else {"the loss": str(loss.tolist())}
+            found = NonFinite({"a parameter": "DeepSpeed does not say which"}, own)
+            self._checks.guard.left_out(diagnosis(found, self._checks.where(), dist.group.WORLD))
         return result
 
     # ---- checkpoints ----
@@ -275,18 +276,3 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
     @override
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         self._states.load_optimizer_state(checkpoint["optimizer_states"][0])
-
-
-def _why_left_out(loss: Tensor, where: str, device: torch.device) -> str:
-    """What is known about gradients that are not finite: DeepSpeed names neither rank nor parameter. Collective."""
-    group = dist.group.WORLD
-    assert group is not None
-    own = {}
-    if not bool(loss.isfinite().all()):
-        own["the loss"] = str(loss.tolist())
-    # All ranks ask, and all go the same way: `diagnosis` is collective, too.
-    if agreed(bool(own), group, device):
-        return diagnosis(NonFinite({}, own), where, group)
-    return (
-        f"Gradients are not finite in {where}, though each rank's loss is. DeepSpeed does not say in which parameter."
-    )

@@ -23,11 +23,8 @@ def print_partition(
 ) -> None:
     """Print how the module was partitioned for the step ``hook``; ``loss_weight`` is of the micro-batches."""
     setup = partitioned.setup
-    way = f"pipelined in {counted(setup.num_stages, 'stage')}"
-    if setup.groups.pipeline.size() == 1:
-        way += " on one rank, so nothing overlaps: give devices= more, or use strategy='smddp'"
     rows = [
-        (hook, way),
+        (hook, f"pipelined in {counted(setup.num_stages, 'stage')}"),
         ("schedule", _schedule(partitioned, microbatches)),
         ("loss weights", loss_weight.describe()),
         *_stages(partitioned),
@@ -35,8 +32,6 @@ def print_partition(
     ]
     if partitioned.sharded is not None:
         rows += partitioned.sharded.describe()
-    elif setup.options.strategy.shard is not None:
-        rows.append(("optimizer shards", "none: with one replica each rank has the state of its own stages alone"))
     print_table("smddp_pipeline: pipeline parallelism", rows, setup.module.trainer)
 
 
@@ -61,19 +56,19 @@ def _stages(partitioned: PartitionedModule) -> Iterator[tuple[str, str]]:
         span = " .. ".join(dict.fromkeys([modules[0], modules[-1]])) if modules else "no module"
         parameters = sum(sizes[name] for name, stages in plan.parameter_stages.items() if number in stages)
         text = f"{span}: {seconds[number] / total:.0%} of the time, {parameters:,} parameters"
-        text += f", {memory[number] / 2**20:.1f} MiB"
-        if stage.sends:
-            text += f", sends {plan.graph.nbytes(stage.sends) / 2**10:.1f} KiB a micro-batch"
-        yield f"stage {number} on rank {partitioned.plan.cluster.rank_of_stage[number]}", text
+        yield (
+            f"stage {number} on rank {plan.cluster.rank_of_stage[number]}",
+            f"{text}, {memory[number] / 2**20:.1f} MiB",
+        )
 
 
 def _notes(partitioned: PartitionedModule, num_microbatches: int) -> Iterator[str]:
     yield from partitioned.notes
     norms = looks_at_other_rows(partitioned.setup.module)
     counts = partitioned.recorder.scopes.counts
-    if norms and num_microbatches > 1:
-        which = f"{norms[0]} and {len(norms) - 1} more" if len(norms) > 1 else norms[0]
-        yield f"in training {which} (BatchNorm) sees the rows of a micro-batch, not of the batch"
-    if counts and num_microbatches > 1:
-        once = f"{', '.join(counts)} moves once per micro-batch ({num_microbatches} a batch)"
-        yield f"{once}; self.global_step moves once"
+    if num_microbatches == 1:
+        return
+    if norms:
+        yield f"in training {norms[0]} (BatchNorm) sees the rows of a micro-batch, not of the batch"
+    if counts:
+        yield f"{', '.join(counts)} moves once per micro-batch; self.global_step once per batch"
