@@ -84,7 +84,7 @@ def test_the_first_page_and_program_are_short() -> None:
 @pytest.mark.parametrize(
     ("page", "said"),
     [
-        (README, ["2 ranks on cpu", "gradient communication over 32 steps"]),
+        (README, ["2 on cpu", "gradient communication over 32 steps"]),
         (PIPELINE_GUIDE, ["stage 1 on rank 1"]),
     ],
     ids=["data", "pipeline"],

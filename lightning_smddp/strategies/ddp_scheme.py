@@ -230,7 +230,7 @@ class DDPScheme:
         assert self.communicator is not None
         topology, compression = self.communicator.topology, self.options.compression
         cap = self.options.bucket_cap_mb
-        wire = "none (exact)" if compression is None else compression.method
+        wire = "none (exact)" if compression is None else str(compression.method)
         if compression is not None and not self.communicator.compresses(compression):
             wire = f"none: {wire} applies between nodes, and there is one node"
         rows = [
