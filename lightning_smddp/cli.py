@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import inspect
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from lightning_smddp import __version__
@@ -32,8 +31,8 @@ def _add_verify(commands: Any) -> None:
         help="compare a pipelined LightningModule with one process that accumulates gradients",
         description="Train a LightningModule for four batches, with its hooks and callbacks, in a pipeline of CPU "
         "processes and in one process that accumulates gradients over the same micro-batches, and compare outputs, "
-        "logged values, attributes, weights and buffers step by step, and for the first micro-batches the gradient "
-        "norm of each unit. The module needs a `train_dataloader`, or give --datamodule.",
+        "logged values, attributes, weights and buffers step by step. The module needs a `train_dataloader`, or give "
+        "--datamodule.",
     )
     _add_module(verify, "module:Class of the LightningModule")
     verify.add_argument("--stages", type=int, default=2, help="ranks of the pipeline (default: 2)")
@@ -91,7 +90,7 @@ def _add_plan(commands: Any) -> None:
 
 def _add_module(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("module", help=text)
-    parser.add_argument("--kwargs", type=_json_object, default={}, help="arguments of the class, as a JSON object")
+    parser.add_argument("--kwargs", type=json.loads, default={}, help="arguments of the class, as a JSON object")
     parser.add_argument("--datamodule", help="module:Class of a LightningDataModule")
 
 
@@ -105,15 +104,15 @@ def _plan(options: argparse.Namespace) -> int:
     from lightning_smddp.choice.first_batch import UnplannableError
     from lightning_smddp.choice.training_plan import plan
 
-    data_class = None if options.datamodule is None else _load(options.datamodule)
+    data_class = None if options.datamodule is None else resolve_name(options.datamodule)
     precision = None
     try:
         if options.module.endswith(cli_config.SUFFIXES):
             module, data, precision = cli_config.from_config(options.module, None, data_class)
         elif options.config is not None:
-            module, data, precision = cli_config.from_config(options.config, _load(options.module), data_class)
+            module, data, precision = cli_config.from_config(options.config, resolve_name(options.module), data_class)
         else:
-            module = _made(options)
+            module = resolve_name(options.module)(**options.kwargs)
             data = None if data_class is None else data_class()
         found = plan(module, options.devices, options.memory, data, options.precision or precision)
     except UnplannableError as error:
@@ -132,19 +131,8 @@ def _examine(options: argparse.Namespace) -> int:
 def _convert(options: argparse.Namespace) -> int:
     from lightning_smddp.checkpoint import sharded
 
-    try:
-        sharded.consolidate(options.source, options.target)
-    except (ValueError, OSError) as error:
-        print(f"lightning-smddp consolidate: {error}", file=sys.stderr)
-        return 1
+    sharded.consolidate(options.source, options.target)
     return 0
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        return {**json.loads(text)}
-    except (ValueError, TypeError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object ({error}), such as '{{\"width\": 64}}'") from None
 
 
 def _number_or_auto(text: str) -> int | str:
@@ -153,48 +141,16 @@ def _number_or_auto(text: str) -> int | str:
 
 def _verify(options: argparse.Namespace) -> int:
     sys.path.insert(0, str(Path.cwd()))
-    module = _made(options)
-    data = None if options.datamodule is None else _load(options.datamodule)()
     from lightning_smddp import PipelineStrategy
     from lightning_smddp.strategies.verify import verify
 
-    try:
-        pipeline = PipelineStrategy(
-            start_method="spawn",
-            pipeline_parallel_size=options.stages,
-            schedule=options.schedule,
-            num_microbatches=options.num_microbatches,
-        )
-    except ValueError as error:
-        raise SystemExit(f"lightning-smddp verify: {error}") from None
-    callbacks = [_load(name)() for name in options.callback]
+    pipeline = PipelineStrategy(
+        start_method="spawn",
+        pipeline_parallel_size=options.stages,
+        schedule=options.schedule,
+        num_microbatches=options.num_microbatches,
+    )
+    module = resolve_name(options.module)(**options.kwargs)
+    data = None if options.datamodule is None else resolve_name(options.datamodule)()
+    callbacks = [resolve_name(name)() for name in options.callback]
     return verify(module, data, options.stages * options.replicas, pipeline, callbacks)
-
-
-def _made(options: argparse.Namespace) -> Any:
-    """What the class that is given makes of the arguments that are."""
-    made = _load(options.module)
-    try:
-        inspect.signature(made).bind(**options.kwargs)
-    except TypeError as error:
-        raise SystemExit(
-            f"{options.module}: {error}. Give its arguments as --kwargs '{{...}}', a JSON object."
-        ) from None
-    return made(**options.kwargs)
-
-
-def _load(name: str) -> Any:
-    """The class called ``module:Class``."""
-    module, colon, attribute = name.partition(":")
-    if not colon or not attribute:
-        raise SystemExit(f"{name!r} has to be module:Class, such as my_project.models:Classifier.")
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        # What is missing may be something that the user's module imports: that error goes on as it is.
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        raise SystemExit(f"There is no module {module!r} here, nor among the installed ones.") from None
-    if not hasattr(found, attribute):
-        raise SystemExit(f"Module {module!r} has no {attribute!r}.")
-    return getattr(found, attribute)

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -30,6 +30,7 @@ Forward: TypeAlias = Callable[..., Any]
 
 _BITS = 0x7FFFFFFFFFFFFFFF  # of a seed: what torch takes
 _NUMPY_SEEDS = 2**32  # as many as numpy's generators of the older kind take
+_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 def mix(*numbers: int) -> int:
@@ -83,8 +84,7 @@ class Generators:
             _seed(held, mix(number, position))
         if self.python:
             random.seed(number)
-            if "numpy" in sys.modules:
-                sys.modules["numpy"].random.seed(number % _NUMPY_SEEDS)
+            np.random.seed(number % _NUMPY_SEEDS)
 
     def states_of_torch(self) -> list[Any]:
         """Of torch's generators, the modules' own among them."""
@@ -95,9 +95,7 @@ class Generators:
         """What each of them goes on from."""
         found = [state_of(generator) for generator in (*self.torch, *self.held())]
         if self.python:
-            found.append(random.getstate())
-            if "numpy" in sys.modules:
-                found.append(sys.modules["numpy"].random.get_state(legacy=False))
+            found += [random.getstate(), np.random.get_state(legacy=False)]
         return found
 
     def restore(self, states: list[Any]) -> None:
@@ -109,8 +107,7 @@ class Generators:
             set_state(held, next(remaining))
         if self.python:
             random.setstate(next(remaining))
-            for state in remaining:
-                sys.modules["numpy"].random.set_state(state)
+            np.random.set_state(next(remaining))
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -229,10 +226,7 @@ def _equal(state: Any, other: Any) -> bool:
 def is_generator(value: Any) -> bool:
     """Whether it is torch's, Python's or one of numpy's."""
     # torch's isinstance for generators is Python code, and this is asked for each attribute: so the class is asked.
-    kind = type(value)
-    if issubclass(kind, (torch.Generator, random.Random)):
-        return True
-    return kind.__module__.startswith("numpy.random") and kind.__name__ in ("Generator", "RandomState")
+    return issubclass(type(value), _KINDS)
 
 
 def _seed(generator: Any, number: int) -> None:
@@ -240,7 +234,7 @@ def _seed(generator: Any, number: int) -> None:
         generator.manual_seed(number)
     elif isinstance(generator, random.Random):
         generator.seed(number)
-    elif hasattr(generator, "seed"):  # numpy's of the older kind
+    elif isinstance(generator, np.random.RandomState):  # numpy's of the older kind
         generator.seed(number % _NUMPY_SEEDS)
     else:  # numpy's take a seed only where they are made
         generator.bit_generator.state = type(generator.bit_generator)(number).state
@@ -252,7 +246,7 @@ def state_of(generator: Any) -> Any:
         return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
-    if hasattr(generator, "get_state"):  # numpy's of the older kind may have a normal number left over
+    if isinstance(generator, np.random.RandomState):  # numpy's of the older kind may have a normal number left over
         return generator.get_state(legacy=False)
     return generator.bit_generator.state
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import copy
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_smddp.pytree import items
 from lightning_smddp.strategies.lightning import AccumulationStrategy, PipelineStrategy
 from lightning_smddp.strategies.tables import print_table
+from lightning_smddp.wording import counted
 
 # Relative differences that rounding explains: of values, and of what a step changed in a tensor.
 _VALUES = 1e-4
@@ -27,7 +26,7 @@ _ROUNDING = 1e-6  # of a tensor: a change may be within it
 STEPS = 4  # of training, and of validation
 _UPDATE = "update of "
 _LIGHTNINGS = frozenset(vars(LightningModule()))  # attributes that every module has
-_MOST_ROWS = 12  # of what differs, in the table; twice as many of what does not
+_MOST_ROWS = 12  # of what differs, in the table
 _OPTIONS: dict[str, Any] = {
     "accelerator": "cpu",
     "max_steps": STEPS,
@@ -45,33 +44,13 @@ Seen: TypeAlias = dict[str, tuple[Tensor, float]]
 """By name what a step showed, and what counts as nothing in it."""
 
 
-@dataclass(frozen=True)
-class Difference:
-    """One comparison: of what, both values (or norms of tensors) in words, the relative difference, what is allowed."""
+def differences(alone: Mapping[str, Seen], piped: Mapping[str, Seen]) -> Iterator[tuple[str, str]]:
+    """Where the two differ by more than rounding explains, step after step: the place, and both values in words.
 
-    step: str
-    name: str
-    text: str
-    relative: float
-    tolerance: float
-
-    @property
-    def matters(self) -> bool:
-        """Whether it is more than rounding explains; NaN, which compares as False, matters."""
-        return not self.relative <= self.tolerance
-
-
-def _text(expected: float, actual: float, difference: float) -> str:
-    return f"one process {expected:.7g}, pipeline {actual:.7g}, difference {difference:.1e}"
-
-
-def compare_runs(alone: Mapping[str, Seen], piped: Mapping[str, Seen]) -> list[Difference]:
-    """Step after step, by name: what it returned, logged and set in the module, and how it changed the module's state.
-
-    A step's change is compared, in terms of the change: an update that is wrong altogether is a small part of a weight,
-    and what has gone wrong in one step does not count in the next one's again.
+    Compared is what a step returned, logged and set in the module, and how it changed the module's state, in terms of
+    the change: an update that is wrong altogether is a small part of a weight, and what has gone wrong in one step does
+    not count in the next one's again.
     """
-    found = []
     absent = torch.tensor(float("nan")), 0.0
     for step in dict.fromkeys([*alone, *piped]):  # of both, each once
         one, other = alone.get(step, {}), piped.get(step, {})
@@ -80,22 +59,23 @@ def compare_runs(alone: Mapping[str, Seen], piped: Mapping[str, Seen]) -> list[D
             relative = float("inf")
             if value.shape == piped_value.shape:
                 relative = float((value - piped_value).norm()) / max(float(value.norm()), nothing)
-            # The number itself, with its sign, of one element; the norm of several.
-            expected, actual = (float(v if v.numel() == 1 else v.norm()) for v in (value, piped_value))
             tolerance = _UPDATES if name.startswith(_UPDATE) else _VALUES
-            found.append(Difference(step, name, _text(expected, actual, relative), relative, tolerance))
-    return found
+            if not relative <= tolerance:  # NaN, too
+                # The number itself, with its sign, of one element; the norm of several.
+                expected, actual = (float(v if v.numel() == 1 else v.norm()) for v in (value, piped_value))
+                text = f"one process {expected:.7g}, pipeline {actual:.7g}, difference {relative:.1e}"
+                yield f"{step}, {name}", text
 
 
 class _Recorder(Callback):
-    """Writes to a file, on the first rank, what each step showed and changed; and what the check found."""
+    """Writes to a file, on the first rank, what each step showed and changed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.steps: dict[str, Seen] = {}
         self.state: dict[str, Tensor] = {}  # before the next step
         self.counts: list[int] = []  # of micro-batches, in the order of all batches
-        self.of_strategy: dict[str, Any] = {}
+        self.loss_weight = "rows"  # that the pipeline found
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.state = _plain(pl_module.state_dict())
@@ -117,8 +97,7 @@ class _Recorder(Callback):
         strategy = trainer.strategy
         if isinstance(strategy, PipelineStrategy):
             self.counts.append(strategy.last_microbatches)
-            found = [(each.name, _text(each.expected, each.actual, each.difference)) for each in strategy.findings]
-            self.of_strategy = {"findings": found, "loss_weight": strategy.chosen_loss_weight}
+            self.loss_weight = strategy.chosen_loss_weight
         attributes = {name: value for name, value in vars(pl_module).items() if name not in _LIGHTNINGS}
         kinds = {"output": outputs, "logged": dict(trainer.callback_metrics), "attribute": attributes}
         seen: Seen = {}
@@ -131,7 +110,7 @@ class _Recorder(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
             self._add("end", trainer, pl_module, None)
-            torch.save({"steps": self.steps, "counts": self.counts, **self.of_strategy}, self.path)
+            torch.save({"steps": self.steps, "counts": self.counts, "loss_weight": self.loss_weight}, self.path)
 
 
 def verify(
@@ -148,12 +127,6 @@ def verify(
     Returns:
         0 if the pipeline computes what the module computes, 1 if not.
     """
-    if not isinstance(module, LightningModule):
-        print(f"{type(module).__name__} is no LightningModule: give the class that has the `training_step`.")
-        return 1
-    if data is None and not is_overridden("train_dataloader", module):
-        print(f"{type(module).__name__} has no train_dataloader: give --datamodule module:Class.")
-        return 1
     given = module, data, callbacks
     try:
         piped = _fit(*given, devices=ranks, strategy=pipeline)
@@ -163,14 +136,8 @@ def verify(
         return 1
     # As many micro-batches as the pipeline made of each batch, with the weights that it found.
     counts = iter(piped["counts"])
-    weight = pipeline.options.loss_weight
-    accumulation = AccumulationStrategy(
-        num_microbatches=lambda rows: next(counts),
-        loss_weight=piped["loss_weight"] if weight == "auto" else weight,
-    )
+    accumulation = AccumulationStrategy(lambda rows: next(counts), loss_weight=piped["loss_weight"])
     alone = _fit(*given, devices=1, strategy=accumulation)
-    if piped["findings"]:  # else nothing was compared before training
-        print_table("verify: one micro-batch's loss, and the norm of each unit's gradient", piped["findings"])
     return _judge(alone["steps"], piped["steps"])
 
 
@@ -189,22 +156,11 @@ def _fit(
 
 def _judge(alone: Mapping[str, Seen], piped: Mapping[str, Seen]) -> int:
     """Print how the pipeline's steps differ from one process's, and say the same in the last line."""
-    # One page: what differs, step after step; then by name the step in which it is furthest off.
-    differences = compare_runs(alone, piped)
-    wrong = [difference for difference in differences if difference.matters]
-    rows = [(f"DIFFERS: {difference.step}, {difference.name}", difference.text) for difference in wrong[:_MOST_ROWS]]
-    same = [difference for difference in reversed(differences) if not difference.matters]
-    same.sort(key=lambda each: each.relative)  # the first of equal ones comes last, and stays
-    furthest = {_UPDATE if each.name.startswith(_UPDATE) else each.name: each for each in same}
-    shown = list(reversed(furthest.values()))[: 2 * _MOST_ROWS]
-    rows += [(f"{difference.step}, {difference.name}", difference.text) for difference in shown]
-    differ, equal = max(0, len(wrong) - _MOST_ROWS), len(furthest) - len(shown)
-    if differ or equal:
-        rows.append(("not shown", f"{differ} values that differ, {equal} that do not"))
-    print_table("verify: four batches", rows)
+    wrong = list(differences(alone, piped))
     if wrong:
-        first = wrong[0]
-        print(f"The pipeline differs from one process, first in {first.step}, {first.name}: {first.text}.")
+        print_table(f"verify: {counted(len(wrong), 'value')} differ", wrong[:_MOST_ROWS])
+        place, text = wrong[0]
+        print(f"The pipeline differs from one process, first in {place}: {text}.")
         return 1
     validated = sum(step.startswith("validation") for step in piped)
     print(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +73,16 @@ def test_the_command_says_what_is_the_same(tmp_path: Path) -> None:
     last = result.stdout.splitlines()[-1]
     assert "The pipeline computes what one process computes that accumulates gradients" in last
     assert "4 training and 3 validation steps are the same" in last
-    for shown in ("net.0", "net.6", "step 1, output 'loss'", "logged 'accuracy_step'", "attribute 'rows'"):
-        assert shown in result.stdout, result.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("test_verify:CountsInHook", ["DIFFERS", "differs from one process, first in step 1, output 'loss'"]),
+        (
+            "test_verify:CountsInHook",
+            ["verify: ", "first in step 1, output 'loss': one process"],
+        ),
         ("test_contract:Manual", ["ValueError: Manual uses manual optimization"]),
     ],
 )
@@ -94,32 +94,14 @@ def test_what_differs_is_named(name: str, parts: list[str], tmp_path: Path) -> N
     assert "Traceback" not in result.stdout + result.stderr
 
 
-def test_what_is_wrong_with_a_name_is_said() -> None:
-    with pytest.raises(SystemExit, match="has to be module:Class"):
-        main(["verify", "tests.strategies"])
-    with pytest.raises(SystemExit, match="has no 'Absent'"):
+def test_what_is_asked_for_wrongly_is_pythons_error(capsys: pytest.CaptureFixture[str]) -> None:
+    module = "tests.strategies.test_verify:Verified"
+    with pytest.raises(AttributeError, match="Absent"):
         main(["verify", "tests.strategies.test_verify:Absent"])
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--kwargs", "{bad"], "'{bad' is no JSON object .Expecting property name"),
-        (
-            ["--kwargs", '{"width": 3}'],
-            "test_verify:Verified: got an unexpected keyword argument 'width'. Give its arg",
-        ),
-        (["--schedule", "2f2b"], "schedule='2f2b' is unknown"),
-    ],
-)
-def test_wrong_options_are_a_line_without_a_traceback(
-    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["verify", "tests.strategies.test_verify:Verified", *options])
-    assert re.search(said, f"{ended.value}{capsys.readouterr().err}")
-
-
-def test_data_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "lightning.pytorch:LightningModule"]) == 1
-    assert "LightningModule has no train_dataloader: give --datamodule" in capsys.readouterr().out
+    with pytest.raises(TypeError, match="unexpected keyword argument 'width'"):
+        main(["verify", module, "--kwargs", '{"width": 3}'])
+    with pytest.raises(ValueError, match="schedule='2f2b' is unknown"):
+        main(["verify", module, "--schedule", "2f2b"])
+    with pytest.raises(SystemExit):
+        main(["verify", module, "--kwargs", "{bad"])
+    assert "argument --kwargs" in capsys.readouterr().err
