@@ -135,7 +135,7 @@ def own_config(config: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def require_stage(stage: Any, where: str = "stage") -> None:
     """Raise ``ValueError`` unless DeepSpeed shards something."""
-    if stage not in _STAGES or isinstance(stage, bool):
+    if stage not in _STAGES:
         raise ValueError(
             f"{where} is {stage!r}. Valid: 1 (optimizer states are sharded), 2 (and gradients), 3 (and parameters). "
             "To shard nothing, use strategy='smddp'."
@@ -152,6 +152,5 @@ def for_cpu(config: dict[str, Any], given: Collection[str]) -> None:
         if name not in given:
             zero[name] = _ELEMENTS_ON_CPU
     optimizer = config.get("optimizer", {})
-    name = str(optimizer.get("type", "")).lower()
-    if name in _ADAMS:
+    if str(optimizer.get("type")).lower() in _ADAMS:
         optimizer.setdefault("params", {}).setdefault("torch_adam", True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_smddp.wording import counted
+from lightning_smddp.pytree import copied
 
 _COUNTS = ("step",)  # no state of elements, though a parameter without dimensions has states of the same shape
 
@@ -154,7 +154,7 @@ class WholeStates:
         """Load into parameters of which each rank has a part."""
         differing = set(self.module.state_dict()) ^ set(state) if strict else set()
         for name, parameter in self.module.named_parameters():
-            if name in state and state[name].shape != getattr(parameter, "ds_shape", parameter.shape):
+            if name in state and state[name].shape != _shape(parameter):
                 differing.add(name)
         if differing:
             names = ", ".join(sorted(differing))
@@ -183,16 +183,15 @@ class WholeStates:
             ValueError: the groups differ, or the parameters of one were not stepped together.
         """
         base = self.optimizer.optimizer
-        counts = [len(group["params"]) for group in saved["param_groups"]]
-        if counts != [len(group) for group in self.groups]:
+        groups = saved["param_groups"]
+        counts = [len(group["params"]) for group in groups]
+        if counts != [len(members) for members in self.groups]:
             raise ValueError(f"The checkpoint has parameter groups of {counts} parameters, and the optimizer others.")
-        for flat_group, group in zip(base.param_groups, saved["param_groups"], strict=True):
-            flat_group.update(_options(group))
-        members = [parameter for group in self.groups for parameter in group]
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
         entries_of: dict[int, Mapping[str, Any]] = {}
-        for parameter, number in zip(members, numbers, strict=True):
-            entries_of[id(parameter)] = saved["state"].get(number, {})
+        for flat_group, members, group in zip(base.param_groups, self.groups, groups, strict=True):
+            flat_group.update(_options(group))
+            for parameter, number in zip(members, group["params"], strict=True):
+                entries_of[id(parameter)] = saved["state"].get(number, {})
 
         # First the flat states, zero, where each rank then finds its part of a parameter's, which is written to it.
         for flat, inside in self._flat_tensors():
@@ -214,22 +213,17 @@ class WholeStates:
             for key, value in entries_of[id(parameter)].items():
                 if _is_elementwise(key, value, parameter):
                     state[flat].setdefault(key, torch.zeros_like(flat))
-                elif isinstance(value, Tensor):
-                    numbers[key] = value.tolist()
-                    state[flat][key] = value.clone()
                 else:
-                    numbers[key] = value
-                    state[flat][key] = value
+                    numbers[key] = value.tolist() if isinstance(value, Tensor) else value
+                    state[flat][key] = copied(value)
             shared.append(numbers)
         # One flat tensor has one count of steps, so all parameters in it need the same.
         others = [numbers for numbers in shared if numbers != shared[0]]
         if others:
-            parameters = counted(len(inside), "parameter")
             raise ValueError(
-                f"The optimizer's state cannot be loaded: DeepSpeed steps the {parameters} of a group together, and in "
-                f"the checkpoint one has {shared[0]} and another {others[0]}, as parameters without a gradient in some "
-                "steps have. Put them into parameter groups of their own, or start from the weights alone: load them "
-                "into the module before `fit`, without `ckpt_path`."
+                "The optimizer's state cannot be loaded: DeepSpeed steps the parameters of a group together, and here "
+                f"one has {shared[0]} and another {others[0]}. Put them into parameter groups of their own, "
+                "or load the weights alone, into the module before `fit`."
             )
 
     def _set(self, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
@@ -283,8 +277,11 @@ def _is_elementwise(key: str, value: Any, parameter: nn.Parameter) -> bool:
     """Whether a state has a number for each element, such as a momentum; others are numbers for all of them."""
     if not isinstance(value, Tensor) or key in _COUNTS:
         return False
-    shape = getattr(parameter, "ds_shape", parameter.shape)  # stage 3 leaves a parameter empty
-    return bool(value.shape == shape)
+    return bool(value.shape == _shape(parameter))
+
+
+def _shape(parameter: nn.Parameter) -> Any:
+    return getattr(parameter, "ds_shape", parameter.shape)  # stage 3 leaves a parameter empty
 
 
 def _part_of(value: Tensor, parameter: Any) -> Tensor:

@@ -116,18 +116,16 @@ def lay_out(named: Sequence[Named], shares: int, splits: bool) -> list[FlatLayou
     return layouts
 
 
-def movable(named: Sequence[Named]) -> tuple[list[Named], list[str]]:
-    """The parameters whose values can be moved to other memory, and the names of those that stay where they are.
+def movable(named: Sequence[Named]) -> list[Named]:
+    """The parameters whose values can be moved to other memory: dense ones of their own memory.
 
-    Moved are dense ones of their own memory. Views of one memory, subclasses of tensors, sparse ones, single numbers
-    and empty ones stay, and are stepped by each rank.
+    Views of one memory, subclasses of tensors, sparse ones, single numbers and empty ones stay, and are stepped by each
+    rank.
     """
     # Views of one memory stay there: moved by itself, a parameter would no longer change with the others.
     plain = [(name, parameter) for name, parameter in named if _is_plain(parameter)]
     users = Counter(parameter.untyped_storage().data_ptr() for _, parameter in plain)
-    moved = [each for each in plain if users[each[1].untyped_storage().data_ptr()] == 1]
-    names = dict(moved)
-    return moved, [name for name, _ in named if name not in names]
+    return [each for each in plain if users[each[1].untyped_storage().data_ptr()] == 1]
 
 
 def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
@@ -257,8 +255,7 @@ class FlatParameters:
                     continue
                 if parameter.shape != home.shape or parameter.dtype != home.dtype:
                     raise ValueError(
-                        f"{slot.name} is {tuple(parameter.shape)}, {parameter.dtype} now, and was {tuple(home.shape)}, "
-                        f"{home.dtype}. With shard='optimizer' parameters keep their shapes and types."
+                        f"{slot.name} has another shape or type than before, which shard='optimizer' does not allow."
                     )
                 parameter.data = home.copy_(parameter.detach())
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.hooks import RemovableHandle
 
 from lightning_smddp._compat.fsdp import (
@@ -106,7 +106,6 @@ class FullySharded:
         # Parameters of units in it are other objects since they were divided, so they have no name here.
         own = {self._names[id(p)]: p for p in module.parameters() if id(p) in self._names}
         self.plan.fill(list(own))
-        _require_one_dtype(own)
         for parameter in own.values():
             if not parameter.is_contiguous():  # as FSDP2 needs it; a layout in memory is no part of the values
                 parameter.data = parameter.data.contiguous()
@@ -295,20 +294,17 @@ class FullySharded:
         ranks = self.shard_group.size()
         total = sum(original.numel() for original in self._originals.values())
         in_units = sum(p.numel() for name in names for p in self.root.get_submodule(name).parameters())
-        outside = (total - in_units) / max(1, total)
         when = "gathered for forward and again for backward"
         if not self.plan.reshard:
             when = "gathered for forward, kept for backward"
-        rows = [
+        shown = ", ".join(names) if len(names) < 3 else f"{names[0]} ... {names[-1]}"
+        return [
             ("ranks", f"{dist.get_world_size()} on {self.plan.mesh.device_type}, {ranks} to a copy"),
             ("parameters", f"{total:,}, of which each rank keeps about {total // ranks:,}"),
-            ("units", f"{len(names)} ({_shown(names)}), {when}"),
-            ("outside of units", f"{outside:.0%} of the parameters, whole in each step"),
+            ("units", f"{len(names)} ({shown}), {when}"),
+            ("outside of units", f"{total - in_units:,} parameters, whole in each step"),
+            *(("note", note) for note in self.units.notes),
         ]
-        if isinstance(self.plan.offload, CPUOffloadPolicy):
-            rows.append(("offload", "shares, their gradients and their optimizer's state are in the host's memory"))
-        rows += [("note", note) for note in self.units.notes]
-        return rows
 
     # ---- the end ----
 
@@ -337,32 +333,12 @@ class FullySharded:
         return {id(divided[name]): original for name, original in self._originals.items()}
 
 
-def _require_one_dtype(parameters: Mapping[str, nn.Parameter]) -> None:
-    """FSDP2 sums the gradients of a unit in one dtype."""
-    first: dict[torch.dtype, str] = {}
-    for name, parameter in parameters.items():
-        if parameter.requires_grad:
-            first.setdefault(parameter.dtype, name)
-    if len(first) > 1:
-        texts = ", ".join(f"{name} is {dtype}" for dtype, name in first.items())
-        raise ValueError(
-            f"Parameters that are gathered together have several dtypes: {texts}. Give all of them one, or make modules"
-            " of one dtype units by `wrap=`."
-        )
-
-
 def _require_dividable(parameters: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         before: Any = parameter._backward_hooks
         behind: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
         if before or behind:
             raise ValueError(
-                f"{name} has a hook of its own (`register_hook` or `register_post_accumulate_grad_hook`), which would "
-                "not be called: its parts are other tensors. Use `on_after_backward`, or strategy='smddp'."
+                f"{name} has a hook of its own, which would not be called: its parts are other tensors. Use "
+                "`on_after_backward`, or strategy='smddp'."
             )
-
-
-def _shown(names: Sequence[str]) -> str:
-    if len(names) < 3:
-        return ", ".join(names) or "none"
-    return f"{names[0]} ... {names[-1]}"

@@ -277,7 +277,7 @@ class LocalSteps(StepsParts):
         for name, value in of_share.items():
             if name in before and before[name] is value:
                 found[name] = state[name]
-            elif isinstance(value, Tensor) and value.ndim > 0 and value.shape == parameter.to_local().shape:
+            elif isinstance(value, Tensor) and value.shape == parameter.to_local().shape:
                 found[name] = divided_like(value, parameter)
             else:
                 found[name] = value
@@ -322,18 +322,19 @@ def around_step(shards: Iterable[Any]) -> Iterator[None]:
 
 def _closure_called(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of a step whose closure has been called already. ``args`` begins with the optimizer."""
-    closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
+    optimizer, *others = args
+    given = dict(kwargs)
+    if others:
+        given["closure"] = others.pop(0)
+    closure: Callable[[], Any] | None = given.get("closure")
     if closure is None:
         return args, kwargs
     # torch calls hooks before the closure, and the closure may make the gradients: it has to run while the groups still
     # have whole parameters. The optimizer then gets a closure that only returns the loss.
     with torch.enable_grad():
         loss = closure()
-
-    if len(args) > 1:
-        optimizer, _, *others = args
-        return (optimizer, lambda: loss, *others), kwargs
-    return args, {**kwargs, "closure": lambda: loss}
+    given["closure"] = lambda: loss
+    return (optimizer, *others), given
 
 
 def _local(value: Any) -> Any:

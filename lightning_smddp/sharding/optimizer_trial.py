@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -66,15 +65,15 @@ def why_not_one_by_one(optimizer: Optimizer) -> str | None:
     """
     if isinstance(optimizer, LBFGS):
         return "its step needs all parameters and gradients at once"
-    parameters = all_parameters(optimizer)
-    if not parameters or type(optimizer).__module__.startswith("torch.optim."):
+    if type(optimizer).__module__.startswith("torch.optim."):
         return None
-    # What depends on other parameters shows with two only: `_stepped` adds one to a single one.
-    count = max(2, len(parameters))
+    count = len(all_parameters(optimizer))
+    if count == 1:
+        return "what it does to one parameter cannot be told from what it does to all, as it has no second one"
     half = count // 2
     try:
-        together = _stepped(optimizer, range(count))
-        apart = _stepped(optimizer, range(half)) + _stepped(optimizer, range(half, count))
+        together = _stepped(optimizer, 0, count)
+        apart = _stepped(optimizer, 0, half) + _stepped(optimizer, half, count)
     except Exception as error:  # whatever the reason is
         return f"a trial of its step failed with {type(error).__name__}: {error}"
     for one, other in zip(together, apart, strict=True):
@@ -83,28 +82,23 @@ def why_not_one_by_one(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _stepped(optimizer: Optimizer, chosen: Iterable[int]) -> list[Tensor]:
-    """The values of the ``chosen`` parameters of a small copy after some steps on them alone."""
+def _stepped(optimizer: Optimizer, begin: int, end: int) -> list[Tensor]:
+    """The parameters of a small copy from ``begin`` to ``end`` after some steps on them alone."""
     originals = all_parameters(optimizer)
     small = [_small(parameter, number) for number, parameter in enumerate(originals)]
     stand_ins = {id(original): copied for original, copied in zip(originals, small, strict=True)}
     clone = copy_with(optimizer, stand_ins)
-    if len(small) == 1:
-        small.append(_small(originals[0], 1))
-        (group,) = [group for group in clone.param_groups if group["params"]]
-        group["params"].append(small[1])
-    numbers = {id(small[number]): number for number in chosen}
+    chosen = {id(small[number]): number for number in range(begin, end)}
     for group in clone.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if id(parameter) in numbers]
-    parameters = [small[number] for number in numbers.values()]
-    begin = [parameter.detach().clone() for parameter in parameters]
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) in chosen]
+    first_values = [parameter.detach().clone() for parameter in small]
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed the GPUs for good
         for step in range(_STEPS):
-            for parameter, values, number in zip(parameters, begin, numbers.values(), strict=True):
-                parameter.grad = _gradient(values, number, step)
+            for number in chosen.values():
+                small[number].grad = _gradient(first_values[number], number, step)
             type(clone).step(clone)
-    return [parameter.detach() for parameter in parameters]
+    return [parameter.detach() for parameter in small[begin:end]]
 
 
 def _small(parameter: Tensor, number: int) -> nn.Parameter:
@@ -118,12 +112,10 @@ def _small(parameter: Tensor, number: int) -> nn.Parameter:
 def _gradient(values: Tensor, number: int, step: int) -> Tensor:
     """From small to so large that each limit of a norm is passed, and of another size for each parameter.
 
-    First they change their direction, then they keep it: some optimizers take larger steps by how far they have gone.
+    They keep their direction: some optimizers take larger steps by how far they have gone.
     """
-    shift = step if step < _STEPS // 2 else 0
-    waves = (values * 3 + shift).cos()
-    power = 2 * (step % 6) - 4  # from -4 to 6
-    return waves * (1.0 + number) * 10.0**power
+    power = step - _STEPS // 2
+    return (values * 3).cos() * (1.0 + number) * 10.0**power
 
 
 def copy_with(optimizer: Optimizer, parameters: dict[int, nn.Parameter]) -> Any:

@@ -27,7 +27,6 @@ from lightning_smddp.sharding.flat_parameters import FlatParameters, Named, lay_
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict
 from lightning_smddp.sharding.optimizer_trial import why_not_elementwise, why_not_one_by_one
-from lightning_smddp.wording import counted
 
 
 def refuse_own_sharding(optimizer: Optimizer, cure: str) -> None:
@@ -78,8 +77,7 @@ class ShardedOptimizers:
             if why is not None:
                 self._reasons[type(each.optimizer).__name__] = why
         self.splits = not self._reasons  # all have the same layouts
-        moved, self.staying = movable(named)
-        self.flat = self._make_flat(moved)
+        self.flat = self._make_flat(movable(named))
         for each in shards:
             each.cut(self.flat, self.splits)
 
@@ -138,9 +136,6 @@ class ShardedOptimizers:
         rows = [("optimizer shards", f"{self.flat.num_shares} of {how}, {where}")]
         for name, why in self._reasons.items():
             rows.append(("note", f"{name} has shares of whole parameters: {why}"))
-        if self.staying:
-            kept = counted(len(self.staying), "parameter")
-            rows.append(("note", f"{kept} stepped by every rank, as {self.staying[0]!r} is no memory of its own"))
         return rows
 
     def close(self) -> None:

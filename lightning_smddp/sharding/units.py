@@ -10,7 +10,7 @@ attributes (``self.down1``, ``self.down2``), modules in attributes are taken as 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -120,31 +120,28 @@ def _given(model: nn.Module, wrap: Choice | Sequence[Entry]) -> dict[str, nn.Mod
     del modules[""]  # the root
     if callable(wrap):
         return {name: module for name, module in modules.items() if wrap(name, module) and is_callable(module)}
-    found = {name for entry in wrap for name in _matches(entry, modules, type(model).__name__, wrap)}
+    found: set[str] = set()
+    for entry in wrap:
+        names = [name for name, module in modules.items() if _is_meant(entry, name, module)]
+        if not names:
+            raise ValueError(
+                f"wrap={list(wrap)!r}: {entry!r} is neither the name of a module in {type(model).__name__} nor the "
+                f"class of one. Its modules: {', '.join(list(modules)[:8])} ..."
+            )
+        found.update(names)
+    for name in found:
+        if not is_callable(modules[name]):
+            raise ValueError(
+                f"wrap={list(wrap)!r}: {name!r} has no `forward` around which its parameters could be gathered. Name "
+                "the modules in it."
+            )
     return {name: module for name, module in modules.items() if name in found}
 
 
-def _matches(entry: Entry, modules: Mapping[str, nn.Module], model: str, wrap: Sequence[Entry]) -> list[str]:
-    """Names of the ``modules`` that an entry of ``wrap`` stands for; ``model`` is the root's class."""
-    cls = () if isinstance(entry, str) else entry
-    names = [
-        name for name, module in modules.items() if entry in (name, type(module).__name__) or isinstance(module, cls)
-    ]
-    if not names:
-        written = repr(entry) if isinstance(entry, str) else entry.__name__
-        first = ", ".join(list(modules)[:8])
-        raise ValueError(
-            f"wrap={list(wrap)!r}: {written} is neither the name of a module in {model} nor the class of one. Its "
-            f"modules: {first} ..."
-        )
-    for name in names:
-        if not is_callable(modules[name]):
-            kind = type(modules[name]).__name__
-            raise ValueError(
-                f"wrap={list(wrap)!r}: {name!r} is a {kind}, which has no `forward` around which its parameters could "
-                "be gathered. Name the modules in it."
-            )
-    return names
+def _is_meant(entry: Entry, name: str, module: nn.Module) -> bool:
+    if isinstance(entry, str):
+        return entry in (name, type(module).__name__)
+    return isinstance(module, entry)
 
 
 def places(root: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:

@@ -80,5 +80,5 @@ def test_wrong_names_are_errors():
     model.blocks = nn.ModuleList([Leaf(), Leaf()])
     with pytest.raises(ValueError, match=r"wrap=\['block'\]: 'block' is neither the name of a module"):
         find_units(model, wrap=["block"])
-    with pytest.raises(ValueError, match="'blocks' is a ModuleList, which has no `forward`"):
+    with pytest.raises(ValueError, match="'blocks' has no `forward` around which"):
         find_units(model, wrap=["blocks"])
