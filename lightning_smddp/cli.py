@@ -64,7 +64,6 @@ def _add_doctor(commands: Any) -> None:
         "training (`torchrun ... -m lightning_smddp doctor`) to examine all ranks together. The exit code is 1 if "
         "there are errors.",
     )
-    doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.set_defaults(run=_examine)
 
 
@@ -122,10 +121,10 @@ def _plan(options: argparse.Namespace) -> int:
     return int(found.best is None)
 
 
-def _examine(options: argparse.Namespace) -> int:
+def _examine(_: argparse.Namespace) -> int:
     from lightning_smddp.doctor.examination import examine
 
-    return examine(options.json)
+    return examine()
 
 
 def _convert(options: argparse.Namespace) -> int:

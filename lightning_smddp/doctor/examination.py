@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -23,23 +21,32 @@ from lightning_smddp.communication.rendezvous import NCCL_AND_GLOO, RankInfo, jo
 from lightning_smddp.doctor.machine import Facts, Finding, find, look
 from lightning_smddp.wording import counted
 
-SIZE = 8 * 2**20  # bytes of a timed all-reduce
+_SIZE = 8 * 2**20  # bytes of a timed all-reduce
 _NUMEL = 1000  # of a checked one
 _LIMIT = timedelta(seconds=60)  # until all ranks have to be there, and for each collective
 _WIDTH = 14  # characters, of a row's name
 
-Measured = Mapping[str, Any]  # see `measure`
 Places = dict[Finding, list[str]]  # what is wrong on which hosts; on none by name where all are meant
 
 
-def examine(as_json_text: bool = False) -> int:
+@dataclass(frozen=True)
+class Measured:
+    """What ranks have measured together.
+
+    Attributes:
+        line: their number, and the median of the slowest rank for each algorithm.
+        findings: what is wrong.
+    """
+
+    line: str
+    findings: list[Finding]
+
+
+def examine() -> int:
     """Print what was found, on the first rank (the others' errors go to stderr); returns the exit code.
 
     In a process that a launcher has started as one rank of several, all ranks do this together. Else, for measuring,
     some ranks of this machine are started: one for each GPU, or two on CPU.
-
-    Args:
-        as_json_text: print one JSON object.
 
     Returns:
         0, or 1 if something is wrong that training would not survive (``error``); the same on all ranks if they came
@@ -55,11 +62,11 @@ def examine(as_json_text: bool = False) -> int:
                 measured, found = _with_the_job(facts)
             else:
                 measured = _with_local_ranks()
-            found = {**_wrong_with(measured), **found}
+            found.update({finding: [] for finding in measured.findings})
         except StartError as error:
             found = {Finding("error", str(error), "Training would fail likewise."): [facts.host], **found}
     if not facts.launch.rank:
-        print((as_json if as_json_text else as_text)(facts, measured, found), flush=True)
+        print(as_text(facts, measured, found), flush=True)
     elif measured is None:  # else the first rank prints for all
         print("\n".join(_lines(found)), file=sys.stderr)
     return _code(found)
@@ -138,61 +145,36 @@ def _local_rank(rank: int, ranks: int, port: int, answer: Any) -> None:
         answer.put(measured)
 
 
-def measure(group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
-    """The same on every rank. Collective over ``group``.
-
-    Returns:
-        ``ranks``, ``nodes``: how many; ``device``: its type; ``size``: bytes of each all-reduce; ``all_reduce``:
-        algorithm -> seconds, the median of the slowest rank; ``problems``: algorithm -> what is wrong with what it
-        gave; ``notes``: what was not possible.
-    """
+def measure(group: dist.ProcessGroup, device: torch.device) -> Measured:
+    """The same on every rank. Collective over ``group``."""
     communicator = Communicator(group, device, _LIMIT)
+    findings, times = [], []
     try:
-        names = communicator.available()
-        problems = {name: _problem_of(name, communicator) for name in names}
-        return {
-            "ranks": communicator.world_size,
-            "nodes": communicator.topology.num_nodes,
-            "device": device.type,
-            "size": SIZE,
-            "all_reduce": {name: time_algorithm(name, communicator, None, SIZE) for name in names},
-            "problems": {name: problem for name, problem in problems.items() if problem is not None},
-            "notes": communicator.notes,
-        }
+        for name in communicator.available():
+            wrong = _ranks_with_other_values(name, communicator)
+            if wrong:
+                what = f"The all-reduce by {name} gave wrong numbers to {counted(len(wrong), 'rank')}: {wrong}."
+                findings.append(Finding("error", what, "On GPUs look at the driver, and at what NCCL_DEBUG=INFO says."))
+            times.append(f"{name} {1e3 * time_algorithm(name, communicator, None, _SIZE):.3g} ms")
     finally:
         communicator.close()
+    for note in communicator.notes:
+        findings.append(Finding("warning", note, "Ranks of a node average more slowly without it."))
+    ranks = counted(communicator.world_size, "rank")
+    nodes = counted(communicator.topology.num_nodes, "node")
+    line = f"{_SIZE / 2**20:g} MiB, {ranks} on {nodes}, {device.type}: {', '.join(times)}"
+    return Measured(line, findings)
 
 
-def _problem_of(name: str, communicator: Communicator) -> str | None:
-    """What is wrong with an average by this algorithm, on any rank. Collective."""
+def _ranks_with_other_values(name: str, communicator: Communicator) -> list[int]:
+    """Those for which an average by this algorithm is not what it should be. Collective."""
     values = torch.arange(_NUMEL, dtype=torch.float32, device=communicator.device)
     algorithm = communicator.algorithm(name)
     averaged = reduce_once(algorithm, values + communicator.rank)
     algorithm.close()
     expected = values + (communicator.world_size - 1) / 2
-    wrong = int((~averaged.isclose(expected)).sum())  # algorithms multiply by 1 / ranks, which is rounded
-    for rank, count in enumerate(gather(wrong, communicator.group)):
-        if count:
-            return f"rank {rank}: {count} of {_NUMEL} numbers arrived with other values"
-    return None
-
-
-def _wrong_with(measured: Measured) -> Places:
-    """What is wrong by what was measured, with no host of its own."""
-    found: Places = {}
-    for name, problem in measured["problems"].items():
-        what = f"The all-reduce by {name} failed: {problem}."
-        cure = "Training would give wrong numbers. On GPUs look at the driver, and at what NCCL_DEBUG=INFO says."
-        found[Finding("error", what, cure)] = []
-    for note in measured["notes"]:
-        found[Finding("warning", note, "Ranks of a node average more slowly without it.")] = []
-    return found
-
-
-def as_json(facts: Facts, measured: Measured | None, found: Places) -> str:
-    """One object: ``facts``, ``measured`` (or null), ``findings``."""
-    findings = [{**asdict(finding), "hosts": hosts} for finding, hosts in found.items()]
-    return json.dumps({"facts": asdict(facts), "measured": measured, "findings": findings}, indent=2)
+    is_right = torch.allclose(averaged, expected)  # algorithms multiply by 1 / ranks, which is rounded
+    return [rank for rank, was_right in enumerate(gather(is_right, communicator.group)) if not was_right]
 
 
 def as_text(facts: Facts, measured: Measured | None, found: Places) -> str:
@@ -225,7 +207,5 @@ def _rows(facts: Facts, measured: Measured | None) -> dict[str, str]:
         size, free = facts.shared_memory
         rows["/dev/shm"] = f"{free / 2**30:.1f} of {size / 2**30:.1f} GiB free"
     if measured is not None:
-        where = f"{counted(measured['ranks'], 'rank')} on {counted(measured['nodes'], 'node')}, {measured['device']}"
-        times = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in measured["all_reduce"].items())
-        rows["all-reduce"] = f"{measured['size'] / 2**20:g} MiB, {where}: {times}"
+        rows["all-reduce"] = measured.line
     return rows

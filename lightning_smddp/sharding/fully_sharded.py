@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -50,11 +50,11 @@ class ShardingPlan:
     """
 
     mesh: DeviceMesh
-    reshard: bool = True
-    unit_precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    root_precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
-    fill: Callable[[Sequence[str]], None] = lambda names: None
+    reshard: bool
+    unit_precision: MixedPrecisionPolicy
+    root_precision: MixedPrecisionPolicy
+    offload: OffloadPolicy
+    fill: Callable[[Sequence[str]], None]
 
 
 class FullySharded:
