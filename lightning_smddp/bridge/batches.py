@@ -26,8 +26,8 @@ MOST_PER_RANK = 4  # 4 p micro-batches already keep p ranks more than 80 % busy;
 ENOUGH_PER_RANK = 2
 BATCH_NORM_ROWS = 16  # of a micro-batch at least with "auto", where BatchNorm trains
 _CURE = (
-    "Give the module a method `split_batch(batch, num_microbatches)` that returns a list of batches (or of pairs of a "
-    "batch and its number of rows), or the strategy PartitionOptions(split_batch=...) or (batch_size_fn=...); "
+    "Give the module a method `split_batch(batch, num_microbatches)` that returns a list of pairs of a batch and its "
+    "number of rows, or the strategy PartitionOptions(split_batch=...) or (batch_size_fn=...); "
     "num_microbatches=1 says that one micro-batch is what you want."
 )
 
@@ -100,8 +100,7 @@ class MicroBatcher:
         except UnclearBatchError as error:
             if not self._is_said:
                 self._is_said = True
-                why, _, _ = str(error).partition(";")  # the cure of one batch is behind it
-                warn_on_first_rank(f"smddp_pipeline runs batches as one micro-batch, without overlap: {why}. {_CURE}")
+                warn_on_first_rank(f"smddp_pipeline runs batches as one micro-batch, without overlap: {error}. {_CURE}")
             return [self.splitter.whole(batch)]
 
 

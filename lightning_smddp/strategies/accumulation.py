@@ -80,8 +80,8 @@ class AccumulateMicroBatches(_Base):
         loss_weight: what a micro-batch weighs: its ``"rows"``; its ``"labels"`` that are not -100, or
             ``"shifted_labels"``, the same without the first column; ``"sum"``: losses are added; the name of an entry
             of the batch, such as a mask, whose sum counts; or a function of the micro-batch.
-        split_batch: called with a batch and a number of micro-batches, returns them as a list of batches, or of pairs
-            of a batch and its number of rows. By default the module's method of this name, if it has one.
+        split_batch: called with a batch and a number of micro-batches, returns them as a list of pairs of a batch and
+            its number of rows. By default the module's method of this name, if it has one.
         **kwargs: of Lightning's ``SingleDeviceStrategy``, such as ``device``.
 
     Raises:

@@ -294,8 +294,8 @@ class PartitionOptions:
         memory_limit_gb: GiB of a rank for parameters, gradients, optimizer state and activations, when cutting.
         check: compare the pipeline's loss and gradients with those of a plain loop before training.
         batch_size_fn: called with a batch, returns its number of rows, for batches that do not show it.
-        split_batch: called with a batch and a number of micro-batches, returns them as a list of batches, or of pairs
-            of a batch and its number of rows; None asks the module's method of this name, if it has one.
+        split_batch: called with a batch and a number of micro-batches, returns them as a list of pairs of a batch and
+            its number of rows; None asks the module's method of this name, if it has one.
 
     Raises:
         ValueError: a value is none of the valid ones, which the message lists.

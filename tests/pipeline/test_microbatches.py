@@ -132,7 +132,7 @@ def test_a_list_that_can_be_read_both_ways_is_not_cut(batch: Any) -> None:
     ],
 )
 def test_of_two_readings_the_loader_or_the_user_says_which(batch: Any, readings: str, right: int) -> None:
-    with pytest.raises(UnclearBatchError, match=rf"may have {readings} rows: .*batch_size_fn="):
+    with pytest.raises(UnclearBatchError, match=rf"may have {readings} rows: "):
         split(batch, 2)
     given = Splitter(batch_size_fn=lambda _: right)
     for parts in (split(batch, 2, right), given.split(batch, 2, given.rows(batch))):
@@ -155,7 +155,7 @@ def test_rows_that_are_given_have_to_be_there() -> None:
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_name(opaque: Any, name: str) -> None:
-    with pytest.raises(ValueError, match=rf"batch\['graph'\] is a \S*{name}, which .*split_batch.*num_microbatches=1"):
+    with pytest.raises(ValueError, match=rf"batch\['graph'\] is a \S*{name}, which cannot be cut"):
         split({"graph": opaque, "y": rows(5)}, 2)
     if not isinstance(opaque, nn.ParameterList):  # which has one entry
         with pytest.raises(ValueError, match=rf"batch is a \S*{name}, which "):
@@ -207,7 +207,6 @@ def test_what_the_user_says() -> None:
     parts = Splitter(split_batch=by_columns).split(X, 4, 6)
     assert sizes(parts) == [2, 2, 1, 1]
     assert [part.weight for part in parts] == [2 / 6, 2 / 6, 1 / 6, 1 / 6]
-    assert sizes(Splitter(split_batch=lambda x, n: x.split(2)).split(X, 3, 5)) == [2, 2, 1]
     counted = Splitter(batch_size_fn=len)
     assert sizes(counted.split(X, 2, counted.rows(X))) == [3, 2]
 
@@ -215,9 +214,9 @@ def test_what_the_user_says() -> None:
 @pytest.mark.parametrize(
     ("splitter", "text"),
     [
-        (Splitter(split_batch=lambda x, n: []), r"batches of \[\] rows for num_microbatches=2"),
-        (Splitter(split_batch=lambda x, n: [(x, 3), (x, 0)]), r"batches of \[3, 0\] rows"),
-        (Splitter(split_batch=lambda x, n: x.chunk(n, 1)), r"seem to have \[5, 5\] rows, of 5 in all.*Return pairs"),
+        (Splitter(split_batch=lambda x, n: []), r"split_batch returned list for num_microbatches=2"),
+        (Splitter(split_batch=lambda x, n: [(x, 3), (x, 0)]), r"split_batch returned list.*1=int.*one at least"),
+        (Splitter(split_batch=lambda x, n: x.chunk(n, 1)), r"1=float32\[5, 3\].* Return a list of pairs"),
         (Splitter(batch_size_fn=lambda x: 2.5), r"batch_size_fn returned 2\.5"),
     ],
 )
@@ -290,17 +289,16 @@ def test_rows_are_concatenated() -> None:
     constant = torch.tensor([1.0, 2.0, 5.0])
     assert merged([constant, constant.clone()], [2, 2]).equal(constant)
     assert merged([np.ones((2, 3)), np.ones((1, 3))], [2, 1]).shape == (3, 3)
-    assert merged([np.array(["a", "b"]), np.array(["long"])], [2, 1]).tolist() == ["a", "b", "long"]
-    assert merged([np.array(["class"])] * 2, [2, 1]) == "class"
 
 
 @pytest.mark.parametrize(
     ("outputs", "text"),
     [
         ([{"a": [rows(5), rows(3)]}, {"a": [rows(4), rows(2)]}], r"output\['a'\]\[1\] has shapes \[\[3\], \[2\]\]"),
-        ([{"a": rows(5)}, {"b": rows(4)}], r"output differs in its structure .* \['dict', 'dict'\]"),
+        ([{"a": rows(5)}, {"b": rows(4)}], r"output has no rule for \['dict', 'dict'\]"),
         ([rows(3, 2), rows(2, 2)], r"shapes \[\[3, 2\], \[2, 2\]\] for micro-batches of \[5, 4\] rows"),
         ([rows(5, 2), rows(4, 3)], r"shapes \[\[5, 2\], \[4, 3\]\]"),
+        ([np.array(["a", "b"]), np.array(["long"])], r"no rule for \['ndarray', 'ndarray'\]"),
         ([rows(5), torch.tensor(1.0)], r"shapes \[\[5\], \[\]\]"),
     ],
 )

@@ -183,7 +183,7 @@ class _Tracer(TorchFunctionMode, Tracking):
             if present.get(name) is not buffers.get(name):
                 self.trace.refusals.append(
                     f"The step replaces buffer {name!r} by another tensor, or none (`self.buffer = ...`), which one "
-                    "stage alone would have. Change it in place (`self.buffer.copy_(...)`), or in a hook."
+                    "stage alone would have. Change it in place (`self.buffer.copy_(...)`)."
                 )
         self._note_python_draws()
         self.trace.returned = each_once(map(self.find, tensors(result)))

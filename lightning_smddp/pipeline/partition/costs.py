@@ -177,11 +177,11 @@ def fits_on_devices(module: nn.Module, group: dist.ProcessGroup, device: torch.d
 def fits_on_hosts(module: nn.Module, group: dist.ProcessGroup) -> bool:
     """Whether all ranks of each host can have the whole ``module`` there. Collective over ``group``, all ranks."""
     needed = sum(tensor.nbytes for tensor in named_tensors(module).values() if tensor.device.type != "cpu")
-    # Ranks of one host are told by its identity: what they need adds up, and each may have found another rest.
-    hosts: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    for host, *room in gather((node_identity(), needed, available_host_bytes()), group):
-        hosts[host].append(tuple(room))
-    return all(_MARGIN * sum(size for size, _ in ranks) <= min(free for _, free in ranks) for ranks in hosts.values())
+    everyones = gather((node_identity(), needed, available_host_bytes()), group)
+    for host, _, free in everyones:  # what ranks of one host need adds up
+        if free < _MARGIN * sum(of_rank for its_host, of_rank, _ in everyones if its_host == host):
+            return False
+    return True
 
 
 @contextmanager

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_smddp.pytree import Path, leaves, members_of, tensors, with_members
+from lightning_smddp.pytree import Path, leaves, members_of, with_members
 
 SplitBatch: TypeAlias = Callable[[Any, int], Sequence[Any]]
 _ARRAYS = (Tensor, np.ndarray)
@@ -75,8 +75,8 @@ class Splitter:
 
     Attributes:
         batch_size_fn: the user's number of rows of a batch.
-        split_batch: the user's way to cut, from a batch and a number: a list of about so many batches, or of pairs of a
-            batch and its number of rows.
+        split_batch: the user's way to cut, from a batch and a number: a list of about so many pairs of a batch and its
+            number of rows.
         time_first: whether some module takes sequences with time first, so that a tensor's first dimension may be time.
     """
 
@@ -117,19 +117,10 @@ class Splitter:
         if self.split_batch is None:
             return split(batch, count, rows)
         parts = list(self.split_batch(batch, count))
-        if not all(type(part) is tuple and len(part) == 2 and type(part[1]) is int for part in parts):
-            parts = [(part, self.whole(part).size) for part in parts]
-            sizes, expected = [size for _, size in parts], self.whole(batch).size
-            if parts and sum(sizes) != expected:
-                raise ValueError(
-                    f"split_batch returned batches that seem to have {sizes} rows, of {expected} in all: their weights "
-                    "in the loss are not clear. Return pairs of a batch and its number of rows instead of batches."
-                )
-        sizes = [size for _, size in parts]
-        if min(sizes, default=0) < 1:
+        if not parts or not all(map(_is_counted, parts)):
             raise ValueError(
-                f"split_batch returned batches of {sizes} rows for num_microbatches={count}. Return one batch at "
-                "least, and in each one row at least."
+                f"split_batch returned {shown(parts)} for num_microbatches={count}. Return a list of pairs: of a batch "
+                "and its number of rows, one at least."
             )
         return _weighted(parts)
 
@@ -170,7 +161,7 @@ def split(batch: Any, count: int, rows: int) -> list[MicroBatch]:
     """Cut ``batch`` of ``rows`` into ``count`` micro-batches, or one for each row if there are fewer.
 
     Raises:
-        UnclearBatchError: something in it cannot be cut, or can be read in two ways; with its path and the cure.
+        UnclearBatchError: something in it cannot be cut, or can be read in two ways; with its path.
     """
     number = max(1, min(count, rows))
     smaller, bigger = divmod(rows, number)  # 8 rows in 3 parts are 3, 3 and 2
@@ -182,6 +173,10 @@ def split(batch: Any, count: int, rows: int) -> list[MicroBatch]:
     if parts is None:
         raise UnclearBatchError(f"nothing in the batch has {rows} rows: {shown(batch)}")
     return _weighted(list(zip(parts, sizes, strict=True)))
+
+
+def _is_counted(part: Any) -> bool:
+    return type(part) is tuple and len(part) == 2 and type(part[1]) is int and part[1] > 0
 
 
 def _weighted(parts: Sequence[tuple[Any, int]]) -> list[MicroBatch]:
@@ -229,10 +224,7 @@ def _find_rows(batch: Any, loader_sizes: Collection[int]) -> int:
     readings = _readings(batch, loader_sizes) or [1]
     likely = readings if len(readings) == 1 else [size for size in loader_sizes if size in readings]
     if not likely:
-        raise UnclearBatchError(
-            f"the batch may have {' or '.join(map(str, readings))} rows: {shown(batch)}; "
-            "say which with PartitionOptions(batch_size_fn=...), a function of the batch"
-        )
+        raise UnclearBatchError(f"the batch may have {' or '.join(map(str, readings))} rows: {shown(batch)}")
     return likely[0]
 
 
@@ -283,11 +275,7 @@ def _split(value: Any, rows: int, slices: Sequence[slice], path: Path = ()) -> l
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         if isinstance(value, Tensor) and value.layout is not torch.strided:
             kind = f"sparse {kind}"
-        raise UnclearBatchError(
-            f"{place_text(path)} is a {kind}, which cannot be cut into "
-            "micro-batches; give the module a method `split_batch(batch, num_microbatches)` that returns a list of "
-            "batches, or use num_microbatches=1"
-        )
+        raise UnclearBatchError(f"{place_text(path)} is a {kind}, which cannot be cut")
     children = members_of(value) or []
     parts = {key: _split(child, rows, slices, (*path, key)) for key, child in children}
     if not any(parts.values()):
@@ -369,12 +357,12 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequenc
 
     ==================================================== ================================================
     tensors and arrays of ``k * size`` rows, one k       concatenated
-    lists of ``size`` entries, such arrays of texts      concatenated
+    lists of ``size`` entries                            concatenated
     floating-point tensors without dimensions, floats    means by weight, without what weighs nothing
     integer and bool tensors without dimensions, ints    sums: they count; means where others are floats
     other tensors, if they are equal everywhere          that
     mappings, dataclasses, other sequences               member by member
-    anything else that holds no tensors                  the last
+    anything else that holds no tensors or arrays        the last
     ==================================================== ================================================
 
     Args:
@@ -389,10 +377,7 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequenc
     first = outputs[0]
     if len(outputs) == 1:
         return first
-    if all(isinstance(output, np.ndarray) and output.dtype.kind not in _NUMERIC for output in outputs):
-        has_rows = [output.shape[:1] for output in outputs] == [(size,) for size in sizes]
-        return np.concatenate(outputs) if has_rows else outputs[-1]
-    if all(isinstance(output, _ARRAYS) for output in outputs):
+    if all(isinstance(output, Tensor) or _is_numeric(output) for output in outputs):
         whole = _merge_tensors(list(map(torch.as_tensor, outputs)), sizes, weights, path)
         return whole.numpy() if isinstance(first, np.ndarray) else whole
     if all(isinstance(output, Complex) and not isinstance(output, bool) for output in outputs):
@@ -407,10 +392,14 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequenc
             value = merge_outputs([member[key] for member in members], sizes, weights, (*path, key))
             merged.append((key, value))
         return with_members(first, merged)
-    if tensors(outputs):
+    if any(isinstance(leaf, _ARRAYS) for leaf in leaves(outputs)):
         kinds = [type(output).__name__ for output in outputs]
-        raise UncombinableError(f"{place_text(path, 'output')} differs in its structure between micro-batches: {kinds}")
+        raise UncombinableError(f"{place_text(path, 'output')} has no rule for {kinds} of micro-batches")
     return outputs[-1]
+
+
+def _is_numeric(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind in _NUMERIC
 
 
 def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:

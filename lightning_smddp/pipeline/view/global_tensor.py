@@ -138,12 +138,6 @@ class GlobalTensor(Tensor):
         name = self.global_storage.name
         return shape if name is None else f"{name!r}, {shape}"
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """As of a plain tensor within the view, on all ranks; else without values."""
-        if self.global_view.is_entered:
-            return repr(self.global_view.plain(self))
-        return f"GlobalTensor({self.describe()} on rank {self.owner} of the pipeline)"
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy with memory of its own, where this one's values are."""
         if id(self) not in memo:

@@ -31,9 +31,6 @@ _READERS = {
     "storage", "tensor", "tolist", "untyped_storage", "share_memory_",
 }  # fmt: skip
 
-# How many numbers they draw depends on the values that they are given: every rank has to do them.
-_DRAW_BY_VALUE = {"aten::poisson", "aten::binomial", "aten::_standard_gamma", "aten::_sample_dirichlet"}
-
 
 class ViewFunctions(TorchFunctionMode):
     """Sees the calls of user code in a hook."""
@@ -112,7 +109,7 @@ def run_operator(view: View, call: Call) -> Any:
             f"{facts.name} at {user_location()} writes a tensor of one rank and a tensor of all ranks at once."
         )
     leaves_device = torch.device(call.kwargs.get("device") or view.device).type != view.device.type
-    if are_global == {False} or leaves_device or not facts.makes_tensors or facts.name in _DRAW_BY_VALUE:
+    if are_global == {False} or leaves_device or not facts.makes_tensors:
         return _everywhere(view, call, found)
     return _at_owner(view, call, found, facts)
 
