@@ -24,7 +24,6 @@ _SHARED_MEMORY = "/dev/shm"
 _LEAST_SHARED_MEMORY = 2**30  # bytes
 _LEAST_FILES = 1024  # that a process may have open
 _DRIVER = "/proc/driver/nvidia/version"
-_RDMA_DEVICES = "/sys/class/infiniband"
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,6 @@ class Facts:
         cuda: the version that torch was built for; None without.
         has_driver: NVIDIA's.
         interfaces: of the network.
-        has_rdma: a device of EFA or InfiniBand is there.
         shared_memory: bytes of /dev/shm, and those that are free; None without it.
         processors: that this process may use.
         threads: that torch uses.
@@ -55,7 +53,6 @@ class Facts:
     cuda: str | None
     has_driver: bool
     interfaces: list[str]
-    has_rdma: bool
     shared_memory: tuple[int, int] | None
     processors: int
     threads: int
@@ -93,7 +90,6 @@ def look(environ: Mapping[str, str] = os.environ) -> Facts:
         cuda=torch.version.cuda,
         has_driver=os.path.exists(_DRIVER),
         interfaces=[name for _, name in socket.if_nameindex()],
-        has_rdma=os.path.isdir(_RDMA_DEVICES) and bool(os.listdir(_RDMA_DEVICES)),
         shared_memory=_shared_memory(),
         processors=len(os.sched_getaffinity(0)),
         threads=torch.get_num_threads(),
@@ -153,9 +149,4 @@ def _warnings(facts: Facts) -> Iterator[tuple[str, str]]:
         yield (
             f"A process may have {facts.open_files} files open; DataLoader workers and sockets need more.",
             "ulimit -n 65536",
-        )
-    if "FI_PROVIDER" in facts.will_set and not facts.has_rdma:
-        yield (
-            f"This is a {facts.launch.instance_type}, but no EFA device is visible: NCCL would use TCP.",
-            "Use an image with EFA, and a security group that allows all traffic within itself.",
         )

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 from lightning_smddp.launchers import mpi, sagemaker
 from lightning_smddp.launchers.launch import Environ, Launch, Launcher, Notes
 
-_Read = Callable[[Notes], str]
+_Read = Callable[[Notes], None]
 _JSRUN = {"LSB_JOBID", "LSB_DJOB_RANKFILE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_SIZE"}  # Lightning's rule
 _PYTORCH_JOB = {"KUBERNETES_SERVICE_HOST", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
-def detect(environ: Environ = os.environ, base_dir: str | Path | None = None) -> Launch:
+def detect(environ: Environ = os.environ) -> Launch:
     """Who started this process, and as which rank. Reads ``environ`` and SageMaker's files, and nothing else.
 
     The first of these whose variables are there: torchrun, jsrun (LSF), Open MPI's mpirun, the mpirun of MPICH and of
@@ -23,21 +22,22 @@ def detect(environ: Environ = os.environ, base_dir: str | Path | None = None) ->
 
     Args:
         environ: the environment of the process.
-        base_dir: SageMaker's ``/opt/ml``; None is ``SAGEMAKER_BASE_DIR``, or that.
 
     Raises:
         ValueError: a variable or file has a value that makes no sense; the message names it.
     """
-    # The launcher's own words first, then the place's, then what can be worked out from both.
+    # What was given first, then the launcher's own words, then the place's, then what can be worked out from both.
     notes = Notes(environ)
-    job = sagemaker.read_job(environ, base_dir)
+    notes.text("main_address", "MASTER_ADDR")
+    notes.numbers(main_port="MASTER_PORT")
+    job = sagemaker.read_job(environ)
     launcher, read = _started_by(environ)
-    product = read(notes)
+    read(notes)
     if job is not None:
         sagemaker.add(notes, launcher, job)
     if launcher == "mpirun":
         mpi.read_meeting_place(notes)
-    return notes.launch(launcher, product)
+    return notes.launch(launcher)
 
 
 def _started_by(environ: Environ) -> tuple[Launcher, _Read]:
@@ -56,42 +56,29 @@ def _by_pytorch_job(environ: Environ) -> bool:
     return environ["WORLD_SIZE"] != "1"
 
 
-def _read_torchrun(notes: Notes) -> str:
+def _read_torchrun(notes: Notes) -> None:
     notes.numbers(rank="RANK", local_rank="LOCAL_RANK", world_size="WORLD_SIZE", local_world_size="LOCAL_WORLD_SIZE")
     notes.numbers(node_rank="GROUP_RANK", num_nodes="GROUP_WORLD_SIZE")
-    _read_master(notes)
-    return ""
 
 
-def _read_jsrun(notes: Notes) -> str:
+def _read_jsrun(notes: Notes) -> None:
     notes.numbers(rank="JSM_NAMESPACE_RANK", local_rank="JSM_NAMESPACE_LOCAL_RANK", world_size="JSM_NAMESPACE_SIZE")
-    _read_master(notes)
-    return "LSF"
 
 
-def _read_pytorch_job(notes: Notes) -> str:
+def _read_pytorch_job(notes: Notes) -> None:
     notes.numbers(rank="RANK", world_size="WORLD_SIZE", node_rank="RANK", num_nodes="WORLD_SIZE")
-    notes.put("local_rank", 0, "one process a pod")
-    notes.put("local_world_size", 1, "one process a pod")
-    _read_master(notes)
-    return "PyTorchJob"
+    notes.put("local_rank", 0)
+    notes.put("local_world_size", 1)
 
 
-def _read_nobody(notes: Notes) -> str:
+def _read_nobody(notes: Notes) -> None:
     """What a user, or Lightning for the processes that it starts, has set."""
     notes.numbers(local_rank="LOCAL_RANK", node_rank="NODE_RANK")
     notes.numbers(node_rank="GROUP_RANK")
-    _read_master(notes)
-    return ""
 
 
-def _read_master(notes: Notes) -> None:
-    notes.text("main_address", "MASTER_ADDR")
-    notes.numbers(main_port="MASTER_PORT")
-
-
-# Of each launcher by what it is known, and what reads its variables and returns the product's name. The first one that
-# is known counts, for the reasons in :func:`detect`.
+# Of each launcher by what it is known, and what reads its variables. The first one that is known counts: see
+# :func:`detect`.
 _ORDER: tuple[tuple[Launcher, Callable[[Environ], bool], _Read], ...] = (
     ("torchrun", lambda environ: "TORCHELASTIC_RUN_ID" in environ, _read_torchrun),
     ("jsrun", lambda environ: environ.keys() >= _JSRUN, _read_jsrun),

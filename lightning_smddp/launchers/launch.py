@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 Environ = Mapping[str, str]
@@ -37,10 +37,7 @@ class Launch:
         main_port: TCP port on it at which the ranks meet.
         interface: name of the network interface to use.
         hosts: names of the nodes, in the order of node ranks.
-        product: what is known beside the launcher: ``"Open MPI"``.
-        platform: ``"SageMaker"`` with what is known of the job, or empty.
-        instance_type: of this node, on SageMaker: ``"ml.p4d.24xlarge"``.
-        sources: where each value comes from: the name of a variable or a file, or how it was derived.
+        platform: ``"SageMaker"``, or empty.
         problems: (what is wrong, cure) for each thing that cannot work.
     """
 
@@ -55,10 +52,7 @@ class Launch:
     main_port: int | None = None
     interface: str | None = None
     hosts: tuple[str, ...] = ()
-    product: str = ""
     platform: str = ""
-    instance_type: str = ""
-    sources: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -94,59 +88,51 @@ class Launch:
         here = "" if self.local_world_size is None else f", {self.local_world_size} of them on this node"
         how = _HOW[self.launcher].format(n=num_nodes, d=num_devices, t=asked)
         raise ValueError(
-            f"{self.launcher} started {self.world_size} ranks{here} ({self.sources.get('world_size')}), but "
-            f"num_nodes={num_nodes} and devices={num_devices} ask for {asked}. Set num_nodes={self.num_nodes or '...'} "
-            f"and devices={self.local_world_size or '...'}, or start as many as asked for ({how})."
+            f"{self.launcher} started {self.world_size} ranks{here}, but num_nodes={num_nodes} and "
+            f"devices={num_devices} ask for {asked}. Set num_nodes={self.num_nodes or '...'} and "
+            f"devices={self.local_world_size or '...'}, or start as many as asked for ({how})."
         )
 
     def describe(self) -> str:
-        """One line for the log: each value with where it comes from."""
-        parts = [
-            *self._value("rank", "rank {} of {}", "world_size"),
-            *self._value("local_rank", "local rank {} of {}", "local_world_size"),
-            *self._value("node_rank", "node {} of {}", "num_nodes"),
-            *self._value("main_address", "rank 0 at {} port {}", "main_port"),
-            *self._value("interface", "interface {}"),
-        ]
-        found = "; ".join(parts)
-        where = f" on {self.platform}" if self.platform else ""
+        """One line for the log, of what is known."""
+        parts = []
+        for text, value, total in (
+            ("rank {} of {}", self.rank, self.world_size),
+            ("local rank {} of {}", self.local_rank, self.local_world_size),
+            ("node {} of {}", self.node_rank, self.num_nodes),
+            ("rank 0 at {} port {}", self.main_address, self.main_port),
+            ("interface {}", self.interface, None),
+        ):
+            if value is not None:
+                parts.append(text.format(value, "?" if total is None else total))
+        who: str = self.launcher if self.starts_ranks else "nobody"
+        if self.platform:
+            who = f"{who} on {self.platform}"
         if not self.starts_ranks:
-            found = f": {found}" if found else ""
-            return f"Started by nobody{where}, so Lightning starts the ranks of a node{found}."
-        product = f" ({self.product})" if self.product else ""
-        return f"Started by {self.launcher}{product}{where}: {found}."
-
-    def _value(self, name: str, text: str, second: str = "") -> list[str]:
-        """``text`` with the values called ``name`` and ``second``, and where they come from; nothing without one."""
-        value = getattr(self, name)
-        if value is None:
-            return []
-        other = getattr(self, second, None)
-        sources = [self.sources[each] for each in (name, second) if each in self.sources]
-        return [f"{text.format(value, '?' if other is None else other)} ({', '.join(dict.fromkeys(sources))})"]
+            who = f"{who}, so Lightning starts the ranks of a node"
+        found = f": {'; '.join(parts)}" if parts else ""
+        return f"Started by {who}{found}."
 
 
 class Notes:
-    """Values and their sources, as they are found: of two values for one name the one noted first counts."""
+    """Values, as they are found: of two for one name the one noted first counts."""
 
     def __init__(self, environ: Environ) -> None:
         self.environ = environ
         self.values: dict[str, Any] = {}
-        self.sources: dict[str, str] = {}
         self.problems: list[tuple[str, str]] = []
 
     def __getitem__(self, name: str) -> Any:
         return self.values.get(name)
 
-    def put(self, name: str, value: Any, source: str) -> None:
+    def put(self, name: str, value: Any) -> None:
         """Note a value, unless there is one already."""
-        if value is not None and name not in self.values:
-            self.values[name] = value
-            self.sources[name] = source
+        if value is not None:
+            self.values.setdefault(name, value)
 
     def text(self, name: str, variable: str) -> None:
         """Note the value of ``variable``, if it is set."""
-        self.put(name, self.environ.get(variable) or None, variable)
+        self.put(name, self.environ.get(variable) or None)
 
     def numbers(self, **variables: str) -> None:
         """As :meth:`text`, for names and their variables. Raises ``ValueError`` for what is no number."""
@@ -155,18 +141,13 @@ class Notes:
             if not value:
                 continue
             if not value.strip().isdecimal():
-                words = name.replace("_", " ")
-                raise ValueError(
-                    f"{variable}={value!r} is not a number, and {words} is read from it. Let the launcher set "
-                    f"{variable}, or unset it."
-                )
-            self.put(name, int(value), variable)
+                raise ValueError(f"{variable}={value!r} is not a number. Let the launcher set {variable}, or unset it.")
+            self.put(name, int(value))
 
     def problem(self, what: str, cure: str) -> None:
         """Note what cannot work; both are sentences."""
         self.problems.append((what, cure))
 
-    def launch(self, launcher: Launcher, product: str) -> Launch:
+    def launch(self, launcher: Launcher) -> Launch:
         """What was noted so far, as one frozen :class:`Launch`."""
-        problems = tuple(self.problems)
-        return Launch(launcher, product=product, sources=self.sources, problems=problems, **self.values)
+        return Launch(launcher, problems=tuple(self.problems), **self.values)

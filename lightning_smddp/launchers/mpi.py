@@ -15,7 +15,6 @@ _FIRST_PORT = 15000
 _PORTS = 10000  # as many as that: below the range from which Linux takes ports by itself
 # The same on all nodes of a job, and another one in each job.
 _JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
-_NODE_JOBS = ("I_MPI_HYDRA_UUID",)  # not known to be the same on other nodes
 
 
 def started_by_srun(environ: Environ) -> bool:
@@ -33,20 +32,18 @@ def _in_slurm_job(environ: Environ) -> bool:
     return "SLURM_NTASKS" in environ and environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
 
 
-def read_srun(notes: Notes) -> str:
+def read_srun(notes: Notes) -> None:
     """Note rank, world size and addresses from the variables that ``srun`` sets for each task."""
     environ = notes.environ
     notes.numbers(rank="SLURM_PROCID", local_rank="SLURM_LOCALID", node_rank="SLURM_NODEID")
     notes.numbers(world_size="SLURM_NTASKS", local_world_size="SLURM_NTASKS_PER_NODE", num_nodes="SLURM_NNODES")
-    notes.text("main_address", "MASTER_ADDR")
-    notes.numbers(main_port="MASTER_PORT")
     nodes = environ.get("SLURM_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if nodes:
-        notes.put("main_address", first_host(nodes), "SLURM_NODELIST")
+        notes.put("main_address", first_host(nodes))
     # The port is that of Lightning's `SLURMEnvironment`.
     job = environ.get("SLURM_JOB_ID", "")
     if job.isdecimal():
-        notes.put("main_port", 15000 + int(job[-4:]), "from SLURM_JOB_ID")
+        notes.put("main_port", 15000 + int(job[-4:]))
     is_step = "SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ
     if notes["world_size"] > 1 and not is_step:
         notes.problem(
@@ -54,7 +51,6 @@ def read_srun(notes: Notes) -> str:
             "so it would wait for the others for ever.",
             "Write srun before python in the batch script.",
         )
-    return ""
 
 
 def first_host(nodes: str) -> str:
@@ -79,23 +75,15 @@ def started_by_mpirun(environ: Environ) -> bool:
     return started_by_open_mpi(environ) or {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"} <= environ.keys()
 
 
-def read_mpirun(notes: Notes) -> str:
-    """Note ranks and nodes; the name of the MPI."""
-    environ = notes.environ
-    open_mpi = started_by_open_mpi(environ)
-    if open_mpi:
+def read_mpirun(notes: Notes) -> None:
+    """Note ranks and nodes."""
+    if started_by_open_mpi(notes.environ):
         notes.numbers(rank="OMPI_COMM_WORLD_RANK", local_rank="OMPI_COMM_WORLD_LOCAL_RANK")
         notes.numbers(world_size="OMPI_COMM_WORLD_SIZE", local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE")
     else:
         notes.numbers(rank="PMI_RANK", local_rank="MPI_LOCALRANKID")
         notes.numbers(world_size="PMI_SIZE", local_world_size="MPI_LOCALNRANKS")
     _read_nodes(notes)
-    if open_mpi:
-        version = environ.get("OMPI_VERSION", "")
-        return f"Open MPI {version}".strip()
-    if "I_MPI_HYDRA_UUID" in environ:
-        return "Intel MPI"
-    return "MPICH"
 
 
 def _read_nodes(notes: Notes) -> None:
@@ -116,33 +104,28 @@ def _read_nodes(notes: Notes) -> None:
         )
         return
     num_nodes = world_size // here
-    notes.put("num_nodes", num_nodes, "world size / local world size")
+    notes.put("num_nodes", num_nodes)
     # Ranks fill one node after the other, which is every launcher's default, or their local ranks show that they are
     # dealt out to the nodes in turn.
     rank_on_node = notes["local_rank"]
     # Some ranks, such as rank 5 of three nodes of four, have the same local rank either way.
     in_turn = notes.environ.get("OMPI_MCA_rmaps_base_mapping_policy", "").startswith("node")
     if rank % here == rank_on_node and not (in_turn and rank // num_nodes == rank_on_node):
-        notes.put("node_rank", rank // here, "rank / local world size")
+        notes.put("node_rank", rank // here)
     else:
-        notes.put("node_rank", rank % num_nodes, "rank % number of nodes")
+        notes.put("node_rank", rank % num_nodes)
 
 
 def read_meeting_place(notes: Notes) -> None:
     """Note where the ranks meet: what is given, else what all of them can know."""
-    notes.text("main_address", "MASTER_ADDR")
-    notes.numbers(main_port="MASTER_PORT")
     if notes["num_nodes"] == 1:
-        notes.put("main_address", "127.0.0.1", "one node")
-    # Without a port in the environment each rank works out the same one from the job's name, so that two jobs on a
-    # node do not meet. With one node, a name that other nodes need not share will do.
-    jobs = _NODE_JOBS + _JOBS if notes["num_nodes"] == 1 else _JOBS
-    for name in jobs:
+        notes.put("main_address", "127.0.0.1")
+    # Each rank works out the same port from the job's name, so that two jobs on a node do not meet.
+    for name in _JOBS:
         job = notes.environ.get(name)
         if job:
-            number = zlib.crc32(job.encode()) % _PORTS
-            notes.put("main_port", _FIRST_PORT + number, f"from {name}")
-    notes.put("main_port", DEFAULT_PORT, "default")
+            notes.put("main_port", _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS)
+    notes.put("main_port", DEFAULT_PORT)
     if notes["main_address"] is None:
         option = "-x MASTER_ADDR=host0" if started_by_open_mpi(notes.environ) else "-genv MASTER_ADDR host0"
         notes.problem(

@@ -5,12 +5,9 @@ Sources: SageMaker Python SDK 2.257 (``fw_utils.py``, ``estimator.py``) and 3.27
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -19,8 +16,6 @@ from lightning_smddp.launchers.sagemaker import FLAGS, hyperparameters, is_on, p
 from lightning_smddp.sagemaker.model_parallel import V1, V2, Reading, Version
 
 _SIGNS = ("SM_FRAMEWORK_PARAMS", "SM_DISTRIBUTED_CONFIG", "SM_HP_MP_PARAMETERS", "SM_TRAINING_ENV", "SM_CURRENT_HOST")
-
-log = logging.getLogger(__name__)
 
 # SDK 2's dictionary: the keys of each part; None where a key has a value.
 _LAUNCHER = {"enabled": None}
@@ -85,12 +80,10 @@ class Translation:
     Attributes:
         strategy: ``"smddp"``, ``"smddp_fsdp"`` or ``"smddp_pipeline"``.
         options: arguments of the strategy's class; those in a group as a dictionary.
-        notes: what else the configuration says, and what becomes of it, in sentences.
     """
 
     strategy: str
     options: Mapping[str, Any]
-    notes: tuple[str, ...] = ()
 
     def create(self, **overrides: Any) -> Any:
         """The strategy object; ``overrides`` win over what was asked for."""
@@ -108,8 +101,8 @@ def from_sagemaker(distribution: Any = None, **overrides: Any) -> Any:
     """The strategy for a SageMaker ``distribution``, to be given to ``Trainer(strategy=...)``.
 
     Args:
-        distribution: SDK 2's dictionary; SDK 3's ``Torchrun`` or ``MPI`` object, or its JSON; None inside a job, which
-            says in its environment how it was started.
+        distribution: SDK 2's dictionary; SDK 3's ``Torchrun`` or ``MPI`` object; None inside a job, which says in its
+            environment how it was started.
         **overrides: options of the strategy, which win over the configuration, and settle keys that have no equivalent:
             ``split`` for cuts by hand, ``pipeline_parallel_size`` for tensor parallelism. A group that is given as a
             dictionary leaves the other options of the group as they are.
@@ -122,10 +115,7 @@ def from_sagemaker(distribution: Any = None, **overrides: Any) -> Any:
     Raises:
         ValueError: keys that are unknown or have no equivalent; the message lists all of them, each with a cure.
     """
-    found = translate(distribution, given=overrides)
-    for note in found.notes:
-        log.info("SageMaker's %s", note)
-    return found.create(**overrides)
+    return translate(distribution, given=overrides).create(**overrides)
 
 
 def translate(distribution: Any = None, given: Mapping[str, Any] = MappingProxyType({})) -> Translation:
@@ -146,23 +136,18 @@ def translate(distribution: Any = None, given: Mapping[str, Any] = MappingProxyT
     # By this option the user makes a pipeline of what has no other equivalent here.
     if "pipeline_parallel_size" in given:
         strategy = "smddp_pipeline"
-    return Translation(strategy, reading.options, tuple(reading.notes))
+    return Translation(strategy, reading.options)
 
 
 def _as_dict(distribution: Any) -> dict[str, Any]:
-    """A dictionary from one, from a pydantic model of SDK 3, or from JSON."""
-    value = distribution
-    try:
-        if isinstance(distribution, str):
-            value = json.loads(distribution)
-        elif hasattr(distribution, "model_dump"):  # pydantic's
-            value = distribution.model_dump()
-        return {**value}
-    except (TypeError, ValueError) as error:
+    """A dictionary from one, or from a pydantic model of SDK 3."""
+    if hasattr(distribution, "model_dump"):
+        distribution = distribution.model_dump()
+    if not isinstance(distribution, Mapping):
         raise ValueError(
-            f"distribution={distribution!r} cannot be read ({error}). Give SageMaker's dictionary, its JSON, or the "
-            "object of SDK 3 (Torchrun, MPI)."
-        ) from None
+            f"{distribution!r} cannot be read. Give SageMaker's dictionary, or the object of SDK 3 (Torchrun, MPI)."
+        )
+    return dict(distribution)
 
 
 # ---- SDK 3 ----
@@ -170,12 +155,10 @@ def _as_dict(distribution: Any) -> dict[str, Any]:
 
 def _read_modern(asked: Mapping[str, Any], reading: Reading) -> str:
     _look_for_unknown(asked, _MODERN, "", reading)
-    _count_processes("process_count_per_node", asked.get("process_count_per_node"), reading)
     smp = asked.get("smp")
     if smp is None:
         return "smddp"
-    given = _as_dict(smp)
-    parameters = {name: value for name, value in given.items() if value is not None}
+    parameters = {name: value for name, value in _as_dict(smp).items() if value is not None}
     return _read_smp(parameters, V2, reading)
 
 
@@ -191,10 +174,8 @@ def _read_plain(asked: Mapping[str, Any], reading: Reading) -> str:
         parts |= libraries
     on = set()
     for name, part in parts.items():
-        if isinstance(part, Mapping):
-            _count_processes("processes_per_host", part.get("processes_per_host"), reading)
-            if part.get("enabled", False):
-                on.add(name)
+        if isinstance(part, Mapping) and part.get("enabled", False):
+            on.add(name)
     if "dataparallel" in on and "modelparallel" in on:
         reading.refuse(
             "dataparallel and modelparallel",
@@ -206,12 +187,10 @@ def _read_plain(asked: Mapping[str, Any], reading: Reading) -> str:
             "is for XLA devices (Trainium). Use torch_distributed on GPU instances, or Lightning's XLA.",
         )
     if "modelparallel" in on:
-        given = asked["smdistributed"]["modelparallel"].get("parameters") or {}
-        parameters = _parameters(given, reading)
+        parameters = _as_dict(asked["smdistributed"]["modelparallel"].get("parameters") or {})
         return _read_smp(parameters, _version(parameters, on), reading)
     if "parameter_server" in on:
         reading.options["algorithm"] = "balanced"
-        reading.notes.append("parameter_server: every node sums an equal share for all others, in step; none lags")
     return "smddp"
 
 
@@ -219,26 +198,13 @@ def _look_for_unknown(asked: Mapping[str, Any], known: Mapping[str, Any], prefix
     """Note keys that are not ``known``, here and in the parts, and parts that are no dictionaries."""
     for name, value in asked.items():
         if name not in known:
-            # A parameter of model parallelism may have slipped out of its part.
-            names = [f"{prefix}{other}" for other in known]
-            reading.unknown(f"{prefix}{name}", names, {V1.name: V1.keys, V2.name: V2.keys})
+            reading.unknown(f"{prefix}{name}", [f"{prefix}{other}" for other in known])
         elif known[name] is None:
             continue
         elif isinstance(value, Mapping):
             _look_for_unknown(value, known[name], f"{prefix}{name}.", reading)
         else:
             reading.refuse(f"{prefix}{name}={value!r}", "has to be a dictionary, such as {'enabled': True}.")
-
-
-def _parameters(given: Any, reading: Reading) -> dict[str, Any]:
-    """Model parallel parameters; SDK 2 also takes the path of a JSON file."""
-    try:
-        if isinstance(given, (str, os.PathLike)):
-            given = json.loads(Path(given).read_text())
-        return {**given}
-    except (OSError, TypeError, ValueError) as error:
-        reading.refuse(f"parameters={given!r}", f"is no dictionary, and no path of a JSON file with one ({error}).")
-        return {"pipeline_parallel_degree": 1}
 
 
 def _version(parameters: Mapping[str, Any], on: Collection[str]) -> Version:
@@ -252,13 +218,7 @@ def _version(parameters: Mapping[str, Any], on: Collection[str]) -> Version:
 
 
 def _read_smp(parameters: Mapping[str, Any], version: Version, reading: Reading) -> str:
-    other = V2 if version is V1 else V1
     for name in parameters:
         if name not in version.keys:
-            reading.unknown(name, version.keys, {other.name: other.keys})
+            reading.unknown(name, version.keys)
     return version.read(parameters, reading)
-
-
-def _count_processes(name: str, count: Any, reading: Reading) -> None:
-    if count is not None:
-        reading.notes.append(f"{name}: is the launcher's; the Trainer's devices has to be {count}, or 'auto'")

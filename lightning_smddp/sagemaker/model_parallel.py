@@ -1,6 +1,7 @@
 """Parameters of SageMaker's model parallel library (SMP), versions 1 and 2, as options of ours.
 
-Each version has a table of the keys without an equivalent here; one error lists all that is wrong in a configuration.
+Each version has a table of the keys that are refused; one error lists all that is wrong in a configuration. Keys that
+have no meaning here (``ddp``, memory weights, sizes of buffers) are passed over.
 Version 1 is ``smdistributed.modelparallel`` up to 1.15. Source: SageMaker Python SDK 2, documentation of
 ``distribution["smdistributed"]["modelparallel"]["parameters"]``. Version 2 is ``torch.sagemaker``, also as SDK 3's
 ``SMP``: it shards parameters (FSDP) and has no pipelines. Source: AWS page ``distributed-model-parallel-v2-reference``.
@@ -8,7 +9,6 @@ Version 1 is ``smdistributed.modelparallel`` up to 1.15. Source: SageMaker Pytho
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,34 +36,24 @@ class Reading:
     Attributes:
         given: options that the user gives beside the configuration.
         options: of the strategy.
-        notes: what the user should know, in sentences.
         problems: what cannot be done, each with its cure.
     """
 
     given: Mapping[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def refuse(self, what: str, cure: str) -> None:
         """Keep ``what`` cannot be done, and its ``cure``, for the one error that :meth:`finish` raises."""
         self.problems.append(f"{what}: {cure}")
 
-    def unknown(self, name: str, known: Iterable[str], elsewhere: Mapping[str, Iterable[str]]) -> None:
-        """Note that ``name`` is none of the ``known`` keys, with what may have been meant."""
-        for other, keys in elsewhere.items():
-            if name in keys:
-                self.refuse(name, f"is a key of {other}. Remove it.")
-                return
-        near = difflib.get_close_matches(name, list(known), n=2)
-        meant = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Known: {', '.join(sorted(known))}."
-        self.refuse(name, f"is unknown. {meant}")
+    def unknown(self, name: str, known: Iterable[str]) -> None:
+        """Note that ``name`` is none of the ``known`` keys."""
+        self.refuse(name, f"is unknown. Known: {', '.join(sorted(known))}.")
 
-    def look_up(self, values: Mapping[str, Any], refused: Mapping[str, Refused], noted: Mapping[str, str]) -> None:
-        """Refuse the keys of ``values`` that ask for something, and note those that change nothing."""
+    def look_up(self, values: Mapping[str, Any], refused: Mapping[str, Refused]) -> None:
+        """Refuse the keys of ``values`` that ask for something."""
         for name, value in values.items():
-            if name in noted:
-                self.notes.append(f"{name}: {noted[name]}")
             key = refused.get(name)
             if key is None or value is None or key.cured_by in self.given:
                 continue
@@ -98,11 +88,6 @@ class Reading:
 _BY_HAND = "Name the first module of each stage but the first: split=['blocks.4']."
 _LAYERS = "Divide whole layers over ranks: pipeline_parallel_size=(that number{})."
 _PRECISION = "is the Trainer's. Remove it here and write Trainer(precision={!r})."
-_WITHOUT_EFFECT_OF_V1 = (
-    "deterministic_server", "activation_loading_horizon", "prescaled_batch", "sdp_reduce_bucket_size",
-    "sdp_param_persistence_threshold", "sdp_max_live_parameters", "sdp_hierarchical_allgather", "skip_tracing",
-)  # fmt: skip
-_WITHOUT_EFFECT_OF_V2 = ("activation_loading_horizon", "fsdp_cache_flush_warnings", "allow_empty_shards")
 
 # Keys without an option of ours of the same meaning. What has one is read in `_read_v1`.
 REFUSED_OF_V1 = {
@@ -120,21 +105,18 @@ REFUSED_OF_V1 = {
     "fp16": Refused(False, _PRECISION.format("16-mixed")),
     "fp16_params": Refused(False, _PRECISION.format("16-true")),
     "bf16": Refused(False, _PRECISION.format("bf16-mixed")),
+    "sdp_gradient_clipping": Refused(1.0, "is the Trainer's. Remove it here and write Trainer(gradient_clip_val=...)."),
     "contiguous": Refused(True, "is TensorFlow's. Remove it: stages are contiguous here."),
     "horovod": Refused(False, "is TensorFlow's. Remove it: the ranks left over are replicas."),
 }
-NOTED_OF_V1 = {
-    "ddp": "ranks that a pipeline leaves over are its replicas",
-    "ddp_port": "the port is MASTER_PORT's",
-    "optimize": "stages are cut for time, within memory_limit_gb",
-    "memory_weight": "stages are cut for time, within memory_limit_gb",
-    "default_partition": "modules that split does not name belong to the stage before them",
-    "sdp_gradient_clipping": "write Trainer(gradient_clip_val=...)",
-    **dict.fromkeys(_WITHOUT_EFFECT_OF_V1, "changes nothing here"),
-}
+PASSED_OF_V1 = (
+    "ddp", "ddp_port", "optimize", "memory_weight", "default_partition", "active_microbatches",
+    "deterministic_server", "activation_loading_horizon", "prescaled_batch", "sdp_reduce_bucket_size",
+    "sdp_param_persistence_threshold", "sdp_max_live_parameters", "sdp_hierarchical_allgather", "skip_tracing",
+)  # fmt: skip
 _READ_OF_V1 = (
-    "pipeline_parallel_degree", "partitions", "microbatches", "pipeline", "placement_strategy", "active_microbatches",
-    "ddp_dist_backend", "shard_optimizer_state", "sharded_data_parallel_degree",
+    "pipeline_parallel_degree", "partitions", "microbatches", "pipeline", "placement_strategy", "ddp_dist_backend",
+    "shard_optimizer_state", "sharded_data_parallel_degree",
 )  # fmt: skip
 _PLACEMENTS = {
     "cluster": "cluster", "DPT": "cluster", "DTP": "cluster", "TDP": "cluster",
@@ -148,7 +130,7 @@ def _read_v1(parameters: Mapping[str, Any], reading: Reading) -> str:
     Every key's default is the library's own: ``microbatches`` is 1, which is no pipelining.
     """
     # Every part is read, also behind one that is refused: the one error at the end has all that is wrong.
-    reading.look_up(parameters, REFUSED_OF_V1, NOTED_OF_V1)
+    reading.look_up(parameters, REFUSED_OF_V1)
     stages = _stages(parameters, reading)
     parts = reading.count(parameters, "microbatches", 1)
     schedule = reading.choice(
@@ -165,7 +147,6 @@ def _read_v1(parameters: Mapping[str, Any], reading: Reading) -> str:
         _PLACEMENTS,
         "has to be 'cluster', 'spread', or the letters D, P and T in some order, such as 'DPT'.",
     )
-    active = reading.count(parameters, "active_microbatches")
     backends = {name: name for name in ("auto", "nccl", "gloo")}
     backend = reading.choice(parameters, "ddp_dist_backend", "auto", backends, "has to be 'auto', 'nccl' or 'gloo'.")
     if backend != "auto":
@@ -184,9 +165,7 @@ def _read_v1(parameters: Mapping[str, Any], reading: Reading) -> str:
             "cannot both be above 1. smddp_fsdp shards whole layers, and smddp_pipeline divides them: take one.",
         )
     if sharded:
-        if parts > 1:
-            reading.notes.append("microbatches: left out; smddp_fsdp runs a rank's batch as one")
-        return "smddp_fsdp"
+        return "smddp_fsdp"  # which runs a rank's batch as one
     if stages == 1 and parts == 1:
         return "smddp"
     if 1 < parts < stages:  # 1f1b is for as many micro-batches as stages
@@ -197,8 +176,6 @@ def _read_v1(parameters: Mapping[str, Any], reading: Reading) -> str:
         "partition": {"placement": placement},
         "schedule": schedule,
     }
-    if active is not None:
-        reading.notes.append("active_microbatches: left out; 1f1b holds as many micro-batches as there are stages")
     return "smddp_pipeline"
 
 
@@ -222,21 +199,16 @@ REFUSED_OF_V2 = {
     "expert_parallel_degree": Refused(1, "spreads experts. " + _LAYERS.format(""), "pipeline_parallel_size"),
     "context_parallel_degree": Refused(1, "cuts the sequence. " + _LAYERS.format(""), "pipeline_parallel_size"),
 }
-NOTED_OF_V2 = {
-    "sm_activation_offloading": "has no equivalent; activation_checkpointing=True of smddp_pipeline saves most of it",
-    **dict.fromkeys(_WITHOUT_EFFECT_OF_V2, "changes nothing here"),
-    "random_seed": "seeds tensor and expert parallelism only; lightning.seed_everything() seeds the rest",
-}
+PASSED_OF_V2 = (
+    "sm_activation_offloading", "activation_loading_horizon", "fsdp_cache_flush_warnings", "allow_empty_shards",
+    "random_seed",
+)  # fmt: skip
 
 
 def _read_v2(parameters: Mapping[str, Any], reading: Reading) -> str:
     """Turn the parameters into options, in ``reading``; returns the strategy's name."""
-    reading.look_up(parameters, REFUSED_OF_V2, NOTED_OF_V2)
-    if parameters.get(_DEGREE_OF_V2, 0) == 0:
-        reading.notes.append(
-            "hybrid_shard_degree: SMP leaves sharding to FSDP in the script; here every rank keeps all parameters: for "
-            "sharding write Trainer(strategy='smddp_fsdp')"
-        )
+    reading.look_up(parameters, REFUSED_OF_V2)
+    if parameters.get(_DEGREE_OF_V2, 0) == 0:  # the script's own FSDP decides: here every rank keeps all parameters
         return "smddp"
     return "smddp_fsdp" if _shard(parameters, _DEGREE_OF_V2, reading) else "smddp"
 
@@ -256,15 +228,13 @@ class Version:
     """A version of the library.
 
     Attributes:
-        name: as messages call it.
         keys: all that it knows.
         read: turns its parameters into options, in a :class:`Reading`; returns the strategy's name.
     """
 
-    name: str
     keys: tuple[str, ...]
     read: Callable[[Mapping[str, Any], Reading], str]
 
 
-V1 = Version("SMP v1", (*_READ_OF_V1, *REFUSED_OF_V1, *NOTED_OF_V1), _read_v1)
-V2 = Version("SMP v2", (_DEGREE_OF_V2, *REFUSED_OF_V2, *NOTED_OF_V2), _read_v2)
+V1 = Version((*_READ_OF_V1, *REFUSED_OF_V1, *PASSED_OF_V1), _read_v1)
+V2 = Version((_DEGREE_OF_V2, *REFUSED_OF_V2, *PASSED_OF_V2), _read_v2)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
@@ -16,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from lightning_smddp.launchers.detection import detect
 from lightning_smddp.launchers.launch import Launch
 from lightning_smddp.launchers.mpi import DEFAULT_PORT, in_allocation_only
-from lightning_smddp.launchers.sagemaker import network_variables
+from lightning_smddp.launchers.sagemaker import base_directory, network_variables
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import ClusterEnvironment as _Base
@@ -108,21 +107,16 @@ class MPIRunEnvironment(LaunchEnvironment):
 class SageMakerEnvironment(LaunchEnvironment):
     """A SageMaker training job, with any ``distribution=``.
 
-    Args:
-        base_dir: SageMaker's ``/opt/ml``; None is ``SAGEMAKER_BASE_DIR``, or that.
-        launch: what was detected, if something was.
-
     Raises:
         ValueError: this is no SageMaker job, or its files make no sense.
     """
 
-    def __init__(self, base_dir: str | Path | None = None, launch: Launch | None = None) -> None:
-        super().__init__(launch or detect(base_dir=base_dir))
+    def __init__(self, launch: Launch | None = None) -> None:
+        super().__init__(launch)
         if not self.launch.platform:
-            searched = base_dir or os.environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml"
             raise ValueError(
                 "This is no SageMaker training job: there is no input/config/resourceconfig.json below "
-                f"{searched}, and no SM_HOSTS. Leave this environment out, or set SAGEMAKER_BASE_DIR."
+                f"{base_directory(os.environ)}, and no SM_HOSTS. Leave this environment out, or set SAGEMAKER_BASE_DIR."
             )
 
     @classmethod
@@ -145,7 +139,7 @@ def choose(classes: Any) -> Any | None:
     """
     launch = detect()
     if launch.platform:
-        return SageMakerEnvironment(launch=launch)
+        return SageMakerEnvironment(launch)
     if launch.launcher == "mpirun":
         return MPIRunEnvironment(launch)
     if launch.launcher == "kubeflow":
@@ -172,5 +166,5 @@ def before_start(strategy: Any, verbose: bool) -> None:
     # gloo and NCCL would fail with an interface that SageMaker's files name, and this host does not have.
     interfaces = [name for _, name in socket.if_nameindex()]
     for variable, value in network_variables(launch).items():
-        if value in interfaces or not variable.endswith("_IFNAME"):
+        if value in interfaces:
             os.environ.setdefault(variable, value)

@@ -30,14 +30,12 @@ HEALTHY = Facts(
     cuda=None,
     has_driver=False,
     interfaces=["lo"],
-    has_rdma=False,
     shared_memory=(8 * 2**30, 7 * 2**30),
     processors=8,
     threads=4,
     open_files=65536,
 )
 NOT_STARTED = Launch("torchrun", problems=(("3 of 4 ranks.", "Start 4."),))
-AT_AMAZON = Launch("torchrun", instance_type="ml.p4d.24xlarge")
 
 
 @pytest.mark.parametrize(
@@ -50,12 +48,8 @@ AT_AMAZON = Launch("torchrun", instance_type="ml.p4d.24xlarge")
         ({"shared_memory": None}, "warning", "no /dev/shm", "tmpfs"),
         ({"processors": 4}, "warning", "2 ranks of 4 threads share 4 processors", "OMP_NUM_THREADS=2"),
         ({"open_files": 256}, "warning", "256 files", "ulimit"),
-        (
-            {"launch": AT_AMAZON, "will_set": {"FI_PROVIDER": "efa"}},
-            "warning", "ml.p4d.24xlarge, but no EFA device", "security group",
-        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_has_a_cure(changes: dict[str, Any], level: str, what: str, cure: str) -> None:
     facts = replace(HEALTHY, **changes)
     [finding] = find(facts)

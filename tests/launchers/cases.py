@@ -27,7 +27,7 @@ def environ(case: str) -> dict[str, str]:
 def detected(case: str, **changes: str | None) -> Launch:
     """What is detected in ``case``, with some variables changed, or removed by None."""
     variables = {name: value for name, value in {**environ(case), **changes}.items() if value is not None}
-    return detect(variables, FIXTURES / case / "opt_ml")
+    return detect({"SAGEMAKER_BASE_DIR": str(FIXTURES / case / "opt_ml"), **variables})
 
 
 def enter(case: str, monkeypatch: pytest.MonkeyPatch, **changes: str | None) -> None:

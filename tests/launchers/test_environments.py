@@ -17,7 +17,7 @@ from lightning_smddp import MPIRunEnvironment, SageMakerEnvironment, _registrati
 from lightning_smddp._compat import environments as _compat
 from lightning_smddp.strategies import environments
 from lightning_smddp.strategies.launchers import launcher_pid, may_be_ended
-from tests.launchers.cases import FIXTURES, enter
+from tests.launchers.cases import enter
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"]
 QUIET = {"accelerator": "cpu", "devices": 2, "num_nodes": 2}
@@ -150,13 +150,13 @@ def test_a_sagemaker_host_starts_its_own_ranks(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("WORLD_SIZE", "4")  # what monkeypatch expects to find
 
 
-def test_sagemaker_with_a_base_directory_of_its_own() -> None:
-    environment = SageMakerEnvironment(FIXTURES / "sagemaker_none" / "opt_ml")
-    assert environment.node_rank() == 1
+def test_a_job_of_other_hosts_and_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    enter("sagemaker_none", monkeypatch)
     with pytest.raises(ValueError, match="num_nodes=1. Set num_nodes=2"):
-        environment.validate_settings(num_devices=2, num_nodes=1)
+        SageMakerEnvironment().validate_settings(num_devices=2, num_nodes=1)
+    enter("plain", monkeypatch, SAGEMAKER_BASE_DIR="/nowhere", SM_HOSTS=None)
     with pytest.raises(ValueError, match="This is no SageMaker training job.*below /nowhere"):
-        SageMakerEnvironment("/nowhere")
+        SageMakerEnvironment()
 
 
 def test_ranks_of_mpirun_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,20 +180,18 @@ class Strategy:
 def test_what_was_read_is_said_and_the_network_prepared(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    enter("sagemaker_mpi_rank_0", monkeypatch, NCCL_PROTO="LL128")
-    names = ("FI_PROVIDER", "FI_EFA_USE_DEVICE_RDMA", "RDMAV_FORK_SAFE", "GLOO_SOCKET_IFNAME")
-    for name in names:
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)  # and as before at the end of the test
+    enter("sagemaker_mpi_rank_0", monkeypatch, NCCL_SOCKET_IFNAME="lo")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")  # and as before at the end of the test
     monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
     with caplog.at_level(logging.INFO):
         environments.before_start(Strategy(SageMakerEnvironment()), verbose=True)
     lines = [record.getMessage() for record in caplog.records if "Started by" in record.getMessage()]
     assert len(lines) == 1
-    assert "mpirun (Open MPI) on SageMaker (distribution mpi, host algo-2): rank 0 of 4" in lines[0]
-    assert [os.environ.get(name) for name in names] == ["efa", "1", "1", "eth0"]
-    assert os.environ["NCCL_PROTO"] == "LL128"  # the user's own
+    assert "mpirun on SageMaker: rank 0 of 4" in lines[0]
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"  # the user's own
     caplog.clear()
     with caplog.at_level(logging.INFO):
         environments.before_start(Strategy(SageMakerEnvironment()), verbose=False)
