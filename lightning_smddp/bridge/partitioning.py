@@ -35,8 +35,7 @@ from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.communication.objects import broadcast, first, gather
 from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.patches import patched
-from lightning_smddp.pipeline.capture.boundaries import StagePlan
-from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
+from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.mesh import held_parameters
 from lightning_smddp.pipeline.partition.costs import cluster_of, explained_shortage, in_flight, links_between
@@ -52,10 +51,7 @@ from lightning_smddp.pipeline.partition.self_check import (
     require_equal,
 )
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
-from lightning_smddp.pipeline.runtime.remote import ReplayError, Shapes
-from lightning_smddp.pipeline.runtime.stage_program import StageProgram
-from lightning_smddp.pipeline.runtime.step_run import run_stage
-from lightning_smddp.pipeline.runtime.wrappers import Wrappers
+from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.state.gradients import GradientStash, TiedGradients, create_tied_groups
 from lightning_smddp.pipeline.state.meta_parameters import initialize_deferred, release, set_contents
 from lightning_smddp.pipeline.state.optimizer import OptimizerPartition
@@ -101,7 +97,7 @@ def partition(
     pairs = zip(microbatches, _WEIGHTS, strict=False)
     checked = [replace(part, weight=part.weight and weight) for part, weight in pairs]
     if step.trains and setup.options.partition.check and setup.is_whole():
-        expected = first(lambda: _in_a_loop(trial, checked, setup, plan.graph), setup.world)
+        expected = first(lambda: _in_a_loop(trial, checked, setup), setup.world)
     # Up to here every rank has the whole module, and nothing of it has changed.
     stash = _stash(before, plan, _keep_own_parameters(before, plan, seed))
     view = GlobalView(setup.module, plan.ownership, setup.groups.pipeline, setup.device, setup.groups.host)
@@ -242,25 +238,16 @@ def _partition_optimizers(before: Unpartitioned, partitioned: PartitionedModule)
 # ---- the check -------------------------------------------------------------------------------------------------------
 
 
-def _in_a_loop(step: LightningStep, parts: MicroBatches, setup: RunSetup, graph: StepGraph) -> Numbers:
+def _in_a_loop(step: LightningStep, parts: MicroBatches, setup: RunSetup) -> Numbers:
     """The numbers of a plain loop on this rank."""
-    module, wrappers = setup.module, Wrappers(setup.module, setup.device)
-    program = StageProgram(graph, StagePlan(0, 0, len(graph.nodes), frozenset(), (), ()), wrappers)
-    seeds_modules: AbstractContextManager[None] = seeded_modules(module, wrappers.generators)
-    if graph.mixes_draws:  # these are seeded one by one, in one stage as in several
-        seeds_modules = wrappers.active([graph])
+    module, generators = setup.module, Generators(setup.module, setup.device)
     log = (vars(module), "log", lambda *args, **kwargs: None)
     total = 0.0
     with explained_shortage(), preserve_state(module, setup.device), _without_own_dropout(module):
-        with step.recorder.scopes.within(None, 0), patched([log]), seeds_modules:
+        with step.recorder.scopes.within(None, 0), patched([log]), seeded_modules(module, generators):
             for index, part in enumerate(parts):
-                seed = step.seed_of(index)
-                wrappers.generators.seed(seed)
-                if graph.mixes_draws:
-                    _, result = run_stage(program, partial(step, part), (), Shapes.of(graph), seed=seed)
-                else:
-                    result = step(part)
-                loss = step.loss(part, result)
+                generators.seed(step.seed_of(index))
+                loss = step.loss(part, step(part))
                 if loss is not None:
                     total += float(loss.detach())
                     loss.backward()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_smddp.pipeline.capture.boundaries import possible_cuts, reason_not_to_cut
-from lightning_smddp.pipeline.capture.graph import StepGraph
+from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.runtime.step_run import StageRun
 from tests.pipeline.example_modules import Cube
 from tests.pipeline.stage_emulation import (
@@ -230,27 +230,13 @@ def test_draws_are_those_of_one_process(between: Between | None, before: Before 
     check(Net(between, p=0.5, before=before))
 
 
-def test_draws_do_not_depend_on_cuts() -> None:
-    """Dropouts follow each other without a module between: each has a seed of its own, in any number of stages."""
-    seen: list[Tensor] = []
-
-    def between(n: Net, i: int, x: Tensor, s: Tensor) -> Tensor:
-        first, second = F.dropout(x, 0.3), F.dropout(x, 0.3)
-        seen[:] = first.detach(), second.detach()
-        return F.dropout(first + second + s, 0.2)
-
-    net = Net(between, before=lambda n, x: torch.randn_like(x))
+def test_a_second_draw_without_a_module_between_stays_with_the_first() -> None:
+    """A stage that does not have the first one's input would draw other numbers for the second."""
+    net = Net(lambda n, i, x, s: F.dropout(F.dropout(x, 0.3), 0.2))
     root = nn.ModuleDict({"net": net})
-
-    def step() -> Tensor:
-        return loss_of_net(root)
-
-    graph = program_of(root, step, is_unit)
-    assert graph.mixes_draws
-    all_cuts: list[list[int]] = [even_cuts(graph, 2), even_cuts(graph, 4), []]
-    losses = [run_stages(graph, stages_on(root, graph, cuts, step)) for cuts in all_cuts]
-    assert losses[0] == losses[1] == losses[2]
-    assert not torch.equal(*seen)
+    assert program_of(root, lambda: loss_of_net(root), is_unit).units == ("net",)
+    with pytest.raises(SplitError, match=r"it draws random numbers twice .* into a module of its own"):
+        program_of(net, lambda: F.dropout(F.dropout(net(X), 0.3), 0.2).sum(), is_unit)
 
 
 # ---- precision, compiled modules, hooks ----

@@ -26,6 +26,7 @@ from lightning_smddp.pipeline.capture.records import (
 
 _BACKWARD_HOOK = "BackwardHookFunction.apply"  # what full backward hooks do to a module's inputs and outputs
 _HOOKED = "it calls a module with full backward hooks, which torch puts around that one, not into it"
+_DRAWS_TWICE = "it draws random numbers twice without a module between, and not all stages would draw the first ones"
 _UNSEEN = (
     "it calls operations that torch's function modes do not see (an extension's, say), or uses a tensor whose memory "
     "was changed through another view of it"
@@ -87,6 +88,8 @@ def _not_opened(event: Event) -> str | None:
     """Why the module that does this cannot be opened; None if it can."""
     if event.function is OPAQUE:
         return _UNSEEN
+    if event.follows_draw:
+        return _DRAWS_TWICE
     return _HOOKED if event.name == _BACKWARD_HOOK else None
 
 

@@ -127,6 +127,7 @@ class Event:
     buffers_read: Names = ()  # of those that the step changes somewhere
     random: bool = False
     is_seeded: bool = False  # random, and drawn from generators that seeds are given to
+    follows_draw: bool = False  # seeded, without a module between it and one that not all stages would do
     free: bool = False  # no bound input: known by its function
     reads: bool = False
     sized_by_module: bool = False  # the size of its result depends on values that a module made
@@ -177,8 +178,6 @@ class StepFacts:
         returned: the values that the step returned.
         reads_batch: whether Python code reads a value of the batch: sizes or control flow may depend on it.
         draws: whether it draws random numbers of Python's or numpy's: all stages draw the same ones between units.
-        mixes_draws: two draws follow each other without a module between, the first of which not all stages do: these
-            are seeded one by one.
         external_writes: where it writes tensors in place that were there before it, see ``preserve_state.py``.
         buffers_used: first names of the buffers that it uses.
     """
@@ -187,7 +186,6 @@ class StepFacts:
     returned: Values = ()
     reads_batch: bool = False
     draws: bool = False
-    mixes_draws: bool = False
     external_writes: tuple[str, ...] = ()
     buffers_used: set[str] = field(default_factory=set)
 

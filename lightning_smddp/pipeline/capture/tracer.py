@@ -391,7 +391,7 @@ class _Tracer(TorchFunctionMode, Tracking):
             if region not in self.regions[-1:]:
                 self.regions.append(region)
             event.region = len(self.regions)
-        self.trace.mixes_draws |= event.is_seeded and self.has_drawn_bound
+        event.follows_draw = event.is_seeded and self.has_drawn_bound
         if event.free and not event.buffers:  # done by each stage
             if event.random:  # noted for its place: what comes behind is seeded
                 self.trace.events.append(event)

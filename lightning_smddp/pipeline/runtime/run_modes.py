@@ -17,12 +17,11 @@ from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, user_lo
 from lightning_smddp.pipeline.capture.records import deciding_tensors
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from lightning_smddp.pytree import leaves, map_leaves
-from lightning_smddp.seeding import mix
 
 
-def watched(run: Any, seed: int, step: Callable[[], Any]) -> Callable[[], Any]:
+def watched(run: Any, step: Callable[[], Any]) -> Callable[[], Any]:
     """``step`` under the mode that ``run`` needs."""
-    mode = Watch(run, seed) if run.keeps_all else Reads(run)
+    mode = Watch(run) if run.keeps_all else Reads(run)
 
     def in_mode() -> Any:
         with mode:
@@ -42,12 +41,11 @@ def with_stance(stance: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Watch(TorchFunctionMode):
-    """For the few stages that send what no unit sees, or whose draws between modules are seeded one by one."""
+    """For the few stages that send what no unit sees."""
 
-    def __init__(self, run: Any, seed: int) -> None:
+    def __init__(self, run: Any) -> None:
         super().__init__()
         self.run = run
-        self.seed = seed
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, run = kwargs or {}, self.run
@@ -63,7 +61,7 @@ class Watch(TorchFunctionMode):
             return function(*args, **kwargs)
         if node.index < run.plan.begin and node.buffers:
             return given[0]  # written on the stage that has it
-        result = self._done(node, function, args, kwargs)
+        result = run.do(function, args, kwargs)
         if node.index >= run.plan.begin:
             run.position = node.index + 1
         if node.free:
@@ -72,23 +70,12 @@ class Watch(TorchFunctionMode):
         run.note_writes(node, leaves((args, kwargs)))
         return result
 
-    def _done(self, node: Node, function: Any, args: Any, kwargs: Any) -> Any:
-        run = self.run
-        if not (node.random and run.graph.mixes_draws):
-            return run.do(function, args, kwargs)
-        # Its seed is that of its place; seeds go on as if it had not drawn.
-        generators, number = run.program.wrappers.generators, torch.default_generator.initial_seed()
-        generators.seed(mix(self.seed, node.index))
-        result = run.do(function, args, kwargs)
-        generators.seed(number)
-        return result
-
     def _node_of(self, function: Any, given: list[Tensor]) -> Node | None:
         """The next node that this call is; None for one that was not traced."""
         run = self.run
         values = _known(given, {id(tensor): value for value, tensor in run.here.items()})
         parameters, buffers = _known(given, run.program.names), _known(given, run.program.written)
-        if not values and not parameters and not buffers and not run.graph.mixes_draws:
+        if not values and not parameters and not buffers:
             return None
         for index in range(run.position, run.graph.next_unit[run.position]):
             node: Node = run.graph.nodes[index]

@@ -72,7 +72,7 @@ class StageProgram:
         # What the user's code writes to buffers, of the batch alone, an earlier stage writes: maybe on this rank.
         written = {name for node in graph.nodes[: plan.begin] if node.module is None for name in node.buffers}
         self.written = {id(buffer): name for name, buffer in root.named_buffers() if name in written}
-        self.watches = graph.mixes_draws or bool(written) or self._sends_unseen()
+        self.watches = bool(written) or self._sends_unseen()
         # Values whose tensors a run has to keep: what is sent, and what that was before it was changed in place.
         kept = set(plan.sends)
         self.written_in_place: list[tuple[int | None, int]] = []  # what these were, and are

@@ -80,7 +80,7 @@ def run_stage(
     """
     run = StageRun(program, received, shapes, made, reads)
     if run.keeps_all or reads is not None:
-        step = watched(run, seed or 0, step)
+        step = watched(run, step)
     if program.graph.calls_compiled:  # code between units would run through us unseen; units run compiled
         step = with_stance("force_eager", step)
     outer, ACTIVE.run = ACTIVE.run, run
