@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,9 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_smddp.communication.compression import Compression, check_compressible
 from lightning_smddp.communication.objects import gather
-from lightning_smddp.wording import counted
 
 
 def require_same(what: str, lines: Sequence[str], cure: str, group: dist.ProcessGroup | None = None) -> None:
@@ -28,17 +25,15 @@ def require_same(what: str, lines: Sequence[str], cure: str, group: dist.Process
         group: None: all ranks of the job.
     """
     # A digest is short. The lines themselves are sent only when there is an error to be described.
-    digests = gather(_digest(lines), group)
+    digests = gather(hashlib.sha256("\n".join(lines).encode()).hexdigest(), group)
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is None:
         return
-    everyones = gather((socket.gethostname(), lines), group)
-    (host, first), (other_host, second) = everyones[0], everyones[other]
-    pairs = itertools.zip_longest(first, second, fillvalue="nothing more")
+    everyones = gather(lines, group)
+    pairs = itertools.zip_longest(everyones[0], everyones[other], fillvalue="nothing more")
     here, there = next((one, two) for one, two in pairs if one != two)
     raise ValueError(
-        f"The {what} differ between ranks. The first difference: rank 0 (host {host}) has {here}; rank {other} (host "
-        f"{other_host}) has {there}. {cure}"
+        f"The {what} differ between ranks. The first difference: rank 0 has {here}; rank {other} has {there}. {cure}"
     )
 
 
@@ -84,11 +79,9 @@ def _describe_optimizers(module: nn.Module, optimizers: Sequence[Any]) -> Iterat
     for number, optimizer in enumerate(optimizers):
         plain = getattr(optimizer, "optimizer", optimizer)  # without a wrapper of Lightning's or DeepSpeed's
         for index, group in enumerate(plain.param_groups):
-            where = f"{type(plain).__name__} {number}, group {index} of {len(plain.param_groups)}"
-            members = [names.get(id(parameter), "none of the module") for parameter in group["params"]]
-            # A group may have thousands of parameters: a digest of their names, and the first and the last one.
-            span = f"{members[0]} to {members[-1]}" if members else "none"
-            yield f"{where}: {counted(len(members), 'parameter')}, {span}, digest {_digest(members)[:8]}"
+            where = f"{type(plain).__name__} {number}, group {index}"
+            for parameter in group["params"]:
+                yield f"{where}: {names.get(id(parameter), 'a parameter that is none of the module')}"
             for key in sorted(set(group) - {"params", "param_names"}):
                 value = group[key]
                 yield f"{where}: {key}={value.tolist() if isinstance(value, Tensor) else value!r}"
@@ -115,21 +108,9 @@ def require_initialized(module: nn.Module) -> None:
             raise ValueError(f"{name!r} of {type(module).__name__} is of a lazy layer and has no shape yet. {cure}")
 
 
-def check_trainable(module: nn.Module) -> None:
-    """Raise ``ValueError`` if there is nothing to train."""
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        cure = "Unfreeze one, or create the layers in `__init__` or `configure_model`."
-        raise ValueError(f"{type(module).__name__} has no parameter that requires a gradient. {cure}")
-
-
-def check_compression(module: nn.Module, compression: Compression | None) -> None:
-    """Raise ``ValueError`` if a gradient cannot be compressed."""
-    if compression is None:
-        return
+def require_compressible(module: nn.Module) -> None:
+    """Raise ``ValueError`` if a gradient cannot be rounded."""
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            check_compressible(parameter.dtype, f"The gradient of {name!r}")
-
-
-def _digest(lines: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        if parameter.requires_grad and not parameter.dtype.is_floating_point:
+            cure = "Set `compression=None`, or make it real and floating-point."
+            raise ValueError(f"The gradient of {name!r} is of {parameter.dtype} and cannot be compressed. {cure}")

@@ -21,9 +21,8 @@ from torch.optim import Optimizer
 from lightning_smddp.communication.choose import Choice, choose
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.consistency import (
-    check_compression,
     check_same_model,
-    check_trainable,
+    require_compressible,
     require_initialized,
     require_same,
 )
@@ -122,8 +121,8 @@ class DDPScheme:
         told = f"algorithm={ours.algorithm!r}, {ours.compression}, bucket_cap_mb={ours.bucket_cap_mb}"
         require_same("strategy's options", [told], "Give every rank the same ones.")
         check_same_model(module)
-        check_trainable(module)
-        check_compression(module, ours.compression)
+        if ours.compression is not None:
+            require_compressible(module)
         self._choice = Choice(ours.algorithm)
         if ours.algorithm == "auto":
             self._choice = choose(self.communicator, module, ours.compression, ours.bucket_cap_mb)

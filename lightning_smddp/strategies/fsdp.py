@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_smddp._compat.trainer import around_hooks
-from lightning_smddp.communication.consistency import check_trainable
 from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.pipeline.state.gradients import clipping_by
 from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
@@ -148,7 +147,6 @@ class FullyShardedParallel(TrainerStrategy):
         require_supported_by_fsdp(module, callbacks_of(trainer), is_fit)
         if is_fit:
             require_averaging_fits(callbacks_of(trainer), self._sharding.meta_init, self._reliability.sharded)
-            check_trainable(module)
             if self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
         self.precision_plugin.convert_module(module)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_smddp._compat.fsdp import move_undivided
-from lightning_smddp.communication.compression import check_compressible
+from lightning_smddp.communication.consistency import require_compressible
 from lightning_smddp.communication.nonfinite import NonFinite, bad_gradients
 from lightning_smddp.communication.norms import norm_over_ranks
 from lightning_smddp.communication.objects import broadcast
@@ -141,9 +141,7 @@ class FSDPScheme:
             offload = CPUOffloadPolicy()
         unit_policy, root_policy = unit_precision(precision), MixedPrecisionPolicy()
         if options.compression is not None:
-            for name, parameter in module.named_parameters():
-                if parameter.requires_grad:
-                    check_compressible(parameter.dtype, f"The gradient of {name!r}")
+            require_compressible(module)
             reduce_dtype = _REDUCE_DTYPES[options.compression]
             unit_policy = replace(unit_policy, reduce_dtype=reduce_dtype)
             root_policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)

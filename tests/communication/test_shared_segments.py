@@ -26,8 +26,7 @@ def segments_of(
     group: dist.ProcessGroup, patience: float = 20.0, hosts: Sequence[str] = ()
 ) -> Iterator[SharedSegments]:
     topology = Topology.from_identities(hosts or ["host"] * group.size(), group.rank())
-    mesh, _ = NodeMesh.connect(topology, group, timedelta(seconds=patience))
-    assert mesh is not None
+    mesh = NodeMesh.connect(topology, group, timedelta(seconds=patience))
     segments = SharedSegments(mesh, ["embedding", "head"])
     try:
         yield segments
