@@ -35,7 +35,7 @@ from lightning_smddp.sharding.whole_states import divided_optimizer_state, whole
 from lightning_smddp.sharding.whole_view import WholeView
 from lightning_smddp.strategies.checks import unit_precision
 from lightning_smddp.strategies.nonfinite import by_asking
-from lightning_smddp.strategies.options import BOOLS, require_count, require_one_of
+from lightning_smddp.strategies.options import require_count, require_one_of
 
 Sharding = Literal["full", "grad_op", "hybrid"]
 ReduceType = Literal["bf16", "fp16"]
@@ -64,7 +64,6 @@ class ShardingOptions:
         require_count("shard_size", self.shard_size, "None for the ranks of a node")
         if isinstance(self.wrap, (str, type)):
             raise ValueError(f"wrap={self.wrap!r} has to be in a list, of modules' names or classes.")
-        require_one_of(BOOLS, meta_init=self.meta_init, cpu_offload=self.cpu_offload)
         if self.compression not in (None, *_REDUCE_DTYPES):
             raise ValueError(
                 f"compression={self.compression!r} cannot be used with sharded parameters, whose gradients torch sums "

@@ -29,8 +29,6 @@ LossWeightOption: TypeAlias = str | Callable[[Any], Any]
 
 # ---- values ----
 
-BOOLS = (False, True)
-
 
 def require_one_of(valid: Sequence[object], **values: object) -> None:
     """Raise ``ValueError`` unless each option has one of the ``valid`` values."""
@@ -39,11 +37,10 @@ def require_one_of(valid: Sequence[object], **values: object) -> None:
             raise ValueError(f"{name}={value!r} is unknown. Valid: {', '.join(map(repr, valid))}.")
 
 
-def is_positive(value: object) -> bool:
-    """Whether it is a finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return 0 < value < float("inf")
+def require_positive(name: str, value: Any, unit: str) -> None:
+    """Raise ``ValueError`` unless the option ``name`` is a finite number above 0."""
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name}={value!r} has to be positive ({unit}).")
 
 
 def require_count(name: str, value: object, otherwise: str) -> None:
@@ -54,11 +51,12 @@ def require_count(name: str, value: object, otherwise: str) -> None:
         raise ValueError(f"{name}={value!r} has to be a number from 1, or {otherwise}.")
 
 
-def duration(name: str, value: Any) -> timedelta:
+def duration(name: str, value: Any) -> timedelta | None:
     """``value`` of the option ``name``, in seconds or as a timedelta. Raises ``ValueError`` unless it is positive."""
+    if value is None:
+        return None
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    if not is_positive(seconds):
-        raise ValueError(f"{name}={value!r} has to be positive (seconds or a timedelta).")
+    require_positive(name, seconds, "seconds or a timedelta")
     return timedelta(seconds=seconds)
 
 
@@ -84,23 +82,13 @@ def by_name(
 
     Raises:
         TypeError: as a call would, and for arguments that are not known.
-        ValueError: what it would hand on unseen cannot work.
     """
     _require_known(strategy, kwargs, known)
     # `DDPStrategy` takes most by name, and the arguments of `DistributedDataParallel` as its `**kwargs`.
     given = dict(signature(init).bind_partial(*args, **kwargs).arguments)
     given |= given.pop("kwargs", {})
     _require_known(strategy, given, known)
-    timeout = given.get("timeout")
-    if timeout is not None and not isinstance(timeout, timedelta):
-        raise ValueError(f"timeout={timeout!r} has to be a datetime.timedelta, such as timedelta(minutes=30), or None.")
-    backend = given.get("process_group_backend")
-    if backend == "smddp":
-        raise ValueError(
-            "process_group_backend='smddp' is AWS's closed library, whose last build is for PyTorch 2.4; this "
-            "package needs 2.11. Leave process_group_backend out: strategy='smddp' does not need it."
-        )
-    if backend == "auto":
+    if given.get("process_group_backend") == "auto":
         given["process_group_backend"] = None  # Lightning's own word for it
     return given
 
@@ -158,15 +146,11 @@ class CommunicationOptions:
     verbose: bool = True
 
     def __post_init__(self) -> None:
-        require_one_of(BOOLS, verbose=self.verbose)
-        if self.collective_timeout is not None:
-            duration("collective_timeout", self.collective_timeout)
+        duration("collective_timeout", self.collective_timeout)
 
     @property
     def limit(self) -> timedelta | None:
         """``collective_timeout`` as a timedelta; None is left to DDP's ``timeout``."""
-        if self.collective_timeout is None:
-            return None
         return duration("collective_timeout", self.collective_timeout)
 
 
@@ -195,27 +179,24 @@ class ReliabilityOptions:
 
     def __post_init__(self) -> None:
         require_one_of(get_args(OnNonfinite), on_nonfinite=self.on_nonfinite)
-        require_one_of(BOOLS, async_save=self.async_save, sharded=self.sharded)
         if self.async_save and self.sharded:
             raise ValueError(
                 "async_save=True cannot be used with sharded=True: all ranks write a sharded checkpoint together. "
                 "Choose one: with sharded=True each rank writes its own part only, which is quick."
             )
-        if self.init_timeout is not None:
-            duration("init_timeout", self.init_timeout)
+        duration("init_timeout", self.init_timeout)
         duration("stop_grace", self.stop_grace)
 
     @property
     def start_limit(self) -> timedelta | None:
         """``init_timeout`` as a timedelta; None is left to ``rendezvous.start_limit``."""
-        if self.init_timeout is None:
-            return None
         return duration("init_timeout", self.init_timeout)
 
     @property
-    def stop_limit(self) -> timedelta:
-        """``stop_grace``, seconds or a timedelta, as a timedelta. Raises ``ValueError`` unless it is positive."""
-        return duration("stop_grace", self.stop_grace)
+    def stop_limit_s(self) -> float:
+        """``stop_grace`` in seconds."""
+        grace = self.stop_grace
+        return grace.total_seconds() if isinstance(grace, timedelta) else grace
 
 
 @dataclass(frozen=True)
@@ -252,10 +233,8 @@ class StrategyOptions:
                 f"algorithm={self.algorithm!r} cannot be used with compression='powersgd', which torch exchanges among "
                 "all ranks at once. Leave out `algorithm`."
             )
-        if self.bucket_cap_mb is not None and not is_positive(self.bucket_cap_mb):
-            raise ValueError(
-                f"bucket_cap_mb={self.bucket_cap_mb!r} has to be positive (MiB), or None for DDP's default."
-            )
+        if self.bucket_cap_mb is not None:
+            require_positive("bucket_cap_mb", self.bucket_cap_mb, "MiB")
 
     @classmethod
     def of(cls, communication: Any, reliability: Any, compression: Any = None, **others: Any) -> StrategyOptions:
@@ -312,13 +291,8 @@ class PartitionOptions:
         if self.stages_per_rank != "auto":
             require_count("stages_per_rank", self.stages_per_rank, "'auto'")
         PipelineMesh.of(1, 1, self.placement)
-        require_one_of(BOOLS, check=self.check)
-        for name in ("batch_size_fn", "split_batch"):
-            function = getattr(self, name)
-            if function is not None and not callable(function):
-                raise ValueError(f"{name}={function!r} has to be a function, which is called with a batch, or None.")
-        if self.memory_limit_gb is not None and not is_positive(self.memory_limit_gb):
-            raise ValueError(f"memory_limit_gb={self.memory_limit_gb!r} has to be positive (GiB a rank), or None.")
+        if self.memory_limit_gb is not None:
+            require_positive("memory_limit_gb", self.memory_limit_gb, "GiB a rank")
 
     @property
     def memory_limit(self) -> float | None:
@@ -353,16 +327,6 @@ class PipelineOptions:
     def __post_init__(self) -> None:
         require_count("pipeline_parallel_size", self.pipeline_parallel_size, "None for all ranks")
         require_count("num_microbatches", self.num_microbatches, "'auto'")
-        if not callable(self.loss_weight) and not (isinstance(self.loss_weight, str) and self.loss_weight):
-            raise ValueError(
-                f"loss_weight={self.loss_weight!r} is unknown. Valid: 'auto', 'rows', 'labels', 'shifted_labels', "
-                "'sum', the name of an entry of the batch (its sum counts, as of a mask), or a function that is given "
-                "a micro-batch and returns how much it counts."
-            )
-        split = () if self.split is None else self.split
-        if isinstance(split, str) or not (isinstance(split, Sequence) and all(isinstance(name, str) for name in split)):
-            raise ValueError(f"split={split!r} has to be a list of names: the first of each stage but the first.")
-        require_one_of(BOOLS, activation_checkpointing=self.activation_checkpointing, meta_init=self.meta_init)
 
     @property
     def stages_per_rank(self) -> int:

@@ -79,7 +79,7 @@ class RunSupervision:
             strategy.global_rank,
             strategy.world_size,
             timeout_s,
-            strategy._reliability.stop_limit.total_seconds(),
+            strategy._reliability.stop_limit_s,
             launcher_pid(),
             agent_serves=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
@@ -173,7 +173,7 @@ class RunSupervision:
         module = self.strategy.lightning_module
         if module is None or module._trainer is None or not has_changed(module.trainer, "on_exception"):
             return 0.0
-        return self.strategy._reliability.stop_limit.total_seconds()
+        return self.strategy._reliability.stop_limit_s
 
     def _end_after_first(self, failure: Failure) -> None:
         """Say why this rank ends (it may be killed before its traceback), and let the rank that failed end first."""

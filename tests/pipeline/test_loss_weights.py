@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_smddp import PipelineStrategy
 from lightning_smddp.bridge.loss_weights import EXACT, LossWeight, best_fit, candidates, given_weight
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, rows_of, split
 
@@ -65,12 +64,6 @@ def test_what_the_batch_has_not_is_named_with_what_it_has(option: str) -> None:
 def test_a_function_has_to_return_a_weight(value: Any) -> None:
     with pytest.raises(ValueError, match="function given as loss_weight returned"):
         weights(lambda part: value, torch.ones(4, 2), 2)
-
-
-@pytest.mark.parametrize("option", [None, 3, ""])
-def test_unknown_options_list_the_valid_ones(option: Any) -> None:
-    with pytest.raises(ValueError, match=r"loss_weight=.* is unknown. Valid: 'auto', 'rows', 'labels'"):
-        PipelineStrategy(loss_weight=option)
 
 
 def test_labels_are_integers_of_minus_100_or_called_so() -> None:

@@ -5,16 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from lightning_smddp import PipelineStrategy, SMDDPFabricStrategy, SMDDPStrategy
 from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import Learner, make_trainer, silent
-
-
-def test_the_closed_library_of_aws_is_refused_with_the_cure() -> None:
-    said = "'smddp' is AWS's closed library.*PyTorch 2.4.* Leave process_group_backend out"
-    for strategy in (SMDDPStrategy, SMDDPFabricStrategy, PipelineStrategy):
-        with pytest.raises(ValueError, match=said):
-            strategy(process_group_backend="smddp")
 
 
 def backend(given: str | None) -> tuple[str, str | None]:
