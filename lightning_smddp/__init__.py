@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from lightning_smddp.checkpoint.files import CheckpointError as CheckpointError
     from lightning_smddp.choice.training_plan import plan as plan
     from lightning_smddp.communication.compression import Compression as Compression
-    from lightning_smddp.communication.errors import RankFailedError as RankFailedError
-    from lightning_smddp.communication.errors import RankTimeoutError as RankTimeoutError
+    from lightning_smddp.communication.objects import RankFailedError as RankFailedError
+    from lightning_smddp.communication.objects import RankTimeoutError as RankTimeoutError
     from lightning_smddp.communication.report import CommunicationReport as CommunicationReport
     from lightning_smddp.sagemaker import from_sagemaker as from_sagemaker
     from lightning_smddp.strategies.lightning import AccumulationStrategy as AccumulationStrategy
@@ -43,7 +43,7 @@ _NAMES = {  # of each module; {trainer} and {fabric} are `lightning`, or what is
     "checkpoint.files": "CheckpointError",
     "choice.training_plan": "plan",
     "communication.compression": "Compression",
-    "communication.errors": "RankFailedError RankTimeoutError",
+    "communication.objects": "RankFailedError RankTimeoutError",
     "communication.report": "CommunicationReport",
     "sagemaker": "from_sagemaker",
     "strategies.options": "CommunicationOptions PartitionOptions ReliabilityOptions",

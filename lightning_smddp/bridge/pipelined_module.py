@@ -30,7 +30,7 @@ from lightning_smddp.bridge.partitioned_module import (
 from lightning_smddp.bridge.partitioning import partition
 from lightning_smddp.bridge.step import LightningStep, Scale, loss_of, may_keep_casts
 from lightning_smddp.bridge.step_record import StepRecorder, StepResults
-from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.communication.objects import RankFailedError
 from lightning_smddp.communication.tensors import CPU
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.mesh import Channel

@@ -13,18 +13,17 @@ from torch import Tensor
 
 from lightning_smddp.communication.algorithms import (
     Algorithm,
+    IntraNodeGroup,
     IntraNodeReduce,
     Native,
     SharedMemoryAllReduce,
     TwoLevel,
 )
 from lightning_smddp.communication.compression import Compression, ErrorFeedback, ExactCodec, Int8Codec
-from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.groups import close_group, create_group, new_name
 from lightning_smddp.communication.inter_node import BalancedExchange, InterNodeReduce, RingExchange
-from lightning_smddp.communication.intra_node import IntraNodeGroup
 from lightning_smddp.communication.node_mesh import NodeMesh, OnWait
-from lightning_smddp.communication.objects import each, gather
+from lightning_smddp.communication.objects import RankFailedError, each, gather
 from lightning_smddp.communication.shared_memory import SharedMemory
 from lightning_smddp.communication.topology import discover
 

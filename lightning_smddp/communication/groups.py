@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_smddp._compat.torch import abort_and_forget, abort_nccl, default_store, is_nccl, new_group_among
-from lightning_smddp.communication.errors import RankTimeoutError
-from lightning_smddp.communication.objects import broadcast
+from lightning_smddp.communication.objects import RankTimeoutError, broadcast
 
 _NCCL_MARGIN = timedelta(seconds=60)  # for the supervision to find out who is late
 _aborted = False  # after a failure: this process's groups are not used again

@@ -21,8 +21,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_smddp.communication.errors import RankFailedError, RankTimeoutError
-from lightning_smddp.communication.objects import each
+from lightning_smddp.communication.objects import RankFailedError, RankTimeoutError, each
 from lightning_smddp.communication.topology import Topology
 
 OnWait = Callable[[float], None]

@@ -21,13 +21,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from lightning_smddp.communication.errors import NonFiniteGradientError
 from lightning_smddp.communication.objects import gather
 from lightning_smddp.communication.shared_memory import sum_dtype
 from lightning_smddp.communication.tensors import from_numbers
 from lightning_smddp.wording import counted
 
 _SHOWN = 3  # parameters, in messages
+
+
+class NonFiniteGradientError(ValueError):
+    """A gradient became NaN or infinite; the step was not taken."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""Python's objects between ranks, pickled, by torch's object collectives. Ranks of a job trust each other.
+"""Python's objects between ranks, pickled, by torch's object collectives; and the errors that name a rank.
 
-They go by the group's gloo where it has one, else by its device. Large tensors go by ``communication/tensors.py``.
+Ranks of a job trust each other. Objects go by the group's gloo where it has one, else by its device; large tensors by
+``communication/tensors.py``.
 """
 
 from __future__ import annotations
@@ -15,10 +16,24 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.pytree import map_leaves
 
 _SMALL = 1024  # bytes of a tensor that is pickled even where others go apart
+
+
+class RankFailedError(RuntimeError):
+    """A peer ended or left while this rank waited for it. ``rank`` is the peer's global rank."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rank, str(self))  # so that it can travel between processes
+
+
+class RankTimeoutError(RankFailedError):
+    """A peer is alive but did not come within the collective timeout."""
 
 
 class UnsendableError(ValueError):

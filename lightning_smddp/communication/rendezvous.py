@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 import lightning_smddp
 from lightning_smddp._compat.torch import is_nccl, set_group_timeout
-from lightning_smddp.communication.errors import StartError
 from lightning_smddp.communication.groups import backend_timeout
 
 JOB = "LIGHTNING_SMDDP_JOB"  # the variable that a script's first process gives to those that it starts
@@ -35,6 +34,10 @@ _MOST_INIT_TIMEOUT = timedelta(minutes=10)  # by default
 _RUN_VARIABLES = ["TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE", JOB]
 _FAREWELL_S = 2.0  # for the others to read what has decided, in a store that ends with rank 0
 _starts = itertools.count()  # the same on all ranks: a store may outlive a process group
+
+
+class StartError(ValueError):
+    """The ranks of a job did not find together. The message is one line, and the same on every rank that is there."""
 
 
 @dataclass(frozen=True)

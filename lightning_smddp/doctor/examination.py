@@ -15,9 +15,8 @@ import torch.multiprocessing as mp
 
 from lightning_smddp.communication.choose import time_algorithm
 from lightning_smddp.communication.communicator import Communicator, reduce_once
-from lightning_smddp.communication.errors import StartError
 from lightning_smddp.communication.objects import gather
-from lightning_smddp.communication.rendezvous import NCCL_AND_GLOO, RankInfo, join, versions
+from lightning_smddp.communication.rendezvous import NCCL_AND_GLOO, RankInfo, StartError, join, versions
 from lightning_smddp.doctor.machine import Facts, Finding, find, look
 from lightning_smddp.wording import counted
 

@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lightning_smddp.communication.communicator import Communicator
-from lightning_smddp.communication.norms import norm_over_ranks
+from lightning_smddp.communication.tensors import norm_over_ranks
 from lightning_smddp.sharding.flat_parameters import FlatParameters, Named, lay_out, movable
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from lightning_smddp._compat.fsdp import move_undivided
 from lightning_smddp.communication.consistency import require_compressible
 from lightning_smddp.communication.nonfinite import NonFinite, bad_gradients
-from lightning_smddp.communication.norms import norm_over_ranks
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.sharded_collectives import ShardedCollectives
+from lightning_smddp.communication.tensors import norm_over_ranks
 from lightning_smddp.pipeline.partition.costs import fits_on_hosts
 from lightning_smddp.pipeline.state.meta_parameters import initialize_deferred
 from lightning_smddp.pipeline.state.state_dict import broadcast_initial

@@ -22,9 +22,8 @@ from lightning_smddp._compat.trainer import (
     stop_exception,
     will_step,
 )
-from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.groups import mark_groups_aborted
-from lightning_smddp.communication.objects import gather
+from lightning_smddp.communication.objects import RankFailedError, gather
 from lightning_smddp.resume.auto_resume import stop_checkpoint
 from lightning_smddp.strategies.checks import has_changed
 from lightning_smddp.strategies.launchers import end_processes, launcher_pid, may_be_ended

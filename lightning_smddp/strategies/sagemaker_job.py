@@ -18,7 +18,7 @@ from fsspec.core import url_to_fs
 from lightning_smddp._compat.trainer import set_default_root
 from lightning_smddp.checkpoint.files import copy
 from lightning_smddp.checkpoint.sharded import consolidate, is_sharded
-from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.communication.objects import RankFailedError
 from lightning_smddp.sagemaker.folders import MODEL, Folders, failure_file, point_at, write_failure
 from lightning_smddp.strategies.tables import say
 from lightning_smddp.supervision.failure import text_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.communication.objects import RankFailedError
 
 Kind = Literal["failed", "died", "fell silent", "did not come", "left", "lost the job's store"]
 MAX_MESSAGE_CHARACTERS = 2000

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_smddp.communication import node_mesh
 from lightning_smddp.communication.compression import Compression
-from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.hook import _averaged
+from lightning_smddp.communication.objects import RankFailedError
 from tests.communication.training import Given, Hooked, hooked
 from tests.ranks import RanksFailedError, run_ranks
 

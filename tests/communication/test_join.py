@@ -14,8 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_smddp.communication.errors import StartError
-from lightning_smddp.communication.rendezvous import JOB, RankInfo, join, read, versions, wait_for_ranks
+from lightning_smddp.communication.rendezvous import JOB, RankInfo, StartError, join, read, versions, wait_for_ranks
 from tests.ranks import run_ranks
 
 VERSIONS = {"torch": "2.13.0", "lightning": "2.6.6", "lightning_smddp": "0.1.0"}

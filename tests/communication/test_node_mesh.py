@@ -13,9 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_smddp.communication import node_mesh
-from lightning_smddp.communication.errors import RankFailedError, RankTimeoutError
 from lightning_smddp.communication.node_mesh import NodeMesh
-from lightning_smddp.communication.objects import gather
+from lightning_smddp.communication.objects import RankFailedError, RankTimeoutError, gather
 from lightning_smddp.communication.topology import Topology
 from tests.communication.errors import message_of
 from tests.ranks import RanksFailedError, run_in_threads, run_ranks

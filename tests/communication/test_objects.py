@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.communication.objects import UnsendableError, broadcast, each, first, gather
+from lightning_smddp.communication.objects import RankFailedError, UnsendableError, broadcast, each, first, gather
 from tests.communication.errors import message_of
 from tests.pipeline.models import assert_same
 from tests.ranks import run_in_threads

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_smddp.communication.algorithms import Native, TwoLevel
+from lightning_smddp.communication.algorithms import IntraNodeGroup, Native, TwoLevel
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import Compression
-from lightning_smddp.communication.intra_node import IntraNodeGroup
 from lightning_smddp.communication.report import CommunicationReport
 from tests.communication.training import hooked
 from tests.ranks import run_ranks

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.communication.objects import RankFailedError
 from tests.faults.case import Case
 from tests.faults.checks import assert_ended, assert_named, assert_saved
 from tests.faults.injection import Fault

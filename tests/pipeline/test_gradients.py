@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_smddp.communication.norms import norm_over_ranks
+from lightning_smddp.communication.tensors import norm_over_ranks
 from lightning_smddp.pipeline.mesh import Ownership, held_parameters
 from lightning_smddp.pipeline.state.gradients import TiedGradients, clip_by_norm, overflow_of, overflow_shared
 from lightning_smddp.pipeline.state.meta_parameters import release

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.communication.objects import RankFailedError
 from lightning_smddp.pipeline.mesh import Channel
 from lightning_smddp.pipeline.runtime import step_exchange
 from lightning_smddp.pipeline.runtime.remote import ReplayError

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_smddp import PipelineStrategy, SMDDPStrategy
-from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.communication.objects import RankFailedError
 from lightning_smddp.sagemaker.folders import Folders, failure_file, point_at, pointed_at, write_failure
 from lightning_smddp.strategies import sagemaker_job
 from tests.ranks import run_trainer_ranks

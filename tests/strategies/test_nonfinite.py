@@ -12,7 +12,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_smddp.communication.errors import NonFiniteGradientError, RankFailedError
+from lightning_smddp.communication.nonfinite import NonFiniteGradientError
+from lightning_smddp.communication.objects import RankFailedError
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import Learner, make_trainer, samples
 from tests.strategies.pipeline_learners import Cases, call

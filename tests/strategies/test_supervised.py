@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_smddp import SMDDPStrategy
 from lightning_smddp._compat.trainer import own_stops
-from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.communication.objects import RankFailedError
 from lightning_smddp.strategies.launchers import _watch_start
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.grouped import grouped

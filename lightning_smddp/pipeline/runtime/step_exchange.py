@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp._compat.torch import all_gather_single
-from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.communication.objects import UnsendableError, gather, pickled, unpickled
+from lightning_smddp.communication.objects import RankFailedError, UnsendableError, gather, pickled, unpickled
 from lightning_smddp.communication.tensors import CPU, broadcast_tensors
 from lightning_smddp.pipeline.mesh import Channel
 from lightning_smddp.pipeline.partition.batch_sync import CURE

@@ -27,8 +27,7 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 from torch.optim import Optimizer
 
 from lightning_smddp.communication.groups import create_group, new_name
-from lightning_smddp.communication.norms import norm_over_ranks
-from lightning_smddp.communication.tensors import CPU, from_numbers
+from lightning_smddp.communication.tensors import CPU, from_numbers, norm_over_ranks
 from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.state.replicas import ReplicaGradients
