@@ -74,8 +74,7 @@ def register(module: ModuleType) -> None:
     for word, class_name in classes.items():
         for name, arguments in _variants(word):
             if name not in registry:
-                text = f"{class_name}, {arguments}"
-                registry.register(name, _factory(home, class_name), description=text, **arguments)
+                registry.register(name, _factory(home, class_name), **arguments)
 
 
 def change(module: ModuleType) -> None:

@@ -91,16 +91,10 @@ def _read_nodes(notes: Notes) -> None:
     rank = notes["rank"]
     world_size = notes["world_size"]
     here = notes["local_world_size"]
-    if not here:
-        notes.problem(
-            "mpirun did not say how many ranks run on this node.",
-            "Start the ranks by mpirun itself, or give a cluster environment as plugin.",
-        )
-        return
-    if world_size % here:
+    if not here or world_size % here:
         notes.problem(
             f"mpirun started {world_size} ranks, {here} of them on this node, so other nodes have another number.",
-            f"Start as many ranks on each node (mpirun --map-by ppr:{here}:node, or -ppn {here}).",
+            "Start as many ranks on each node (mpirun --map-by ppr:N:node, or -ppn N).",
         )
         return
     num_nodes = world_size // here

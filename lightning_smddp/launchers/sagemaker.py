@@ -149,46 +149,9 @@ def add(notes: Notes, launcher: Launcher, job: Job) -> None:
             f"Host {job.current_host} is in none of the instance groups that train ({hosts}).",
             "Train on those groups only, or name this host's group in distribution={'instance_groups': ...} too.",
         )
-    elif launcher == "mpirun":
-        _check_mpirun(notes, job, order)
-    elif launcher == "lightning":
-        _add_nodes(notes, job, order)
-
-
-def _add_nodes(notes: Notes, job: Job, order: tuple[str, ...]) -> None:
-    """One process a host: its node rank is all that has to be known."""
-    notes.put("node_rank", order.index(job.current_host))
-    notes.put("num_nodes", len(order))
-    address = notes["main_address"]
-    if len(order) > 1 and address not in order:
-        hosts = ", ".join(order)
-        notes.problem(
-            f"MASTER_ADDR={address} is none of this job's hosts ({hosts}), so no host knows whether it is node 0.",
-            "Leave MASTER_ADDR as SageMaker sets it, or set it to a host's name.",
-        )
-
-
-def _check_mpirun(notes: Notes, job: Job, order: tuple[str, ...]) -> None:
-    """Whether mpirun started ranks on every host, with rank 0 where the others look for it."""
-    # Fewer ranks than hosts times those of this host: mpirun has filled some hosts, and the others run nothing.
-    ranks = notes["world_size"]
-    here = notes["local_world_size"]
-    hosts = len(order)
-    if here and ranks < hosts * here:
-        reached = max(ranks // here, 1)
-        notes.problem(
-            f"mpirun started {ranks} ranks, all of them on {reached} of this job's {hosts} hosts.",
-            "With SDK 3, which gives mpirun the number of ranks of one host as that of the job, use Torchrun(), or "
-            f"MPI(mpi_additional_options=['-np', '{hosts * here}']): the last -np counts. With SDK 2 leave -np and "
-            "--host out of custom_mpi_options.",
-        )
-        return
-    address = notes["main_address"]
-    if notes["rank"] == 0 and address in order and address != job.current_host:
-        notes.problem(
-            f"Rank 0 is on host {job.current_host}, but the others look for it at {address}.",
-            f"Give mpirun -x MASTER_ADDR={job.current_host} (custom_mpi_options, or mpi_additional_options in SDK 3).",
-        )
+    elif launcher == "lightning":  # one process a host: its node rank is all that has to be known
+        notes.put("node_rank", order.index(job.current_host))
+        notes.put("num_nodes", len(order))
 
 
 def network_variables(launch: Launch) -> dict[str, str]:

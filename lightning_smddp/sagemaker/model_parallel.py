@@ -110,12 +110,12 @@ REFUSED_OF_V1 = {
     "horovod": Refused(False, "is TensorFlow's. Remove it: the ranks left over are replicas."),
 }
 PASSED_OF_V1 = (
-    "ddp", "ddp_port", "optimize", "memory_weight", "default_partition", "active_microbatches",
+    "ddp", "ddp_port", "ddp_dist_backend", "optimize", "memory_weight", "default_partition", "active_microbatches",
     "deterministic_server", "activation_loading_horizon", "prescaled_batch", "sdp_reduce_bucket_size",
     "sdp_param_persistence_threshold", "sdp_max_live_parameters", "sdp_hierarchical_allgather", "skip_tracing",
 )  # fmt: skip
 _READ_OF_V1 = (
-    "pipeline_parallel_degree", "partitions", "microbatches", "pipeline", "placement_strategy", "ddp_dist_backend",
+    "pipeline_parallel_degree", "partitions", "microbatches", "pipeline", "placement_strategy",
     "shard_optimizer_state", "sharded_data_parallel_degree",
 )  # fmt: skip
 _PLACEMENTS = {
@@ -131,6 +131,8 @@ def _read_v1(parameters: Mapping[str, Any], reading: Reading) -> str:
     """
     # Every part is read, also behind one that is refused: the one error at the end has all that is wrong.
     reading.look_up(parameters, REFUSED_OF_V1)
+    if {"partitions", "pipeline_parallel_degree"} <= parameters.keys():
+        reading.refuse("partitions", "is the old name of pipeline_parallel_degree. Remove one of them.")
     stages = _stages(parameters, reading)
     parts = reading.count(parameters, "microbatches", 1)
     schedule = reading.choice(
@@ -147,15 +149,8 @@ def _read_v1(parameters: Mapping[str, Any], reading: Reading) -> str:
         _PLACEMENTS,
         "has to be 'cluster', 'spread', or the letters D, P and T in some order, such as 'DPT'.",
     )
-    backends = {name: name for name in ("auto", "nccl", "gloo")}
-    backend = reading.choice(parameters, "ddp_dist_backend", "auto", backends, "has to be 'auto', 'nccl' or 'gloo'.")
-    if backend != "auto":
-        reading.options["process_group_backend"] = backend
     sharded = _shard(parameters, "sharded_data_parallel_degree", reading)
-    shards = parameters.get("shard_optimizer_state", False)
-    if shards not in (True, False):
-        reading.refuse(f"shard_optimizer_state={shards!r}", "has to be True or False.")
-    elif shards and not sharded:  # else they are sharded anyway
+    if parameters.get("shard_optimizer_state") and not sharded:  # else it is sharded anyway
         reading.options["shard"] = "optimizer"
     if stages is None or parts is None:  # missing; or wrong, and refused by now
         return "smddp"
@@ -180,15 +175,12 @@ def _read_v1(parameters: Mapping[str, Any], reading: Reading) -> str:
 
 
 def _stages(parameters: Mapping[str, Any], reading: Reading) -> int | None:
-    """The number of stages, under its old or its new name; one of them is required."""
+    """The number of stages, under its new or its old name; one of them is required."""
     # `pipeline_parallel_size` beside the configuration wins. What the configuration says is checked all the same.
-    names = [name for name in ("pipeline_parallel_degree", "partitions") if name in parameters]
-    if not names and "pipeline_parallel_size" not in reading.given:
-        reading.refuse("pipeline_parallel_degree", "is missing. Give the number of stages, or 1 for no pipeline.")
-    counts = [reading.count(parameters, name) for name in names]
-    if len(set(counts)) > 1:
-        reading.refuse("partitions", f"is the old name of pipeline_parallel_degree, and differs: {counts}. Remove it.")
-    asked = counts[0] if counts else None
+    name = "partitions" if "partitions" in parameters else "pipeline_parallel_degree"
+    if name not in parameters and "pipeline_parallel_size" not in reading.given:
+        reading.refuse(name, "is missing. Give the number of stages, or 1 for no pipeline.")
+    asked = reading.count(parameters, name)
     stages: int | None = reading.given.get("pipeline_parallel_size", asked)
     return stages
 

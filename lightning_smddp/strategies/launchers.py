@@ -67,14 +67,6 @@ class ScriptLaunching:
 
     procs: list[subprocess.Popen[bytes]]
 
-    @property
-    def is_interactive_compatible(self) -> bool:
-        """Never; Lightning asks in a notebook, and would advise a strategy of its own."""
-        raise ValueError(
-            "The strategy starts this script again for each other rank, and a notebook is no script. Add '_notebook' "
-            "to its name, as in Trainer(strategy='smddp_notebook'), which forks the notebook's process."
-        )
-
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the other ranks, and run ``function`` in this one; if it fails, they end before this process does."""
         launcher: Any = self

@@ -68,7 +68,6 @@ PROBLEMS = {
     "mpich_two_nodes": "nothing says where rank 0 is.*-genv MASTER_ADDR host0",
     "slurm_batch_without_srun": "SLURM_NTASKS=4 .* not started by srun.*Write srun before python",
     "sagemaker_heterogeneous_outside": "Host algo-1 is in none of the instance groups that train \\(algo-4, algo-3\\)",
-    "sdk3_mpi_np_bug": r"2 ranks, all of them on 1 of this job's 2 hosts.*SDK 3.*\['-np', '4'\]",
 }
 
 
@@ -136,10 +135,8 @@ def test_an_mpi_that_places_ranks_by_node() -> None:
 
 def test_nodes_with_other_numbers_of_ranks() -> None:
     launch = detected("open_mpi_4", OMPI_COMM_WORLD_SIZE="5")
-    with pytest.raises(ValueError, match="5 ranks, 2 of them on this node.*ppr:2:node"):
+    with pytest.raises(ValueError, match="5 ranks, 2 of them on this node.*ppr:N:node"):
         launch.check(2, 2)
-    with pytest.raises(ValueError, match="did not say how many ranks run on this node"):
-        detected("open_mpi_4", OMPI_COMM_WORLD_LOCAL_SIZE=None).check(2, 1)
 
 
 @pytest.mark.parametrize(
@@ -168,8 +165,6 @@ def test_node_0_is_the_master_in_every_order() -> None:
     assert detected("sagemaker_mpi").hosts == ("algo-2", "algo-1")
     moved = detected("sagemaker_none", MASTER_ADDR="algo-2")
     assert (moved.hosts, moved.node_rank) == (("algo-2", "algo-1"), 0)
-    with pytest.raises(ValueError, match="MASTER_ADDR=10.0.0.9 is none of this job's hosts"):
-        detected("sagemaker_none", MASTER_ADDR="10.0.0.9").check(2, 2)
     hosts = detected("sagemaker_none_ten_hosts").hosts
     assert hosts[:3] == ("algo-1", "algo-10", "algo-2")  # lexicographic
 
@@ -190,10 +185,10 @@ def test_all_hosts_agree(case: str, tmp_path: Path) -> None:
             assert other.node_rank == index
 
 
-def test_rank_0_is_where_the_others_look() -> None:
-    assert detected("sagemaker_mpi_rank_0").problems == ()
-    with pytest.raises(ValueError, match="Rank 0 is on host algo-2, but the others look for it at algo-1.*-x MASTER"):
-        detected("sagemaker_mpi_rank_0", MASTER_ADDR="algo-1").check(2, 2)
+def test_an_mpi_that_has_not_reached_all_hosts() -> None:
+    """SDK 3 gives mpirun the number of ranks of one host as that of the job."""
+    with pytest.raises(ValueError, match="mpirun started 2 ranks.* ask for 4.*mpirun -np 4"):
+        detected("sdk3_mpi_np_bug").check(2, 2)
 
 
 def test_files_are_not_needed_where_variables_are() -> None:

@@ -62,7 +62,6 @@ TRANSLATED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"pytorchxla": {"enabled": False}, "torch_distributed": ON}, "smddp", {}),
     (v2(**V2_DEFAULTS), "smddp", {}),
     (v1(partitions=1), "smddp", {}),
-    (v1(partitions=1, ddp_dist_backend="nccl"), "smddp", {"process_group_backend": "nccl"}),
     (v1(**V1_DEFAULTS), PIPELINE, V1_PIPELINE),
     (v1(partitions=2), PIPELINE, {"num_microbatches": 1, "schedule": "1f1b"}),  # the library's default
     (v1(partitions=1, microbatches=4), PIPELINE, {"pipeline_parallel_size": 1, "num_microbatches": 4}),
@@ -205,7 +204,6 @@ def test_all_problems_are_named_at_once() -> None:
         ({"torch_distributed": True}, r"torch_distributed=True: has to be a dictionary"),
         ({"partitions": 2}, "partitions: is unknown"),
         (v1(partitions=2, pipeline_parallel_degree=4), "partitions: is the old name"),
-        (v1(partitions=2, ddp_dist_backend="smddp"), "ddp_dist_backend='smddp'"),
         (v1(partitions=2, sharded_data_parallel_degree=2), "cannot both be above 1"),
         (v2(hybrid_shard_degree=-1), "hybrid_shard_degree=-1: has to be a number from 1"),
         ({"smdistributed": {"modelparallel": {**ON, "parameters": 3}}}, "3 cannot be read"),

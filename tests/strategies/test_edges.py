@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from lightning_smddp import PipelineStrategy, SMDDPFSDPStrategy
@@ -157,14 +156,6 @@ SLOW = Cases(
         *((goes_on, name) for name in ("ddp", "smddp")),
     ],
 )
-
-
-def test_advice_in_a_notebook_names_our_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
-    import lightning.pytorch.trainer.connectors.accelerator_connector as connector
-
-    monkeypatch.setattr(connector, "_IS_INTERACTIVE", True)
-    with pytest.raises(ValueError, match=r"Trainer\(strategy='smddp_notebook'\)"):
-        Trainer(accelerator="cpu", devices=2, strategy="smddp_fsdp")
 
 
 def test_the_version_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
