@@ -117,7 +117,7 @@ class OptimizerShards(StepsParts):
         """Step a share of the parameters of ``flat`` from here on; others are stepped by every rank."""
         self._flat = flat
         self.splits = splits
-        fused = {id(each) for group in self.optimizer.param_groups if group.get("fused") for each in group["params"]}
+        is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
         for number, layout in enumerate(flat.layouts):
             for slot in layout.slots:
                 self.pieces[id(slot.parameter)] = []  # also where this rank's share has nothing of it
@@ -127,7 +127,7 @@ class OptimizerShards(StepsParts):
                 parameter = slot.parameter
                 # Smaller pieces on a CPU, where an optimizer without a fused kernel passes over them many times.
                 size = high - low
-                if splits and parameter.device.type == "cpu" and id(parameter) not in fused:
+                if splits and parameter.device.type == "cpu" and not is_fused:
                     size = _CACHED_BYTES // parameter.dtype.itemsize
                 for begin in range(low, high, size):
                     end = min(begin + size, high)

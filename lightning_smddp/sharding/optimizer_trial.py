@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -127,19 +127,14 @@ def copy_with(optimizer: Optimizer, parameters: dict[int, nn.Parameter]) -> Any:
     """
     # `deepcopy` takes what its memo has for an object's `id` instead of copying it. So the copy has the stand-ins, an
     # empty state and itself wherever the optimizer's attributes lead to parameters, the state or the optimizer.
-    memo: dict[int, Any] = dict(parameters)
-    memo[id(optimizer.state)] = defaultdict(dict)
-    clone = object.__new__(type(optimizer))
-    memo[id(optimizer)] = clone
+    clone: Any = object.__new__(type(optimizer))
+    memo = {**parameters, id(optimizer.state): defaultdict(dict), id(optimizer): clone}
+    attributes = {}
     for name, value in vars(optimizer).items():
-        if name.startswith("_optimizer_") and isinstance(value, OrderedDict):  # hooks, as torch names them
-            vars(clone)[name] = OrderedDict()
-        elif name != "step":  # a scheduler's, bound to the original
-            vars(clone)[name] = copy.deepcopy(value, memo)
+        if name != "step" and not name.startswith("_optimizer_"):  # a scheduler's, bound to the original; hooks
+            attributes[name] = copy.deepcopy(value, memo)
+    Optimizer.__setstate__(clone, attributes)
     for group in clone.param_groups:
-        rate = group.get("lr")
-        if isinstance(rate, Tensor):
-            group["lr"] = torch.full_like(rate, max(float(rate), _LEARNING_RATE))
-        elif rate is not None:
-            group["lr"] = max(rate, _LEARNING_RATE)
+        if group.get("lr") is not None:
+            group["lr"] = max(group["lr"], _LEARNING_RATE)
     return clone

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -16,39 +15,26 @@ from lightning_smddp._compat.torch import all_gather_single
 from lightning_smddp.pytree import map_leaves
 
 
-def whole(value: Tensor, device: torch.device) -> Tensor:
-    """All of a tensor, on the CPU. Collective for one that is divided.
-
-    Args:
-        value: any tensor.
-        device: where messages are.
-    """
+def whole(value: Tensor) -> Tensor:
+    """All of a tensor, on the CPU. Collective for one that is divided."""
     if isinstance(value, DTensor):
-        value = all_of(value, device)
+        value = all_of(value)
     return value.detach().cpu()
 
 
-def all_of(value: DTensor, device: torch.device | None = None) -> Tensor:
-    """All of a tensor that is divided in its first dimension, as FSDP2 does it, on ``device``. Collective.
+def all_of(value: DTensor) -> Tensor:
+    """All of a tensor that is divided in its first dimension, as FSDP2 does it, on the mesh's device. Collective.
 
     ``full_tensor`` needs the device's own backend in a form that not every one has, and shares where it is.
-
-    Args:
-        value: of which this rank has its part.
-        device: for messages; None is that of the mesh.
     """
     mesh = value.device_mesh
     local: Tensor = call_as_is(DTensor.to_local, (value.detach(),), {})
-    if device is None:
-        device = torch.device("cpu")
-        if mesh.device_type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
     # The mesh's last dimension has the ranks that divide one copy. Each sends equally many rows, as the collective has
     # it: behind its own there are zeros, which come last in what is gathered.
     last = mesh.ndim - 1
     rows_of_rank = _rows_of_rank(value.size(0), mesh)
     shape_of_row = value.shape[1:]
-    own = local.new_zeros((rows_of_rank, *shape_of_row), device=device)
+    own = local.new_zeros((rows_of_rank, *shape_of_row), device=mesh.device_type)
     own[: local.size(0)].copy_(local)
     found = own.new_empty((mesh.size(last) * rows_of_rank, *shape_of_row))
     all_gather_single(found.view(-1), own.view(-1), mesh.get_group(last))
@@ -65,36 +51,35 @@ Keeps = Callable[[int], bool]
 """Whether this rank keeps the tensor of a number, or what is no tensor (0): what is gathered is in memory once."""
 
 
-def gathered_model(state: Mapping[str, Any], keeps: Keeps, device: torch.device) -> dict[str, Any]:
+def gathered_model(state: Mapping[str, Any], keeps: Keeps) -> dict[str, Any]:
     """What this rank keeps of a ``state_dict(keep_vars=True)``, with whole tensors on the CPU. Collective.
 
     Tied weights are one tensor again.
     """
-    wholes: dict[int, Tensor | None] = {}  # by `id` of the divided one; None for those that other ranks keep
+    divided = {id(value): value for value in state.values() if isinstance(value, Tensor)}
+    wholes = _gathered(divided, keeps)
     kept: dict[str, Any] = {}
     for name, value in state.items():
-        if not isinstance(value, Tensor):
-            if keeps(0):
-                kept[name] = value
-            continue
-        if id(value) not in wholes:
-            gathered = whole(value, device)  # all ranks gather, also what they do not keep
-            wholes[id(value)] = gathered if keeps(len(wholes)) else None
-        found = wholes[id(value)]
-        if found is not None:
-            kept[name] = found
+        if id(value) in wholes:
+            kept[name] = wholes[id(value)]
+        elif id(value) not in divided and keeps(0):
+            kept[name] = value
     return kept
 
 
-def gathered_optimizer(state: Mapping[str, Any], keeps: Keeps, device: torch.device) -> dict[str, Any]:
+def gathered_optimizer(state: Mapping[str, Any], keeps: Keeps) -> dict[str, Any]:
     """What this rank keeps of an optimizer's ``state_dict()``, with whole tensors on the CPU. Collective."""
-    # All ranks gather every parameter's state, in the same order, and drop at once what others keep.
+    return {**state, "state": _gathered(state["state"], keeps)}
+
+
+def _gathered(values: Mapping[Any, Any], keeps: Keeps) -> dict[Any, Any]:
+    # All ranks gather all of them, in the same order, and drop at once what others keep.
     kept = {}
-    for number, (parameter, values) in enumerate(state["state"].items()):
-        gathered = map_leaves(lambda leaf: whole(leaf, device) if isinstance(leaf, Tensor) else leaf, values)
+    for number, (key, value) in enumerate(values.items()):
+        found = map_leaves(lambda leaf: whole(leaf) if isinstance(leaf, Tensor) else leaf, value)
         if keeps(number):
-            kept[parameter] = gathered
-    return {**state, "state": kept}
+            kept[key] = found
+    return kept
 
 
 def own_part(value: Tensor, like: DTensor) -> DTensor:

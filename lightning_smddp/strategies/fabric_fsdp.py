@@ -264,7 +264,7 @@ class FabricFullyShardedParallel(FabricStrategy):
         """The whole module's state, on global rank 0. Collective."""
         with self._all_divided():
             state = _inner(module).state_dict(keep_vars=True)
-            return gathered_model(state, self._keeps, self.root_device)
+            return gathered_model(state, self._keeps)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a whole module's state."""
@@ -274,7 +274,7 @@ class FabricFullyShardedParallel(FabricStrategy):
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state, on global rank 0. Collective."""
         with self._all_divided():
-            return gathered_optimizer(optimizer.state_dict(), self._keeps, self.root_device)
+            return gathered_optimizer(optimizer.state_dict(), self._keeps)
 
     # ---- the end ----
 

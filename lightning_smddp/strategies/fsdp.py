@@ -276,11 +276,11 @@ class FullyShardedParallel(TrainerStrategy):
 
     @override
     def _model_state(self) -> dict[str, Any]:
-        return gathered_model(self._module.state_dict(keep_vars=True), self._keeps, self.root_device)
+        return gathered_model(self._module.state_dict(keep_vars=True), self._keeps)
 
     @override
     def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return gathered_optimizer(optimizer.state_dict(), self._keeps, self.root_device)
+        return gathered_optimizer(optimizer.state_dict(), self._keeps)
 
     def _keeps(self, number: int) -> bool:
         """Whether this rank saves what has that number: with ``sharded`` its share, else the first rank all."""

@@ -219,7 +219,7 @@ class FSDPScheme:
                     stacklevel=2,
                 )
             return {}
-        gathered = {name: whole(parameter, self.device) for name, parameter in module.named_parameters()}
+        gathered = {name: whole(parameter) for name, parameter in module.named_parameters()}
         return self.sharded.close(gathered)
 
     def close(self) -> None:
