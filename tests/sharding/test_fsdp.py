@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.sharding.learners import AdamLearner, BadBatch, Tied, Validating, fully_sharded
 from tests.strategies.learners import Learner, make_trainer
 from tests.strategies.pipeline_learners import run_each
+from tests.strategies.test_options import parse
 
 
 def fit_bad() -> None:
@@ -118,21 +118,9 @@ def test_units_that_are_given():
     assert "cpu_offload=True changes nothing" in first
 
 
-@pytest.mark.parametrize(
-    ("package", "ours"),
-    [
-        ("lightning.pytorch", "lightning_smddp"),
-        ("pytorch_lightning", "lightning_smddp.strategies.pytorch_lightning"),
-    ],
-)
-def test_from_the_command_line(package, ours, monkeypatch):
+def test_units_from_the_command_line(monkeypatch):
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # it warns of Lightning's use of it
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    cli = import_module(f"{package}.cli").LightningCLI
-    model = import_module(f"{package}.demos.boring_classes").BoringModel
-    arguments = [f"--trainer.strategy={ours}.SMDDPFSDPStrategy", "--trainer.strategy.wrap=[Linear]"]
-    arguments += ["--trainer.logger=false", "--trainer.accelerator=cpu"]
-    options = {"run": False, "save_config_callback": None, "seed_everything_default": False}
-    strategy = cli(model, args=arguments, **options).trainer.strategy
-    assert isinstance(strategy, import_module(f"{package}.strategies").DDPStrategy)
-    assert (type(strategy).__name__, strategy._sharding.wrap) == ("SMDDPFSDPStrategy", ["Linear"])
+    strategy = "--trainer.strategy=lightning_smddp.SMDDPFSDPStrategy"
+    made = parse(strategy, "--trainer.strategy.wrap=[Linear]", "--trainer.logger=false", "--trainer.accelerator=cpu")
+    assert made._sharding.wrap == ["Linear"]
