@@ -11,15 +11,6 @@ Environ = Mapping[str, str]
 
 Launcher = Literal["torchrun", "jsrun", "mpirun", "srun", "kubeflow", "lightning"]
 
-# What to type for n nodes of d ranks, t in all; SageMaker has other words for the same.
-_HOW = {
-    "torchrun": "torchrun --nnodes={n} --nproc-per-node={d}",
-    "jsrun": "jsrun -n {t}",
-    "mpirun": "mpirun -np {t}",
-    "srun": "srun --nodes={n} --ntasks-per-node={d}",
-    "kubeflow": "a PyTorchJob of {t} replicas in all",
-}
-
 
 @dataclass(frozen=True)
 class Launch:
@@ -86,11 +77,10 @@ class Launch:
         if self.world_size == asked and self.local_world_size in (None, num_devices):
             return
         here = "" if self.local_world_size is None else f", {self.local_world_size} of them on this node"
-        how = _HOW[self.launcher].format(n=num_nodes, d=num_devices, t=asked)
         raise ValueError(
             f"{self.launcher} started {self.world_size} ranks{here}, but num_nodes={num_nodes} and "
             f"devices={num_devices} ask for {asked}. Set num_nodes={self.num_nodes or '...'} and "
-            f"devices={self.local_world_size or '...'}, or start as many as asked for ({how})."
+            f"devices={self.local_world_size or '...'}, or start as many as asked for."
         )
 
     def describe(self) -> str:

@@ -101,10 +101,7 @@ def _read_nodes(notes: Notes) -> None:
     notes.put("num_nodes", num_nodes)
     # Ranks fill one node after the other, which is every launcher's default, or their local ranks show that they are
     # dealt out to the nodes in turn.
-    rank_on_node = notes["local_rank"]
-    # Some ranks, such as rank 5 of three nodes of four, have the same local rank either way.
-    in_turn = notes.environ.get("OMPI_MCA_rmaps_base_mapping_policy", "").startswith("node")
-    if rank % here == rank_on_node and not (in_turn and rank // num_nodes == rank_on_node):
+    if rank % here == notes["local_rank"]:
         notes.put("node_rank", rank // here)
     else:
         notes.put("node_rank", rank % num_nodes)

@@ -79,17 +79,12 @@ def write_failure(path: Path, text: str, since: float) -> None:
         text: is cut to the 1024 characters that SageMaker shows.
         since: seconds since 1970. An older file is of an earlier start of the script in this container.
     """
-    # Whole or not at all, and by one rank alone: a link, unlike a rename, fails if the name is there already.
-    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_mtime < since:
             path.unlink(missing_ok=True)
-        try:
-            temporary.write_text(text[:_FAILURE_CHARACTERS], encoding="utf-8", errors="replace")
-            os.link(temporary, path)  # fails where another rank was first
-        finally:
-            temporary.unlink(missing_ok=True)
+        with open(path, "x", encoding="utf-8", errors="replace") as file:  # fails where another rank was first
+            file.write(text[:_FAILURE_CHARACTERS])
 
 
 def point_at(folder: Path, checkpoint: str | os.PathLike[str]) -> None:

@@ -85,7 +85,7 @@ class AccumulateMicroBatches(_Base):
         **kwargs: of Lightning's ``SingleDeviceStrategy``, such as ``device``.
 
     Raises:
-        ValueError: ``num_microbatches`` is less than 1; a module optimizes manually; outputs cannot be put together.
+        ValueError: a module optimizes manually; outputs cannot be put together.
     """
 
     def __init__(
@@ -95,8 +95,6 @@ class AccumulateMicroBatches(_Base):
         split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
         **kwargs: Any,
     ) -> None:
-        if isinstance(num_microbatches, int) and num_microbatches < 1:
-            raise ValueError(f"num_microbatches={num_microbatches} has to be a number from 1.")
         super().__init__(**kwargs)
         self.num_microbatches = num_microbatches
         self.loss_weight = loss_weight

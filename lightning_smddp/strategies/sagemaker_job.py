@@ -126,15 +126,12 @@ class SageMakerJob:
 
     @property
     def _gives_model(self) -> bool:
-        """Whether it is up to us: checkpoints are saved, and not into the model's folder."""
+        """Whether it is up to us: checkpoints are saved."""
         if self._folders is None or self._trainer is None:
             return False
         if self.strategy._session.failed or self._trainer.state.fn != "fit":
             return False
-        callbacks = self._trainer.checkpoint_callbacks
-        given = [callback.dirpath for callback in callbacks if getattr(callback, "dirpath", None)]
-        is_scripts = any(Path(os.path.abspath(path)).is_relative_to(self._folders.model) for path in given)
-        return bool(callbacks) and not is_scripts
+        return bool(self._trainer.checkpoint_callbacks)
 
     def training_ends(self) -> None:
         """Save the final weights, unless a metric says which are the best."""

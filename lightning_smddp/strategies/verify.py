@@ -16,7 +16,6 @@ from torch import Tensor
 from lightning_smddp.pytree import items
 from lightning_smddp.strategies.lightning import AccumulationStrategy, PipelineStrategy
 from lightning_smddp.strategies.tables import print_table
-from lightning_smddp.wording import counted
 
 # Relative differences that rounding explains: of values, and of what a step changed in a tensor.
 _VALUES = 1e-4
@@ -158,7 +157,7 @@ def _judge(alone: Mapping[str, Seen], piped: Mapping[str, Seen]) -> int:
     """Print how the pipeline's steps differ from one process's, and say the same in the last line."""
     wrong = list(differences(alone, piped))
     if wrong:
-        print_table(f"verify: {counted(len(wrong), 'value')} differ", wrong[:_MOST_ROWS])
+        print_table("verify: what differs", wrong[:_MOST_ROWS])
         place, text = wrong[0]
         print(f"The pipeline differs from one process, first in {place}: {text}.")
         return 1
