@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from lightning_smddp.sharding.optimizer_shards import unwrapped
@@ -66,12 +65,6 @@ def look_at_first_batch(module: Any, datamodule: Any, precision: Any, look: Call
     """
     package = _package_of(module)
     name = type(module).__name__
-    is_overridden = import_module(f"{package}.utilities.model_helpers").is_overridden
-    if datamodule is None and not is_overridden("train_dataloader", module):
-        raise UnplannableError(
-            f"{name} has no train_dataloader, so there is no batch to trace: give a datamodule "
-            "(--datamodule package.module:Class)."
-        )
     strategies = import_module(f"{package}.strategies")
 
     # Lightning's own loop comes to the first batch, so that hooks, loaders, optimizers and precision are those of a
@@ -113,7 +106,7 @@ def _package_of(module: Any) -> str:
             package, _, _ = base.__module__.partition(".core")
             return package
     what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
-    cure = "Give an instance of the class that has the `training_step`, or a function that returns one."
-    if isinstance(module, nn.Module):
-        cure = "Put it into a LightningModule with a `training_step`."
-    raise UnplannableError(f"{what} is no LightningModule. {cure}")
+    raise UnplannableError(
+        f"{what} is no LightningModule. Give an instance of the class that has the `training_step`, or a function that "
+        "returns one."
+    )

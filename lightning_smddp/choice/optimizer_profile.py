@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_smddp.choice.step_profile import recorded_memory
+from lightning_smddp.choice.step_profile import MemoryRecord
 from lightning_smddp.pytree import tensors
 from lightning_smddp.sharding.optimizer_trial import copy_with
 
@@ -86,8 +85,8 @@ def _try(optimizer: Optimizer, number: int, like: Tensor) -> tuple[int, int]:
     step = type(trial).step  # an instance's own may be a scheduler's
     # The first step makes the state: what later ones need for a moment is seen in the second.
     step(trial)
-    with recorded_memory() as record:
-        step(trial)
+    record = MemoryRecord()
+    record.run(lambda: step(trial))
     # By address: what several entries share counts once.
     sizes = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors(trial.state[parameter])}
-    return sum(sizes.values()), max(accumulate(record.entries, initial=0))
+    return sum(sizes.values()), record.peak

@@ -1,12 +1,9 @@
-"""What a rank of ``smddp_pipeline`` holds: the step is cut here as there, and run once on a micro-batch."""
+"""What a rank of ``smddp_pipeline`` holds: the step is cut here as there."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-
-from torch.utils.checkpoint import checkpoint
 
 from lightning_smddp.bridge.batches import count_for, splitter_for
 from lightning_smddp.bridge.step import LightningStep, loss_of
@@ -15,7 +12,6 @@ from lightning_smddp.choice.estimates import Estimate, Memory, Sizes, fullest
 from lightning_smddp.choice.first_batch import FirstBatch
 from lightning_smddp.choice.step_profile import StepProfile, profile_step
 from lightning_smddp.communication.tensors import CPU
-from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.capture.boundaries import cut_into_stages
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules
@@ -26,7 +22,6 @@ from lightning_smddp.pipeline.partition.costs import LOOPBACK, cluster_of, in_fl
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, rows_of
 from lightning_smddp.pipeline.partition.plan import refuse_external_writes
 from lightning_smddp.pipeline.partition.split import choose_cuts, choose_units
-from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.schedules import parse
 from lightning_smddp.planner.problem import Cluster
 from lightning_smddp.seeding import Generators
@@ -57,7 +52,7 @@ def estimate_pipelines(
         microbatches = _microbatches(first, ranks)
         try:
             memory, whole = _training(first, microbatches, sizes, state, ranks, checkpointing)
-        except (SplitError, ReplayError) as error:
+        except SplitError as error:
             notes.append(str(error))
         else:
             # Before training the first rank runs a micro-batch through the whole module, for the times of its nodes.
@@ -98,20 +93,23 @@ def _training(
 ) -> tuple[Memory, StepProfile]:
     """What the fullest rank holds in training, and the profile of one micro-batch through the whole module.
 
+    A stage keeps all that is made in its modules; with checkpointing their inputs alone, and for a moment what is made
+    in one of them.
+
     Raises:
-        SplitError, ReplayError: a pipeline cannot train the module.
+        SplitError: a pipeline cannot train the module.
     """
     reason = refusal_of_training(first.module, (), first.optimizers)
     if reason is not None:
         raise SplitError(reason)
     flights = in_flight(_SCHEDULE, range(ranks), len(microbatches))
     cluster = cluster_of(first.module, first.optimizers, range(ranks), flights, (LOOPBACK,) * (ranks - 1))
-    graph, cuts, whole, profiles = _profiles(first, microbatches[0], cluster, checkpointing)
+    graph, cuts, whole = _cut(first, microbatches[0], cluster, checkpointing)
     stages = cut_into_stages(graph, cuts)
     named = dict(first.module.named_parameters())
     users = parameter_stages_of(graph, stages, list(named))
     moments = []
-    for plan, profile in zip(stages, profiles, strict=True):
+    for plan in stages:
         own = [named[name] for name in named if plan.stage in users[name]]  # a tied one is on each rank that uses it
         held = Memory(
             parameters=sum(parameter.nbytes for parameter in own) + sizes.buffers,
@@ -119,20 +117,27 @@ def _training(
             optimizer_state=sum(state.get(id(parameter), 0) for parameter in own),
             activations=sizes.batch,
         )
+        kept, again = graph.nbytes(plan.receives), 0
+        for node in graph.nodes[plan.begin : plan.end]:
+            if checkpointing and node.module is not None:
+                kept += graph.nbytes(node.inputs)
+                again = max(again, node.activation_bytes)
+            else:
+                kept += node.activation_bytes
         running = replace(
             held,
-            activations=sizes.batch + flights[plan.stage] * (profile.kept + graph.nbytes(plan.receives)),
+            activations=sizes.batch + flights[plan.stage] * kept,
             communication=graph.nbytes(plan.sends),  # torch's schedule holds the last output until it has the next one
-            temporary=profile.temporary,
+            temporary=whole.temporary + again,
         )
         moments += [running, replace(held, temporary=sizes.optimizer_temporary)]
     return fullest(moments), whole
 
 
-def _profiles(
+def _cut(
     first: FirstBatch, microbatch: MicroBatch, cluster: Cluster, checkpointing: bool
-) -> tuple[StepGraph, Sequence[int], StepProfile, list[StepProfile]]:
-    """The graph of the step, where it is cut, and the profiles of the whole step and of each stage.
+) -> tuple[StepGraph, Sequence[int], StepProfile]:
+    """The graph of the step, where it is cut, and the profile of the whole step.
 
     It is cut by the times of a run on one micro-batch, as by the strategy's first rank.
     """
@@ -146,17 +151,4 @@ def _profiles(
         with preserve_state(module, CPU):
             times = time_nodes(graph, run, loss_of, module, CPU)
         cuts = choose_cuts(graph, cluster, times, None, checkpointing).cuts
-        (whole,) = profile_step(lambda: loss_of(run()), module)
-        # Units that are checkpointed keep their inputs alone, and run again in the backward, as in training.
-        replaced = []
-        for unit in map(module.get_submodule, graph.units if checkpointing else ()):
-            replaced.append((vars(unit), "forward", partial(checkpoint, unit.forward, use_reentrant=False)))
-        with patched(replaced):
-            stages = profile_step(lambda: loss_of(run()), module, [_first_call(graph, cut) for cut in cuts])
-    return graph, cuts, whole, stages
-
-
-def _first_call(graph: StepGraph, cut: int) -> tuple[str, int]:
-    """The unit that a stage begins with, and which of its calls that is."""
-    name = next(node.module for node in graph.nodes[cut:] if node.module is not None)
-    return name, sum(node.module == name for node in graph.nodes[:cut])
+        return graph, cuts, profile_step(lambda: loss_of(run()), module)

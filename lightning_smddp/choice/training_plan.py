@@ -155,10 +155,9 @@ def _profile(first: FirstBatch) -> StepProfile:
         return loss_of(result)
 
     try:
-        (profile,) = profile_step(run, first.module)
+        return profile_step(run, first.module)
     except SplitError as error:  # of `loss_of`
         raise UnplannableError(str(error)) from None
-    return profile
 
 
 def _bytes(found: Iterable[torch.Tensor]) -> int:

@@ -33,31 +33,6 @@ class Wide(LightningModule):
         return DataLoader([[x, x[:, :3].argmax(1)]] * 8, batch_size=None)  # one batch: a data set takes memory, too
 
 
-class Blocks(Wide):
-    """Twelve blocks behind a large embedding: each of its own, or one that is called twelve times, as in ALBERT."""
-
-    def __init__(self, shared: bool, by_forward: bool) -> None:
-        super().__init__(64, 96)
-        self.by_forward = by_forward
-        self.embedding = nn.Embedding(20000, self.width)
-        one = self._block()
-        self.blocks = nn.ModuleList(one if shared else self._block() for _ in range(12))
-        self.net = nn.Linear(self.width, 3)
-
-    def _block(self) -> nn.Module:
-        wide = 8 * self.width
-        return nn.Sequential(nn.Linear(self.width, wide), nn.Tanh(), nn.Linear(wide, self.width))
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        x = batch[0] + self.embedding(batch[1])
-        for block in self.blocks:
-            x = block.forward(x) if self.by_forward else block(x)
-        return F.cross_entropy(self.net(x), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, foreach=False)
-
-
 class Small(Wide):
     """For what needs no size."""
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import lightning_smddp
-from lightning_smddp.choice import pipelines
 from lightning_smddp.choice.cli_config import from_config
 from lightning_smddp.choice.estimates import (
     Estimate,
@@ -25,9 +24,7 @@ from lightning_smddp.choice.optimizer_profile import profile_optimizers
 from lightning_smddp.choice.step_profile import StepProfile, profile_step
 from lightning_smddp.choice.training_plan import TrainingPlan
 from lightning_smddp.cli import main
-from lightning_smddp.pipeline.capture.graph_builder import build_graph
-from lightning_smddp.pipeline.partition.costs import NodeTimes
-from tests.choice.modules import Blocks, ByHand, Empty, Penalised, Small, Summing, WithLBFGS, WithoutData
+from tests.choice.modules import ByHand, Empty, Penalised, Small, Summing, WithLBFGS
 
 MODULES = "tests.choice.modules"
 
@@ -38,7 +35,7 @@ MODULES = "tests.choice.modules"
 def test_a_step_keeps_what_its_backward_needs() -> None:
     root = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Tanh(), nn.Linear(256, 64, bias=False), nn.Tanh())
     x = torch.zeros(1000, 64)
-    (profile,) = profile_step(lambda: root(x).sum(), root)
+    profile = profile_step(lambda: root(x).sum(), root)
     inner, outer = 4 * 1000 * 256, 4 * 1000 * 64
     assert profile.kept == pytest.approx(inner + outer, rel=0.01)  # what both tanh have returned
     # The inner tanh's backward has the gradient of its result and makes that of its input.
@@ -127,25 +124,6 @@ def test_a_plan_of_a_small_module() -> None:
     assert "predicted from a CPU trace" in str(found)
 
 
-def test_stages_may_begin_at_a_later_call_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    # All modules are cut alike: blocks are the units, and take as long as each other.
-    def choose_blocks(traced: Any, modules: Any, *_: Any) -> Any:
-        return build_graph(traced, modules, [name for name in modules.calls if name.count(".") < 2])
-
-    def time_alike(graph: Any, *_: Any) -> Any:
-        return NodeTimes([1.0] * len(graph.nodes), [2.0] * len(graph.nodes))
-
-    monkeypatch.setattr(pipelines, "choose_units", choose_blocks)
-    monkeypatch.setattr(pipelines, "time_nodes", time_alike)
-    found = []
-    for options in ((True, False), (False, False), (False, True)):
-        estimates = {estimate.name: estimate for estimate in lightning_smddp.plan(Blocks(*options), 3, 1.0).estimates}
-        memory = estimates["smddp_pipeline"].memory
-        assert memory is not None
-        found.append(memory.activations)
-    assert found == found[:1] * 3
-
-
 def test_optimizers_that_cannot_be_shared_are_said() -> None:
     found = {estimate.name: estimate for estimate in lightning_smddp.plan(WithLBFGS(), 1, 1.0).estimates}
     assert found["smddp, shard='optimizer'"].memory is None
@@ -174,11 +152,10 @@ def test_what_no_pipeline_can_follow_is_said(make: Any, text: str) -> None:
         (Small, 0, 1.0, "devices=0 has to be a number from 1"),
         (Small, 2, 0.0, "memory_gb=0.0 has to be positive"),
         (Small, 2, float("nan"), "memory_gb=nan has to be positive"),
-        (WithoutData, 2, 1.0, "WithoutData has no train_dataloader, so there is no batch to trace: give a datamodule"),
         (ByHand, 2, 1.0, "ByHand optimizes by hand"),
         (Empty, 2, 1.0, "The train_dataloader of Empty gave no batch"),
         (lambda: Small, 2, 1.0, "the class Small is no LightningModule. Give an instance"),
-        (lambda: nn.Linear(1, 1), 2, 1.0, "a Linear is no LightningModule. Put it into a LightningModule"),
+        (lambda: nn.Linear(1, 1), 2, 1.0, "a Linear is no LightningModule. Give an instance"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Total length of")
