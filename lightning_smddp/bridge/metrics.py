@@ -1,14 +1,13 @@
 """torchmetrics objects under pipeline parallelism.
 
-Metrics are called where the step ends, once for each micro-batch (:class:`StepMetrics`). There, and only there, is a
-metric's state; :class:`PipelineMetrics` sends it to the other ranks when ``compute`` is called.
+Metrics are called where the step ends, once for each micro-batch. There, and only there, is a metric's state, which is
+sent to the other ranks when ``compute`` is called.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -24,7 +23,7 @@ from lightning_smddp._compat.torch import (
     without_torch_functions,
 )
 from lightning_smddp.bridge.absent import absent_tensor
-from lightning_smddp.communication.tensors import broadcast_structure
+from lightning_smddp.communication.tensors import CPU, broadcast_structure
 from lightning_smddp.patches import Patch, patched
 from lightning_smddp.pipeline.capture.tracer import open_modules
 from lightning_smddp.pipeline.runtime.remote_tensor import ACTIVE
@@ -39,32 +38,46 @@ Saved: TypeAlias = list[tuple[dict[str, Any], dict[str, Any]]]
 _METHODS = ("forward", "update", "compute", "reset")
 
 
-# ---- in a step -------------------------------------------------------------------------------------------------------
+class PipelineMetrics:
+    """A module's metrics: called where the step ends, once for each micro-batch, in order.
 
-
-class StepMetrics:
-    """A module's metrics while steps run: called where the step ends, once for each micro-batch, in order.
-
-    Elsewhere calls return numbers that cannot be read, of the shapes that a trace has shown.
+    Elsewhere calls return numbers that cannot be read, of the shapes that a trace has shown. When ``compute`` is called
+    after steps, which has to happen on all ranks of the pipeline alike, the state is broadcast first.
 
     Args:
         module: whose metrics.
-        pipeline: the same on all ranks of this pipeline; None where there is one process.
+        group: the ranks of the pipeline; None where there is one process.
+        src: the rank in ``group`` where the step ends.
+        device: where collectives take their tensors from.
+        replicas: the ranks that hold the same stage in other pipelines; None if there is one pipeline only.
 
     Attributes:
         names: of metrics in the module, by id; None before the first batch.
     """
 
-    def __init__(self, module: nn.Module, pipeline: PipelineMetrics | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup | None = None,
+        src: int = 0,
+        device: torch.device = CPU,
+        replicas: dist.ProcessGroup | None = None,
+    ) -> None:
         self.module = module
-        self.pipeline = pipeline
+        self.group = group
+        self.src = src
+        self.device = device
+        self.replicas = replicas
         self.names: dict[int, str] | None = None
         self._functions: list[Patch] = []  # in place of methods
         self._results: dict[tuple[str, str], Any] = {}  # what a metric's method has returned once
         self._before: dict[str, Saved] = {}  # what those that were called in this batch were before it
         self._needed: list[Any] | None = None
         self._plain: Plain | None = None
-        self._busy = False
+        self._in_step = False
+        self._in_call = False
+        self._changed: set[int] = set()  # ids of those whose state other ranks lack
+        self._take_over(module)
 
     @property
     def called(self) -> list[str]:
@@ -73,8 +86,7 @@ class StepMetrics:
 
     def find(self) -> None:
         """Look for the module's metrics: at the first batch, and where there may be others."""
-        if self.pipeline is not None:
-            self.pipeline.refresh()
+        self._take_over(self.module)
         names = {}
         functions = []
         for name, module in self.module.named_modules():
@@ -83,6 +95,8 @@ class StepMetrics:
                 functions += [(vars(module), method, self._wrapped(name, module, method)) for method in _METHODS]
         if names != self.names:
             self.names, self._functions = names, functions
+
+    # ---- in a step ----
 
     def patches(self, needed: list[Any] | None, plain: Plain | None) -> list[Patch]:
         """What is in place during the next run of the step.
@@ -94,14 +108,15 @@ class StepMetrics:
         if self.names is None:
             self.find()
         self._needed, self._plain = needed, plain
-        local: list[Patch] = [] if self.pipeline is None else [(vars(self.pipeline), "is_local", True)]
-        return local + self._functions
+        return [(vars(self), "_in_step", True), *self._functions]
 
     def end(self, called: Iterable[str]) -> None:
         """The batch is over, in which ``called`` were called where the step ends. On all ranks."""
         self._before.clear()
-        if self.pipeline is not None:
-            self.pipeline.note_changes(called)
+        for name in called:
+            metric = self.module.get_submodule(name)
+            self._take_over(metric)
+            self._changed.update(map(id, _metrics_in(metric)))
 
     def drop(self) -> None:
         """Metrics are as they were before the batch."""
@@ -115,9 +130,9 @@ class StepMetrics:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             # What a metric calls of itself, or of the metrics in it, is a part of the user's call.
-            if self._busy:
+            if self._in_call:
                 return original(*args, **kwargs)
-            with patched([(vars(self), "_busy", True)]):
+            with patched([(vars(self), "_in_call", True)]):
                 open_modules(f"it calls `self.{name}`")
                 if method == "forward" and _is_loss(metric, (args, kwargs)):
                     # It is a part of the step on each stage, and counts where the step ends.
@@ -154,6 +169,55 @@ class StepMetrics:
                 self._results[name, method] = detached(result)
         return result
 
+    # ---- on all ranks ----
+
+    def _take_over(self, root: nn.Module) -> None:
+        """Make ``compute`` right on all ranks, of metrics that are new, as those that a ``MetricTracker`` made are.
+
+        A trial of the step puts back the attributes of all modules: a metric that was taken over in it is again.
+        """
+        for metric in _metrics_in(root) if self.group is not None else ():
+            if getattr(metric.compute, "func", None) != self._compute:
+                vars(metric)["compute"] = functools.partial(self._compute, metric, metric.compute)
+
+    def _compute(self, metric: Metric, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # It is called on all ranks alike, and only the rank where the step ends has the state: so that is sent first.
+        # What `forward` returns is for one batch alone, and needs no state of another rank.
+        if not self._in_step and not computes_batch_value(metric):
+            self.share(metric)
+        # By itself torchmetrics would exchange states among all ranks of the world: that of a pipeline, which all its
+        # ranks then have, would count once for each of them.
+        has_replicas = self.replicas is not None
+        group = metric.process_group or self.replicas
+        own: Any = vars(metric)
+        with patched([(own, "distributed_available_fn", lambda: has_replicas), (own, "process_group", group)]):
+            return compute(*args, **kwargs)
+
+    def share(self, metric: nn.Module | None = None) -> None:
+        """Give all ranks the states of metrics that changed: of this one and those in it, or of all. Collective.
+
+        Needed before metrics with persistent states are saved.
+        """
+        root = self.module if metric is None else metric
+        found = [metric for metric in _metrics_in(root) if id(metric) in self._changed]
+        self._changed.difference_update(map(id, found))
+        if not found or self.group is None:
+            return
+        states = [(metric.update_count, metric.metric_state) for metric in found]
+        received = broadcast_structure(states, self.group, self.src, self.device)
+        if self.group.rank() == self.src:
+            return
+        for metric, (count, state) in zip(found, received, strict=True):
+            vars(metric).update(state)
+            set_update_count(metric, count)
+
+    def close(self) -> None:
+        """Give every metric its own ``compute`` and synchronization again."""
+        for metric in _metrics_in(self.module):
+            compute: Any = metric.compute
+            if getattr(compute, "func", None) == self._compute:
+                vars(metric)["compute"] = compute.args[1]
+
 
 def _is_loss(metric: AnyMetric, given: Any) -> bool:
     """Whether what ``forward`` returns has a gradient: torchmetrics' classes say of themselves if it can have one."""
@@ -189,97 +253,6 @@ def touch(tensor: Tensor) -> Tensor:
         after: Tensor = handle_torch_function(touch, (tensor,), tensor)
         return after
     return tensor.detach()
-
-
-# ---- on all ranks ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class PipelineMetrics:
-    """Makes ``compute`` of a module's metrics right on all ranks of a pipeline.
-
-    The rank where the step ends has the state. When ``compute`` is called after steps, which has to happen on all
-    ranks of the pipeline alike, its state is broadcast first.
-
-    Args:
-        module: whose metrics.
-        group: the ranks of the pipeline.
-        src: the rank in ``group`` where the step ends.
-        device: where collectives take their tensors from.
-        replicas: the ranks that hold the same stage in other pipelines; None if there is one pipeline only.
-
-    Attributes:
-        is_local: ``compute`` does not talk to the pipeline's other ranks: a step is running.
-    """
-
-    module: nn.Module
-    group: dist.ProcessGroup
-    src: int
-    device: torch.device
-    replicas: dist.ProcessGroup | None = None
-    is_local: bool = field(default=False, init=False)
-    _changed: set[int] = field(default_factory=set, init=False)  # ids of metrics
-
-    def __post_init__(self) -> None:
-        """Take over the metrics that the module has now; later ones are found by :meth:`refresh`."""
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Patch metrics that are new, as those that a ``MetricTracker`` made are.
-
-        A trial of the step puts back the attributes of all modules: a metric that was patched in it is patched again.
-        """
-        for metric in _metrics_in(self.module):
-            self._patch(metric)
-
-    def _patch(self, metric: Metric) -> None:
-        if getattr(metric.compute, "func", None) != self._compute:
-            vars(metric)["compute"] = functools.partial(self._compute, metric, metric.compute)
-
-    def _compute(self, metric: Metric, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # It is called on all ranks alike, and only the rank where the step ends has the state: so that is sent first.
-        # What `forward` returns is for one batch alone, and needs no state of another rank.
-        if not self.is_local and not computes_batch_value(metric):
-            self.share(metric)
-        # By itself torchmetrics would exchange states among all ranks of the world: that of a pipeline, which all its
-        # ranks then have, would count once for each of them.
-        has_replicas = self.replicas is not None and self.replicas.size() > 1
-        group = metric.process_group or self.replicas
-        own: Any = vars(metric)
-        with patched([(own, "distributed_available_fn", lambda: has_replicas), (own, "process_group", group)]):
-            return compute(*args, **kwargs)
-
-    def note_changes(self, names: Iterable[str]) -> None:
-        """A step has changed these, on the rank where it ends. To be called after every step, on every rank."""
-        for name in names:
-            for metric in _metrics_in(self.module.get_submodule(name)):
-                self._patch(metric)
-                self._changed.add(id(metric))
-
-    def share(self, metric: nn.Module | None = None) -> None:
-        """Give all ranks the states of metrics that changed: of this one and those in it, or of all. Collective.
-
-        Needed before metrics with persistent states are saved.
-        """
-        root = self.module if metric is None else metric
-        found = [metric for metric in _metrics_in(root) if id(metric) in self._changed]
-        self._changed.difference_update(map(id, found))
-        if not found:
-            return
-        states = [(metric.update_count, metric.metric_state) for metric in found]
-        received = broadcast_structure(states, self.group, self.src, self.device)
-        if self.group.rank() == self.src:
-            return
-        for metric, (count, state) in zip(found, received, strict=True):
-            vars(metric).update(state)
-            set_update_count(metric, count)
-
-    def close(self) -> None:
-        """Give every metric its own ``compute`` and synchronization again."""
-        for metric in _metrics_in(self.module):
-            compute: Any = metric.compute
-            if getattr(compute, "func", None) == self._compute:
-                vars(metric)["compute"] = compute.args[1]
 
 
 def _metrics_in(root: nn.Module) -> list[Metric]:

@@ -27,7 +27,7 @@ from torchmetrics import Metric
 from lightning_smddp._compat.torch import forward_cache, set_forward_cache, without_torch_functions
 from lightning_smddp.bridge.attribute_scopes import AttributeScopes
 from lightning_smddp.bridge.attributes import Change, is_plain
-from lightning_smddp.bridge.metrics import PipelineMetrics, Plain, StepMetrics, touch
+from lightning_smddp.bridge.metrics import PipelineMetrics, Plain, touch
 from lightning_smddp.communication.tensors import CPU, from_numbers
 from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.capture.tracer import open_modules
@@ -137,7 +137,7 @@ class StepRecorder:
         self.module = module
         # `log` is one of its instance while a step or a hook runs, and whoever set it puts back what was there.
         self.scopes = AttributeScopes(module, frozenset({*vars(base()), "log"}), warn)
-        self.metrics = StepMetrics(module, metrics)
+        self.metrics = metrics or PipelineMetrics(module)
         self.changing_steps: set[Any] = set()
         self._options = list(inspect.signature(base.log).parameters)[3:]  # behind self, name and value
         self._records: dict[int, _Record] = {}
