@@ -71,6 +71,8 @@ def follow(
         SplitError: the step needs stages in another order than the one that the parameters were placed for.
     """
     num_stages = len(rank_of_stage)
+    if not any(node.parameters for node in graph.nodes):
+        return cut_into_stages(graph, [0] * (num_stages - 1))  # a step that uses no parameter is the last stage's alone
 
     def end_of(stage: int, begin: int) -> int:
         """Behind the last node of a ``stage`` from ``begin`` on that has all it needs."""
