@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_smddp.communication.algorithms import Algorithm
 from lightning_smddp.communication.communicator import Communicator, reduce_once
 from lightning_smddp.communication.compression import Compression
+from lightning_smddp.communication.objects import gather
 
 DEFAULT_BUCKET_MB = 25.0  # DDP's own
 _SECONDS_EACH = 0.15  # for one algorithm
@@ -63,13 +64,13 @@ def time_algorithm(name: str, communicator: Communicator, compression: Compressi
     # The first call maps memory and connects, the second tells how many more there is time for. That number comes from
     # the slowest rank's time: all ranks have to make as many calls.
     warm_up = [_call_s(algorithm, tensor) for _ in range(2)]
-    _, call_s = communicator.maximum(warm_up)
+    call_s = max(gather(warm_up[1], communicator.group))
     affordable = int(_SECONDS_EACH / max(call_s, 1e-6))
     repeats = max(_LEAST_REPEATS, min(_MOST_REPEATS, affordable))
     seconds = sorted([_call_s(algorithm, tensor) for _ in range(repeats)])
     algorithm.close()
-    (median,) = communicator.maximum([seconds[repeats // 2]])
-    return median
+    medians: list[float] = gather(seconds[repeats // 2], communicator.group)
+    return max(medians)
 
 
 def _call_s(algorithm: Algorithm, tensor: Tensor) -> float:

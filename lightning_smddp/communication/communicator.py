@@ -235,12 +235,6 @@ class Communicator:
             return None
         return self._new_group(purpose, topology.shard_owners(topology.local_rank))
 
-    def maximum(self, values: list[float]) -> list[float]:
-        """The largest of each value over all ranks. Collective."""
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
-        return [float(value) for value in tensor]
-
     def interrupt(self) -> None:
         """Make what waits for this node's ranks fail, here and on them: before :meth:`close` in mid-collective."""
         self._close_meshes()

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.futures import Future
@@ -57,11 +56,6 @@ class GradientSynchronizer:
         self._powersgd: PowerSGD | None = None
         if compression is not None and communicator.compresses(compression):
             if compression.method == "powersgd":
-                if communicator.device.type == "cpu" and torch.cuda.is_available():
-                    raise ValueError(
-                        "compression='powersgd' is torch's hook, which takes gradients of CPUs only where no GPU is "
-                        "visible. Set CUDA_VISIBLE_DEVICES='', or use another compression."
-                    )
                 self._powersgd = PowerSGD(communicator.group_of_all("powersgd"), communicator.thread, compression)
             elif compression.error_feedback:
                 self._feedback = ErrorFeedback()

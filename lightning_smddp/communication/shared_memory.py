@@ -15,7 +15,6 @@ from __future__ import annotations
 import cmath
 import mmap
 import os
-import struct
 from collections.abc import Sequence
 
 import torch
@@ -25,16 +24,10 @@ from lightning_smddp._compat.torch import share_storage
 from lightning_smddp.communication.node_mesh import Arrival, NodeMesh, OnWait
 from lightning_smddp.communication.shared_segments import create_file
 from lightning_smddp.communication.topology import local_shard
-from lightning_smddp.wording import counted
 
 _CHUNK_BYTES = 256 * 2**10  # fits the level-2 cache together with the peers' chunks
-_HEADER = struct.Struct("<BBqQQ")  # kind, dtype, slot, numel, byte offset in the segment
-_SAME, _MAPPED, _MOVING = range(3)
+_SAME, _MAPPED, _MOVING = "same", "mapped", "moving"
 _FINITE, _NOT_FINITE = b"\0", b"\1"
-_DTYPES = [
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
-]  # fmt: skip
 
 
 class SharedMemory:
@@ -129,23 +122,28 @@ class SharedMemory:
             shown[self.mesh.rank] = own
             if bring:
                 _copy(tensor, own)
-        header = _HEADER.pack(kind, _DTYPES.index(tensor.dtype), slot, tensor.numel(), offset)
+        what = f"bucket {slot} of {tensor.numel()} x {tensor.dtype}"
         try:
-            arrival = self._exchange(header, descriptor)
+            arrival = self._exchange(f"{kind} {offset} {what}".encode(), descriptor)
         finally:
             if descriptor is not None:
                 os.close(descriptor)
         try:
             for peer, message in arrival.messages.items():
-                kind, dtype, peer_slot, numel, offset = _HEADER.unpack(message)
-                self._check(peer, tensor, slot, (_DTYPES[dtype], peer_slot, numel))
+                kind, place, theirs = message.decode().split(" ", 2)
+                if theirs != what:
+                    raise ValueError(
+                        f"Ranks reduce different tensors: {self.mesh.describe(self.mesh.rank)} {what}, "
+                        f"{self.mesh.describe(peer)} {theirs}. The models, or the order in which their layers run, "
+                        "differ between ranks."
+                    )
                 kinds.append(kind)
                 key = (peer, slot)
                 if kind == _MOVING:
                     del self._peers[key]
                     continue
                 if kind == _MAPPED:
-                    self._peers[key] = _map_descriptor(arrival.descriptors[peer], offset)
+                    self._peers[key] = _map_descriptor(arrival.descriptors[peer], int(place))
                 shown[peer] = self._peers[key][: tensor.nbytes].view(tensor.dtype)
         finally:
             arrival.close_descriptors()  # the mappings stay
@@ -153,7 +151,7 @@ class SharedMemory:
             return self._meet(tensor, slot, bring)
         return [shown[rank] for rank in sorted(shown)]
 
-    def _announce(self, tensor: Tensor, slot: int) -> tuple[int, int | None, int]:
+    def _announce(self, tensor: Tensor, slot: int) -> tuple[str, int | None, int]:
         """How the peers find ``tensor``: (kind, descriptor to send and close, byte offset in it).
 
         One whose memory is another than before is to be announced again: before it is shared, the old is let go of.
@@ -173,18 +171,6 @@ class SharedMemory:
         # Holding the tensor keeps its address from going to another one while peers have it mapped.
         self._own[slot] = (tensor, (tensor.data_ptr(), tensor.nbytes))
         return _MAPPED, descriptor, int(tensor.storage_offset()) * tensor.dtype.itemsize
-
-    def _check(self, peer: int, tensor: Tensor, slot: int, announced: tuple[torch.dtype, int, int]) -> None:
-        if announced == (tensor.dtype, slot, tensor.numel()):
-            return
-        dtype, peer_slot, numel = announced
-        us = self.mesh.describe(self.mesh.rank)
-        them = self.mesh.describe(peer)
-        raise ValueError(
-            f"Ranks reduce different tensors: {us} brings bucket {slot} with {counted(tensor.numel(), 'element')} of "
-            f"{tensor.dtype}, {them} bucket {peer_slot} with {numel} of {dtype}. "
-            "The models, or the order in which their layers run, differ between ranks."
-        )
 
     def _reduce(self, shown: list[Tensor], scale: float, push: bool, watch: bool = False) -> bool:
         """Sum this rank's shard in the order of local ranks, chunk by chunk.

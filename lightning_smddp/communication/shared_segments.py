@@ -92,9 +92,12 @@ class SharedSegments:
         weakref.finalize(view, self._let_go.append, number).atexit = False
         return torch.frombuffer(view, dtype=torch.uint8)[:size]
 
-    def begin(self, kind: str, unit: int, size: int) -> None:
+    def begin(self, kind: str, unit: int, size: int, descriptor: int | None = None) -> None:
         """Tell the peers that this rank has come to that point, without waiting for them."""
-        self._begin((kind, unit, size))
+        header = (kind, unit, size)
+        told = [self._let_go.popleft() for _ in range(min(len(self._let_go), _MAX_TOLD))]
+        self.mesh.begin(json.dumps([*header, *told]).encode(), descriptor)
+        self._begun.append((header, told))
 
     def finish_all(self) -> None:
         """Wait until the peers have come to every point that this rank has told of.
@@ -132,7 +135,7 @@ class SharedSegments:
             with suppress(OSError):
                 descriptor = create_file(size)
         try:
-            self._begin((_GROW, unit, size), descriptor)
+            self.begin(_GROW, unit, size, descriptor)
             arrival = self._finish()
             if descriptor is None:
                 descriptor = arrival.descriptors.pop(0, None)
@@ -149,11 +152,6 @@ class SharedSegments:
         self._next_number += 1
         self._segments[number] = _Segment(mapping)
         return number
-
-    def _begin(self, header: _Header, descriptor: int | None = None) -> None:
-        told = [self._let_go.popleft() for _ in range(min(len(self._let_go), _MAX_TOLD))]
-        self.mesh.begin(json.dumps([*header, *told]).encode(), descriptor)
-        self._begun.append((header, told))
 
     def _finish(self) -> Arrival:
         header, told = self._begun.popleft()

@@ -184,12 +184,15 @@ def reduce_different(group: dist.ProcessGroup, make: Callable[[int], tuple[Tenso
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda rank: (torch.zeros(10 + rank // 2), 4), ("10 elements of torch.float32", "11 of torch.float32")),
+        (
+            lambda rank: (torch.zeros(10 + rank // 2), 4),
+            ("10 x torch.float32", "11 x torch.float32"),
+        ),
         (
             lambda rank: (torch.zeros(10, dtype=torch.float64 if rank == 2 else torch.float32), 4),
-            ("10 elements of torch.float32", "10 of torch.float64"),
+            ("10 x torch.float32", "10 x torch.float64"),
         ),
-        (lambda rank: (torch.zeros(10), 4 + rank // 2), ("bucket 4 with", "bucket 5 with")),
+        (lambda rank: (torch.zeros(10), 4 + rank // 2), ("bucket 4 of", "bucket 5 of")),
     ],
     ids=["size", "dtype", "slot"],
 )
