@@ -32,7 +32,6 @@ from lightning_smddp.pipeline.mesh import Groups
 from lightning_smddp.pipeline.partition.assignment import follow, nodes_by_stage
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, MicroBatches
 from lightning_smddp.pipeline.partition.plan import PartitionPlan, own_error, record, same_graph
-from lightning_smddp.pipeline.partition.self_check import Finding
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.runtime.stage_program import StagedStep, TracedPath
 from lightning_smddp.pipeline.runtime.trace_cache import TraceCache
@@ -193,7 +192,6 @@ class PartitionedModule:
         run_seed: random numbers follow from it, the same on all ranks.
         optimizers: with the parameters of this rank.
         sharded: with ``shard="optimizer"`` the same optimizers, whose work replicas share.
-        findings: of the check before training.
         notes: for the table: what the user should know.
         is_gathered: the run is over, and each rank has the whole module again.
         traces: by key of a step, what is known of the paths that it takes.
@@ -209,7 +207,6 @@ class PartitionedModule:
     run_seed: int
     optimizers: list[OptimizerPartition] = field(default_factory=list)
     sharded: ShardedOptimizers | None = None
-    findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     is_gathered: bool = False
     traces: dict[Any, TraceCache] = field(default_factory=dict)

@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +43,8 @@ from lightning_smddp.pipeline.partition.plan import PartitionPlan, Trial, make_p
 from lightning_smddp.pipeline.partition.self_check import (
     EXACT,
     MIXED,
-    Finding,
+    Numbers,
     VerificationError,
-    compare,
     norm_of,
     require_equal,
 )
@@ -61,9 +59,6 @@ from lightning_smddp.pipeline.view.view import GlobalView
 from lightning_smddp.seeding import Generators, run_seed, seeded_modules
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.wording import USE_INSTEAD
-
-Numbers: TypeAlias = tuple[float, dict[str, float]]
-"""What is compared: the weighted sum of the losses, and norms of gradients by parameter."""
 
 _WEIGHTS = (2 / 3, 1 / 3)  # unequal, so that wrong ones show
 
@@ -266,19 +261,17 @@ def _norms(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, float]:
 
 
 def _check(partitioned: PartitionedModule, step: LightningStep, parts: MicroBatches, expected: Numbers) -> None:
-    """Compare the first pipeline with the loop. Collective over all ranks. Fills ``partitioned.findings``.
+    """Compare the first pipeline with the loop. Collective over all ranks.
 
     Raises:
         VerificationError: on every rank.
     """
     setup, plan = partitioned.setup, partitioned.plan
-    findings: list[Finding] = []
     text = None
     if setup.groups.replica == 0:
         try:
-            loss, norms = _in_the_pipeline(partitioned, step, parts)
-            findings = compare(plan.graph.nodes, expected[0], loss, expected[1], norms)
-            require_equal(findings, EXACT if plan.is_exact else MIXED)
+            actual = _in_the_pipeline(partitioned, step, parts)
+            require_equal(plan.graph.nodes, expected, actual, EXACT if plan.is_exact else MIXED)
         except (ReplayError, VerificationError) as error:
             text = str(error)
             changed = ", ".join(step.recorder.scopes.changed)
@@ -287,7 +280,7 @@ def _check(partitioned: PartitionedModule, step: LightningStep, parts: MicroBatc
                     f" The step also leaves something in {changed}. If the next micro-batch reads it, that is it: in a "
                     f"pipeline the first stage begins that one before the last stage has ended this. {USE_INSTEAD}"
                 )
-    text, partitioned.findings = broadcast((text, findings), setup.world)
+    text = broadcast(text, setup.world)
     if text is not None:
         raise VerificationError(text)
 

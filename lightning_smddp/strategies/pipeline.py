@@ -29,7 +29,6 @@ from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.mesh import Groups
-from lightning_smddp.pipeline.partition.self_check import Finding
 from lightning_smddp.pipeline.runtime.schedules import parse
 from lightning_smddp.pipeline.state.gradients import connected, factor_of
 from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
@@ -393,13 +392,6 @@ class PipelineParallel(PipelineRanks):
         return pipelined
 
     # ---- what users see ----
-
-    @property
-    def findings(self) -> list[Finding]:
-        """The start-up check's comparisons: the loss, and the norm of each unit's gradient; empty before it."""
-        if self._pipelined is None or self._pipelined.partitioned is None:
-            return []
-        return self._pipelined.partitioned.findings
 
     @property
     def last_microbatches(self) -> int:

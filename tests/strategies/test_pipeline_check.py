@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import json
 import re
 import warnings
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ from torch.nn import functional as F
 from torchmetrics import MeanSquaredError
 
 from lightning_smddp import PipelineTimeline
+from lightning_smddp.bridge import partitioning
 from lightning_smddp.bridge.step import LightningStep
+from lightning_smddp.pipeline.partition import self_check
 from lightning_smddp.pipeline.partition.self_check import VerificationError
 from tests.ranks import run_trainer_ranks
 from tests.strategies.pipeline_learners import Bench, Cases, Gpt, Net, call
@@ -83,19 +87,23 @@ class WithMetric(Net):
 
 
 def checked(make: Callable[[], Any], options: dict[str, Any]) -> Any:
-    """What the check found: its comparisons, or its error."""
+    """What the check compared, or its error."""
     model = make()
     trainer = Bench({"num_microbatches": 4, **options}).trainer(max_epochs=1, limit_train_batches=1)
-    findings: list[Any] = []
-    model.on_train_batch_end = lambda *args: findings.extend(trainer.strategy.findings)
+    compared: list[Any] = []
+
+    def require_equal(nodes: Any, expected: Any, actual: Any, tolerance: float) -> None:
+        compared.append((expected, actual))
+        self_check.require_equal(nodes, expected, actual, tolerance)
+
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), mock.patch.object(partitioning, "require_equal", require_equal):
             warnings.filterwarnings("ignore", message=".*changed inside of modules that are placed whole")
             trainer.fit(model)
     except VerificationError as error:
         getattr(model, "put_back", lambda: None)()
         return str(error)
-    return [(finding.name, finding.expected, finding.actual) for finding in findings]
+    return compared
 
 
 SCENES: dict[str, tuple[type[Any], dict[str, Any]]] = {
@@ -152,19 +160,19 @@ def test_the_table_says_what_sees_micro_batches() -> None:
 
 @pytest.mark.parametrize("case", RIGHT, ids=lambda case: case[1].__name__)
 def test_what_is_right_trains(case: Any) -> None:
-    for findings in TWO.results(case):
-        names = [name for name, _, _ in findings]
-        assert names[0] == "loss"
-        assert len(names) > 4
-        for _, expected, actual in findings:
-            assert actual == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    for (((loss, norms), (other_loss, other_norms)),) in TWO.results(case):
+        assert len(norms) > 4
+        assert other_loss == pytest.approx(loss, rel=1e-4, abs=1e-6)
+        assert other_norms == pytest.approx(norms, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.slow
 def test_replicas_are_compared_without_compression() -> None:
-    for findings in ON_FOUR.results(REPLICAS):
-        for _, expected, actual in findings:
-            assert actual == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    results = ON_FOUR.results(REPLICAS)
+    assert sum(map(len, results)) == 2  # on the ranks of the first pipeline
+    for (loss, norms), (other_loss, other_norms) in itertools.chain(*results):
+        assert other_loss == pytest.approx(loss, rel=1e-4, abs=1e-6)
+        assert other_norms == pytest.approx(norms, rel=1e-4, abs=1e-6)
 
 
 def test_wrong_weights_of_micro_batches_are_caught() -> None:

@@ -14,13 +14,12 @@ import torch
 # Properties that make a tensor of a tensor; all other properties are metadata.
 _TENSOR_PROPERTIES = {"T", "H", "mT", "mH", "data", "real", "imag", "grad", "_base"}
 
-# Functions that ask for shape, type or place, not for values. (Properties are recognised without this list.)
+# Functions that ask for shape, type or place, not for values. (Properties are recognised without this list; what is
+# rare and not here is taken for a read value, which is sent.)
 _METADATA = {
-    "__dlpack_device__", "__hash__", "__len__", "__repr__", "__format__", "__str__", "can_cast", "dim", "dim_order",
-    "element_size", "get_device", "has_names", "is_complex", "is_conj", "is_contiguous", "is_distributed",
-    "is_floating_point", "is_inference", "is_neg", "is_pinned", "is_same_size", "is_set_to", "is_shared", "is_signed",
-    "is_tensor", "ndimension", "nelement", "numel", "promote_types", "result_type", "size", "storage_offset", "stride",
-    "sym_numel", "sym_size", "sym_stride",
+    "__hash__", "__len__", "__repr__", "__format__", "__str__", "dim", "element_size", "get_device", "is_complex",
+    "is_conj", "is_contiguous", "is_floating_point", "is_same_size", "is_tensor", "ndimension", "nelement", "numel",
+    "result_type", "size", "storage_offset", "stride",
 }  # fmt: skip
 
 # Watch a tensor's gradient; the tensor stays as it is.

@@ -44,7 +44,7 @@ from lightning_smddp.pipeline.capture.ops import (
 from lightning_smddp.pipeline.capture.preserve_state import WrittenMemory
 from lightning_smddp.pipeline.capture.records import Call, Event, Trace, each_once
 from lightning_smddp.pipeline.capture.tracking import Tracking, is_plain
-from lightning_smddp.pytree import items, leaves, map_leaves, tensors
+from lightning_smddp.pytree import leaves, map_leaves, tensors
 from lightning_smddp.seeding import (
     Forward,
     Generators,
@@ -94,7 +94,7 @@ def trace(step: StepCall, module: nn.Module, device: torch.device, fetch: Fetch 
     # What reads buffers before they change has to be recorded, too: if a run finds such buffers, the step runs again.
     try:
         while True:
-            with _of_one_thread, generators.preserved():
+            with generators.preserved():
                 generators.seed(torch.initial_seed())  # as before each run: what was drawn before is not the step's
                 result = _Tracer(module, device, changed_buffers, fetch, generators, written).run(step)
             if result.changed_buffers <= changed_buffers:
@@ -111,7 +111,6 @@ class _OfThread(threading.local):
     tracer: _Tracer | None = None
 
 
-_of_one_thread = threading.RLock()  # default generators are the process's: who else traces would draw in between
 _active = _OfThread()
 
 
@@ -254,11 +253,11 @@ class _Tracer(TorchFunctionMode, Tracking):
             call.not_placeable = "its result depends on the batch alone"
         # Other stages return a unit's result without running it. They can do that with values, which are sent to them,
         # with arguments, and with plain constants that come out of no tensor.
-        for (path, leaf), (kind, _) in zip(items(result), call.returned.sources, strict=True):
+        for leaf, (kind, _) in zip(leaves(result), call.returned.sources, strict=True):
             if kind != "constant" or (is_plain(leaf) and (leaf is None or not call.reads)):
                 continue
             why = "depends on the batch alone" if isinstance(leaf, Tensor) else "other stages could not make"
-            call.not_placeable = f"its result has a {type(leaf).__name__}, at {list(path)}, that {why}"
+            call.not_placeable = f"its result has a {type(leaf).__name__} that {why}"
 
     def _states_of_python(self) -> list[Any]:
         """Of all generators but torch's default ones."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import groupby
 from os.path import commonprefix
 from typing import TypeAlias
 
@@ -94,11 +93,9 @@ def follow(
             cuts.append(begin)
     if end_of(num_stages - 1, begin) == len(graph.nodes) and len(cuts) == num_stages - 1:
         return cut_into_stages(graph, cuts)
-    used = [str(min(parameter_stages[name])) for node in graph.nodes for name in node.parameters[:1]]
-    order = " ".join(stage for stage, _ in groupby(used))
     raise SplitError(
-        f"This step uses the modules of stages in the order {order}, and cannot be cut so that each stage uses its "
-        f"own alone.{what_forbids(graph)} Use modules in the same order in all steps."
+        f"This step cannot be cut so that each stage uses its own modules alone.{what_forbids(graph)} Use modules in "
+        "the same order in all steps."
     )
 
 
