@@ -15,8 +15,7 @@ import torch
 from common import Record, parser, table, target
 
 from lightning_smddp.pipeline.runtime.schedules import SCHEDULES, orders
-from lightning_smddp.planner.schedules import Action, Kind, parse_action
-from lightning_smddp.planner.simulator import SimulatedStep, simulate
+from lightning_smddp.planner.simulator import Action, Kind, SimulatedStep, parse_action, simulate
 
 NAMES = {"1F1B": "1f1b", "1F1B-I": "interleaved_1f1b", "ZB-H1": "interleaved_zero_bubble"}
 

@@ -36,8 +36,7 @@ from lightning_smddp import (
 from lightning_smddp.communication.algorithms import NAMES
 from lightning_smddp.communication.compression import METHODS
 from lightning_smddp.pipeline.runtime.schedules import SCHEDULES, orders
-from lightning_smddp.planner.schedules import Action, parse_action
-from lightning_smddp.planner.simulator import simulate
+from lightning_smddp.planner.simulator import Action, parse_action, simulate
 from lightning_smddp.strategies import fsdp
 from lightning_smddp.strategies.options import OfPipeline, PipelineOptions
 from tests.programs import run_program

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from lightning_smddp.choice.step_profile import StepProfile
+from lightning_smddp.choice.profiles import StepProfile
 
 
 @dataclass(frozen=True)

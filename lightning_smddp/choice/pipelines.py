@@ -10,7 +10,7 @@ from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.bridge.step_record import StepRecorder
 from lightning_smddp.choice.estimates import Estimate, Memory, Sizes, fullest
 from lightning_smddp.choice.first_batch import FirstBatch
-from lightning_smddp.choice.step_profile import StepProfile, profile_step
+from lightning_smddp.choice.profiles import StepProfile, profile_step
 from lightning_smddp.communication.tensors import CPU
 from lightning_smddp.pipeline.capture.boundaries import cut_into_stages
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph

@@ -12,9 +12,8 @@ import torch
 from lightning_smddp.bridge.step import loss_of
 from lightning_smddp.choice.estimates import Estimate, Sizes, data_parallel, fully_sharded
 from lightning_smddp.choice.first_batch import FirstBatch, UnplannableError, look_at_first_batch
-from lightning_smddp.choice.optimizer_profile import profile_optimizers
 from lightning_smddp.choice.pipelines import estimate_pipelines
-from lightning_smddp.choice.step_profile import StepProfile, profile_step
+from lightning_smddp.choice.profiles import StepProfile, profile_optimizers, profile_step
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pytree import tensors
 from lightning_smddp.sharding.optimizer_trial import why_not_one_by_one

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
 
-from lightning_smddp.planner.schedules import Action, Kind, Orders
+Kind: TypeAlias = Literal["F", "B", "I", "W"]
 
 EQUAL: Mapping[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 """What actions take with equal stages: a backward twice a forward, each of its halves as long as a forward."""
+
+
+class Action(NamedTuple):
+    """One micro-batch through one stage.
+
+    Attributes:
+        stage: index of the stage.
+        kind: F forward, B whole backward, or its two halves: I gradient of the input, W gradient of the weights.
+        microbatch: index of the micro-batch.
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+
+Orders: TypeAlias = Mapping[int, Sequence[Action]]
+"""What each rank does, in order."""
+
+
+def parse_action(text: str) -> Action:
+    """The action that torch spells as ``text``: "2F0" is stage 2, forward, micro-batch 0."""
+    stage, kind, microbatch = re.split("([FBIW])", text)
+    return Action(int(stage), kind, int(microbatch))  # type: ignore[arg-type]  # the pattern has Kinds only
 
 
 @dataclass(frozen=True)

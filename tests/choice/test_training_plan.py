@@ -20,8 +20,7 @@ from lightning_smddp.choice.estimates import (
     fully_sharded,
 )
 from lightning_smddp.choice.first_batch import UnplannableError
-from lightning_smddp.choice.optimizer_profile import profile_optimizers
-from lightning_smddp.choice.step_profile import StepProfile, profile_step
+from lightning_smddp.choice.profiles import StepProfile, profile_optimizers, profile_step
 from lightning_smddp.choice.training_plan import TrainingPlan
 from lightning_smddp.cli import main
 from tests.choice.modules import ByHand, Empty, Penalised, Small, Summing, WithLBFGS

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_smddp.pipeline.runtime.schedules import SCHEDULES, orders
-from lightning_smddp.planner.schedules import Action, Kind, parse_action
-from lightning_smddp.planner.simulator import simulate
+from lightning_smddp.planner.simulator import Action, Kind, parse_action, simulate
 
 
 def orders_of(*rows: str) -> dict[int, list[Action]]:

@@ -30,8 +30,7 @@ from lightning_smddp.pipeline.capture.tracer import StepCall, now
 from lightning_smddp.pipeline.mesh import named_tensors
 from lightning_smddp.pipeline.runtime.schedules import Schedule, orders
 from lightning_smddp.planner.problem import Cluster, Link, NodeCost, PartitionProblem
-from lightning_smddp.planner.schedules import Action, parse_action
-from lightning_smddp.planner.simulator import simulate
+from lightning_smddp.planner.simulator import Action, parse_action, simulate
 from lightning_smddp.pytree import tensors
 from lightning_smddp.seeding import Forward, forward_patches
 

@@ -1,0 +1,203 @@
+"""The memory of one training step in one process, and of a step of its optimizers: that of strategies follows from it.
+
+An optimizer is tried on one parameter of each kind. In the training step gradients are dropped as soon as they are
+complete: they are counted by themselves, and this process need not hold all of them. So what is seen is the rest: what
+the forward keeps for the backward, and what both need for a moment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_smddp.communication.tensors import CPU
+from lightning_smddp.pipeline.capture.preserve_state import dropped_gradients, preserve_state
+from lightning_smddp.pytree import tensors
+from lightning_smddp.sharding.optimizer_trial import copy_with
+
+T = TypeVar("T")
+
+_FALLBACK_COPIES = 2  # of a parameter, as Adam has
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """Bytes above what was there before the step, gradients not counted.
+
+    Attributes:
+        kept: when the forward is over: what the backward needs.
+        peak: the most at any time.
+    """
+
+    kept: int
+    peak: int
+
+    @property
+    def temporary(self) -> int:
+        """Bytes at the fullest moment beside what is kept."""
+        return self.peak - self.kept
+
+
+def profile_step(loss_of_step: Callable[[], Tensor], root: nn.Module) -> StepProfile:
+    """Run a step's forward, which returns the loss, and its backward. Nothing of it stays.
+
+    Args:
+        loss_of_step: the forward.
+        root: its module.
+    """
+    record = MemoryRecord()
+    with ExitStack() as stack:
+        stack.enter_context(preserve_state(root, CPU))
+        stack.enter_context(dropped_gradients(root))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        loss = record.run(loss_of_step)
+        kept = record.now
+        record.run(loss.backward)
+        del loss
+    return StepProfile(kept, record.peak)
+
+
+class MemoryRecord:
+    """What torch's CPU allocator gives out and gets back in some runs.
+
+    Attributes:
+        now: bytes of what these runs have allocated, and not freed.
+        peak: the most that it was.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.peak = 0
+        self._blocks: dict[int, int] = {}  # address: bytes
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Call it, and count."""
+        # The profiler's trace has addresses, which no other public face of it has.
+        profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        with _without_stderr():
+            profiler.start()
+        try:
+            return function()
+        finally:
+            with _without_stderr(), tempfile.TemporaryDirectory(prefix="smddp-plan-") as directory:
+                profiler.stop()
+                path = Path(directory, "trace.json")
+                profiler.export_chrome_trace(str(path))
+                events = json.loads(path.read_text())["traceEvents"]
+            found = [event for event in events if event["name"] == "[memory]"]
+            for event in sorted(found, key=itemgetter("ts")):
+                self._count(event["args"]["Addr"], event["args"]["Bytes"])
+
+    def _count(self, address: int, size: int) -> None:
+        if size > 0:
+            self._blocks[address] = size
+            self.now += size
+            self.peak = max(self.peak, self.now)
+        else:  # of what was there before, nothing
+            self.now -= self._blocks.pop(address, 0)
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Around the profiler's start and stop, of which torch writes from C++, whatever its log level is."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+
+
+# ---- optimizers -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OptimizerProfile:
+    """Of all optimizers of a module.
+
+    Attributes:
+        state: bytes that they keep, by parameter's id.
+        temporary: bytes that a step needs for a moment.
+        notes: what could not be tried.
+    """
+
+    state: dict[int, int]
+    temporary: int
+    notes: tuple[str, ...] = ()
+
+
+def profile_optimizers(optimizers: Sequence[Optimizer]) -> OptimizerProfile:
+    """Step a copy of each optimizer on one parameter of each shape, with gradients of zero. Nothing of them changes."""
+    state: dict[int, int] = {}
+    temporary = 0
+    notes = []
+    for optimizer in optimizers:
+        try:
+            temporary = max(temporary, _profile(optimizer, state))
+        except Exception as error:  # whatever a user's optimizer raises
+            for _, parameter in _trained(optimizer):
+                state[id(parameter)] = _FALLBACK_COPIES * parameter.nbytes
+            notes.append(
+                f"{type(optimizer).__name__} cannot be tried on one parameter ({type(error).__name__}: {error}): "
+                "counted with two numbers for each of a parameter"
+            )
+    return OptimizerProfile(state, temporary, tuple(notes))
+
+
+def _profile(optimizer: Optimizer, state: dict[int, int]) -> int:
+    """Fill ``state``; returns the bytes that a step needs for a moment."""
+    tried: dict[tuple[int, torch.Size, torch.dtype], tuple[int, int]] = {}  # by group, shape and type
+    # A step with `foreach` has the results of all parameters at once, another one those of one parameter.
+    together = 0
+    alone = 0
+    for number, parameter in _trained(optimizer):
+        kind = (number, parameter.shape, parameter.dtype)
+        if kind not in tried:
+            tried[kind] = _try(optimizer, number, parameter)
+        state[id(parameter)], temporary = tried[kind]
+        if optimizer.param_groups[number].get("foreach"):
+            together += temporary
+        else:
+            alone = max(alone, temporary)
+    return max(alone, together)
+
+
+def _trained(optimizer: Optimizer) -> list[tuple[int, Tensor]]:
+    """Parameters with gradients, each with the number of its group."""
+    groups = enumerate(optimizer.param_groups)
+    return [(number, parameter) for number, group in groups for parameter in group["params"] if parameter.requires_grad]
+
+
+def _try(optimizer: Optimizer, number: int, like: Tensor) -> tuple[int, int]:
+    """Bytes that a copy of ``optimizer`` keeps, and needs in a step, for a parameter like one in its group."""
+    parameter = nn.Parameter(torch.zeros_like(like))
+    parameter.grad = torch.zeros_like(parameter)
+    nothing = nn.Parameter(torch.empty(0))
+    stand_ins = {id(other): nothing for group in optimizer.param_groups for other in group["params"]}
+    trial = copy_with(optimizer, {**stand_ins, id(like): parameter})
+    for index, group in enumerate(trial.param_groups):
+        group["params"] = [parameter] if index == number else []
+    step = type(trial).step  # an instance's own may be a scheduler's
+    # The first step makes the state: what later ones need for a moment is seen in the second.
+    step(trial)
+    record = MemoryRecord()
+    record.run(lambda: step(trial))
+    # By address: what several entries share counts once.
+    sizes = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors(trial.state[parameter])}
+    return sum(sizes.values()), record.peak
