@@ -217,7 +217,7 @@ def test_what_the_user_says() -> None:
         (Splitter(split_batch=lambda x, n: []), r"split_batch returned list for num_microbatches=2"),
         (Splitter(split_batch=lambda x, n: [(x, 3), (x, 0)]), r"split_batch returned list.*1=int.*one at least"),
         (Splitter(split_batch=lambda x, n: x.chunk(n, 1)), r"1=float32\[5, 3\].* Return a list of pairs"),
-        (Splitter(batch_size_fn=lambda x: 2.5), r"batch_size_fn returned 2\.5"),
+        (Splitter(batch_size_fn=lambda x: 2.5), r"nothing in the batch has 2\.5 rows"),
     ],
 )
 def test_what_the_user_says_wrongly(splitter: Splitter, text: str) -> None:

@@ -220,14 +220,13 @@ def problem_of(graph: StepGraph, cluster: Cluster, times: NodeTimes, checkpointi
     """What the partition has to solve."""
     forwards, backwards = list(times.forward), list(times.backward)
     # Layers are of one kind if their names differ in numbers only ("blocks.3.mlp" is as "blocks.4.mlp"), and their
-    # parameters, activations and outputs are as large. One measurement of each may be cold, or disturbed: the median
+    # parameters and activations are as large. One measurement of each may be cold, or disturbed: the median
     # counts for all.
     kinds: dict[Hashable, list[int]] = defaultdict(list)
     for node in graph.nodes:
         if node.module is not None:
             sizes = tuple(cluster.parameter_bytes[name] for name in node.parameters)
-            shapes = tuple(graph.values[value].spec.shape for value in node.outputs)
-            kinds[re.sub(r"\d+", "#", node.name), sizes, shapes, node.activation_bytes].append(node.index)
+            kinds[re.sub(r"\d+", "#", node.name), sizes, node.activation_bytes].append(node.index)
     for alike in kinds.values():
         for seconds in (forwards, backwards):
             typical = median(seconds[index] for index in alike)

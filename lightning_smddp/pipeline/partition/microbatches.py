@@ -89,7 +89,6 @@ class Splitter:
 
         Raises:
             UnclearBatchError: nobody says it, and it is not clear.
-            ValueError: what ``batch_size_fn`` returns is no number of rows.
         """
         if self.split_batch is not None:
             return max([self.whole(batch).size, *loader_sizes])
@@ -139,12 +138,7 @@ class Splitter:
         return second != first and is_second
 
     def _given_rows(self, batch: Any) -> int | None:
-        if self.batch_size_fn is None:
-            return None
-        size = self.batch_size_fn(batch)
-        if type(size) is not int or size < 0:
-            raise ValueError(f"batch_size_fn returned {size!r} for a batch. It has to return its number of rows.")
-        return size
+        return None if self.batch_size_fn is None else self.batch_size_fn(batch)
 
 
 def has_time_first(root: nn.Module) -> bool:
@@ -243,7 +237,7 @@ def _readings(batch: Any, loader_sizes: Collection[int]) -> list[int]:
 
 def _rows_of_list(value: Any) -> set[int]:
     """It has an entry for each row, or fields of as many rows, or may be read in both ways."""
-    lengths = {len(array) for array in _arrays(leaves(value))}
+    lengths = _lengths_in(value)
     if len(lengths) != 1:
         return {len(value)}
     return lengths | {len(value)} if _is_sequence(value) and _are_alike(value) else lengths
@@ -286,13 +280,12 @@ def _split(value: Any, rows: int, slices: Sequence[slice], path: Path = ()) -> l
 
 def _are_fields(values: Sequence[Any], rows: int, path: Path) -> bool:
     """Whether the entries of a list of as many ``rows`` have these rows themselves."""
-    arrays = _arrays(leaves(values))
-    fitting = [array for array in arrays if len(array) == rows]
+    lengths = _lengths_in(values)
     has_lists = any(_is_sequence(entry) and len(entry) == rows for entry in values)
-    if rows == 1 or not (fitting or has_lists):
+    if rows == 1 or not (rows in lengths or has_lists):
         return False
-    are_alike, all_fit = _are_alike(values), len(fitting) == len(arrays)
-    if are_alike == (all_fit or has_lists):
+    are_alike = _are_alike(values)
+    if are_alike == (lengths == {rows} or has_lists):
         raise UnclearBatchError(f"{place_text(path)} may have an entry for each row, or be {rows} fields")
     return not are_alike
 
@@ -331,6 +324,11 @@ def _is_sequence(value: Any) -> bool:
 def _arrays(values: Iterable[Any]) -> list[Any]:
     """Tensors and arrays that have a length."""
     return [value for value in values if isinstance(value, _ARRAYS) and value.ndim]
+
+
+def _lengths_in(value: Any) -> set[int]:
+    """Of all tensors and arrays in it."""
+    return {len(array) for array in _arrays(leaves(value))}
 
 
 def _are_alike(sequence: Sequence[Any]) -> bool:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_smddp.communication.objects import first, gather
+from lightning_smddp.communication.objects import each, first, gather
 from lightning_smddp.pipeline.capture.boundaries import StagePlan, cut_into_stages
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
@@ -195,21 +195,20 @@ def on_all_ranks(attempt: Callable[[], Result], group: dist.ProcessGroup) -> Res
         SplitError: on every rank, where one has raised it, or a ``ReplayError``.
         StepFailedError: on every rank, where one has failed otherwise; what was raised here is its cause.
     """
-    told: SplitError | None = None
-    cause: Exception | None = None
-    try:
-        result = attempt()
-    except (SplitError, ReplayError) as error:
-        told = SplitError(str(error))
-    except Exception as error:
-        told, cause = StepFailedError(f"The step failed on rank {group.rank()} while it was traced: {error!r}"), error
-    failures = [failure for failure in gather(told, group) if failure is not None]
-    if not failures:
-        return result
-    try:
-        raise failures[0] from cause
-    finally:
-        del cause, failures, told  # which this frame would keep alive, and they this frame with the group
+    result: list[Result] = []
+
+    def told() -> None:
+        try:
+            result.append(attempt())
+        except SplitError:
+            raise
+        except ReplayError as error:
+            raise SplitError(str(error)) from error
+        except Exception as error:
+            raise StepFailedError(f"The step failed on rank {group.rank()} while it was traced: {error!r}") from error
+
+    each(told, group)
+    return result[0]
 
 
 def own_error(error: Exception) -> BaseException:

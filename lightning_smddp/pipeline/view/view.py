@@ -284,9 +284,7 @@ class GlobalView:
             found = self.find(leaf)
             return leaf if found is None else self.tensors.as_global(found)
 
-        if any(self.find(leaf) for leaf in leaves(structure)):
-            return map_leaves(replaced, structure)
-        return structure
+        return map_leaves(replaced, structure)
 
     def own_object(self, tensor: GlobalTensor) -> Tensor:
         """The module's own tensor, if ``tensor`` is what stands for it; else ``tensor``."""
