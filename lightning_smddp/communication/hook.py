@@ -73,13 +73,7 @@ class GradientSynchronizer:
         self.recorder.bucket_started(first=bucket.index() == 0)
         future = self._mean(bucket)
         self.recorder.hook_left(0 if tensor.is_sparse else tensor.nbytes)
-        # Shared memory and a single rank are done by now: then no callback has to be queued. On a device work that is
-        # queued counts as done, and `then` calls back on a stream that waits for it.
-        done = _recording(self.recorder)
-        if future.done() and not tensor.is_cuda:
-            done(future)  # raises what the exchange raised
-            return future
-        return future.then(done)
+        return future.then(_recording(self.recorder))  # of a device: called at once, on a stream that waits for it
 
     def nonfinite(self, parameters: Iterable[Tensor], changed: bool) -> NonFinite | None:
         """What is wrong with the averaged gradients of some ``parameters``: the same answer on all ranks.

@@ -32,9 +32,6 @@ _MAX_TOLD = 50  # numbers of segments in one message; the rest is told in later 
 GATHER, REDUCE = "gathers parameters", "reduces gradients"
 _GROW = "needs more shared memory"
 
-_Header = tuple[str, int, int]
-"""What a rank is about to do, with which unit, and of how many bytes: its peers have to say the same."""
-
 
 @dataclass
 class _Segment:
@@ -65,7 +62,7 @@ class SharedSegments:
         self._segments: dict[int, _Segment] = {}
         self._next_number = 0
         self._let_go: deque[int] = deque()  # by this rank, not told yet
-        self._begun: deque[tuple[_Header, list[int]]] = deque()  # what this rank said in exchanges not finished
+        self._begun: deque[tuple[str, list[int]]] = deque()  # what this rank said in exchanges not finished
 
     def lend(self, unit: int, size: int) -> Tensor:
         """A segment's first ``size`` bytes, the same memory on all ranks of the node, as a uint8 tensor.
@@ -94,10 +91,12 @@ class SharedSegments:
 
     def begin(self, kind: str, unit: int, size: int, descriptor: int | None = None) -> None:
         """Tell the peers that this rank has come to that point, without waiting for them."""
-        header = (kind, unit, size)
+        does = (
+            f"{kind} of {self._names[unit]!r} (unit {unit}, {counted(size, 'byte')})"  # the peers have to say the same
+        )
         told = [self._let_go.popleft() for _ in range(min(len(self._let_go), _MAX_TOLD))]
-        self.mesh.begin(json.dumps([*header, *told]).encode(), descriptor)
-        self._begun.append((header, told))
+        self.mesh.begin(json.dumps([does, *told]).encode(), descriptor)
+        self._begun.append((does, told))
 
     def finish_all(self) -> None:
         """Wait until the peers have come to every point that this rank has told of.
@@ -142,7 +141,7 @@ class SharedSegments:
             if descriptor is None:
                 raise MemoryError(
                     f"No {counted(size, 'byte')} of memory are left on {self.mesh.describe(self.mesh.rank)}'s "
-                    f"node to exchange {self._name(unit)}. Shard into smaller units, or give the job more memory."
+                    f"node to exchange {self._names[unit]!r}. Shard into smaller units, or give the job more memory."
                 )
             mapping = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         finally:
@@ -154,15 +153,19 @@ class SharedSegments:
         return number
 
     def _finish(self) -> Arrival:
-        header, told = self._begun.popleft()
+        does, told = self._begun.popleft()
         arrival = self.mesh.finish()
         # What this rank let go counts from here on only, not since it happened: the peers learn of it now. See `lend`.
         self._note(self.mesh.rank, told)
         for peer, message in arrival.messages.items():
-            kind, unit, size, *peers_told = json.loads(message)
-            if header != (kind, unit, size):
+            theirs, *peers_told = json.loads(message)
+            if theirs != does:
                 arrival.close_descriptors()
-                raise self._differing(peer, header, (kind, unit, size))
+                us, them = self.mesh.describe(self.mesh.rank), self.mesh.describe(peer)
+                raise ValueError(
+                    f"Ranks do different things: {us} {does}, {them} {theirs}. Every rank has to run the same layers "
+                    "in the same order, and use the same parameters."
+                )
             self._note(peer, peers_told)
         return arrival
 
@@ -171,18 +174,6 @@ class SharedSegments:
         for number in numbers:
             if number in self._segments:
                 self._segments[number].holders.discard(rank)
-
-    def _differing(self, peer: int, header: _Header, theirs: _Header) -> ValueError:
-        does = []
-        for rank, (kind, unit, size) in ((self.mesh.rank, header), (peer, theirs)):
-            does.append(f"{self.mesh.describe(rank)} {kind} of {self._name(unit)} ({counted(size, 'byte')})")
-        return ValueError(
-            f"Ranks do different things: {', '.join(does)}. The models, or the order in which their layers run, differ "
-            "between ranks: every rank has to run the same layers in the same order, and use the same parameters."
-        )
-
-    def _name(self, unit: int) -> str:
-        return repr(self._names[unit]) if unit < len(self._names) else f"unit {unit}"
 
 
 def create_file(size: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +21,9 @@ def node_identity() -> str:
     of their own.
     """
     parts = [socket.gethostname()]
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    if boot_id.exists():
-        parts.append(boot_id.read_text().strip())
-    namespace = Path("/proc/self/ns/net")
-    if namespace.exists():
-        parts.append(os.readlink(namespace))
+    with suppress(OSError):  # only Linux has them
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/net"))
     return "/".join(parts)
 
 
@@ -94,10 +92,7 @@ class Topology:
         return f"rank {rank} (host {self.hosts[node]}, local rank {self.nodes[node].index(rank)})"
 
     def _node_of(self, rank: int) -> int:
-        for index, ranks in enumerate(self.nodes):
-            if rank in ranks:
-                return index
-        raise ValueError(f"rank {rank} is not one of the {self.world_size} ranks of this job")
+        return next(index for index, ranks in enumerate(self.nodes) if rank in ranks)
 
 
 def discover(group: dist.ProcessGroup) -> Topology:

@@ -130,11 +130,13 @@ def do_different_things(group: dist.ProcessGroup, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("kind", "rank 0 (host host, local rank 0) gathers parameters of 'embedding' (8 bytes), rank 1 (host host, "
-                 "local rank 1) reduces gradients of 'embedding' (8 bytes)"),
-        ("unit", "of 'embedding' (8 bytes), rank 1 (host host, local rank 1) gathers parameters of 'head' (8 bytes)"),
-        ("size", "of 'head' (8 bytes), rank 1 (host host, local rank 1) gathers parameters of 'head' (9 bytes)"),
-        ("memory", "gathers parameters of 'head' (1000000 bytes), rank 1 (host host, local rank 1) needs more"),
+        ("kind", "rank 0 (host host, local rank 0) gathers parameters of 'embedding' (unit 0, 8 bytes), "
+                 "rank 1 (host host, local rank 1) reduces gradients of 'embedding' (unit 0, 8 bytes)"),
+        ("unit", "of 'embedding' (unit 0, 8 bytes), "
+                 "rank 1 (host host, local rank 1) gathers parameters of 'head' (unit 1, 8 bytes)"),
+        ("size", "of 'head' (unit 1, 8 bytes), "
+                 "rank 1 (host host, local rank 1) gathers parameters of 'head' (unit 1, 9 bytes)"),
+        ("memory", "gathers parameters of 'head' (unit 1, 1000000 bytes), rank 1 (host host, local rank 1) needs more"),
     ],
 )  # fmt: skip
 def test_ranks_that_do_different_things_are_told_so(what: str, said: str) -> None:
