@@ -121,7 +121,7 @@ def call_costs(repeats: int = 200_000) -> dict[str, float]:
     supervisor = Supervisor(HashStore(), 0, 1, 60.0)
 
     def notes(step: int) -> None:
-        supervisor.step, supervisor.batches = step, step
+        supervisor.begin_batch(step, step)
         for phase in ("forward", "backward", "optimizer", "data"):
             supervisor.phase = phase
 

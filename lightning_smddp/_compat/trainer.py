@@ -18,11 +18,12 @@ from lightning_smddp.patches import patched
 
 
 @contextmanager
-def own_stops(trainer: Any, install: Callable[[], None]) -> Iterator[None]:
+def own_stops(trainer: Any, install: Callable[[], None], end_epoch: Callable[[], None]) -> Iterator[None]:
     """Let ``install`` register signal handlers when Lightning has registered its own.
 
     Lightning's handler of SIGTERM broadcasts from within the handler, at another point on each rank, and every
-    training batch begins with a broadcast of whether a signal came; neither happens in this context.
+    training batch begins with a broadcast of whether a signal came; neither happens in this context. ``end_epoch`` is
+    called when the batches of an epoch are over, before any hook.
     """
     connector = trainer._signal_connector
     epoch_loop = trainer.fit_loop.epoch_loop
@@ -32,21 +33,13 @@ def own_stops(trainer: Any, install: Callable[[], None]) -> Iterator[None]:
         type(connector).register_signal_handlers(connector)
         install()
 
-    broadcasts = (vars(epoch_loop), "_broadcast_sigterm_tensor", lambda: None)
-    with patched([(vars(connector), "register_signal_handlers", register), broadcasts]):
-        yield
-
-
-@contextmanager
-def after_training_epoch(trainer: Any, action: Callable[[], None]) -> Iterator[None]:
-    """Call ``action`` when the batches of an epoch are over, before any hook."""
-    epoch_loop = trainer.fit_loop.epoch_loop
-
     def run(data_fetcher: Any) -> None:
         type(epoch_loop).run(epoch_loop, data_fetcher)
-        action()
+        end_epoch()
 
-    with patched([(vars(epoch_loop), "run", run)]):
+    signals = (vars(connector), "register_signal_handlers", register)
+    broadcasts = (vars(epoch_loop), "_broadcast_sigterm_tensor", lambda: None)
+    with patched([signals, broadcasts, (vars(epoch_loop), "run", run)]):
         yield
 
 

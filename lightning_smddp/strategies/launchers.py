@@ -82,13 +82,11 @@ class ScriptLaunching:
                 del os.environ[LAUNCHER_PID]
         set_num_threads_if_needed(launcher, launcher.num_processes)
         # Until all ranks have met, nobody but this process can see that one has died: a thread looks at them. From
-        # then on it is the supervision that does, which calls `joined`.
+        # then on it is the supervision that does, which sets `joined`.
         atexit.unregister(end_processes)  # of a run before this one
         joined = threading.Event()
         if trainer is not None and self.procs:
-            supervision = trainer.strategy._supervision
-            supervision.started_ranks = self.procs
-            supervision.joined = joined.set
+            trainer.strategy._supervision.joined = joined
             watcher = threading.Thread(target=_watch_start, args=(joined, self.procs), daemon=True)
             watcher.start()
         run = _ranked(function, trainer)
@@ -100,7 +98,7 @@ class ScriptLaunching:
             if not is_control_flow(error):
                 patience_s = _LINGER_S
                 if trainer is not None:
-                    patience_s = max(patience_s, trainer.strategy._supervision.hooks_after_exception_s)
+                    patience_s = max(patience_s, trainer.strategy._supervision.hooks_after_exception_s(trainer))
                 atexit.register(end_processes, self.procs, patience_s)
             raise
         finally:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from lightning_smddp._compat.torch import default_store
 from lightning_smddp._compat.trainer import (
-    after_training_epoch,
     is_control_flow,
     is_stop,
     no_batch_follows,
@@ -26,12 +24,10 @@ from lightning_smddp.communication.groups import mark_groups_aborted
 from lightning_smddp.communication.objects import RankFailedError, gather
 from lightning_smddp.resume.auto_resume import stop_checkpoint
 from lightning_smddp.strategies.checks import has_changed
-from lightning_smddp.strategies.launchers import end_processes, launcher_pid, may_be_ended
+from lightning_smddp.strategies.launchers import launcher_pid, may_be_ended
 from lightning_smddp.strategies.tables import say
-from lightning_smddp.supervision import shutdown
-from lightning_smddp.supervision.failure import Failure
 from lightning_smddp.supervision.processes import name_of
-from lightning_smddp.supervision.stop import END
+from lightning_smddp.supervision.stop import END, write_stderr
 from lightning_smddp.supervision.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -52,8 +48,7 @@ class RunSupervision:
     def __init__(self, strategy: TrainerStrategy) -> None:
         self.strategy = strategy
         self.supervisor: Supervisor | None = None
-        self.started_ranks: Any = ()  # processes that this one has started
-        self.joined: Callable[[], None] = _nothing  # all ranks are here; the launcher puts its own in this place
+        self.joined: threading.Event | None = None  # of a launcher, which waits for all ranks to be here
         self._lightnings = ExitStack()  # gives Lightning back what stops have changed
         self._stopped = False  # by a signal
         self._runs = False  # inside of explained_errors
@@ -72,31 +67,24 @@ class RunSupervision:
             return
         strategy = self.strategy
         self._place = 0
-        timeout_s = strategy._session.limit(strategy._timeout).total_seconds()
         self.supervisor = Supervisor(
             default_store(),
             strategy.global_rank,
             strategy.world_size,
-            timeout_s,
+            strategy._session.limit(strategy._timeout).total_seconds(),
             strategy._reliability.stop_limit_s,
             launcher_pid(),
-            agent_serves=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
-        if strategy.root_device.type == "cuda":
-            stream = torch.cuda.default_stream(strategy.root_device)
-            self.supervisor.stillness.has_work = lambda: not stream.query()
-            self.supervisor.stillness.ask_after_s = min(60.0, timeout_s / 2)
-        # Ranks that this process has started end with it, also where it is ended by force.
-        self.supervisor.shutdown.clean_ups.append(lambda: end_processes(self.started_ranks, patience_s=0.0))
-        self.joined()
+        self.supervisor.hangs_silently = strategy.root_device.type == "cuda" and strategy.world_size > 1
+        if self.joined is not None:
+            self.joined.set()
 
     def take_over(self, trainer: Trainer) -> None:
         """From here on signals stop the run by agreement, and epochs end together."""
-        supervisor = self.supervisor
-        if supervisor is not None:
+        if self.supervisor is not None:
             self._lightnings.close()
-            self._lightnings.enter_context(own_stops(trainer, supervisor.stops.take_signals))
-            self._lightnings.enter_context(after_training_epoch(trainer, self._end_epoch))
+            take_signals = self.supervisor.stops.take_signals
+            self._lightnings.enter_context(own_stops(trainer, take_signals, self._end_epoch))
 
     def let_go(self) -> None:
         """Give Lightning back what stops have changed. Hooks follow, so the others are watched until the run's end."""
@@ -145,7 +133,7 @@ class RunSupervision:
         supervisor = self.supervisor
         if supervisor is None or is_control_flow(error):
             return error
-        supervisor.shutdown.postpone(self.hooks_after_exception_s)
+        supervisor.shutdown.postpone(self.hooks_after_exception_s(self.strategy._trainer))
         if supervisor.stop_signal is not None and is_stop(error):
             supervisor.shutdown.take_over(error)
             supervisor.shutdown.postpone(supervisor.stop_grace)  # a node may go before another one has saved
@@ -160,27 +148,18 @@ class RunSupervision:
         failure = supervisor.failure
         if failure is not None:
             mark_groups_aborted()
-            if explained is not error or isinstance(error, RankFailedError):  # another rank's
-                self._end_after_first(failure)
+            is_others = explained is not error or isinstance(error, RankFailedError)
+            if is_others and may_be_ended():  # before its traceback
+                write_stderr(f"lightning-smddp: {failure.text}\n")
+                time.sleep(_AFTER_THE_FIRST_S if failure.kind == "failed" else 0.0)
         if isinstance(error, SystemExit) and not error.code:
             error.code = 1  # it leaves the other ranks alone, and must not look like success
         return explained
 
-    @property
-    def hooks_after_exception_s(self) -> float:
+    def hooks_after_exception_s(self, trainer: Trainer) -> float:
         """How long the user's own ``on_exception`` may take, such as an upload, before a process is ended by force."""
-        module = self.strategy.lightning_module
-        if module is None or module._trainer is None or not has_changed(module.trainer, "on_exception"):
-            return 0.0
-        return self.strategy._reliability.stop_limit_s
-
-    def _end_after_first(self, failure: Failure) -> None:
-        """Say why this rank ends (it may be killed before its traceback), and let the rank that failed end first."""
-        self.strategy._sagemaker.write_failure(failure.error())  # the launcher may end this process while it waits
-        if may_be_ended():
-            shutdown.say(f"lightning-smddp: {failure.error()}\n")
-            if failure.kind == "failed":
-                time.sleep(_AFTER_THE_FIRST_S)
+        has_hook = has_changed(trainer, "on_exception")
+        return self.strategy._reliability.stop_limit_s if has_hook else 0.0
 
     def _end_by_stop(self, error: BaseException, signum: int) -> None:
         """Save what is needed to go on, give the exception the exit code of a stop, and say what is left."""
@@ -210,13 +189,9 @@ class RunSupervision:
 
     def training_batch_starts(self, batch_idx: int) -> None:
         """Note where this rank is, and whether all are to stop behind this batch."""
-        supervisor = self.supervisor
-        if supervisor is None:
-            return
         trainer = self.strategy._trainer
-        supervisor.step = trainer.global_step
-        supervisor.batches = batch_idx + 1
-        supervisor.phase = "forward"
+        if self.supervisor is not None:
+            self.supervisor.begin_batch(trainer.global_step, batch_idx + 1)
         # Not in the middle of an accumulation, whose gradients no checkpoint has.
         if will_step(trainer):
             self._look_for_stop()
@@ -227,8 +202,6 @@ class RunSupervision:
         trains = trainer.state.fn == "fit" and not trainer.sanity_checking
         if trains and no_batch_follows(trainer):
             self._end_epoch()
-        elif trains and self.supervisor is not None:
-            self.supervisor.batches += 1  # it goes on, which no rank at the end of its epoch can wait for
         self.phase("validation")
         # A place to stop at has to be one that all ranks come to: within a validation only if all have as many batches.
         self._behind_validation = None
@@ -250,13 +223,13 @@ class RunSupervision:
         # `gate` looks at a flag, unless a signal has come: then it holds this rank until the supervisors' threads have
         # agreed on the first place that all ranks can still reach, which they do also while a rank is blocked in a
         # collective. The answer is the same on all ranks, as places are.
-        assert self.supervisor is not None
         self._place += 1
-        if self.supervisor.gate(self._place) and not self._stopped:
+        trainer = self.strategy._trainer
+        if self.supervisor is not None and self.supervisor.gate(self._place) and not self._stopped:
             self._stopped = True
-            received_stop(self.strategy._trainer)
-            if self.strategy._trainer.state.fn != "fit":
-                raise stop_exception(self.strategy._trainer)
+            received_stop(trainer)
+            if trainer.state.fn != "fit":
+                raise stop_exception(trainer)
 
     def _end_epoch(self) -> None:
         """Ranks with other numbers of batches would average gradients of different epochs from here on."""
@@ -275,7 +248,3 @@ class RunSupervision:
             self._look_for_stop()
         elif trainer.validating and self._behind_validation is not None:
             self._look_for_stop()  # Lightning ends the run behind this batch
-
-
-def _nothing() -> None:
-    pass

@@ -21,7 +21,7 @@ from lightning_smddp.checkpoint.sharded import consolidate, is_sharded
 from lightning_smddp.communication.objects import RankFailedError
 from lightning_smddp.sagemaker.folders import MODEL, Folders, failure_file, point_at, write_failure
 from lightning_smddp.strategies.tables import say
-from lightning_smddp.supervision.failure import text_of
+from lightning_smddp.supervision.board import text_of
 
 if TYPE_CHECKING:
     from lightning_smddp.strategies.base import TrainerStrategy

@@ -8,7 +8,7 @@ When a rank dies in the middle of training:
 
 1. A rank of its host sees it in /proc (``Supervisor._look_around``, by ``Process.look``), and declares it; its other
    thread writes that into the store by ``compare_set``: the first failure counts. If the rank that died serves the
-   store, everyone sees by himself that it does not answer (``Supervisor._store_ended``).
+   store, everyone sees by himself that it does not answer.
 2. All ranks read it within half a second. ``Shutdown.due`` begins to count the time: the training thread gets
    the error of its collective, or looks for a failure at its next batch; in the end the process is ended by force.
 3. The training thread's error goes through ``Supervisor.explain``, which ``strategies/run_supervision.py`` calls around

@@ -1,4 +1,4 @@
-"""What the ranks of a job tell each other, in torch's store.
+"""What the ranks of a job tell each other, in torch's store: how far they are, who waits for whom, who failed first.
 
 Keys, below a prefix of the run: ``who/R``: process of rank R; ``beat/R``: how far it is; ``failure``, ``stop``,
 ``decision``, ``hang``: empty from the start, and set once.
@@ -7,14 +7,25 @@ Keys, below a prefix of the run: ``who/R``: process of rank R; ``beat/R``: how f
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
+from lightning_smddp.communication.objects import RankFailedError
 from lightning_smddp.supervision.processes import Process
 
 START_S = 60.0  # for the others' supervisors: all ranks have met just before
+# In errors of communication that are plain RuntimeErrors: gloo's and NCCL's have its name in a path; the last two come
+# from the callback of a future.
+_WORDS = ("gloo", "NCCL", "RankFailedError: ", "RankTimeoutError: ")
+MAX_MESSAGE_CHARACTERS = 2000
+# Modules whose functions wait for other ranks: torch's collectives, DDP's backward pass, and this package.
+_COMMUNICATE = ("torch.distributed", "torch.nn.parallel", "torch.autograd.graph", "lightning_smddp")
+# The phases in the order in which a step comes to them. Other ones count as later than all of these.
+_ORDER = ["", "setup", "forward", "backward", "optimizer", "data", "validation", "checkpoint"]
 
 
 class Beat(NamedTuple):
@@ -22,9 +33,8 @@ class Beat(NamedTuple):
 
     Attributes:
         number: of this beat.
-        step, phase, batches: see ``Supervisor``.
-        ended, ended_batches: how many epochs it has ended, and after how many batches the last one.
-        still_s, waits: see ``Stillness``.
+        step, phase, ends, batches: see ``Supervisor``.
+        waited_s: for how long its training thread waits for other ranks; 0: it does not.
         answer: see ``Stops``.
         knows: of the failure.
         over: 1: its run is over; 2: it uses the store no more.
@@ -33,14 +43,38 @@ class Beat(NamedTuple):
     number: int
     step: int
     phase: str
+    ends: int
     batches: int
-    ended: int
-    ended_batches: int
-    still_s: float
-    waits: str
-    answer: int | None
+    waited_s: float
+    answer: int
     knows: bool
     over: int
+
+
+class Failure(NamedTuple):
+    """The first failure of a job. Travels as JSON: a list of the attributes.
+
+    Attributes:
+        rank: the global rank that failed.
+        kind: ``"failed"`` (it raised), ``"died"`` (its process ended), ``"fell silent"`` (stopped, or cut off the
+            network), ``"did not come"`` (the others' collective timed out waiting for it), ``"left"`` (it ended its run
+            while others were in the middle of theirs).
+        text: one line: ``Rank 1 (host a, process 12) failed at step 7 (backward): ValueError: bad``.
+    """
+
+    rank: int
+    kind: str
+    text: str
+
+    def error(self) -> RankFailedError:
+        """The error that the other ranks raise."""
+        return RankFailedError(self.rank, self.text)
+
+
+def place(step: int, phase: str) -> str:
+    """`` at step 7 (backward)``; -1, before the first step, is left out."""
+    where = f" at step {step}" if step >= 0 else ""
+    return f"{where} ({phase})"
 
 
 class Board:
@@ -54,14 +88,15 @@ class Board:
 
     Attributes:
         who: the process of each rank.
-        local: other ranks of this host, those behind this one first.
+        local: other ranks of this host.
+        beats: how far each rank is, as it was seen last.
 
     Raises:
         torch.distributed.DistStoreError: not all ranks came in time; the message says who is missing.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, beat: Beat) -> None:
-        self._rank = rank
+        self._rank, self._ranks = rank, range(world_size)
         number = store.add(f"smddp/supervision/starts/{rank}", 1)  # the same on all ranks
         connection = cast(Any, store).clone()  # which torch's type hints do not know
         self._store = dist.PrefixStore(f"smddp/supervision/{number}", connection)
@@ -71,29 +106,77 @@ class Board:
         own = Process.own()
         self.tell(beat)
         self._store.set(f"who/{rank}", json.dumps(own))
-        self.who = [Process(*json.loads(self._store.get(f"who/{other}"))) for other in range(world_size)]
-        ring = [*range(rank + 1, world_size), *range(rank)]
-        self.local = [other for other in ring if self.who[other].namespace == own.namespace != ""]
-        self._beats = [f"beat/{other}" for other in range(world_size)]
-        self._seen = self._store.multi_get(self._beats)
+        self.who = [Process(*json.loads(self._store.get(f"who/{other}"))) for other in self._ranks]
+        local = [other for other in self._ranks if self.who[other].namespace == own.namespace != ""]
+        self.local = [other for other in local if other != rank]
+        self.look()
 
     def tell(self, beat: Beat) -> None:
         """How far this rank is."""
         self._store.set(f"beat/{self._rank}", json.dumps(beat))
 
     def look(self) -> tuple[str, str, str]:
-        """Read all beats, for those who ask; returns ``failure``, ``stop`` and ``decision``."""
-        failure, stop, decision, *self._seen = self._store.multi_get(["failure", "stop", "decision", *self._beats])
+        """Read all beats; returns ``failure``, ``stop`` and ``decision``."""
+        keys = ["failure", "stop", "decision", *(f"beat/{rank}" for rank in self._ranks)]
+        failure, stop, decision, *beats = self._store.multi_get(keys)
+        self.beats = [Beat(*json.loads(beat)) for beat in beats]
         return failure.decode(), stop.decode(), decision.decode()
 
-    def beat(self, rank: int) -> Beat:
-        """As it was seen last."""
-        return Beat(*json.loads(self._seen[rank]))
-
-    def beats(self) -> list[Beat]:
-        """How far each rank is, as it was seen last, by rank; parsed anew at each call."""
-        return [self.beat(rank) for rank in range(len(self.who))]
+    def where(self, rank: int) -> str:
+        """``rank 1 (host a) at step 7 (backward)``, as it was seen last."""
+        beat = self.beats[rank]
+        return f"rank {rank} (host {self.who[rank].host}){place(beat.step, beat.phase)}"
 
     def set_once(self, key: str, value: str) -> str:
         """Fill an empty key; returns what is there then: of whoever was first."""
         return self._store.compare_set(key, "", value).decode()
+
+
+# ---- who waits for whom ----
+
+
+def is_in_communication(thread: int) -> bool:
+    """Whether a thread of this process is where one waits for other ranks."""
+    frame = sys._current_frames().get(thread)  # None if it has ended
+    return frame is not None and frame.f_globals.get("__name__", "").startswith(_COMMUNICATE)
+
+
+def behind(beats: Sequence[Beat]) -> int | None:
+    """The rank that the others wait for: who does not wait itself, else who is least far; None if all are as far."""
+    places = [(beat.step, [*_ORDER, beat.phase].index(beat.phase)) for beat in beats]
+    chosen = [rank for rank, beat in enumerate(beats) if not beat.waited_s] or range(len(beats))
+    late = min(chosen, key=places.__getitem__)
+    if len(chosen) == len(beats) and places[late] == max(places):
+        return None
+    return late
+
+
+def waited_for(beats: Sequence[Beat], seconds: float) -> int | None:
+    """The one rank that all others have waited for so long; None if there is none."""
+    free = [rank for rank, beat in enumerate(beats) if beat.waited_s <= seconds]
+    if len(free) != 1 or beats[free[0]].waited_s or len(beats) == 1:
+        return None
+    return free[0]
+
+
+# ---- errors ----
+
+
+def text_of(error: BaseException) -> str:
+    """Type and message of an exception, in one line."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, SystemExit):
+        text = f"it called sys.exit({error.code!r}) in the middle of the run"
+    return " ".join(text[:MAX_MESSAGE_CHARACTERS].split())
+
+
+def is_of_communication(error: BaseException) -> bool:
+    """Whether ``error`` may be the consequence of another rank's failure.
+
+    Gloo's errors have no type of their own. torch's other ones (NCCL, the store) derive from ``DistError``. Of an
+    error in a callback a ``torch.futures.Future`` keeps the text only.
+    """
+    names = [cls.__name__ for cls in type(error).__mro__]  # `DistError` itself would have to be imported from torch
+    if isinstance(error, RankFailedError) or "DistError" in names:
+        return True
+    return type(error) is RuntimeError and any(word in str(error) for word in _WORDS)

@@ -1,4 +1,4 @@
-"""Stopping all ranks at one step, without a message per step, and hearing the signals that ask for it.
+"""How a rank ends: with all others at one step, when a signal asks for that, or by force, when the job has failed.
 
 Once a stop is asked for, each rank's watching thread answers with the first step at which its training thread can still
 stop, and from then on that thread waits in ``gate()`` at this step. The largest answer is the step at which all stop:
@@ -8,21 +8,30 @@ collective blocks, so this cannot deadlock.
 
 from __future__ import annotations
 
-import multiprocessing
+import ctypes
+import faulthandler
 import os
 import signal
 import threading
 import time
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing.util import register_after_fork
 from types import FrameType
 from typing import Any
 
 from lightning_smddp._compat.torch import is_loader_worker
+from lightning_smddp.communication.groups import abort_groups
 
 END = 2**62  # a place to stop at, behind all others
 AGAIN_AFTER_S = 1.0  # a launcher may pass on what the terminal has sent to everyone
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal by which a process ends when its parent does
+RELEASE_AFTER_S = 0.5  # errors of communication come by themselves within less
+GRACE_S = 3.0  # from a failure on, within which the training thread has to raise
+UNWIND_S = 8.0  # within which it has to come to the end of its run
+CLEAN_UP_WITHIN_S = 1.5
 
 
 class Stops:
@@ -37,32 +46,19 @@ class Stops:
     Attributes:
         step: that the training thread is at.
         attention: there is a failure or a request to stop, which the training thread has to wait for.
-        answer: the first step at which this rank can stop.
+        answer: the first step at which this rank can stop; 0 until it is asked.
         decision: the step at which all do.
     """
 
     def __init__(self) -> None:
-        self.step = -1
+        self.step = 0
         self.attention = False
-        self.answer: int | None = None
+        self.answer = 0
         self.decision: int | None = None
         self._handlers: dict[int, Any] = {}  # those of before
         self._wakeup = -1
         self._pipe = (-1, -1)
         self._first = 0.0  # when the first signal came
-
-    def ask(self) -> None:
-        """For the watching thread."""
-        self.attention = True
-        if self.answer is None:
-            # The training thread may have passed the gate of `step` already, without a look at this.
-            self.answer = min(self.step + 1, END)
-
-    def may_pass(self, step: int) -> bool:
-        """Whether the training thread need not wait at ``step``."""
-        return self.decision is not None or (self.answer is not None and step < self.answer)
-
-    # ---- signals ----
 
     def take_signals(self) -> None:
         """Take them over. A signal that is ignored stays so (``nohup``). Main thread only."""
@@ -75,25 +71,20 @@ class Stops:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 self._handlers[signum] = signal.signal(signum, self._handle)
         self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        register_after_fork(self, _leave_group)
+        register_after_fork(self, Stops._begin_child)
 
-    def read_signals(self) -> list[tuple[int, bool]]:
+    def read_signals(self) -> Iterator[tuple[int, bool]]:
         """Those that came since the last time, each with whether it came again: a second or more after the first."""
-        came: list[tuple[int, bool]] = []
         with suppress(OSError):  # none, or not taken over
             for signum in os.read(self._pipe[0], 4096):
                 now = time.monotonic()
                 if signum in self._handlers and (self._first == 0.0 or now > self._first + AGAIN_AFTER_S):
-                    came.append((signum, self._first > 0.0))
+                    yield signum, self._first > 0.0
                     self._first = self._first or now
-        return came
 
     def restore_signals(self) -> None:
-        """Put back what was there before, except what somebody else has replaced since. Main thread only.
-
-        Also in a forked child, such as a DataLoader worker: a SIGTERM to that one is not the job's.
-        """
-        if not self._handlers or threading.current_thread() is not threading.main_thread():
+        """Put back what was there before, except what somebody else has replaced since."""
+        if not self._handlers:
             return
         for signum, handler in self._handlers.items():
             if signal.getsignal(signum) == self._handle:
@@ -113,21 +104,75 @@ class Stops:
             with suppress(OSError):  # full: it is read then
                 os.write(self._pipe[1], bytes([signum]))
 
+    def _begin_child(self) -> None:
+        """A signal to a child of ``multiprocessing`` is not the job's; one to the rank's group is not a loader's.
 
-def _leave_group(stops: Stops) -> None:
-    """In a child: torchrun and terminals send to a rank's whole process group.
+        torchrun and terminals send to groups. The rank needs batches up to the step where all stop, and torch raises in
+        it where a worker is killed.
+        """
+        self.restore_signals()
+        if is_loader_worker():
+            os.setpgid(0, 0)
+            with suppress(AttributeError):  # not Linux
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
-    The rank needs batches up to the step where all stop, and torch raises in it where a worker is killed.
+
+class Shutdown:
+    """Created by the training thread, to which the first two methods belong; the others to a thread beside it.
+
+    Attributes:
+        clean_ups: called before a forced end, each in a thread, which may take its time.
+        is_handled: it has an error in hand.
     """
-    if is_loader_worker():
-        os.setpgid(0, 0)
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.clean_ups: list[Callable[[], object]] = []
+        self.is_handled = False
+        self._error: BaseException | None = None
+        self._not_before = self._began = 0.0
+
+    def take_over(self, error: BaseException | None = None) -> None:
+        """The training thread has an exception, and needs no other; it is printed if its end has to be forced."""
+        self.is_handled = True
+        self._error = error or self._error
+
+    def postpone(self, seconds: float) -> None:
+        """No forced end because of a failure within ``seconds`` from now: users' hooks for exceptions run."""
+        self._not_before = max(self._not_before, time.monotonic() + seconds)
+
+    def due(self) -> bool:
+        """Whether the process has to be ended. Called again and again from the failure on."""
+        now = time.monotonic()
+        if self._began == 0.0:
+            self._began = now
+            threading.Thread(target=_release, daemon=True).start()
+        limit = UNWIND_S if self.is_handled else GRACE_S
+        return now > self._began + limit and now > self._not_before
+
+    def force(self, code: int, where: str, reason: str) -> None:
+        """Say where the training thread is and why it ends, tidy up, and end the process, whatever threads do."""
+        if self._error is not None:
+            write_stderr("".join(traceback.format_exception(self._error)))
+        else:
+            faulthandler.dump_traceback(2)
+        write_stderr(f"lightning-smddp: {where} is ended, exit code {code}. Cause: {reason}\n")
+        for clean_up in self.clean_ups:
+            thread = threading.Thread(target=clean_up, daemon=True)
+            thread.start()
+            thread.join(CLEAN_UP_WITHIN_S)
+        # At once: `sys.exit` would only end this thread, and an orderly exit waits for threads that may wait for a
+        # peer.
+        os._exit(code)
 
 
-def _end_with_parent() -> None:
-    """SIGKILL to the rank's group does not come here, and a worker whose full pipe nobody reads waits for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    while os.getppid() == parent.pid:
-        time.sleep(1.0)
-    os._exit(1)
+def _release() -> None:
+    """Set the training thread free if it waits for NCCL."""
+    time.sleep(RELEASE_AFTER_S)
+    abort_groups()
+
+
+def write_stderr(text: str) -> None:
+    """To the descriptor, not to ``sys.stderr``, whose lock another thread may hold."""
+    with suppress(OSError):  # it is closed, or nobody reads it
+        os.write(2, text.encode(errors="replace"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -14,27 +13,28 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from lightning_smddp.supervision.board import Beat, Board
-from lightning_smddp.supervision.failure import Failure, Kind, is_of_communication, place, text_of
-from lightning_smddp.supervision.hangs import NO_RANK_IS_BEHIND, Stillness, behind, waited_for
+from lightning_smddp.supervision.board import (
+    Beat,
+    Board,
+    Failure,
+    behind,
+    is_in_communication,
+    is_of_communication,
+    place,
+    text_of,
+    waited_for,
+)
 from lightning_smddp.supervision.processes import name_of
-from lightning_smddp.supervision.shutdown import Shutdown, say
-from lightning_smddp.supervision.stop import Stops
+from lightning_smddp.supervision.stop import END, Shutdown, Stops, write_stderr
 from lightning_smddp.wording import counted
 
 LOOK_S = 0.5  # between two looks at the store, and at processes
 RANKS_PER_LOOK = 128  # with more of them each asks the store less often
-NEIGHBOURS = 8  # processes of this host that a rank looks at, and rank 0's
-STOPPED_S = 3.0  # one that is stopped for so long has failed
+STOPPED_S = 3.0  # a process of this host that is stopped for so long has failed
 NOTE_HANG_S = 60.0  # all wait for one rank: it is said
-SAYS_NOTHING_S = 2.0  # that rank does not say where it is
 STORE_S = (3.0, 30.0)  # the least and the most that the store may take to answer: `collective_timeout` in between
-AGREE_WITHIN_S = 20.0  # on a stop, or a quarter of the time: a call into C may keep a rank's interpreter for long
 _POLL_S = 0.05  # while the training thread waits for other ranks
-_DOUBT_S = 2.0  # who writes no beat meanwhile is silent
-_TOLD_S = 1.0  # for a failure to be seen, and told
-_LEAVE_S = 2.0  # for the last words
-_live: set[Supervisor] = set()
+_DOUBT_S = 2.0  # who is not heard meanwhile is silent
 
 
 class Supervisor:
@@ -47,17 +47,17 @@ class Supervisor:
         store: shared by the ranks, such as the default group's. It is cloned: a connection of its own.
         rank: this global rank.
         world_size: number of ranks.
-        collective_timeout: seconds after which collectives raise, and a device that waits has hung.
+        collective_timeout: seconds after which collectives raise.
         stop_grace: how many seconds after a request to stop the process may go on.
         parent_pid: a launcher without which this rank must not go on. None: of a process that a user started, say.
-        agent_serves: whether torchrun's agent serves the store, and not rank 0.
 
     Attributes:
-        step, phase, batches: set these as training goes on; ``batches`` are those of the epoch that are begun.
-        moves: add one where this rank goes on in a way that the rest does not show, such as a batch of a validation.
+        step, phase: set these as training goes on, and call :meth:`begin_batch`.
+        moves: add one for each batch, also of a validation.
+        hangs_silently: whether collectives that time out raise nothing, as NCCL's; set it.
         failure: the first failure of the job, as all ranks agree on it; None if there is none.
         stop_signal: by which the job was asked to stop; None if it was not.
-        shutdown, stops, stillness: see there for what can be set and called.
+        shutdown, stops: see there for what can be set and called.
     """
 
     def __init__(
@@ -68,33 +68,29 @@ class Supervisor:
         collective_timeout: float,
         stop_grace: float = 90.0,
         parent_pid: int | None = None,
-        agent_serves: bool = False,
     ) -> None:
         self.rank = rank
         self.collective_timeout = collective_timeout
         self.stop_grace = stop_grace
         self._parent_pid = parent_pid
         self.step, self.phase = -1, "setup"
-        self.batches = self.moves = 0
+        self.moves = 0
+        self._epoch = (0, 0)  # begins and ends of epochs that this rank has come to, and batches of the present one
+        self.hangs_silently = False
         self.failure: Failure | None = None
         self.stop_signal: int | None = None
         self.shutdown = Shutdown()
         self.stops = Stops()
-        self.stillness = Stillness(self.shutdown.thread)
-        self._number = self._over = 0
-        self._ended = (0, 0)  # how many epochs this rank has ended, and after how many batches the last one
-        self._suspects: dict[int, tuple[Kind, str]] = {}  # who has failed, and how, before all ranks know
+        self._number = self._over = 0  # see `Beat`
+        self._suspects: dict[int, Failure] = {}  # by rank, before all ranks know of one
         self._stopped_s: dict[int, float] = {}  # for how long processes of this host are stopped
-        self._unanswered_s = self._stop_at = self._ticked_at = 0.0
-        self._is_waiting = self._has_noted_hang = False  # the training thread waits, in here
+        self._place: object = None  # where the training thread was at the last look
+        self._waited_s = self._unanswered_s = self._stop_at = 0.0
+        self._has_noted_hang = False
         self._lost = False  # the store is not used any more
         self._wake, self._closed = threading.Event(), threading.Event()
         self._period = LOOK_S * max(1.0, world_size / RANKS_PER_LOOK)
-        self._server = None if agent_serves else 0  # the rank that takes the store with it
         self._board = Board(store, rank, world_size, self._own_beat())
-        local = self._board.local
-        self._neighbours = {*local[:NEIGHBOURS], 0} & {*local}
-        _live.add(self)
         atexit.register(self.close, 0.0)  # a thread that comes out of C++ when the interpreter has ended would abort it
         targets = {"smddp-supervisor": self._watch, "smddp-guard": self._guard}
         self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in targets.items()]
@@ -107,47 +103,32 @@ class Supervisor:
         try:
             while not self._lost and not self._closed.is_set():
                 self._tick()
-                self._wake.wait(_POLL_S if self._is_waiting else self._period)
+                self._wake.wait(self._period)
                 self._wake.clear()
             if not self._lost:
                 self._over = 2
                 self._board.tell(self._own_beat())
         except dist.DistError:
-            self._store_ended("died", "its process or its connection ended")
+            self._lost = True
 
     def _tick(self) -> None:
         """Say how far this rank is, and look at what the others have said."""
         self._board.tell(self._own_beat())
         failure, stop, decision = self._board.look()
         self._unanswered_s = 0.0
-        for rank, (kind, message) in list(self._suspects.items()):
-            if kind == "died" and rank != self.rank and self._board.beat(rank).over:  # it has said goodbye
-                del self._suspects[rank]
-            elif not failure:
-                failure = self._board.set_once("failure", json.dumps(self._failure_of(rank, kind, message)))
+        for suspect in list(self._suspects.values()):
+            failure = failure or self._board.set_once("failure", json.dumps(suspect))
         if failure:
             self._record(Failure(*json.loads(failure)))
         elif stop or self.stop_signal is not None:
             self._agree(int(stop or self._board.set_once("stop", str(self.stop_signal))), decision)
-        now = time.monotonic()
-        passed = min(now - self._ticked_at, 2 * self._period)  # the whole machine may have been stopped meanwhile
-        self._ticked_at = now
-        self.stillness.tick((self.step, self.phase, self.batches, self.moves), passed, self._is_waiting)
-        if self.failure is None and self.stillness.still_s > 1.0:
-            self._look_for_hang(self._board.beats())
+        else:
+            self._note_hang()
 
     def _own_beat(self) -> Beat:
         self._number += 1
-        where = (self._number, self.step, self.phase, self.batches, *self._ended)
-        waits = (round(self.stillness.still_s, 2), self.stillness.waits)
-        return Beat(*where, *waits, self.stops.answer, self.failure is not None, self._over)
-
-    def _failure_of(self, rank: int, kind: Kind, message: str) -> Failure:
-        beat = self._board.beat(rank)
-        if rank == self.rank:
-            beat = beat._replace(step=self.step, phase=self.phase)
-        who = self._board.who[rank]
-        return Failure(rank, who.host, who.pid, beat.step, beat.phase, kind, message)
+        where = (self.step, self.phase, *self._epoch, self._waited_s)
+        return Beat(self._number, *where, self.stops.answer, self.failure is not None, self._over)
 
     def _record(self, failure: Failure) -> None:
         if failure.kind == "fell silent" and failure.rank in self._board.local:
@@ -155,18 +136,21 @@ class Supervisor:
         self.stops.attention = True
         self.failure = self.failure or failure
 
-    def _store_ended(self, kind: Kind, how: str) -> None:
-        """Nobody can tell the others any more: each names the same rank by itself."""
-        self._lost = True
-        # How a process of this host has ended, or that it is stopped, is seen meanwhile, by the other ranks, too.
-        if self._closed.wait(2 * LOOK_S):
+    def _note_hang(self) -> None:
+        """Once all others have waited for one rank for long, it is said where that is, by that rank if it can."""
+        late = waited_for(self._board.beats, NOTE_HANG_S)
+        if late is None or self._has_noted_hang:
             return
-        rank = 0
-        if self._server is None:  # torchrun's agent has ended
-            rank, kind = self.rank, "lost the job's store"
-        elif self._board.beat(0).over:
+        text = f"lightning-smddp: all others have waited for {self._board.where(late)} for {NOTE_HANG_S:g} s. "
+        if late == self.rank:
+            stack = "".join(traceback.format_stack(sys._current_frames()[self.shutdown.thread]))
+            text += f"It is here:\n{stack}"
+        elif self.rank == 0 and self._waited_s > NOTE_HANG_S + _DOUBT_S:
+            text += "It says nothing: code in C holds its interpreter.\n"
+        else:
             return
-        self._record(self._failure_of(rank, *self._suspects.get(rank, (kind, how))))
+        self._has_noted_hang = True
+        write_stderr(self._board.set_once("hang", text))
 
     # ---- the other thread: what is seen without the store, and the end of this process ----
 
@@ -180,46 +164,65 @@ class Supervisor:
             period = _POLL_S if failure or self.stop_signal else LOOK_S
             if failure is not None or not self._suspects:  # else they wait for what is known of these in a moment
                 for signum, again in self.stops.read_signals():
-                    self._signalled(signum, again)
+                    if again:
+                        self.stop_signal = self.stop_signal or signum
+                        self._force(f"{name_of(signum)} came again")
+                    elif failure is None:  # behind one it may be the launcher's
+                        self._stop_asked(signum)
             if failure is not None:
                 if self.shutdown.due():
-                    self._force(failure.describe())
+                    self._force(failure.text)
             elif self.stop_signal is not None and time.monotonic() - self._stop_at > self.stop_grace:
                 self._force(f"it did not stop within {self.stop_grace:g} s of {name_of(self.stop_signal)}")
 
     def _look_around(self, passed: float) -> None:
-        limit = min(max(self.collective_timeout, STORE_S[0]), STORE_S[1])
-        self._unanswered_s += passed
-        is_lost = self._unanswered_s > limit
-        for rank in self._neighbours:
+        for rank in self._board.local:
             is_stopped, ended = self._board.who[rank].look()
             self._stopped_s[rank] = is_stopped * (self._stopped_s.get(rank, 0.0) + passed)
-            if ended and not self._board.beat(rank).over:
+            if ended and not self._board.beats[rank].over:
                 self._declare(rank, "died", ended)
             elif self._stopped_s[rank] >= STOPPED_S:
                 self._declare(rank, "fell silent", "its process is stopped (by SIGSTOP, or Ctrl+Z)")
-            else:
-                continue
-            is_lost |= rank == self._server
         parent = self._parent_pid
         if parent not in (None, os.getppid(), *(self._board.who[rank].pid for rank in self._board.local)):
             self._declare(self.rank, "died", f"its launcher (process {parent}) ended")
-        if is_lost and not self._lost:
-            how = f"no answer of the job's store within {limit:g} s: it is stopped, its host is down, or the network "
-            self._store_ended("fell silent", f"{how}between the hosts is cut")
+        limit = min(max(self.collective_timeout, STORE_S[0]), STORE_S[1])
+        if self._lost or self._stopped_s.get(0, 0.0) >= STOPPED_S:  # by then it is seen how rank 0's process ended
+            limit = 2 * LOOK_S
+        self._unanswered_s += passed
+        if self._unanswered_s > limit and not self._board.beats[0].over:
+            self._lost = True  # so nobody can tell the others any more
+            how = "its process or its connection ended, its host is down, or the network between the hosts is cut"
+            self._declare(0, "fell silent", f"the job's store is lost: {how}")
+            self._record(self._suspects.get(self.rank) or self._suspects[0])
+        here = (self.phase, self.moves)
+        waits = here == self._place and is_in_communication(self.shutdown.thread)
+        self._waited_s = self._waited_s + passed if waits else 0.0
+        self._place = here
+        if self.hangs_silently and self._waited_s > self.collective_timeout:
+            self._declare_behind(f"waited {self._waited_s:.0f} s for it, whose host does not go on")
 
-    def _declare(self, rank: int, kind: Kind, message: str) -> None:
+    def _declare(self, rank: int, kind: str, message: str) -> None:
         """For any thread: let all ranks know. The first one counts."""
-        self._suspects.setdefault(rank, (kind, message))
+        beat, who = self._board.beats[rank], self._board.who[rank]
+        where = place(self.step, self.phase) if rank == self.rank else place(beat.step, beat.phase)
+        text = f"Rank {rank} (host {who.host}, process {who.pid}) {kind}{where}: {message}"
+        self._suspects.setdefault(rank, Failure(rank, kind, text))
         self._wake.set()
+
+    def _declare_behind(self, text: str) -> None:
+        """Whoever it is that this rank and others wait for."""
+        text = f"{self._board.where(self.rank)} {text}"
+        late = behind(self._board.beats)
+        if late is None:
+            hint = "no rank is behind on its host (NCCL's flight recorder says more: TORCH_FR_BUFFER_SIZE=2000)"
+            self._declare(self.rank, "failed", f"{text}; {hint}")
+        else:
+            self._declare(late, "did not come", text)
 
     def _force(self, reason: str) -> None:
         code = 1 if self.stop_signal is None else 128 + self.stop_signal
-        self.shutdown.force(code, self._where(self.rank), reason)
-
-    def _where(self, rank: int) -> str:
-        beat = self._board.beat(rank)
-        return f"rank {rank} (host {self._board.who[rank].host}){place(beat.step, beat.phase)}"
+        self.shutdown.force(code, self._board.where(self.rank), reason)
 
     # ---- failures ----
 
@@ -237,86 +240,52 @@ class Supervisor:
         if follows:
             self._judge(text_of(error))
         elif self.stops.decision is None or isinstance(error, Exception):
-            self._declare(self.rank, "left" if isinstance(error, SystemExit) else "failed", text_of(error))
-            self._wait(lambda: False, _TOLD_S)
+            self._declare(self.rank, "failed", text_of(error))
+            self._wait(lambda: False, 2 * LOOK_S)
         # The end of the store must not be taken for the cause: others have to know what that is.
-        if self.rank == self._server:
-            self._wait(self._may_take_store, _TOLD_S, despite_failure=True)
+        if self.rank == 0:
+            self._wait(self._may_leave, 2 * LOOK_S, despite_failure=True)
         failure = self.failure
         if failure is None or not follows or (failure.rank == self.rank and failure.kind == "failed"):
             return error
-        return error if str(error) == str(failure.error()) else failure.error()
+        return error if str(error) == failure.text else failure.error()
 
     def _judge(self, text: str) -> None:
         """A collective has failed. If no process of this host has ended: who is silent, has left, or is behind?"""
-        if self._wait(lambda: False, _TOLD_S):
+        if self._wait(lambda: False, 2 * LOOK_S):
             return
-        numbers = {rank: beat.number for rank, beat in enumerate(self._board.beats()) if rank != self.rank}
+        numbers = [beat.number for beat in self._board.beats]
 
         def silent() -> list[int]:
-            return [rank for rank, number in numbers.items() if self._board.beat(rank).number == number]
+            return [rank for rank, beat in enumerate(self._board.beats) if beat.number == numbers[rank]]
 
         self._wait(lambda: not silent(), _DOUBT_S)
-        beats = self._board.beats()
-        text = f"{self._where(self.rank)} waited for it: {text}"
-        late = behind(beats)
-        if left := [rank for rank, beat in enumerate(beats) if beat.over]:
-            self._declare(left[0], "left", f"it ended its run while {text}")
+        text = f"waited for it: {text}"
+        if left := [rank for rank, beat in enumerate(self._board.beats) if beat.over]:
+            self._declare(left[0], "left", f"it ended its run while {self._board.where(self.rank)} {text}")
         elif quiet := silent():
             why = "nobody of its host is heard: its host is down, or the network between the hosts is cut"
             if quiet[0] in self._board.local:
                 why = "its process is there and runs no Python, as where code in C holds the interpreter"
-            self._declare(quiet[0], "fell silent", f"{text}; {why}")
-        elif late is None or late == self.rank:
-            self._declare(self.rank, "failed", f"{text}; {NO_RANK_IS_BEHIND}")
+            self._declare(quiet[0], "fell silent", f"{self._board.where(self.rank)} {text}; {why}")
         else:
-            self._declare(late, "did not come", text)
-        self._wait(lambda: False, _TOLD_S)
+            self._declare_behind(text)
+        self._wait(lambda: False, 2 * LOOK_S)
 
     def _wait(self, ready: Callable[[], bool], seconds: float, despite_failure: bool = False) -> bool:
         """Let the training thread wait until ``ready()``, or a failure; whether one of them came."""
-        self._is_waiting = True
-        self._wake.set()
         deadline = time.monotonic() + seconds
-        try:
-            while time.monotonic() < deadline:
-                if ready() or (self.failure is not None and not despite_failure):
-                    return True
-                time.sleep(_POLL_S)
-            return False
-        finally:
-            self._is_waiting = False
+        while time.monotonic() < deadline:
+            if ready() or (self.failure is not None and not despite_failure):
+                return True
+            self._wake.set()
+            time.sleep(_POLL_S)
+        return False
 
     def raise_failure(self) -> None:
         """For the training thread, where it can end: raise if the job has failed, unless it handles that already."""
         if self.failure is not None and not self.shutdown.is_handled:
             raise self.failure.error()
-
-    def _look_for_hang(self, beats: list[Beat]) -> None:
-        """A device that hangs ends the job, as NCCL raises nothing; any other hang is said, once."""
-        own = self.stillness
-        if own.has_work is not None and own.waits and own.still_s > self.collective_timeout and len(beats) > 1:
-            cause = behind(beats)
-            why = "its host does not go on"
-            if cause is None:
-                why = NO_RANK_IS_BEHIND
-            elif beats[cause].waits == "device":
-                why = "its device has work left"
-            text = f"{self._where(self.rank)} has waited for {own.still_s:.0f} s; {why}"
-            self._declare(self.rank if cause is None else cause, "did not come", text)
-        late = waited_for(beats, NOTE_HANG_S)
-        if late is None or self._has_noted_hang:
-            return
-        text = f"lightning-smddp: all others have waited for {self._where(late)} for {NOTE_HANG_S:g} s. "
-        if late == self.rank:
-            stack = "".join(traceback.format_stack(sys._current_frames()[self.shutdown.thread]))
-            text += f"It is here:\n{stack}"
-        elif self.rank == 0 and waited_for(beats, NOTE_HANG_S + SAYS_NOTHING_S) == late:
-            text += "It says nothing: code in C holds its interpreter.\n"
-        else:
-            return
-        self._has_noted_hang = True
-        say(self._board.set_once("hang", text))
 
     # ---- stops ----
 
@@ -332,19 +301,10 @@ class Supervisor:
         self.stops.step = step
         if not self.stops.attention:
             return False
-        self._wait(lambda: self._lost or self.stops.may_pass(step), self.stop_grace)
+        stops = self.stops
+        self._wait(lambda: self._lost or stops.decision is not None or step < stops.answer, self.stop_grace)
         self.raise_failure()
-        return self.stops.decision is not None and step >= self.stops.decision
-
-    def _signalled(self, signum: int, again: bool) -> None:
-        """The first signal asks for a stop; a second one, or Ctrl+C after a failure, ends this process."""
-        failure = self.failure
-        if failure is None and not again:
-            self._stop_asked(signum)
-        elif again or signum != signal.SIGTERM:  # the first one may be a launcher's
-            reason = "again" if failure is None else f"after this failure: {failure.describe()}"
-            self.stop_signal = self.stop_signal or signum
-            self._force(f"{name_of(signum)} came {reason}")
+        return stops.decision is not None and step >= stops.decision
 
     def _stop_asked(self, signum: int) -> None:
         """Here or on another rank; from now on the time is short."""
@@ -354,63 +314,67 @@ class Supervisor:
             self._wake.set()
             if self.rank == 0:  # once for the job: Ctrl+C reaches all ranks of a terminal
                 text = f"all ranks stop at one of the next steps, within {self.stop_grace:g} s"
-                say(f"lightning-smddp: {name_of(signum)}: {text}. A second signal ends a rank at once.\n")
+                write_stderr(f"lightning-smddp: {name_of(signum)}: {text}. A second signal ends a rank at once.\n")
 
     def _agree(self, signum: int, decision: str) -> None:
         """Answer, and decide if all have. A rank that does not answer in time has failed."""
         self._stop_asked(signum)
-        self.stops.ask()
-        running = [(rank, beat.answer) for rank, beat in enumerate(self._board.beats()) if beat.over < 2]
-        answers = [answer for _, answer in running if answer is not None]
-        limit = min(AGREE_WITHIN_S, self.stop_grace / 4)
-        if not decision and len(answers) == len(running):
-            decision = self._board.set_once("decision", str(max(answers)))
+        self.stops.attention = True
+        if self.stops.answer == 0:
+            # The training thread may have passed the gate of this step already, without a look at `attention`.
+            self.stops.answer = min(self.stops.step + 1, END)
+        beats = self._board.beats
+        silent = [rank for rank, beat in enumerate(beats) if beat.answer == 0 and beat.over < 2]
+        limit = self.stop_grace / 4  # a call into C may keep a rank's interpreter for long
+        if not decision and not silent:
+            decision = self._board.set_once("decision", str(max(beat.answer for beat in beats)))
         if decision:
             self.stops.decision = int(decision)
         elif time.monotonic() - self._stop_at > limit:
             text = f"it did not say within {limit:g} s of {name_of(signum)} where it can stop, and runs no Python"
-            silent = [rank for rank, answer in running if answer is None]
             self._declare(silent[0], "fell silent", text)
 
     # ---- epochs ----
 
+    def begin_batch(self, step: int, batches: int) -> None:
+        """At optimizer step ``step`` a batch is begun, with which ``batches`` of this epoch are."""
+        self.step, self.phase = step, "forward"
+        self._epoch = (self._epoch[0], batches)
+
     def end_of_epoch(self, epoch: int) -> None:
-        """Wait until every rank is at the end of its epoch, with as many ``batches``. Collective.
+        """Wait until every rank is at the end of its epoch, with as many batches. Collective.
 
         Again before the next batch it does nothing.
 
         Raises:
             RankFailedError: a rank failed, had another number of batches, or ended its run.
         """
-        batches = self.batches
+        begin, batches = self._epoch
+        end = begin + 1
         if batches == 0:
             return
-        end = self._ended[0] + 1
-        self.batches = 0  # first, lest a beat takes this epoch's batches for the next one's
-        self._ended = (end, batches)
-        own = f"rank {self.rank} ended epoch {epoch} after {counted(batches, 'batch')}"
+        self._epoch = (end, batches)
+        own = f"it ended epoch {epoch} after {counted(batches, 'batch')}"
 
         def all_have() -> bool:
-            beats = self._board.beats()
+            beats = self._board.beats
             for rank, beat in enumerate(beats):
-                begun = {end: beat.ended_batches, end - 1: beat.batches}.get(beat.ended, 0)
-                if begun > batches:  # one that has fewer finds out itself
-                    text = f"{own}, and rank {rank} has begun {begun} ({beat.phase}). Give all equally many batches"
-                    self._declare(self.rank, "left", f"{text}, and set `trainer.should_stop` on all")
-                elif beat.over and beat.ended < end:
-                    self._declare(rank, "left", f"it ended its run, but {own}")
-            return all(beat.ended > end or (beat.ended, beat.ended_batches) == (end, batches) for beat in beats)
+                if beat.ends <= end and (beat.batches > batches or beat.over):  # who has fewer finds out itself
+                    text = f"{own}, and rank {rank} has begun {beat.batches} ({beat.phase}). Give all equally many "
+                    self._declare(self.rank, "left", f"{text}batches, and set `trainer.should_stop` on all")
+            return all(beat.ends > end or (beat.ends, beat.batches) == (end, batches) for beat in beats)
 
         if not self._wait(all_have, self.collective_timeout):
             self._judge(f"it waited {self.collective_timeout:g} s at the end of epoch {epoch}")
         self.raise_failure()
+        self._epoch = (end + 1, 0)
 
     # ---- end ----
 
     def close(self, patience: float = 5.0) -> Failure | None:
         """Say goodbye and stop watching; threads, connection and signal handlers are gone afterwards.
 
-        Rank 0 waits up to ``patience`` seconds for the other ranks' goodbyes. Whoever ends without one has failed.
+        It waits up to ``patience`` seconds for the other ranks' goodbyes. Whoever ends without one has failed.
 
         Returns:
             The failure of the job, if there was one, also one that came while this rank was waiting here.
@@ -420,31 +384,17 @@ class Supervisor:
         self.shutdown.take_over()
         self.stops.restore_signals()
         self._over = 1
-        if self.rank == self._server:
-            self._wait(self._may_take_store, patience)
-        else:
-            self._wait(lambda: self._lost or all(beat.over for beat in self._board.beats()), min(patience, _LEAVE_S))
+        self._wait(self._may_leave, patience)
         self._closed.set()
         self._wake.set()
         for thread in self._threads:
-            thread.join(_LEAVE_S)
-        _live.discard(self)
+            thread.join(_DOUBT_S)
         atexit.unregister(self.close)
         return self.failure
 
-    def _may_take_store(self) -> bool:
-        """Whether the others use it no more, or know of the failure."""
+    def _may_leave(self) -> bool:
+        """Whether the others have ended their runs, or know of the failure; whose store it is, use it no more."""
         failed = None if self.failure is None else self.failure.rank
-        beats = [beat for rank, beat in enumerate(self._board.beats()) if rank not in (self.rank, failed)]
-        return self._lost or all(beat.knows or beat.over == 2 for beat in beats)
-
-
-def _forget_all() -> None:
-    """In a forked child: copies of the parent's, which must not say goodbye for it. It has its own signals back."""
-    for supervisor in list(_live):
-        supervisor._closed.set()
-        supervisor.stops.restore_signals()
-    _live.clear()
-
-
-os.register_at_fork(after_in_child=_forget_all)
+        over = 2 if self.rank == 0 else 1
+        beats = [beat for rank, beat in enumerate(self._board.beats) if rank not in (self.rank, failed)]
+        return self._lost or all(beat.knows or beat.over >= over for beat in beats)

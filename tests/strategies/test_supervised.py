@@ -149,7 +149,7 @@ def test_lightnings_signals_neither_broadcast_nor_come_first() -> None:
         patch.setattr(torch.distributed, "broadcast", lambda *_, **__: broadcasts.append(1))
         epoch_loop._broadcast_sigterm_tensor()
         assert broadcasts.pop() == 1  # Lightning's
-        with own_stops(trainer, lambda: installed.append(signal.getsignal(signal.SIGTERM))):
+        with own_stops(trainer, lambda: installed.append(signal.getsignal(signal.SIGTERM)), lambda: None):
             connector.register_signal_handlers()
             epoch_loop._broadcast_sigterm_tensor()
         connector.teardown()

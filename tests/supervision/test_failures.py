@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lightning_smddp.supervision import supervisor
-from lightning_smddp.supervision.failure import Failure
+from lightning_smddp.supervision.board import Failure
 from tests.supervision.jobs import Rank, run
 
 
@@ -147,7 +147,7 @@ def test_the_store_is_not_asked_again_once_it_was_given_up(tmp_path: Path) -> No
 def failure_behind_the_loss(rank: Rank) -> None:
     """A collective breaks when the store does, and who was first is known a moment later."""
     rank.supervisor._lost = True
-    first = Failure(1, "b", 2, 7, "data", "died", "it was killed")
+    first = Failure(1, "died", "Rank 1 (host b, process 2) died at step 7 (data): it was killed")
     threading.Timer(0.4, rank.supervisor._record, [first]).start()
     raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer")
 

@@ -1,4 +1,4 @@
-"""What a look at a process, at beats and at a device tells."""
+"""What a look at a process, and at beats tells."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_smddp.supervision.board import Beat
-from lightning_smddp.supervision.hangs import Stillness, behind, waited_for
+from lightning_smddp.supervision.board import Beat, behind, waited_for
 from lightning_smddp.supervision.processes import Process
 
 
@@ -63,18 +62,18 @@ def test_a_stopped_process_is_seen_and_killed_and_a_later_one_is_another() -> No
     assert child.wait(5.0) == -signal.SIGKILL
 
 
-def beat(step: int, phase: str, waits: str = "", still_s: float = 100.0) -> Beat:
-    return Beat(1, step, phase, 0, 0, 0, still_s, waits, None, False, 0)
+def beat(step: int, phase: str, waited_s: float = 0.0) -> Beat:
+    return Beat(1, step, phase, 0, 0, waited_s, 0, False, 0)
 
 
 @pytest.mark.parametrize(
     ("beats", "late"),
     [
-        ([beat(5, "forward", "communication"), beat(5, "forward"), beat(5, "forward", "communication")], 1),  # a stage
+        ([beat(5, "forward", 9.0), beat(5, "forward"), beat(5, "forward", 9.0)], 1),  # a stage
         ([beat(5, "forward"), beat(5, "backward"), beat(4, "data")], 2),
-        ([beat(5, "backward", "communication"), beat(4, "data", "device")], 1),
-        ([beat(5, "backward", "device"), beat(5, "backward", "device")], None),
-        ([beat(9, "test", "communication"), beat(9, "checkpoint", "communication")], 1),
+        ([beat(5, "backward", 9.0), beat(4, "data", 9.0)], 1),
+        ([beat(5, "backward", 9.0), beat(5, "backward", 9.0)], None),
+        ([beat(9, "test", 9.0), beat(9, "checkpoint", 9.0)], 1),
     ],
 )
 def test_who_is_behind(beats: list[Beat], late: int | None) -> None:
@@ -82,27 +81,10 @@ def test_who_is_behind(beats: list[Beat], late: int | None) -> None:
 
 
 def test_one_rank_is_waited_for_if_all_others_wait_for_long() -> None:
-    waiting = beat(5, "backward", "communication")
-    assert waited_for([waiting, beat(5, "forward", still_s=0.0), waiting], 60.0) == 1
+    waiting = beat(5, "backward", 100.0)
+    assert waited_for([waiting, beat(5, "forward"), waiting], 60.0) == 1
     assert waited_for([waiting, beat(5, "forward"), beat(5, "forward")], 60.0) is None
-    assert waited_for([waiting._replace(still_s=59.0), beat(5, "forward")], 60.0) is None
+    assert waited_for([waiting, beat(5, "forward", 59.0)], 60.0) is None
+    assert waited_for([waiting._replace(waited_s=59.0), beat(5, "forward")], 60.0) is None
     assert waited_for([waiting, waiting], 60.0) is None
     assert waited_for([beat(5, "forward")], 60.0) is None
-
-
-def test_a_device_that_has_work_is_waited_for() -> None:
-    stillness = Stillness(-1)  # of no thread: what waits on the host is told
-    answers = [False, True, True, True]
-    stillness.has_work, stillness.ask_after_s = lambda: answers.pop(0), 1.0
-    seen = []
-    for _ in range(7):
-        stillness.tick(("here",), 0.5, False)
-        seen.append(stillness.waits)
-    # Not asked for a second; then it answers no, then yes.
-    assert seen == ["", "", "", "", "device", "device", "device"]
-    assert stillness.still_s == 1.0
-    stillness.tick(("elsewhere",), 0.5, False)
-    assert (stillness.waits, stillness.still_s) == ("", 0.0)
-    stillness.tick(("elsewhere",), 0.5, True)
-    stillness.tick(("elsewhere",), 0.5, True)
-    assert (stillness.waits, stillness.still_s) == ("communication", 0.5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import sys
 import threading
 import time
 from functools import partial
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_smddp.supervision.shutdown import Shutdown
+from lightning_smddp.supervision.stop import Shutdown
 from tests.supervision.jobs import Rank, run
 
 
@@ -37,25 +36,12 @@ def test_a_process_is_ended_where_nothing_can_be_said(
     assert codes == [143]
 
 
-def test_what_a_stream_of_the_users_holds_is_written_before_a_forced_end(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(os, "_exit", lambda code: None)
-    monkeypatch.setattr(sys, "stderr", None)  # closed, as in a service
-    shutdown = Shutdown()
-    with (tmp_path / "out").open("w") as out:
-        monkeypatch.setattr(sys, "stdout", out)
-        print("last line")
-        shutdown.force(1, "rank 1", "rank 0 died")
-        assert (tmp_path / "out").read_text() == "last line\n"
-
-
 def test_clean_ups_run_before_a_forced_end_and_one_that_hangs_is_left_behind(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "_exit", lambda code: None)
     shutdown, cleaned, hung = Shutdown(), threading.Event(), threading.Event()
-    shutdown.clean_ups += [hung.wait, cleaned.set]
+    shutdown.clean_ups += [cleaned.set, hung.wait]
     begin = time.monotonic()
     shutdown.force(1, "rank 1 (host a) at step 3 (backward)", "rank 0 died")
     assert cleaned.is_set()
@@ -71,12 +57,12 @@ def test_clean_ups_run_before_a_forced_end_and_one_that_hangs_is_left_behind(
 
 
 def upload(seconds: float, allowed: float, signum: int, rank: Rank) -> None:
-    """``signum`` comes meanwhile; 0: none."""
+    """``signum`` comes meanwhile, SIGINT twice; 0: none."""
     error = KeyError("the first cause")
     rank.supervisor.explain(error)
     rank.supervisor.shutdown.postpone(allowed)
-    if signum:
-        threading.Timer(1.0, os.kill, [os.getpid(), signum]).start()
+    for number in range(2 if signum == signal.SIGINT else 1 if signum else 0):
+        threading.Timer(1.0 + 2.0 * number, os.kill, [os.getpid(), signum]).start()
     time.sleep(seconds)
     (rank.directory / "uploaded").touch()
     raise error
@@ -87,10 +73,10 @@ def upload(seconds: float, allowed: float, signum: int, rank: Rank) -> None:
     ("seconds", "allowed", "signum", "cause"),
     [
         (10.0, 30.0, signal.SIGTERM, ""),  # as a launcher sends it to all behind a failure
-        (60.0, 9.0, 0, "Cause: rank 0"),
-        (30.0, 40.0, signal.SIGINT, "SIGINT came after this failure"),
+        (60.0, 9.0, 0, "Cause: Rank 0"),
+        (30.0, 40.0, signal.SIGINT, "SIGINT came again"),
     ],
-    ids=["a launcher's SIGTERM", "too long", "Ctrl+C"],
+    ids=["a launcher's SIGTERM", "too long", "Ctrl+C twice"],
 )
 def test_a_hook_has_its_time(seconds: float, allowed: float, signum: int, cause: str, tmp_path: Path) -> None:
     """It comes to its end on the rank that failed, though launchers would end it."""

@@ -92,7 +92,7 @@ def stop_behind_others(rank: Rank) -> list[bool]:
     """Rank 1 has ended its run and left when rank 0 gets a signal."""
     if rank.rank == 1:
         return []
-    while rank.supervisor._board.beat(1).over < 2:
+    while rank.supervisor._board.beats[1].over < 2:
         time.sleep(0.1)
     terminate_self()
     return [rank.supervisor.gate(step) for step in range(3)]
