@@ -29,24 +29,13 @@ AnyPath = str | os.PathLike[str]
 ANOTHER = "Use an earlier checkpoint, or another copy of this one."
 """What to do about one that is damaged."""
 
-_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci"}
-
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be used.
-
-    Attributes:
-        path: The file, directory or URL.
-        reason: What is wrong with it.
-        fix: What to do about it.
-    """
-
-    def __init__(self, path: AnyPath, reason: str, fix: str) -> None:
-        self.path, self.reason, self.fix = str(path), " ".join(reason.split()), fix
-        super().__init__(self.path, self.reason, self.fix)  # the arguments, for pickling
+    """A checkpoint cannot be used. Its arguments: where it is, what is wrong with it, and what to do about it."""
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.reason}. {self.fix}"
+        path, reason, fix = self.args
+        return f"{path}: {' '.join(reason.split())}. {fix}"
 
 
 def locate(path: AnyPath) -> tuple[Any, str]:
@@ -102,8 +91,7 @@ def _write_local(dump: Callable[[Any], object], new: str, path: str) -> None:
 
 
 def _write_remote(fs: Any, dump: Callable[[Any], object], new: str, path: str) -> None:
-    if not _OBJECT_STORES & {fs.protocol, *fs.protocol}:  # where this would make a bucket of a wrong name
-        fs.makedirs(os.path.dirname(path), exist_ok=True)
+    fs.makedirs(os.path.dirname(path), exist_ok=True)
     with fs.open(new, "wb") as file:
         dump(file)
     fs.mv(new, path)  # in object stores a copy, made by the store, which appears when it is complete
@@ -111,10 +99,8 @@ def _write_remote(fs: Any, dump: Callable[[Any], object], new: str, path: str) -
 
 def not_saved(error: OSError, path: AnyPath) -> OSError:
     """``error``, which says which checkpoint was not saved."""
-    number = error.errno
-    if number is None:  # as fsspec raises them
-        number = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO
-    return OSError(number, f"{error.strerror or error}: could not save a checkpoint", str(path))
+    text = f"{error.strerror or error}: could not save a checkpoint"
+    return OSError(error.errno or errno.EIO, text, str(path))  # fsspec's have no number
 
 
 def temporary_of(path: str) -> str:

@@ -19,7 +19,6 @@ import os
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
-from glob import escape, glob
 from typing import Any
 
 import torch.distributed as dist
@@ -164,12 +163,6 @@ def _open(path: str) -> Directory:
     if os.path.exists(os.path.join(path, "manifest.json")):
         fix = f"Convert it with that version: `lightning-smddp consolidate {path} FILE`. The file can be read here."
         raise CheckpointError(path, "was saved by an earlier version of this package", fix)
-    if glob(os.path.join(escape(path), "*", "*_model_states.pt")):
-        fix = (
-            "Go on with Lightning's strategy='deepspeed', or make a file of its weights by DeepSpeed's "
-            "`zero_to_fp32.py` or `lightning.pytorch.utilities.deepspeed.convert_zero_checkpoint_to_fp32_state_dict`."
-        )
-        raise CheckpointError(path, "was saved by DeepSpeed", fix)
     for name in (METADATA, _REST):
         if not os.path.exists(os.path.join(path, name)):
             raise CheckpointError(path, f"is not a complete sharded checkpoint: it has no {name}", ANOTHER)

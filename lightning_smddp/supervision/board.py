@@ -71,12 +71,6 @@ class Failure(NamedTuple):
         return RankFailedError(self.rank, self.text)
 
 
-def place(step: int, phase: str) -> str:
-    """`` at step 7 (backward)``; -1, before the first step, is left out."""
-    where = f" at step {step}" if step >= 0 else ""
-    return f"{where} ({phase})"
-
-
 class Board:
     """Made by all ranks, collectively. Afterwards one thread of each asks the store; what it has seen is for all.
 
@@ -123,9 +117,18 @@ class Board:
         return failure.decode(), stop.decode(), decision.decode()
 
     def where(self, rank: int) -> str:
-        """``rank 1 (host a) at step 7 (backward)``, as it was seen last."""
+        """`` at step 7 (backward)``, as it was seen last; -1, before the first step, is left out."""
         beat = self.beats[rank]
-        return f"rank {rank} (host {self.who[rank].host}){place(beat.step, beat.phase)}"
+        return f" at step {beat.step} ({beat.phase})" if beat.step >= 0 else f" ({beat.phase})"
+
+    def name(self, rank: int) -> str:
+        """``rank 1 (host a) at step 7 (backward)``."""
+        return f"rank {rank} (host {self.who[rank].host}){self.where(rank)}"
+
+    def failure(self, rank: int, kind: str, message: str) -> Failure:
+        """Of a rank at the place where it was seen last."""
+        process = f"host {self.who[rank].host}, process {self.who[rank].pid}"
+        return Failure(rank, kind, f"Rank {rank} ({process}) {kind}{self.where(rank)}: {message}")
 
     def set_once(self, key: str, value: str) -> str:
         """Fill an empty key; returns what is there then: of whoever was first."""
@@ -135,8 +138,8 @@ class Board:
 # ---- who waits for whom ----
 
 
-def is_in_communication(thread: int) -> bool:
-    """Whether a thread of this process is where one waits for other ranks."""
+def waits(thread: int) -> bool:
+    """Whether a thread of this process is where one waits for other ranks: in communication."""
     frame = sys._current_frames().get(thread)  # None if it has ended
     return frame is not None and frame.f_globals.get("__name__", "").startswith(_COMMUNICATE)
 
@@ -170,7 +173,7 @@ def text_of(error: BaseException) -> str:
     return " ".join(text[:MAX_MESSAGE_CHARACTERS].split())
 
 
-def is_of_communication(error: BaseException) -> bool:
+def may_follow(error: BaseException) -> bool:
     """Whether ``error`` may be the consequence of another rank's failure.
 
     Gloo's errors have no type of their own. torch's other ones (NCCL, the store) derive from ``DistError``. Of an

@@ -13,17 +13,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from lightning_smddp.supervision.board import (
-    Beat,
-    Board,
-    Failure,
-    behind,
-    is_in_communication,
-    is_of_communication,
-    place,
-    text_of,
-    waited_for,
-)
+from lightning_smddp.supervision.board import Beat, Board, Failure, behind, may_follow, text_of, waited_for, waits
 from lightning_smddp.supervision.processes import name_of
 from lightning_smddp.supervision.stop import END, Shutdown, Stops, write_stderr
 from lightning_smddp.wording import counted
@@ -141,7 +131,7 @@ class Supervisor:
         late = waited_for(self._board.beats, NOTE_HANG_S)
         if late is None or self._has_noted_hang:
             return
-        text = f"lightning-smddp: all others have waited for {self._board.where(late)} for {NOTE_HANG_S:g} s. "
+        text = f"lightning-smddp: all others have waited for {self._board.name(late)} for {NOTE_HANG_S:g} s. "
         if late == self.rank:
             stack = "".join(traceback.format_stack(sys._current_frames()[self.shutdown.thread]))
             text += f"It is here:\n{stack}"
@@ -196,23 +186,21 @@ class Supervisor:
             self._declare(0, "fell silent", f"the job's store is lost: {how}")
             self._record(self._suspects.get(self.rank) or self._suspects[0])
         here = (self.phase, self.moves)
-        waits = here == self._place and is_in_communication(self.shutdown.thread)
-        self._waited_s = self._waited_s + passed if waits else 0.0
+        goes_on = here != self._place or not waits(self.shutdown.thread)
+        self._waited_s = 0.0 if goes_on else self._waited_s + passed
         self._place = here
         if self.hangs_silently and self._waited_s > self.collective_timeout:
             self._declare_behind(f"waited {self._waited_s:.0f} s for it, whose host does not go on")
 
     def _declare(self, rank: int, kind: str, message: str) -> None:
         """For any thread: let all ranks know. The first one counts."""
-        beat, who = self._board.beats[rank], self._board.who[rank]
-        where = place(self.step, self.phase) if rank == self.rank else place(beat.step, beat.phase)
-        text = f"Rank {rank} (host {who.host}, process {who.pid}) {kind}{where}: {message}"
-        self._suspects.setdefault(rank, Failure(rank, kind, text))
+        self._board.beats[self.rank] = self._own_beat()
+        self._suspects.setdefault(rank, self._board.failure(rank, kind, message))
         self._wake.set()
 
     def _declare_behind(self, text: str) -> None:
         """Whoever it is that this rank and others wait for."""
-        text = f"{self._board.where(self.rank)} {text}"
+        text = f"{self._board.name(self.rank)} {text}"
         late = behind(self._board.beats)
         if late is None:
             hint = "no rank is behind on its host (NCCL's flight recorder says more: TORCH_FR_BUFFER_SIZE=2000)"
@@ -222,7 +210,7 @@ class Supervisor:
 
     def _force(self, reason: str) -> None:
         code = 1 if self.stop_signal is None else 128 + self.stop_signal
-        self.shutdown.force(code, self._board.where(self.rank), reason)
+        self.shutdown.force(code, self._board.name(self.rank), reason)
 
     # ---- failures ----
 
@@ -236,7 +224,7 @@ class Supervisor:
             ``error``, or a ``RankFailedError`` that names the first cause; raise that ``from error``.
         """
         self.shutdown.take_over(error)
-        follows = is_of_communication(error)
+        follows = may_follow(error)
         if follows:
             self._judge(text_of(error))
         elif self.stops.decision is None or isinstance(error, Exception):
@@ -262,12 +250,12 @@ class Supervisor:
         self._wait(lambda: not silent(), _DOUBT_S)
         text = f"waited for it: {text}"
         if left := [rank for rank, beat in enumerate(self._board.beats) if beat.over]:
-            self._declare(left[0], "left", f"it ended its run while {self._board.where(self.rank)} {text}")
+            self._declare(left[0], "left", f"it ended its run while {self._board.name(self.rank)} {text}")
         elif quiet := silent():
             why = "nobody of its host is heard: its host is down, or the network between the hosts is cut"
             if quiet[0] in self._board.local:
                 why = "its process is there and runs no Python, as where code in C holds the interpreter"
-            self._declare(quiet[0], "fell silent", f"{self._board.where(self.rank)} {text}; {why}")
+            self._declare(quiet[0], "fell silent", f"{self._board.name(self.rank)} {text}; {why}")
         else:
             self._declare_behind(text)
         self._wait(lambda: False, 2 * LOOK_S)
