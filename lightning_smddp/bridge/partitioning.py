@@ -49,7 +49,7 @@ from lightning_smddp.pipeline.partition.self_check import (
     require_equal,
 )
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
-from lightning_smddp.pipeline.runtime.remote import ReplayError
+from lightning_smddp.pipeline.runtime.remote_tensor import ReplayError
 from lightning_smddp.pipeline.state.gradients import GradientStash, TiedGradients, create_tied_groups
 from lightning_smddp.pipeline.state.meta_parameters import initialize_deferred, release, set_contents
 from lightning_smddp.pipeline.state.optimizer import OptimizerPartition

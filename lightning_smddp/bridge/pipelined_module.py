@@ -38,7 +38,7 @@ from lightning_smddp.pipeline.partition.batch_sync import BatchSync
 from lightning_smddp.pipeline.partition.costs import fits_on_devices, fits_on_hosts
 from lightning_smddp.pipeline.partition.microbatches import MicroBatches, UncombinableError
 from lightning_smddp.pipeline.partition.plan import StepFailedError, own_error
-from lightning_smddp.pipeline.runtime.remote import ReplayError
+from lightning_smddp.pipeline.runtime.remote_tensor import ReplayError
 from lightning_smddp.pipeline.runtime.stage_program import TracedPath
 from lightning_smddp.pipeline.state.gradients import clipping_by, overflow_shared
 from lightning_smddp.pipeline.state.meta_parameters import AbsentParameter

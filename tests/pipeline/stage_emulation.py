@@ -16,8 +16,7 @@ from lightning_smddp.pipeline.capture.boundaries import StagePlan, cut_into_stag
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
 from lightning_smddp.pipeline.capture.tracer import trace
-from lightning_smddp.pipeline.runtime.remote import Shapes
-from lightning_smddp.pipeline.runtime.stage_program import StageProgram
+from lightning_smddp.pipeline.runtime.stage_program import Shapes, StageProgram
 from lightning_smddp.pipeline.runtime.step_run import run_stage
 from lightning_smddp.pipeline.runtime.wrappers import Wrappers
 from lightning_smddp.pipeline.state.meta_parameters import AbsentParameter, set_contents

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.capture.graph import StepGraph
-from lightning_smddp.pipeline.runtime.remote import ReplayError, Shapes
+from lightning_smddp.pipeline.runtime.remote_tensor import ReplayError
+from lightning_smddp.pipeline.runtime.stage_program import Shapes
 from lightning_smddp.pipeline.runtime.step_run import run_stage
 from tests.pipeline.example_modules import Cube, Layer, Net, batch, children
 from tests.pipeline.stage_emulation import program_of, run_stages, stages_on, wrappers_of

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning_smddp.communication.objects import RankFailedError
 from lightning_smddp.pipeline.mesh import Channel
 from lightning_smddp.pipeline.runtime import step_exchange
-from lightning_smddp.pipeline.runtime.remote import ReplayError
+from lightning_smddp.pipeline.runtime.remote_tensor import ReplayError
 from lightning_smddp.pipeline.runtime.step_exchange import Failure, StepExchange
 from tests.pipeline.models import count_collectives
 from tests.ranks import run_ranks

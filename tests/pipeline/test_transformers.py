@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.runtime.remote import Shapes
+from lightning_smddp.pipeline.runtime.stage_program import Shapes
 from tests.pipeline.stage_emulation import (
     MakeStep,
     assert_transparent_apart,

@@ -22,7 +22,7 @@ from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.partition.assignment import ParameterStages, ownership_of, parameter_stages_of
 from lightning_smddp.pipeline.partition.costs import LossIn, NodeTimes, explained_shortage, time_nodes
 from lightning_smddp.pipeline.partition.split import choose_cuts, choose_units
-from lightning_smddp.pipeline.runtime.remote import ReplayError
+from lightning_smddp.pipeline.runtime.remote_tensor import ReplayError
 from lightning_smddp.planner.problem import Cluster
 
 Result = TypeVar("Result")

@@ -93,11 +93,10 @@ class PipelineRuntime:
             What the step returned, and what has failed on this rank. Where something has on any rank, gradients and
             buffers that the step changes are of no use: all ranks have to hear of it, by a ``StepExchange``.
         """
-        boundaries = [staged.boundaries(shapes, train) for staged, shapes, _ in paths]
-        graphs = {id(staged): staged.graph for staged, _, _ in paths}  # of all paths, each once
-        running = RunningStep(paths, step, microbatches, boundaries, [None] * len(microbatches))
+        graphs = {path.number: path.staged.graph for path in paths}
+        running = RunningStep(paths, step, microbatches, [None] * len(microbatches))
         with self.wrappers.active(list(graphs.values())), self.wrappers.generators.preserved():
-            self.engine.run(running, boundaries, train)
+            self.engine.run(running, [path.boundaries for path in paths], train)
         if not self.ends_here:
             running.outputs = []  # of a step that calls no module of a later stage
         return running

@@ -15,10 +15,17 @@ from torch import Tensor
 from lightning_smddp._compat.torch import READ_NUMBER, without_subclass_functions, wrapper_subclass
 from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, user_location
 from lightning_smddp.pipeline.capture.records import TensorSpec
-from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pytree import leaves, map_leaves
 
+OTHER_PATH = (
+    "When it was traced it took another path. What the step does before its last module may not depend on "
+    "torch's random numbers, or on values of tensors that modules made."
+)
 _TEXT = {"__format__", "__repr__", "__str__"}
+
+
+class ReplayError(RuntimeError):
+    """The step took another path than when it was traced."""
 
 
 class _Active(threading.local):

@@ -31,7 +31,7 @@ from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.records import TensorSpec
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.messages import Boundary, Neighbour
-from lightning_smddp.pipeline.runtime.remote import OTHER_PATH, ReplayError
+from lightning_smddp.pipeline.runtime.remote_tensor import OTHER_PATH, ReplayError
 from lightning_smddp.pipeline.runtime.spans import SpanRecorder
 from lightning_smddp.pipeline.runtime.split_backward import SplitBackward, backward
 from lightning_smddp.pipeline.runtime.stage_program import StageProgram, Step, TracedPath
@@ -55,7 +55,6 @@ class RunningStep:
         paths: of each micro-batch.
         step: the user's.
         microbatches: of the batch.
-        boundaries: of each micro-batch, see :meth:`StagedStep.boundaries`.
         outputs: where the step ends here, what it returned for each micro-batch; else empty.
         failures: on stages here. Behind the first one nothing is computed here any more.
     """
@@ -63,7 +62,6 @@ class RunningStep:
     paths: Sequence[TracedPath]
     step: Step
     microbatches: Sequence[MicroBatch]
-    boundaries: Sequence[Sequence[Boundary]]
     outputs: list[Any]
     failures: list[Failure] = field(default_factory=list)
 
@@ -73,8 +71,8 @@ class RunningStep:
         A step that fails does not stop the schedule, as other stages wait for messages: they get NaN from here on, and
         all ranks hear of the failure behind the schedule. See ``step_exchange.py``.
         """
-        program = self.paths[index].staged.programs[stage]
-        boundary = self.boundaries[index][stage + 1]
+        path = self.paths[index]
+        program, boundary = path.staged.programs[stage], path.boundaries[stage + 1]
         if not self.failures:
             try:
                 sent = self._run(program, index, received)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,10 +12,9 @@ from torch import Tensor
 
 from lightning_smddp.pipeline.capture.boundaries import StagePlan, seen_before
 from lightning_smddp.pipeline.capture.graph import StepGraph
-from lightning_smddp.pipeline.capture.records import Value
+from lightning_smddp.pipeline.capture.records import TensorSpec, Value
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.messages import Boundary
-from lightning_smddp.pipeline.runtime.remote import Shapes
 from lightning_smddp.pipeline.runtime.wrappers import Wrappers
 
 _DRY_RUN = -1  # in place of a stage's number
@@ -162,6 +161,30 @@ class Step(Protocol):
 
 
 @dataclass
+class Shapes:
+    """What values and constants look like for micro-batches of one signature.
+
+    Attributes:
+        values: of the graph, by number.
+        constants: numbers and texts that a node returned, by its index and the leaf of the result. Without an entry
+            they are as they were in the trace, as types and devices always are.
+    """
+
+    values: dict[int, TensorSpec] = field(default_factory=dict)
+    constants: dict[tuple[int, int], Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, graph: StepGraph) -> Shapes:
+        """The shapes of all values of a traced step, which hold until a micro-batch has another shape."""
+        return cls({value.index: value.spec for value in graph.values})
+
+    def merge(self, other: Shapes) -> None:
+        """Take over what ``other`` knows."""
+        self.values.update(other.values)
+        self.constants.update(other.constants)
+
+
+@dataclass
 class StagedStep:
     """One path of a step, the modules and operations that it goes through in order, cut into stages.
 
@@ -177,19 +200,24 @@ class StagedStep:
     programs: dict[int, StageProgram]
     dry_run: StageProgram
 
-    def boundaries(self, shapes: Shapes, train: bool) -> Sequence[Boundary]:
-        """The tensors that go into each stage, and out of the last one: none at both ends."""
-        known: Sequence[Boundary] | None = shapes.boundaries.get(train)
-        if known is None:
-            crossing = [(), *(stage.sends for stage in self.stages)]
-            known = [Boundary.of([shapes.values[value] for value in sent], train) for sent in crossing]
-            shapes.boundaries[train] = known
-        return known
+    def path(self, shapes: Shapes, number: int, train: bool) -> TracedPath:
+        """This path for micro-batches with these ``shapes``; ``train``: a backward follows."""
+        crossing = [(), *(stage.sends for stage in self.stages)]
+        boundaries = [Boundary.of([shapes.values[value] for value in sent], train) for sent in crossing]
+        return TracedPath(self, shapes, number, boundaries)
 
 
 class TracedPath(NamedTuple):
-    """The path that the step takes on a micro-batch, what its values look like there, and its number on all ranks."""
+    """The path that the step takes on a micro-batch.
+
+    Attributes:
+        staged: the path.
+        shapes: what its values look like there.
+        number: the same on all ranks.
+        boundaries: the tensors that go into each stage, and out of the last one: none at both ends.
+    """
 
     staged: StagedStep
     shapes: Shapes
     number: int
+    boundaries: Sequence[Boundary]

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp._compat.torch import all_gather_single
-from lightning_smddp.communication.objects import RankFailedError, UnsendableError, gather, pickled, unpickled
+from lightning_smddp.communication.objects import RankFailedError, gather, pickled, unpickled
 from lightning_smddp.communication.tensors import CPU, broadcast_tensors
 from lightning_smddp.pipeline.mesh import Channel
 from lightning_smddp.pipeline.partition.batch_sync import CURE
-from lightning_smddp.pipeline.runtime.remote import ReplayError
+from lightning_smddp.pipeline.runtime.remote_tensor import ReplayError
 
 _HEAD = struct.Struct("<3q")
 _WORD = 4096  # bytes
@@ -71,6 +71,7 @@ class StepExchange:
         Raises:
             ReplayError: on every rank: the step did something else on a stage than a dry run had shown.
             ValueError: on every rank: the ranks have different batches.
+            UnsendableError: on every rank: results cannot be pickled.
             Exception: on every rank: one of the user's code, as it came, on the rank where it was raised; elsewhere a
                 :class:`RankFailedError`.
         """
@@ -84,9 +85,6 @@ class StepExchange:
         if is_last and not failures:
             data = pickled(results, apart)
             content = pickled(([(tensor.shape, tensor.dtype, tensor.is_cpu) for tensor in apart], data))
-            if isinstance(data, str):
-                text = f"What the step shows cannot be sent to other ranks: {data}"
-                failures = [Failure(0, self._last_rank, text, UnsendableError(text), diverged=False)]
         heads, words = self._words(_HEAD.pack(bool(failures), batch, len(content)) + content)
         self._require_no_failure(heads, failures)
         size = heads[self._last_rank][2]
@@ -102,7 +100,9 @@ class StepExchange:
                 apart.append(torch.empty(shape, dtype=dtype, device=CPU if is_on_host else self._pipeline.device))
         for part, (group, device) in ((True, Channel(self._host, CPU)), (False, self._pipeline)):
             broadcast_tensors([tensor for tensor in apart if tensor.is_cpu == part], group, self._last_rank, device)
-        return results if is_last else unpickled(data, apart)
+        if is_last and isinstance(data, bytes):
+            return results
+        return unpickled(data, apart)
 
     def _words(self, word: bytes) -> tuple[list[Any], list[bytes]]:
         """The words of all ranks, and the numbers at their heads. Collective."""

@@ -35,10 +35,9 @@ from lightning_smddp.pipeline.capture.ops import (
     user_location,
 )
 from lightning_smddp.pipeline.capture.records import TensorSpec
-from lightning_smddp.pipeline.runtime.remote import OTHER_PATH, ReplayError, Shapes
-from lightning_smddp.pipeline.runtime.remote_tensor import ACTIVE, RemoteTensor
+from lightning_smddp.pipeline.runtime.remote_tensor import ACTIVE, OTHER_PATH, RemoteTensor, ReplayError
 from lightning_smddp.pipeline.runtime.run_modes import watched, with_stance
-from lightning_smddp.pipeline.runtime.stage_program import StageProgram
+from lightning_smddp.pipeline.runtime.stage_program import Shapes, StageProgram
 from lightning_smddp.pytree import leaves, map_leaves
 from lightning_smddp.seeding import Forward, seeded
 from lightning_smddp.wording import counted

@@ -28,8 +28,8 @@ from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, signature
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
-from lightning_smddp.pipeline.runtime.remote import OTHER_PATH, ReplayError, Shapes
-from lightning_smddp.pipeline.runtime.stage_program import StagedStep, StageProgram, Step, TracedPath
+from lightning_smddp.pipeline.runtime.remote_tensor import OTHER_PATH, ReplayError
+from lightning_smddp.pipeline.runtime.stage_program import Shapes, StagedStep, StageProgram, Step, TracedPath
 from lightning_smddp.pipeline.runtime.step_run import run_stage
 
 _KEPT = 1024  # paths that are remembered,
@@ -137,7 +137,7 @@ class TraceCache:
     def remember(self, staged: StagedStep, step: Step, microbatch: MicroBatch, index: int = 0) -> TracedPath:
         """``staged`` was traced with a micro-batch like this."""
         self._look_at_parameters()
-        path = TracedPath(staged, Shapes.of(staged.graph), next(self._numbers))
+        path = staged.path(Shapes.of(staged.graph), next(self._numbers), self.train)
         guards, reason = self._guards_of(path, step, microbatch, index)
         if reason is not None:
             raise SplitError(
@@ -256,7 +256,7 @@ class TraceCache:
         if shapes is None:
             return None
         # Units fit, and so do shapes. Code between them, which is one stage's own, may still do something else.
-        path = TracedPath(staged, shapes, next(self._numbers))
+        path = staged.path(shapes, next(self._numbers), self.train)
         guards, reason = self._guards_of(path, step, microbatch, index)
         return self._keep(path, guards, microbatch) if reason is None else None
 
@@ -283,7 +283,7 @@ class TraceCache:
 
     def _dry_run(self, path: TracedPath, step: Step, microbatch: MicroBatch, index: int) -> Guards:
         """What Python code reads of the batch on this path; None if the step leaves it, or has no dry run."""
-        staged, shapes, _ = path
+        staged = path.staged
         # Nothing of a dry run may stay: torch's random numbers are put back, and the step is told to keep nothing of
         # what its code shows.
         reads: list[str] = []
@@ -294,7 +294,7 @@ class TraceCache:
                 self.runtime.wrappers.generators.preserved(),
                 step.around(None, index, microbatch, keep=False),
             ):
-                run_stage(staged.dry_run, lambda: step(microbatch), (), shapes, step.seed_of(index), reads=reads)
+                run_stage(staged.dry_run, lambda: step(microbatch), (), path.shapes, step.seed_of(index), reads=reads)
         except ReplayError as error:
             self._reason, _, _ = str(error).partition(f" {OTHER_PATH}")
             return None
