@@ -286,7 +286,7 @@ class PipelineParallel(PipelineRanks):
                 factor = factor_of(arrived, expected)
             pipelined.deliver(factor)
 
-        # What Lightning gets is the loss as the result of one autograd function, whose backward calls `deliver`.
+        # What Lightning gets is the loss with a graph of its own, whose backward calls `deliver`.
         if isinstance(output, dict):
             return {**output, "loss": connected(output["loss"], deliver)}
         return connected(output, deliver)

@@ -273,7 +273,7 @@ class StageRun:
             raise StageDone
         program, node = self.program, self.program.next_unit[self.position]
         if node is None or node.module != name:
-            return self._unforeseen_unit(name, forward, args, kwargs)
+            raise self._other_path(f"module {name!r}")
         for index in range(self.position, node.index):
             if index in program.remote:
                 missing = self.graph.nodes[index].name
@@ -305,13 +305,6 @@ class StageRun:
         for value, leaf in zip(node.entry, found, strict=True):
             if value is not None and type(leaf) is not RemoteTensor:
                 self.here.setdefault(value, leaf)
-
-    def _unforeseen_unit(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """Behind the last module the last stage may do something else, if all of it is here."""
-        is_behind = self.graph.next_unit[self.position] == len(self.graph.nodes)
-        if not (is_behind and self.program.is_last and self.has_begun):
-            raise self._other_path(f"module {name!r}")
-        return forward(*map_leaves(self.real, args), **map_leaves(self.real, kwargs))
 
     def _result(self, node: Node, forward: Forward, args: Any, kwargs: Any) -> Any:
         """What a unit returns, or what stands for that."""

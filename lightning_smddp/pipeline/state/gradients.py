@@ -1,7 +1,7 @@
 """Gradients of a stage from the schedule, which makes them early, to the optimizer's step.
 
 A schedule runs forward and backward of all micro-batches within `training_step`. Lightning zeroes gradients behind it,
-and calls `backward` on the returned loss. So that loss is :func:`connected` to one function, whose backward delivers
+and calls `backward` on the returned loss. So that loss is :func:`connected` to a function that delivers
 what the schedule has made: hooks, precision plugins and an overridden `backward` work as ever::
 
     training_step: begin -> schedule makes .grad -> stash      .grad as it was before the batch; None if that is
@@ -221,29 +221,12 @@ class GradientStash:
             parameter.grad = gradients.get(name)
 
 
-class _DeferredBackward(torch.autograd.Function):
-    """Returns the loss; its backward calls ``deliver``. No input of it gets a gradient.
-
-    ``anchor`` is there because autograd calls ``backward`` only of functions with an input that requires a gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor, deliver: Callable[[Tensor], None]) -> Tensor:
-        ctx.deliver = deliver
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.deliver(gradients[0])
-        return None, None, None
-
-
 def connected(loss: Tensor, deliver: Callable[[Tensor], None]) -> Tensor:
     """``loss``, such that a backward pass through it calls ``deliver`` with the gradient that arrives at it."""
-    anchor = torch.zeros((), device=loss.device, requires_grad=True)
+    leaf = loss.detach().requires_grad_()
+    leaf.register_hook(deliver)
     with torch.enable_grad():
-        result: Tensor = _DeferredBackward.apply(anchor, loss.detach(), deliver)  # type: ignore[no-untyped-call]
-    return result
+        return leaf.clone()
 
 
 def factor_of(arrived: Tensor, expected: float | Tensor) -> float:
