@@ -7,10 +7,12 @@ operation on what is elsewhere, and of no other: all else is plain PyTorch.
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_smddp._compat.torch import READ_NUMBER, without_subclass_functions, wrapper_subclass
 from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, user_location
@@ -80,7 +82,7 @@ class RemoteTensor(Tensor):
             return function(*map_leaves(run.pattern, args), **map_leaves(run.pattern, kwargs))
         if kind is Kind.WATCHER and not run.has_begun:
             # Of its gradient: the stage that makes the tensor has the hook.
-            return None if name_of(function) == "retain_grad" else IdleNode()
+            return None if name_of(function) == "retain_grad" else RemovableHandle(OrderedDict())
         return run.operation(function, args, kwargs, found)
 
     @classmethod
@@ -100,29 +102,10 @@ class RemoteTensor(Tensor):
 def _answer(function: Any, args: Any, kwargs: Any) -> Any:
     """What a question that needs no numbers is answered."""
     subject = args[0] if args else None
-    if type(subject) is RemoteTensor:
-        name = name_of(function)
-        if name in _TEXT:  # for a log: the numbers if they are here
-            real = subject.run.real(subject)
-            if real is subject:
-                return f"<tensor of shape {tuple(subject.shape)} on another stage>"
-            return function(real, *args[1:], **kwargs)
-        if name == "grad_fn" and subject.requires_grad:
-            return IdleNode()
-        if name == "is_leaf":
-            return not subject.requires_grad
+    if type(subject) is RemoteTensor and name_of(function) in _TEXT:  # for a log: the numbers if they are here
+        real = subject.run.real(subject)
+        if real is subject:
+            return f"<tensor of shape {tuple(subject.shape)} on another stage>"
+        return function(real, *args[1:], **kwargs)
     with without_subclass_functions():
         return function(*args, **kwargs)
-
-
-class IdleNode:
-    """`grad_fn` of a tensor of another stage, and the handle of a hook on its gradient: nobody calls either here."""
-
-    def register_hook(self, hook: Any) -> IdleNode:
-        """The stage that has the tensor does."""
-        return self
-
-    register_prehook = register_hook
-
-    def remove(self) -> None:
-        """As a handle of a hook: there is nothing to remove, as no hook was registered."""

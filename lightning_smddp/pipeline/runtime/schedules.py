@@ -68,8 +68,6 @@ class Schedule:
 
     def microbatches_ok(self, num_microbatches: int, pipeline_parallel_size: int, num_stages: int) -> bool:
         """Whether the schedule itself, not its substitute, runs this number of micro-batches."""
-        if num_microbatches < 1:
-            return False
         if self.microbatch_rule == "at least the stages":
             return num_microbatches >= num_stages
         if self.microbatch_rule == "whole rounds":

@@ -28,7 +28,6 @@ from lightning_smddp.pipeline.capture.ops import (
     Kind,
     asks_for_device,
     device_answer,
-    is_autograd_function,
     kind_of,
     name_of,
     sets_flag,
@@ -177,12 +176,10 @@ class StageRun:
     def find(self, function: Any, values: set[int], parameters: set[str]) -> Node:
         """The next node of this function and these arguments, before the next unit."""
         graph, name = self.graph, name_of(function)
-        owner = function.__self__ if is_autograd_function(function) else None
         for index in range(self.position, graph.next_unit[self.position]):
             node = graph.nodes[index]
-            is_same = node.function == function or _MIRRORED.get(name_of(node.function)) == name
-            if owner is not None:  # each patch of `apply` has bound methods of its own
-                is_same = getattr(node.function, "__self__", None) is owner
+            traced = name_of(node.function)
+            is_same = name in (traced, _MIRRORED.get(traced))
             if is_same and values.issubset(node.inputs) and parameters.issubset(node.parameters):
                 return node
             if index in self.program.remote:

@@ -306,7 +306,4 @@ class TraceCache:
 
 def _first_new(guards: Sequence[str], known: Sequence[str]) -> str:
     """The first read in ``guards`` that is another one in ``known``."""
-    for here, there in zip_longest(guards, known, fillvalue="the end"):
-        if here != there:
-            return here
-    return "the end"
+    return next(here for here, there in zip_longest(guards, known, fillvalue="the end") if here != there)

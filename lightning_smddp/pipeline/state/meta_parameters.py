@@ -178,14 +178,12 @@ def initialize_deferred(module: nn.Module, names: Collection[str], device: torch
 @contextmanager
 def swapped(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Within it both tensors of a pair have each other's contents."""
-    done = []
+    for tensor, other in pairs:
+        swap_contents(tensor, other)
     try:
-        for tensor, other in pairs:
-            swap_contents(tensor, other)
-            done.append((tensor, other))
         yield
     finally:
-        for tensor, other in done:
+        for tensor, other in pairs:
             swap_contents(tensor, other)
 
 

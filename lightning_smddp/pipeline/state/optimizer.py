@@ -130,8 +130,7 @@ class OptimizerPartition:
             found |= of_rank
         if group.rank() != 0:
             return {}
-        numbered = {number: found[number] for number in range(len(self.all_parameters)) if number in found}
-        return {**whole, "state": {**numbered, **found}}
+        return {**whole, "state": found}
 
     def partial_state_dict(self, states: Mapping[Any, Any] | None = None) -> dict[str, Any]:
         """What this rank gives to :meth:`full_state_dict`: the state of what it owns, with the whole's numbers.

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket
-from torch.utils.hooks import RemovableHandle
 
 from lightning_smddp.communication.choose import DEFAULT_BUCKET_MB, Choice, choose
 from lightning_smddp.communication.communicator import Communicator
@@ -166,7 +165,7 @@ class ReplicaGradients:
         self._bucket_bytes = int((bucket_cap_mb or DEFAULT_BUCKET_MB) * 2**20)
         self.buckets: list[GradientBucket] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_smddp_replicas")
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[Any] = []  # handles of ours, on the parameters
         self._pending: list[futures.Future[Any]] = []
         self.watching = False  # see `GradientSynchronizer.watches`
         self._launched = 0  # buckets
@@ -195,9 +194,9 @@ class ReplicaGradients:
         self._used = {id(parameter) for parameter in trained.values() if keep and parameter.grad is not None}
         for hook in self._hooks:
             # Behind hooks that users have registered since: what these make of a gradient is averaged.
+            # (Torch's C++ goes by the order in which a dict was filled, which `move_to_end` leaves as it is.)
             hooks = hook.hooks_dict_ref()
-            if hooks is not None and len(hooks) > 1:
-                hooks[hook.id] = hooks.pop(hook.id)
+            hooks[hook.id] = hooks.pop(hook.id)
         for bucket in self.buckets:
             bucket.begin(keep)
 
@@ -265,19 +264,20 @@ class ReplicaGradients:
     def _accumulated(self, parameter: Tensor) -> None:
         """A backward pass has added to the gradient."""
         self._used.add(id(parameter))
-        if id(parameter) not in self._remaining:
+        remaining = self._remaining.get(id(parameter))
+        if remaining is None:
             return
         # One pass for each micro-batch and stage: the gradient is complete with the last of them. One more pass would
         # add to a gradient whose mean is under way, on this replica alone.
-        self._remaining[id(parameter)] -= 1
-        if self._remaining[id(parameter)] == 0:
-            self._launch_full()
-        elif self._remaining[id(parameter)] < 0:
+        if remaining == 0:
             raise RuntimeError(
                 f"More was added to a gradient of shape {tuple(parameter.shape)}, whose average over the replicas may "
                 "be under way: the parameter is used in more backward passes than there are micro-batches (reentrant "
                 "activation checkpointing does that; use_reentrant=False does not)."
             )
+        self._remaining[id(parameter)] = remaining - 1
+        if remaining == 1:
+            self._launch_full()
 
     def _launch_full(self, everything: bool = False) -> None:
         """Start the next buckets in order, as far as they are full."""
