@@ -104,16 +104,9 @@ def launchers_of(strategy: type[Any]) -> tuple[Any, Any]:
     return module._SubprocessScriptLauncher, module._MultiProcessingLauncher
 
 
-@contextmanager
-def keeps_user_samplers(trainer: Any, keep: bool) -> Iterator[None]:
-    """With ``keep``, Lightning leaves samplers as they are. Its own switch is the Trainer's argument."""
-    connector = trainer._accelerator_connector
-    before = connector.use_distributed_sampler
-    connector.use_distributed_sampler = before and not keep
-    try:
-        yield
-    finally:
-        connector.use_distributed_sampler = before
+def keeps_user_samplers(trainer: Any) -> AbstractContextManager[None]:
+    """Within it Lightning leaves samplers as they are. Its own switch is the Trainer's argument."""
+    return patched([(vars(trainer._accelerator_connector), "use_distributed_sampler", False)])
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from lightning_smddp._compat.trainer import is_control_flow, is_stop
 from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.report import CommunicationReport
+from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
 from lightning_smddp.resume.exact_resume import ExactResume
 from lightning_smddp.sharding.optimizer_shards import StepsParts, all_parameters, around_step, unwrapped
 from lightning_smddp.strategies.options import StrategyOptions
@@ -39,7 +40,6 @@ from lightning_smddp.strategies.run_supervision import RunSupervision
 from lightning_smddp.strategies.sagemaker_job import SageMakerJob
 from lightning_smddp.strategies.sanity_checks import SanityChecks
 from lightning_smddp.strategies.saving import Saving
-from lightning_smddp.strategies.tables import say
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -92,6 +92,13 @@ class TrainerStrategy(_Base):
         else:
             self._launcher = self._spawn_launcher(self, start_method=self._start_method)
         self._sagemaker.trainer_made()
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """With ``meta_init``: parameters get no memory yet."""
+        with super().tensor_init_context(empty_init=empty_init), parameters_on_meta(self._meta_init):
+            yield
 
     @contextmanager
     def explained_errors(self) -> Iterator[None]:
@@ -214,11 +221,8 @@ class TrainerStrategy(_Base):
 
     @override
     def on_train_end(self) -> None:
-        """Say how many steps were left out, and what communication cost; save the final model in a SageMaker job."""
+        """Say what communication cost; save the final model in a SageMaker job."""
         super().on_train_end()
-        text = self._checks.guard.report()
-        if text is not None and self.is_global_zero:
-            say(text, self._trainer)
         self._sagemaker.training_ends()
         self._training_ends()
 
@@ -228,7 +232,6 @@ class TrainerStrategy(_Base):
     def on_exception(self, exception: BaseException) -> None:
         """Leave SageMaker word of what has failed, also before there is a process group."""
         super().on_exception(exception)
-        self._advise(exception)
         if not is_stop(exception) and not is_control_flow(exception):
             self._sagemaker.write_failure(exception)
 
@@ -388,8 +391,10 @@ class TrainerStrategy(_Base):
     def _tear_down_model(self) -> None:
         super().teardown()
 
-    def _advise(self, exception: BaseException) -> None:
-        """Add to the text of an exception what is known of it here, such as this strategy's name or a cure."""
+    @property
+    def _meta_init(self) -> bool:
+        """Whether parameters that are made in ``configure_model`` get no memory yet."""
+        return False
 
     @property
     def _is_divided(self) -> bool:

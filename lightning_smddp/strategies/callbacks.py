@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,6 @@ class RecordTimeline:
 
     Raises:
         ValueError: a path has another suffix.
-        ModuleNotFoundError: there is no matplotlib for a picture.
     """
 
     def __init__(self, paths: str | Path | Sequence[str | Path], batch_idx: int = 3) -> None:
@@ -75,11 +73,6 @@ class RecordTimeline:
         wrong = [str(path) for path in self.paths if path.suffix not in _SUFFIXES]
         if wrong or not self.paths:
             raise ValueError(f"paths={wrong}: use files that end in {', '.join(_SUFFIXES)}.")
-        if find_spec("matplotlib") is None and any(path.suffix != ".json" for path in self.paths):
-            raise ModuleNotFoundError(
-                "Pictures need matplotlib, which is not installed: pip install 'lightning-smddp[plot]', or write a "
-                ".json for https://ui.perfetto.dev."
-            )
         if batch_idx < 1:
             raise ValueError(f"batch_idx={batch_idx} has to be at least 1: the first batch is traced and checked too.")
         self.batch_idx = batch_idx

@@ -19,9 +19,10 @@ from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.report import CommunicationReport
+from lightning_smddp.patches import patched
 from lightning_smddp.sharding.optimizer_shards import StepsParts, unwrapped
 from lightning_smddp.strategies.base import TrainerStrategy
-from lightning_smddp.strategies.checks import may_have_changed_gradients
+from lightning_smddp.strategies.checks import is_changed_hook, may_have_changed_gradients
 from lightning_smddp.strategies.ddp_scheme import DDPScheme
 from lightning_smddp.strategies.options import (
     CommunicationOptions,
@@ -147,8 +148,8 @@ class DataParallel(TrainerStrategy):
         # Clipping by norm reads every gradient. They are equal on all ranks, so each rank reads its share, and the
         # ranks add up. A plugin that clips in its own way goes on doing so.
         plugin = self.precision_plugin
-        if type(plugin).clip_grad_by_norm.__module__.endswith("plugins.precision.precision"):  # nobody's own
-            vars(plugin)["clip_grad_by_norm"] = self._clip_by_norm
+        if not is_changed_hook(plugin, "clip_grad_by_norm"):
+            self._changes.enter_context(patched([(vars(plugin), "clip_grad_by_norm", self._clip_by_norm)]))
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
         self._scheme.clip_by_norm(unwrapped(optimizer), clip_val)
@@ -171,8 +172,7 @@ class DataParallel(TrainerStrategy):
 
     @override
     def _release_model(self) -> None:
-        if self._scheme.sharded:
-            vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        self._changes.close()
 
     # ---- a run ----
 

@@ -18,7 +18,6 @@ from typing_extensions import Unpack, override
 from lightning_smddp._compat.trainer import around_hooks
 from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.pipeline.state.gradients import clipping_by
-from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
 from lightning_smddp.sharding.optimizer_shards import unwrapped
 from lightning_smddp.sharding.units import Wrap
 from lightning_smddp.sharding.whole_states import (
@@ -55,12 +54,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 _FOR_SHARES = frozenset({"configure_optimizers", "optimizer_step", "optimizer_zero_grad"})  # they run optimizers
-_FREED = "out of bounds for storage of size 0"  # what torch says of a parameter that is not whole now
-_DIFFERENTIATED_TWICE = (
-    "A unit's parameters are freed behind its forward and behind its backward pass, and something needs them after "
-    "that: a step that differentiates twice, say (`torch.autograd.grad(..., create_graph=True)`, for a penalty). "
-    "SMDDPFSDPStrategy(sharding='grad_op') keeps them until the last backward pass has ended."
-)
 
 
 class FromFSDP(FromDDP, total=False):
@@ -129,12 +122,10 @@ class FullyShardedParallel(TrainerStrategy):
 
     # ---- start and end ----
 
+    @property
     @override
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """With ``meta_init``: parameters get no memory yet."""
-        with super().tensor_init_context(empty_init=empty_init), parameters_on_meta(self._sharding.meta_init):
-            yield
+    def _meta_init(self) -> bool:
+        return self._sharding.meta_init
 
     @override
     def _set_up_model(self, trainer: Trainer) -> None:
@@ -272,7 +263,7 @@ class FullyShardedParallel(TrainerStrategy):
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         """Lightning restores into the whole module before setup, or, where it is whole nowhere, into its parts."""
-        return self._sharding.meta_init
+        return self._meta_init
 
     @override
     def _model_state(self) -> dict[str, Any]:
@@ -315,11 +306,6 @@ class FullyShardedParallel(TrainerStrategy):
     def _training_starts(self) -> None:
         if self._speaks:
             print_table("smddp_fsdp: fully sharded data parallelism", self._require_scheme().describe(), self._trainer)
-
-    @override
-    def _advise(self, exception: BaseException) -> None:
-        if isinstance(exception, RuntimeError) and _FREED in str(exception):
-            exception.args = (f"{exception}. {_DIFFERENTIATED_TWICE}",)
 
     def _require_scheme(self) -> FSDPScheme:
         assert self._scheme is not None, "setup() comes first"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp.communication.nonfinite import NonFinite, agreed, diagnosis, refuse
-from lightning_smddp.wording import counted
+from lightning_smddp.patches import patched
 
 
 class NonFiniteGuard:
@@ -91,12 +91,6 @@ class NonFiniteGuard:
         if self.mode == "skip" and self.skipped == 1 and dist.get_rank() == 0:
             warnings.warn(f"{text} This step is left out on all ranks (on_nonfinite='skip').", stacklevel=3)
 
-    def report(self) -> str | None:
-        """What was left out, at the end."""
-        if not self.skipped or self.mode != "skip":
-            return None
-        return f"on_nonfinite='skip' left out {counted(self.skipped, 'step')}"
-
 
 def by_asking(found: NonFinite | None, device: torch.device) -> NonFinite | None:
     """Findings where ranks have different gradients; ``found``: None if this rank's are fine. Collective."""
@@ -114,7 +108,6 @@ def before_step(optimizer: Any, look: Callable[[], None]) -> Iterator[None]:
     ``configure_gradient_clipping``.
     """
     original = optimizer.step
-    was_changed = "step" in vars(optimizer)  # a learning rate scheduler has wrapped it, say
 
     @functools.wraps(original)
     def step(closure: Callable[[], Any] | None = None, **options: Any) -> Any:
@@ -129,10 +122,5 @@ def before_step(optimizer: Any, look: Callable[[], None]) -> Iterator[None]:
 
         return original(closure=looked, **options)
 
-    optimizer.step = step
-    try:
+    with patched([(vars(optimizer), "step", step)]):
         yield
-    finally:
-        del optimizer.step
-        if was_changed:
-            optimizer.step = original

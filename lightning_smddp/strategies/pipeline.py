@@ -31,7 +31,6 @@ from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.mesh import Groups
 from lightning_smddp.pipeline.runtime.schedules import parse
 from lightning_smddp.pipeline.state.gradients import connected, factor_of
-from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
 from lightning_smddp.pipeline.state.state_dict import broadcast_initial, load_full_state_dict
 from lightning_smddp.sharding.optimizer_shards import StepsParts, unwrapped
 from lightning_smddp.strategies.checks import (
@@ -161,8 +160,8 @@ class PipelineParallel(PipelineRanks):
         # Lightning takes every rank for a replica. With one replica all ranks have the same data: no sampler is needed,
         # and what ranks log is equal without `sync_dist`.
         one_replica = self._groups.mesh.num_replicas == 1
-        self._changes.enter_context(keeps_user_samplers(trainer, one_replica))
         if one_replica:
+            self._changes.enter_context(keeps_user_samplers(trainer))
             warnings.filterwarnings("ignore", "It is recommended to use `self.log")
         self._changes.enter_context(finetuning_by_identity(callbacks, self._optimized))
         require_whole(module)
@@ -244,12 +243,10 @@ class PipelineParallel(PipelineRanks):
         super()._tear_down_model()
         self._lightning_module = module
 
+    @property
     @override
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """With ``meta_init``: parameters get no memory yet."""
-        with super().tensor_init_context(empty_init=empty_init), parameters_on_meta(self.options.meta_init):
-            yield
+    def _meta_init(self) -> bool:
+        return self.options.meta_init
 
     # ---- steps ----
 

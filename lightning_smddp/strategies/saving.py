@@ -66,13 +66,11 @@ class Saving:
 
     def choose_io(self, given: Any) -> Any:
         """The user's CheckpointIO, with ours in it if it wraps another; ours if ``given`` is None."""
-        wraps = any(cls.__name__ == "_WrappingCheckpointIO" for cls in type(given).__mro__)  # as `AsyncCheckpointIO`
-        if given is not None and not (wraps and given.checkpoint_io is None):
-            return given
         own = SafeCheckpointIO(asynchronous=self.strategy._reliability.async_save)
         if given is None:
             return own
-        given.checkpoint_io = own
+        if getattr(given, "checkpoint_io", own) is None:  # it wraps another, as `AsyncCheckpointIO` does
+            given.checkpoint_io = own
         return given
 
     @property

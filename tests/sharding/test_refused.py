@@ -71,7 +71,7 @@ CASES: list[tuple[Any, dict[str, Any], Any, list[Any], str]] = [
     (sharded, {}, AllAtOnce, [], "cannot shard LBFGS: its step needs all parameters and gradients at once"),
     (sharded, {}, Zero, [], "ZeroRedundancyOptimizer and shard='optimizer' both shard the optimizer"),
     (fully_sharded, {}, Sparse, [], "words has sparse gradients"),
-    (fully_sharded, {}, Penalized, [], "sharding='grad_op'"),
+    (fully_sharded, {}, Penalized, [], "storage of size 0"),
     (fully_sharded, {}, Learner, [ModelPruning("l1_unstructured", amount=0.1)], "replaces parameters"),
     (fully_sharded, {}, OwnOptimizer, [], "it would train nothing"),
     (fully_sharded, {}, Hooked, [], "net.0.weight has a hook of its own"),
