@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
-from torch import Tensor
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
 from lightning_smddp.patches import patched
@@ -107,35 +106,6 @@ def launchers_of(strategy: type[Any]) -> tuple[Any, Any]:
 def keeps_user_samplers(trainer: Any) -> AbstractContextManager[None]:
     """Within it Lightning leaves samplers as they are. Its own switch is the Trainer's argument."""
     return patched([(vars(trainer._accelerator_connector), "use_distributed_sampler", False)])
-
-
-@contextmanager
-def finetuning_by_identity(
-    callbacks: Iterable[Any], parameters_of: Callable[[Any], Iterable[Tensor]]
-) -> Iterator[None]:
-    """Lightning's ``BaseFinetuning`` looks for parameters in an optimizer as objects, not by their values.
-
-    ``filter_on_optimizer`` compares values, which parameters of other ranks do not have. Remove when it does not.
-    ``parameters_of`` gives an optimizer's parameters, of all ranks.
-    """
-    # The classes that define it, each once, with what they have: the static method itself, as it has to be put back.
-    before: dict[type, Any] = {}
-    for callback in callbacks:
-        for cls in type(callback).__mro__:
-            if "filter_on_optimizer" in vars(cls):
-                before[cls] = vars(cls)["filter_on_optimizer"]
-
-    def filter_on_optimizer(optimizer: Any, params: Iterable[Any]) -> list[Any]:
-        known = {id(parameter) for parameter in parameters_of(optimizer)}
-        return [parameter for parameter in params if id(parameter) not in known]
-
-    for cls in before:
-        setattr(cls, "filter_on_optimizer", staticmethod(filter_on_optimizer))  # noqa: B010
-    try:
-        yield
-    finally:
-        for cls, function in before.items():
-            setattr(cls, "filter_on_optimizer", function)  # noqa: B010
 
 
 Around: TypeAlias = Callable[[str, Any], AbstractContextManager[Any]]

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from lightning_smddp._compat.trainer import finetuning_by_identity, keeps_user_samplers
+from lightning_smddp._compat.trainer import keeps_user_samplers
 from lightning_smddp.bridge.partitioned_module import RunSetup
 from lightning_smddp.bridge.pipelined_module import PipelinedModule, require_whole
 from lightning_smddp.communication.nonfinite import NonFinite
@@ -163,7 +163,6 @@ class PipelineParallel(PipelineRanks):
         if one_replica:
             self._changes.enter_context(keeps_user_samplers(trainer))
             warnings.filterwarnings("ignore", "It is recommended to use `self.log")
-        self._changes.enter_context(finetuning_by_identity(callbacks, self._optimized))
         require_whole(module)
         require_pipelinable(module, callbacks, is_fit)
         if is_fit and self._layer_sync and not one_replica:
