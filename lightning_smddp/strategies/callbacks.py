@@ -15,7 +15,6 @@ import torch.distributed as dist
 from lightning_smddp.communication.objects import gather
 from lightning_smddp.pipeline.runtime.spans import SpanRecorder
 from lightning_smddp.planner.timeline import Span, draw, to_perfetto
-from lightning_smddp.wording import counted
 
 _SUFFIXES = (".svg", ".png", ".json")
 
@@ -102,9 +101,7 @@ class RecordTimeline:
         local = [replace(span, start_s=span.start_s - origin, end_s=span.end_s - origin) for span in recorder.take()]
         self.spans = list(chain.from_iterable(gather(local)))
         if trainer.is_global_zero:
-            schedule = trainer.strategy.options.schedule.name
-            microbatches = 1 + max(span.microbatch for span in self.spans)  # they are numbered from 0
-            self.write(f"{schedule}, {counted(microbatches, 'micro-batch')}")
+            self.write(trainer.strategy.options.schedule.name)
 
     def write(self, title: str) -> None:
         """Write what was recorded to all paths."""

@@ -34,7 +34,6 @@ from lightning_smddp.strategies.options import (
     by_name,
 )
 from lightning_smddp.strategies.tables import print_table, say
-from lightning_smddp.wording import counted
 
 
 class DataParallel(TrainerStrategy):
@@ -115,15 +114,11 @@ class DataParallel(TrainerStrategy):
 
     @override
     def _training_batch_starts(self) -> None:
-        unfrozen = self._scheme.unfrozen
-        if unfrozen:  # DDP cannot be told of more parameters, so the module is wrapped once more
+        if self._scheme.has_unfrozen:  # DDP cannot be told of more parameters, so the module is wrapped once more
             assert isinstance(self.model, DistributedDataParallel)
             self.model = self.model.module
-            with self._scheme.wrapping_again(self.model):
-                self.configure_ddp()
-            if self._speaks:
-                text = f"smddp: averages the gradients of {counted(len(unfrozen), 'parameter')} more, now unfrozen"
-                say(text, self._trainer)
+            self._scheme.unwrap()
+            self.configure_ddp()
 
     @override
     @contextmanager
@@ -152,7 +147,10 @@ class DataParallel(TrainerStrategy):
             self._changes.enter_context(patched([(vars(plugin), "clip_grad_by_norm", self._clip_by_norm)]))
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        self._scheme.clip_by_norm(unwrapped(optimizer), clip_val)
+        plain = unwrapped(optimizer)
+        sharded = self._scheme.sharded_of(plain)
+        assert sharded is not None
+        sharded.clip_by_norm(plain, clip_val)
 
     @property
     @override

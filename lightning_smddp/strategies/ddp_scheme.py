@@ -7,14 +7,13 @@ where ``shard="optimizer"`` begins, in ``sharding/sharded_optimizers.py``.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -35,8 +34,6 @@ from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.strategies.options import StrategyOptions
 from lightning_smddp.wording import counted
 
-_SHOWN = 4  # parameters, in messages
-
 
 class DDPScheme:
     """Modules in DDP, until :meth:`close`, and the optimizers whose work ranks share.
@@ -56,7 +53,7 @@ class DDPScheme:
         self.sharded: list[ShardedOptimizers] = []
         self._choice: Choice | None = None
         self._recorder: Recorder | None = None
-        self._frozen: list[dict[str, nn.Parameter]] = []  # of each module: what required no gradient
+        self._frozen: list[tuple[str, nn.Parameter]] = []  # what required no gradient, of all modules
 
     # ---- modules ----
 
@@ -84,7 +81,7 @@ class DDPScheme:
         if self.options.bucket_cap_mb is not None and not given.get("bucket_cap_mb_list"):
             arguments["bucket_cap_mb"] = self.options.bucket_cap_mb
         # DDP averages for good what requires gradients now; what is unfrozen later it leaves alone, without a word.
-        self._frozen.append({name: p for name, p in module.named_parameters() if not p.requires_grad})
+        self._frozen += [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         if given.get("process_group") is not None or given.get("device_mesh") is not None:
             raise ValueError(
                 "`process_group` and `device_mesh` are not supported: the gradients of all ranks are averaged. "
@@ -133,39 +130,27 @@ class DDPScheme:
         return synchronizer
 
     @property
-    def unfrozen(self) -> list[str]:
-        """Names of what was frozen when its module was wrapped, and requires gradients by now."""
-        return [name for frozen in self._frozen for name, parameter in frozen.items() if parameter.requires_grad]
+    def has_unfrozen(self) -> bool:
+        """Whether what was frozen when its module was wrapped requires gradients by now."""
+        return any(parameter.requires_grad for _, parameter in self._frozen)
 
     def require_averaged(self, cure: str) -> None:
         """Raise ``RuntimeError``, with ``cure``, if a backward pass has made gradients that are not averaged."""
-        frozen = [pair for of_module in self._frozen for pair in of_module.items()]
-        trained = [name for name, parameter in frozen if parameter.requires_grad and parameter.grad is not None]
+        trained = [name for name, parameter in self._frozen if parameter.requires_grad and parameter.grad is not None]
         if trained:
-            names = ", ".join(trained[:_SHOWN]) + (", ..." if len(trained) > _SHOWN else "")
             raise RuntimeError(
-                f"{counted(len(trained), 'parameter')} ({names}) with new gradients were frozen when the module was "
-                f"wrapped, so these gradients are not averaged: each rank would train its own copy. {cure}"
+                f"{counted(len(trained), 'parameter')} with new gradients were frozen when the module was wrapped, so "
+                f"each rank would train its own copy of {trained[0]}. {cure}"
             )
 
-    @contextmanager
-    def wrapping_again(self, module: nn.Module) -> Iterator[None]:
-        """Around wrapping the last ``module`` anew, in other buckets, with what was unfrozen: its DDP object is gone.
+    def unwrap(self) -> None:
+        """The one module is about to be wrapped anew, in other buckets, with what was unfrozen: its DDP object is gone.
 
         What compression has not sent yet is left out.
         """
-        frozen = self._frozen.pop()
+        self._frozen.clear()
         self.synchronizers.pop().close()
         gc.collect()  # DDP objects are cycles, and the old one's buckets are as large as the gradients
-        # Steps may freeze what was wrapped for a while (`toggle_optimizer`), and DDP takes what requires gradients now.
-        paused = [p for name, p in module.named_parameters() if name not in frozen and not p.requires_grad]
-        for parameter in paused:
-            parameter.requires_grad_(True)
-        try:
-            yield
-        finally:
-            for parameter in paused:
-                parameter.requires_grad_(False)
 
     # ---- steps ----
 
@@ -201,14 +186,6 @@ class DDPScheme:
         """This rank's share of ``optimizer``; empty if it is not sharded."""
         sharded = self.sharded_of(optimizer)
         return [] if sharded is None else [sharded.of(optimizer)]
-
-    def clip_by_norm(
-        self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:
-        """Clip the gradients of a sharded optimizer, of which each rank reads its share. Collective."""
-        sharded = self.sharded_of(optimizer)
-        assert sharded is not None
-        return sharded.clip_by_norm(optimizer, max_norm, norm_type, error_if_nonfinite)
 
     # ---- states ----
 

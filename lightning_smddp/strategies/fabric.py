@@ -179,10 +179,11 @@ class FabricDataParallel(FabricStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Clip by norm; with ``shard="optimizer"`` each rank reads its share for it. Collective then."""
-        if self._scheme.sharded_of(optimizer) is None:
+        sharded = self._scheme.sharded_of(optimizer)
+        if sharded is None:
             return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         self.precision.unscale_gradients(optimizer)
-        return self._scheme.clip_by_norm(optimizer, max_norm, norm_type, error_if_nonfinite)
+        return sharded.clip_by_norm(optimizer, max_norm, norm_type, error_if_nonfinite)
 
     # ---- states ----
 

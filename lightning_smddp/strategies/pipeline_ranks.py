@@ -89,9 +89,7 @@ class PipelineRanks(TrainerStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, say yes: all ranks of the world, not one for each replica."""
         votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        if all:
-            return int(votes) == dist.get_world_size()
+        dist.all_reduce(votes, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(votes)
 
     @contextmanager

@@ -160,8 +160,9 @@ class Saving:
         """Raise ``CheckpointError`` where Lightning would leave out what is too much."""
         saved, ours = len(checkpoint["optimizer_states"]), len(self.strategy.optimizers)
         if saved != ours:
-            path = self.loaded_from or "the checkpoint"
-            raise CheckpointError(path, f"has {saved} optimizers, the model has {ours}", "Build the same ones.")
+            raise CheckpointError(
+                self.loaded_from, f"has {saved} optimizers, the model has {ours}", "Build the same ones."
+            )
 
 
 class SafeCheckpointIO(_Base):
