@@ -18,9 +18,9 @@ from lightning_smddp.communication.objects import RankFailedError
 from lightning_smddp.supervision.processes import Process
 
 START_S = 60.0  # for the others' supervisors: all ranks have met just before
-# In errors of communication that are plain RuntimeErrors: gloo's and NCCL's have its name in a path; the last two come
-# from the callback of a future.
-_WORDS = ("gloo", "NCCL", "RankFailedError: ", "RankTimeoutError: ")
+# In errors of communication that are plain RuntimeErrors: gloo's and NCCL's have its name in a path, mostly; the last
+# two come from the callback of a future.
+_WORDS = ("gloo", "pair closure", "NCCL", "RankFailedError: ", "RankTimeoutError: ")
 MAX_MESSAGE_CHARACTERS = 2000
 # Modules whose functions wait for other ranks: torch's collectives, DDP's backward pass, and this package.
 _COMMUNICATE = ("torch.distributed", "torch.nn.parallel", "torch.autograd.graph", "lightning_smddp")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_smddp.supervision.board import Beat, behind, waited_for
+from lightning_smddp.supervision.board import Beat, behind, may_follow, waited_for
 from lightning_smddp.supervision.processes import Process
 
 
@@ -64,6 +64,19 @@ def test_a_stopped_process_is_seen_and_killed_and_a_later_one_is_another() -> No
 
 def beat(step: int, phase: str, waited_s: float = 0.0) -> Beat:
     return Beat(1, step, phase, 0, 0, waited_s, 0, False, 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:1] Connection closed by peer"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (RuntimeError("the user's own"), False),
+        (ValueError("gloo"), False),
+    ],
+)
+def test_errors_that_may_follow_from_another_ranks(error: Exception, expected: bool) -> None:
+    assert may_follow(error) == expected
 
 
 @pytest.mark.parametrize(
