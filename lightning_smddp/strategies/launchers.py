@@ -82,12 +82,16 @@ class ScriptLaunching:
                 del os.environ[LAUNCHER_PID]
         set_num_threads_if_needed(launcher, launcher.num_processes)
         # Until all ranks have met, nobody but this process can see that one has died: a thread looks at them. From
-        # then on it is the supervision that does, which sets `joined`.
+        # then on it is the supervision that does, which is made when they have.
         atexit.unregister(end_processes)  # of a run before this one
-        joined = threading.Event()
+        is_over = threading.Event()
         if trainer is not None and self.procs:
-            trainer.strategy._supervision.joined = joined
-            watcher = threading.Thread(target=_watch_start, args=(joined, self.procs), daemon=True)
+            supervision = trainer.strategy._supervision
+
+            def has_joined() -> bool:
+                return is_over.is_set() or supervision.supervisor is not None
+
+            watcher = threading.Thread(target=_watch_start, args=(has_joined, self.procs), daemon=True)
             watcher.start()
         run = _ranked(function, trainer)
         try:
@@ -102,7 +106,7 @@ class ScriptLaunching:
                 atexit.register(end_processes, self.procs, patience_s)
             raise
         finally:
-            joined.set()
+            is_over.set()
 
 
 class SpawnLaunching:
@@ -141,12 +145,13 @@ def end_processes(processes: list[subprocess.Popen[bytes]], patience_s: float = 
             process.wait()
 
 
-def _watch_start(joined: threading.Event, processes: list[subprocess.Popen[bytes]]) -> None:
+def _watch_start(has_joined: Callable[[], bool], processes: list[subprocess.Popen[bytes]]) -> None:
     """End the job if a rank ends before it could join the others, who would wait for it."""
-    while not joined.wait(_POLL_S):
+    while not has_joined():
+        time.sleep(_POLL_S)
         for index, process in enumerate(processes):
             code = process.poll()
-            if code is not None and not joined.is_set():
+            if code is not None and not has_joined():
                 line = (
                     f"lightning-smddp: local rank {index + 1} (process {process.pid}) ended with exit code {code} "
                     "before it joined the other ranks. Its own output says why.\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -48,7 +47,6 @@ class RunSupervision:
     def __init__(self, strategy: TrainerStrategy) -> None:
         self.strategy = strategy
         self.supervisor: Supervisor | None = None
-        self.joined: threading.Event | None = None  # of a launcher, which waits for all ranks to be here
         self._lightnings = ExitStack()  # gives Lightning back what stops have changed
         self._stopped = False  # by a signal
         self._runs = False  # inside of explained_errors
@@ -76,8 +74,6 @@ class RunSupervision:
             launcher_pid(),
         )
         self.supervisor.hangs_silently = strategy.root_device.type == "cuda" and strategy.world_size > 1
-        if self.joined is not None:
-            self.joined.set()
 
     def take_over(self, trainer: Trainer) -> None:
         """From here on signals stop the run by agreement, and epochs end together."""

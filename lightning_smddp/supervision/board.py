@@ -36,8 +36,7 @@ class Beat(NamedTuple):
         step, phase, ends, batches: see ``Supervisor``.
         waited_s: for how long its training thread waits for other ranks; 0: it does not.
         answer: see ``Stops``.
-        knows: of the failure.
-        over: 1: its run is over; 2: it uses the store no more.
+        over: 1: its run is over; 2: it needs the store no more, or knows of the failure.
     """
 
     number: int
@@ -47,7 +46,6 @@ class Beat(NamedTuple):
     batches: int
     waited_s: float
     answer: int
-    knows: bool
     over: int
 
 

@@ -16,9 +16,7 @@ _STATE, _START, _EXIT_CODE = 0, 19, 49
 def _stat(pid: int) -> list[str]:
     """The fields of its stat file from ``_STATE`` on; empty if it is not there."""
     try:
-        # Without a buffer: this is done twice a second for each neighbour.
-        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
-            text = file.read().decode(errors="replace")
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return []
     # The command's name before is in parentheses, and may have spaces and parentheses of its own.
@@ -70,7 +68,6 @@ class Process(NamedTuple):
 
     def kill(self) -> None:
         """SIGKILL, which also ends a stopped one."""
-        _, ended = self.look()
-        if not ended:
+        if not self.look()[1]:
             with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to another user
                 os.kill(self.pid, signal.SIGKILL)

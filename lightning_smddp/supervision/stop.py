@@ -26,7 +26,7 @@ from lightning_smddp.communication.groups import abort_groups
 
 END = 2**62  # a place to stop at, behind all others
 AGAIN_AFTER_S = 1.0  # a launcher may pass on what the terminal has sent to everyone
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}  # Python's own
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal by which a process ends when its parent does
 RELEASE_AFTER_S = 0.5  # errors of communication come by themselves within less
 GRACE_S = 3.0  # from a failure on, within which the training thread has to raise
@@ -55,21 +55,20 @@ class Stops:
         self.attention = False
         self.answer = 0
         self.decision: int | None = None
-        self._handlers: dict[int, Any] = {}  # those of before
         self._wakeup = -1
         self._pipe = (-1, -1)
         self._first = 0.0  # when the first signal came
 
     def take_signals(self) -> None:
         """Take them over. A signal that is ignored stays so (``nohup``). Main thread only."""
-        if self._handlers or threading.current_thread() is not threading.main_thread():
+        if self._pipe[0] >= 0 or threading.current_thread() is not threading.main_thread():
             return
         self._pipe = os.pipe()
         for end in self._pipe:
             os.set_blocking(end, False)
         for signum in _SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
-                self._handlers[signum] = signal.signal(signum, self._handle)
+                signal.signal(signum, self._handle)
         self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         register_after_fork(self, Stops._begin_child)
 
@@ -78,18 +77,17 @@ class Stops:
         with suppress(OSError):  # none, or not taken over
             for signum in os.read(self._pipe[0], 4096):
                 now = time.monotonic()
-                if signum in self._handlers and (self._first == 0.0 or now > self._first + AGAIN_AFTER_S):
+                if signum in _SIGNALS and (self._first == 0.0 or now > self._first + AGAIN_AFTER_S):
                     yield signum, self._first > 0.0
                     self._first = self._first or now
 
     def restore_signals(self) -> None:
-        """Put back what was there before, except what somebody else has replaced since."""
-        if not self._handlers:
+        """Python's own handlers where these are in place. Lightning's Trainer puts back those of before it."""
+        if self._pipe[0] < 0:
             return
-        for signum, handler in self._handlers.items():
+        for signum, handler in _SIGNALS.items():
             if signal.getsignal(signum) == self._handle:
-                signal.signal(signum, handler or signal.SIG_DFL)  # None: one that was not set from Python
-        self._handlers = {}
+                signal.signal(signum, handler)
         with suppress(ValueError, OSError):  # the one before was closed meanwhile
             signal.set_wakeup_fd(-1)
             signal.set_wakeup_fd(self._wakeup)

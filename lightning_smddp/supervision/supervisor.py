@@ -118,7 +118,7 @@ class Supervisor:
     def _own_beat(self) -> Beat:
         self._number += 1
         where = (self.step, self.phase, *self._epoch, self._waited_s)
-        return Beat(self._number, *where, self.stops.answer, self.failure is not None, self._over)
+        return Beat(self._number, *where, self.stops.answer, self._over if self.failure is None else 2)
 
     def _record(self, failure: Failure) -> None:
         if failure.kind == "fell silent" and failure.rank in self._board.local:
@@ -385,4 +385,4 @@ class Supervisor:
         failed = None if self.failure is None else self.failure.rank
         over = 2 if self.rank == 0 else 1
         beats = [beat for rank, beat in enumerate(self._board.beats) if rank not in (self.rank, failed)]
-        return self._lost or all(beat.knows or beat.over >= over for beat in beats)
+        return self._lost or all(beat.over >= over for beat in beats)

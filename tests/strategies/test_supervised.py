@@ -164,10 +164,8 @@ def test_lightnings_signals_neither_broadcast_nor_come_first() -> None:
 
 
 def test_a_rank_that_has_joined_may_end() -> None:
-    joined = threading.Event()
     process = subprocess.Popen([sys.executable, "-c", ""])
-    thread = threading.Thread(target=_watch_start, args=(joined, [process]))
-    joined.set()
+    thread = threading.Thread(target=_watch_start, args=(lambda: True, [process]))
     process.wait()
     thread.start()  # ends this process if it takes that for a failure
     thread.join(5.0)
@@ -179,6 +177,6 @@ def test_a_rank_that_ends_before_it_joins_ends_the_job(
 ) -> None:
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as caught:
-        _watch_start(threading.Event(), [subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])])
+        _watch_start(lambda: False, [subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])])
     assert caught.value.code == 1
     assert "ended with exit code 3 before it joined the other ranks" in capfd.readouterr().err
