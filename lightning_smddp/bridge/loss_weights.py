@@ -20,7 +20,7 @@ from lightning_smddp._compat.torch import write_count
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
-from lightning_smddp.pipeline.partition.microbatches import MicroBatch, place_text, shown
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch, place_text, rows_of, shown
 from lightning_smddp.pipeline.partition.plan import own_error
 from lightning_smddp.pytree import Path, items
 
@@ -72,6 +72,21 @@ class LossWeight:
         if not total > 0:
             return list(microbatches)
         return [replace(part, weight=count / total) for part, count in zip(microbatches, counts, strict=True)]
+
+    def of(self, batch: Any) -> Tensor:
+        """What a whole batch weighs against those of other ranks: a scalar, on the device of what is counted.
+
+        Raises:
+            ValueError: the user's function returned no weight, or the batch has no such tensor.
+        """
+        if self.function is not None:
+            return torch.tensor(_weight_of(self.function(batch)))
+        if self.kind == "rows":
+            return torch.tensor(float(rows_of(batch)))
+        counted = _tensors(batch).get(self.path)
+        if counted is None:
+            raise ValueError(f"loss_weight: there is no {place_text(self.path)} in {shown(batch)}.")
+        return self._count(counted)
 
     def _counts(self, values: Sequence[Any], on_host: Any) -> list[float]:
         """What the tensor at ``path`` counts in each micro-batch; nothing if one has none."""
@@ -149,7 +164,7 @@ def given_weight(option: str | Callable[[Any], Any], batch: Any) -> LossWeight |
     if option == "sum":
         return LossWeight("sum")
     if option in ("labels", "shifted_labels"):
-        found = [weight for weight in _of_labels(batch, named=True) if weight.kind == option]
+        found = [weight for weight in labels_of(batch, named=True) if weight.kind == option]
     else:
         found = [LossWeight("entry", path) for path in _tensors(batch) if path and str(path[-1]) == option]
     if found:
@@ -163,11 +178,11 @@ def given_weight(option: str | Callable[[Any], Any], batch: Any) -> LossWeight |
 
 def candidates(batch: Any) -> list[LossWeight]:
     """What ``"auto"`` chooses from, the most specific first."""
-    return [*_of_labels(batch, named=False), LossWeight(), LossWeight("sum")]
+    return [*labels_of(batch), LossWeight(), LossWeight("sum")]
 
 
-def _of_labels(batch: Any, named: bool) -> list[LossWeight]:
-    """Shifted labels, then labels. With ``named`` a tensor ``labels`` of one dimension counts, too."""
+def labels_of(batch: Any, named: bool = False) -> list[LossWeight]:
+    """Weights by labels: shifted ones, then plain. With ``named`` a tensor ``labels`` of one dimension counts, too."""
     shifted, plain = [], []
     for path, leaf in _tensors(batch).items():
         if leaf.dtype not in (torch.int64, torch.int32, torch.int16):
@@ -182,7 +197,8 @@ def _of_labels(batch: Any, named: bool) -> list[LossWeight]:
 
 def _tensors(batch: Any) -> dict[Path, Tensor]:
     """Those with rows, by place."""
-    return {path: leaf for path, leaf in items(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0}
+    tensors = {path: leaf for path, leaf in items(batch) if isinstance(leaf, Tensor)}
+    return {path: leaf for path, leaf in tensors.items() if leaf.dim() > 0 and leaf.layout == torch.strided}
 
 
 # ---- the trial -------------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
 from lightning_smddp.resume.exact_resume import ExactResume
 from lightning_smddp.sharding.optimizer_shards import StepsParts, all_parameters, around_step, unwrapped
+from lightning_smddp.strategies.loss_weighting import LossWeighting
 from lightning_smddp.strategies.options import StrategyOptions
 from lightning_smddp.strategies.process_group import DefaultGroup, start_process_group
 from lightning_smddp.strategies.run_supervision import RunSupervision
@@ -54,6 +55,8 @@ class TrainerStrategy(_Base):
     _script_launcher: type[Any]
     _spawn_launcher: type[Any]
     _last_report: CommunicationReport | None = None
+    _averages_over_batches = True  # each rank has its own
+    _weighting: LossWeighting | None = None
 
     def _hold_parts(self, options: StrategyOptions, close: Callable[[], None] | None = None) -> None:
         """The last thing that a constructor does; ``close`` frees what works over the process group."""
@@ -147,6 +150,8 @@ class TrainerStrategy(_Base):
         """Print what runs, and begin the first epoch's comparisons."""
         super().on_train_start()
         self._checks.training_starts()
+        if self._averages_over_batches:
+            self._weighting = LossWeighting(self._session.options.communication.loss_weight, self._trainer)
         self._training_starts()
         self._exact_resume.on_train_start()
 
@@ -164,6 +169,8 @@ class TrainerStrategy(_Base):
         super().on_train_batch_start(batch, batch_idx)
         self._checks.training_batch_starts()
         self._training_batch_starts()
+        if self._weighting is not None:
+            self._weighting.batch_starts(batch)
 
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -176,10 +183,16 @@ class TrainerStrategy(_Base):
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The backward pass: gradients are averaged in it. Those of a pipeline come here from its ``training_step``."""
         self._supervision.phase("backward")
+        weighting = self._weighting
+        if weighting is not None:
+            closure_loss = weighting.scaled(closure_loss)
         if self._checks.watches_gradients:
             self._checks.guard.note(closure_loss)
         with self._averaging(closure_loss):
-            return super().backward(closure_loss, *args, **kwargs)
+            result = super().backward(closure_loss, *args, **kwargs)
+            if weighting is not None:
+                weighting.backward_ends()
+        return result
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -223,6 +236,7 @@ class TrainerStrategy(_Base):
     def on_train_end(self) -> None:
         """Say what communication cost; save the final model in a SageMaker job."""
         super().on_train_end()
+        self._weighting = None
         self._sagemaker.training_ends()
         self._training_ends()
 

@@ -41,7 +41,7 @@ class FabricStrategy(_Base):
 
     def _hold_options(self, options: StrategyOptions, close: Callable[[], None] | None = None) -> None:
         """At the end of a constructor; ``close`` frees what works over the process group."""
-        _refuse_of_trainer(options.reliability)
+        _refuse_of_trainer(options.reliability, options.communication)
         self._reliability = options.reliability
         self._session = DefaultGroup(options, close)
         self._guard = NonFiniteGuard(options.reliability.on_nonfinite)
@@ -75,8 +75,13 @@ class FabricStrategy(_Base):
             print_table(title, rows)
 
 
-def _refuse_of_trainer(reliability: ReliabilityOptions) -> None:
+def _refuse_of_trainer(reliability: ReliabilityOptions, communication: CommunicationOptions) -> None:
     """Raise ``ValueError`` for what Fabric, whose loop is the user's own, does not do."""
+    if communication.loss_weight is not None:
+        raise ValueError(
+            f"loss_weight={communication.loss_weight!r} is for the Trainer's strategies: Fabric sees no batches. Scale "
+            "the loss before `fabric.backward`."
+        )
     for name in ("stop_grace", "async_save", "sharded"):
         value = getattr(reliability, name)
         if value != getattr(ReliabilityOptions, name):

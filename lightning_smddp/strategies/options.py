@@ -137,6 +137,9 @@ class CommunicationOptions:
         collective_timeout: how long a rank waits for the others in a collective, in seconds or as a timedelta; None
             is DDP's ``timeout``, which also bounds the start.
         verbose: print a table at the start of fit and a report at its end.
+        loss_weight: how much a rank's batch counts in the gradient, as of ``PipelineStrategy``: ``"rows"``,
+            ``"labels"``, ``"shifted_labels"``, ``"sum"``, the name of an entry of the batch, or a function of the
+            batch; None: all batches count alike, as with ``DDPStrategy``.
 
     Raises:
         ValueError: a value is none of the valid ones, which the message lists.
@@ -144,8 +147,11 @@ class CommunicationOptions:
 
     collective_timeout: float | timedelta | None = None
     verbose: bool = True
+    loss_weight: LossWeightOption | None = None
 
     def __post_init__(self) -> None:
+        if self.loss_weight == "auto":
+            raise ValueError("loss_weight='auto' is for pipelines. Leave it out, or say how batches count.")
         duration("collective_timeout", self.collective_timeout)
 
     @property
@@ -327,6 +333,8 @@ class PipelineOptions:
     def __post_init__(self) -> None:
         require_count("pipeline_parallel_size", self.pipeline_parallel_size, "None for all ranks")
         require_count("num_microbatches", self.num_microbatches, "'auto'")
+        if self.strategy.communication.loss_weight is not None:
+            raise ValueError("A pipeline weighs micro-batches: write PipelineStrategy(loss_weight=...) instead.")
 
     @property
     def stages_per_rank(self) -> int:

@@ -96,6 +96,7 @@ class PipelineParallel(PipelineRanks):
         ValueError: an argument is not one of the valid values; the message lists them.
     """
 
+    _averages_over_batches = False  # but over micro-batches, by `loss_weight`
     _is_divided = True
     _pipelined: PipelinedModule | None = None
     _ended: PipelinedModule | None = None  # that of the last run: checkpoints can be saved after it
