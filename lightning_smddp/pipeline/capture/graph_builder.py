@@ -54,7 +54,7 @@ def build_graph(trace: Trace, modules: Modules, small: Iterable[str]) -> StepGra
         units=each_once(node.module for node in nodes),
         colocations=list(builder.gradient_hooks()),
         cast_type=cast_type(trace),
-        drawing=frozenset(call.module for call in trace.calls if call.is_seeded) | trace.drawing_within_functions,
+        drawing=frozenset(trace.drawing),
         calls_compiled=any(event.compiled for event in between),
         calls_apply=any(node.region is not None or is_autograd_function(node.function) for node in nodes),
     )

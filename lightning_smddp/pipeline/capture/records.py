@@ -198,7 +198,7 @@ class Trace(StepFacts):
         changed_buffers: first names of buffers that the step changes.
         refusals: messages about what it does that no pipeline can do.
         hooks: on gradients of values.
-        drawing_within_functions: names of modules that draw where a function of torch's calls them.
+        drawing: names of modules that draw, or are called behind draws.
         casts: how often a parameter, by its first name, was copied in which other type.
     """
 
@@ -207,7 +207,7 @@ class Trace(StepFacts):
     changed_buffers: set[str] = field(default_factory=set)
     refusals: list[str] = field(default_factory=list)
     hooks: list[GradientHook] = field(default_factory=list)
-    drawing_within_functions: set[str] = field(default_factory=set)
+    drawing: set[str] = field(default_factory=set)
     casts: Counter[tuple[str, torch.dtype]] = field(default_factory=Counter)
 
 

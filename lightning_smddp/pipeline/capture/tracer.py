@@ -194,10 +194,7 @@ class _Tracer(TorchFunctionMode, Tracking):
         def traced(*args: Any, **kwargs: Any) -> Any:
             self._note_python_draws()
             if self.inside:  # a function that was seen (an `autograd.Function`) calls it: no call of its own
-                result, draws = self._seeded(name, forward, args, kwargs)
-                if draws:
-                    self.trace.drawing_within_functions.add(name)
-                return result
+                return self._seeded(name, forward, args, kwargs)[0]
             arguments = leaves((args, kwargs))
             call = Call(name, tuple(self.stack), first=len(self.trace.events))
             self.trace.calls.append(call)
@@ -235,6 +232,8 @@ class _Tracer(TorchFunctionMode, Tracking):
             if seeded is not None:
                 draws = seeded.end()
                 self._go_on_from_seed()
+        if draws:
+            self.trace.drawing.add(name)
         return result, draws
 
     def _go_on_from_seed(self) -> None:
