@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,35 +18,74 @@ from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.records import TensorSpec
 from lightning_smddp.pipeline.partition import plan
 from lightning_smddp.pipeline.partition.costs import LOOPBACK, cluster_of
-from lightning_smddp.pipeline.partition.plan import Trial, make_plan, on_all_ranks
+from lightning_smddp.pipeline.partition.plan import OnAllRanks, Trial, make_plan
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from tests.ranks import run_in_threads
 
 CPU = torch.device("cpu")
 
 
-def body(group: dist.ProcessGroup, error: type[Exception] | None) -> tuple[str, str]:
-    def attempt() -> tuple[str, str]:
-        if error is not None and group.rank() == 1:
-            raise error("mine")
-        return "fine", ""
+def same(rank: int, meet: Callable[[str], None]) -> None:
+    for place in "abc":
+        meet(place)
 
+
+def fails_first(rank: int, meet: Callable[[str], None]) -> None:
+    meet("a")
+    if rank == 1:
+        raise KeyError("mine")
+    meet("b")
+
+
+def elsewhere(rank: int, meet: Callable[[str], None]) -> None:
+    meet(f"place {rank}")
+
+
+def swallows(rank: int, meet: Callable[[str], None]) -> None:
     try:
-        return on_all_ranks(attempt, group)
-    except SplitError as failure:
-        return str(failure), repr(failure.__cause__)
+        fails_first(rank, meet)
+    except SplitError:
+        meet("c")
+
+
+def body(group: dist.ProcessGroup, attempt: Callable[..., Any]) -> str:
+    together = OnAllRanks(group)
+    try:
+        together.run(lambda: attempt(group.rank(), together.check))
+    except SplitError as error:
+        return str(error)
+    return "fine"
 
 
 @pytest.mark.parametrize(
-    ("error", "message", "causes"),
+    ("attempt", "message"),
     [
-        (None, "fine", ["", ""]),
-        (KeyError, "The step failed on rank 1 while it was traced: KeyError('mine')", ["None", "KeyError('mine')"]),
-        (SplitError, "mine", ["None", "None"]),
+        (same, "fine"),
+        (fails_first, "The step failed on rank 1 while it was traced: KeyError('mine')"),
+        (swallows, "The step failed on rank 1 while it was traced: KeyError('mine')"),
+        (elsewhere, "another path on each rank: while it was traced it came to place 0 on rank 0"),
     ],
 )
-def test_what_ends_one_ends_all(error: type[Exception] | None, message: str, causes: list[str]) -> None:
-    assert run_in_threads(body, 2, error) == [(message, cause) for cause in causes]
+def test_what_ends_one_ends_all(attempt: Callable[..., Any], message: str) -> None:
+    for told in run_in_threads(body, 2, attempt):
+        assert message in told
+
+
+def test_memory_of_an_exchange_is_none_that_the_step_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks meet where a parameter is fetched; what they send may be there still when the step is over."""
+    sent = torch.from_numpy(np.zeros(2))
+
+    def gather(value: Any, group: Any) -> list[Any]:
+        sent.fill_(1)
+        return [value]
+
+    monkeypatch.setattr(plan, "gather", gather)
+    root = nn.Linear(2, 2, device="meta")
+    group: Any = None
+    fetched = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+    traced = plan.record(lambda: root(torch.ones(1, 2)).sum(), root, CPU, group, lambda name: fetched[name].clone())
+    assert sent.tolist() == [1, 1]
+    assert traced.external_writes == ()
 
 
 class Scaled(nn.Module):

@@ -85,8 +85,8 @@ def trace(step: StepCall, module: nn.Module, device: torch.device, fetch: Fetch 
         step: what to run.
         module: see above.
         device: where its tensors are.
-        fetch: called for each parameter that an operation uses, gives its values on ``device`` by its first name: for
-            models that are not whole here. Nothing is kept for a backward then. Not collective.
+        fetch: called for each parameter that an operation uses, in the same order on every rank, gives its values on
+            ``device`` by its first name: for models that are not whole here. Nothing is kept for a backward then.
     """
     changed_buffers: set[str] = set()
     generators = Generators(module, device)

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_smddp.communication.objects import each, first, gather
+from lightning_smddp._compat.torch import without_torch_functions
+from lightning_smddp.communication.objects import first, gather
 from lightning_smddp.pipeline.capture.boundaries import StagePlan, cut_into_stages
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
@@ -26,6 +27,7 @@ from lightning_smddp.pipeline.runtime.remote_tensor import ReplayError
 from lightning_smddp.planner.problem import Cluster
 
 Result = TypeVar("Result")
+_END = "its end"
 
 
 class StepFailedError(SplitError):
@@ -148,12 +150,20 @@ def record(
     fetch: Fetch | None = None,
 ) -> Trace:
     """Trace ``step`` on every rank; see :func:`trace`. Collective: an error on one rank is raised on all."""
+    together = OnAllRanks(group)
+    borrow: Fetch | None = None
+    if fetch is not None:
+
+        def borrow(name: str) -> Tensor:
+            with without_torch_functions():  # memory of the exchange would be taken for some that the step writes
+                together.check(f"parameter {name!r}")
+            return fetch(name)
 
     def attempt() -> Trace:
         with explained_shortage(), preserve_state(root, device):
-            return trace(step, root, device, fetch)
+            return trace(step, root, device, borrow)
 
-    return on_all_ranks(attempt, group)
+    return together.run(attempt)
 
 
 def same_graph(traced: Trace, modules: Modules, units: Collection[str], group: dist.ProcessGroup) -> StepGraph:
@@ -163,7 +173,7 @@ def same_graph(traced: Trace, modules: Modules, units: Collection[str], group: d
         SplitError: on every rank; also where the step takes another path on one of them, or writes tensors there that
             were there before it.
     """
-    graph = on_all_ranks(lambda: build_graph(traced, modules, units), group)
+    graph = OnAllRanks(group).run(lambda: build_graph(traced, modules, units))
     gathered = gather((graph.digest(), graph.draws, graph.reads_batch, graph.external_writes), group)
     # A module that keeps what it has read, on its own rank, reads again on the others.
     graph.draws = any(draws for _, draws, _, _ in gathered)
@@ -188,27 +198,57 @@ def refuse_external_writes(locations: Sequence[str]) -> None:
         )
 
 
-def on_all_ranks(attempt: Callable[[], Result], group: dist.ProcessGroup) -> Result:
-    """What ``attempt`` returns, if no rank of ``group`` fails. Collective; ``attempt`` is not.
+class OnAllRanks:
+    """Runs a function on every rank of ``group``.
 
-    Raises:
-        SplitError: on every rank, where one has raised it, or a ``ReplayError``.
-        StepFailedError: on every rank, where one has failed otherwise; what was raised here is its cause.
+    Its collectives are announced by :meth:`check`: a rank that has come to its end, or to an error, is known to those
+    that would wait for it there.
     """
-    result: list[Result] = []
 
-    def told() -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._failure: SplitError | None = None  # why there are no more collectives
+
+    def check(self, location: str, error: Exception | None = None) -> None:
+        """Before a collective at ``location`` (file:line of the user's code), or behind an ``error``. Collective.
+
+        Raises:
+            SplitError: a rank does not come there; as :meth:`run` does.
+        """
+        # Each rank sends one message: where it has come to, and its error. So all of them take part in this exchange
+        # wherever they are, and nobody is left alone in the user's own collective. After a failure all ranks know of
+        # it, and nobody waits here any more.
+        if self._failure is None:
+            told: SplitError | None = None
+            if isinstance(error, (SplitError, ReplayError)):
+                told = SplitError(str(error))
+            elif error is not None:
+                told = StepFailedError(f"The step failed on rank {self.group.rank()} while it was traced: {error!r}")
+            places, failures = zip(*gather((location, told), self.group), strict=True)
+            if any(failures):
+                self._failure = next(filter(None, failures))
+            elif len(set(places)) > 1:
+                where = ", ".join(f"{place} on rank {rank}" for rank, place in enumerate(places))
+                self._failure = StepFailedError(
+                    f"The step takes another path on each rank: while it was traced it came to {where}."
+                )
+        if self._failure is not None:  # a new one each time: with its traceback it would keep the group
+            raise type(self._failure)(*self._failure.args) from None if isinstance(error, SplitError) else error
+
+    def run(self, attempt: Callable[[], Result]) -> Result:
+        """What ``attempt`` returns, if no rank fails. Collective.
+
+        Raises:
+            SplitError: on every rank, where one has raised it, or a ``ReplayError``.
+            StepFailedError: on every rank, where one has failed otherwise; what was raised here is its cause.
+        """
         try:
-            result.append(attempt())
-        except SplitError:
-            raise
-        except ReplayError as error:
-            raise SplitError(str(error)) from error
+            result = attempt()
         except Exception as error:
-            raise StepFailedError(f"The step failed on rank {group.rank()} while it was traced: {error!r}") from error
-
-    each(told, group)
-    return result[0]
+            self.check(_END, error)
+            raise
+        self.check(_END)
+        return result
 
 
 def own_error(error: Exception) -> BaseException:
