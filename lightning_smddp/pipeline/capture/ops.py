@@ -18,8 +18,8 @@ _TENSOR_PROPERTIES = {"T", "H", "mT", "mH", "data", "real", "imag", "grad", "_ba
 # rare and not here is taken for a read value, which is sent.)
 _METADATA = {
     "__hash__", "__len__", "__repr__", "__format__", "__str__", "dim", "element_size", "get_device", "is_complex",
-    "is_conj", "is_contiguous", "is_floating_point", "is_same_size", "is_tensor", "ndimension", "nelement", "numel",
-    "result_type", "size", "storage_offset", "stride",
+    "is_conj", "is_contiguous", "is_floating_point", "is_inference", "is_neg", "is_same_size", "is_tensor",
+    "ndimension", "nelement", "numel", "result_type", "size", "storage_offset", "stride",
 }  # fmt: skip
 
 # Watch a tensor's gradient; the tensor stays as it is.
