@@ -130,7 +130,8 @@ class OptimizerPartition:
             found |= of_rank
         if group.rank() != 0:
             return {}
-        return {**whole, "state": found}
+        numbered = {number: found[number] for number in range(len(self.all_parameters)) if number in found}
+        return {**whole, "state": {**numbered, **found}}
 
     def partial_state_dict(self, states: Mapping[Any, Any] | None = None) -> dict[str, Any]:
         """What this rank gives to :meth:`full_state_dict`: the state of what it owns, with the whole's numbers.
