@@ -10,6 +10,7 @@ Methods named ``whole_*`` are collective: all ranks call them, and the first one
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_smddp.pytree import copied
+from lightning_smddp.sharding.optimizer_states import numbered
 
 _COUNTS = ("step",)  # no state of elements, though a parameter without dimensions has states of the same shape
 
@@ -100,21 +102,16 @@ class WholeStates:
         """As ``state_dict()`` of the optimizer without DeepSpeed: states by the running number of a parameter."""
         self._link_states()
         states: dict[int, dict[str, Any]] = {}
-        groups: list[dict[str, Any]] = []
-        number = 0
-        # DeepSpeed has put flat tensors in the parameters' place; a group's other options are still the user's.
-        for members, flat_group in zip(self.groups, self.optimizer.optimizer.param_groups, strict=True):
-            group = _options(flat_group)
-            group["params"] = list(range(number, number + len(members)))
-            groups.append(group)
-            for parameter in members:
-                entries = self._whole_entries(parameter)
-                if entries:
-                    states[number] = entries
-                number += 1
+        for number, parameter in enumerate(chain.from_iterable(self.groups)):
+            entries = self._whole_entries(parameter)
+            if entries:
+                states[number] = entries
         if not self.keeps:
             return {}
-        return {"state": states, "param_groups": groups}
+        # DeepSpeed has put flat tensors in the parameters' place; a group's other options are still the user's.
+        flat_groups = self.optimizer.optimizer.param_groups
+        groups = [{**flat, "params": members} for flat, members in zip(flat_groups, self.groups, strict=True)]
+        return {"state": states, "param_groups": numbered(groups)}
 
     def _whole_entries(self, parameter: nn.Parameter) -> dict[str, Any]:
         from deepspeed.utils import safe_get_full_optimizer_state
@@ -189,7 +186,7 @@ class WholeStates:
             raise ValueError(f"The checkpoint has parameter groups of {counts} parameters, and the optimizer others.")
         entries_of: dict[int, Mapping[str, Any]] = {}
         for flat_group, members, group in zip(base.param_groups, self.groups, groups, strict=True):
-            flat_group.update(_options(group))
+            flat_group.update({**group, "params": flat_group["params"]})
             for parameter, number in zip(members, group["params"], strict=True):
                 entries_of[id(parameter)] = saved["state"].get(number, {})
 
@@ -254,11 +251,6 @@ class WholeStates:
                 mapping = getattr(parameter, "_hp_mapping", None)  # None: this rank has nothing of the parameter
                 if mapping is not None:
                     mapping.set_optim_state_fragment(flat, state)
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """All of a group but its parameters."""
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _is_cut(parameter: nn.Parameter) -> bool:

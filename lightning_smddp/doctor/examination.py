@@ -79,7 +79,7 @@ def _with_the_job(facts: Facts) -> tuple[Measured, Places]:
     """What the ranks of the job have measured, and what is wrong with their hosts."""
     launch = facts.launch
     if launch.rank is None or launch.world_size is None or launch.local_rank is None:
-        raise StartError(f"{launch.describe()} That is too little: start the job as docs/launchers.md shows.")
+        raise StartError(f"{launch.describe()} Start the job as docs/launchers.md shows.")
     if launch.main_address is None or launch.main_port is None:
         raise StartError(f"{launch.describe()} Set MASTER_ADDR and MASTER_PORT on all ranks.")
     os.environ.update(facts.will_set)  # of the network, as the strategy sets it before it makes a process group

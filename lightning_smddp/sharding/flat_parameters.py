@@ -63,16 +63,6 @@ class FlatLayout:
         """The one that all parameters of this layout have."""
         return self.slots[0].parameter.dtype
 
-    @property
-    def device(self) -> torch.device:
-        """The one that all parameters of this layout have."""
-        return self.slots[0].parameter.device
-
-    @property
-    def numel(self) -> int:
-        """Elements of the row, gaps included."""
-        return self.bounds[-1]
-
     def pieces_of_share(self, share: int) -> Iterator[Piece]:
         """What of the parameters lies in a share."""
         # Positions are those in the row; a piece counts from the begin of its parameter.
@@ -217,7 +207,7 @@ class FlatParameters:
         """Memory of all ranks of the node, this one's first."""
         # Files have no name: their descriptors go to the other ranks through the mesh's sockets. Behind the mappings
         # nobody needs them, and the memory is gone with the last mapping.
-        size = layout.numel * layout.dtype.itemsize
+        size = layout.bounds[-1] * layout.dtype.itemsize
         descriptors: list[int] = []
         with contextlib.suppress(OSError):  # no memory: the others learn of it by getting no descriptor
             descriptors.append(create_file(size))
@@ -266,7 +256,7 @@ class FlatParameters:
         if self._group is not None:
             for number, source, share in parts:
                 values = [self.values(number, *piece) for piece in self.layouts[number].pieces_of_share(share)]
-                broadcast_tensors(values, self._group, source, self.layouts[number].device)
+                broadcast_tensors(values, self._group, source, self.layouts[number].slots[0].parameter.device)
         if self._mesh is not None:
             self._mesh.exchange()  # all have stepped, so nobody's code uses parameters now
             for number, _, share in parts:

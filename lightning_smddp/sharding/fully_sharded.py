@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,11 +84,9 @@ class FullySharded:
         self._names = {id(parameter): name for name, parameter in self._originals.items()}
         # Inner units before the outer ones, the root last: FSDP2 gives a module the parameters that no module inside it
         # has taken.
-        for name in reversed(units.names):
-            self._divide(root.get_submodule(name), plan.unit_precision)
-        self._divide(root, plan.root_precision)
-        self._modules = [cast(FSDPModule, module) for module in root.modules() if isinstance(module, FSDPModule)]
-        self._root = cast(FSDPModule, root)
+        self._modules = [self._divide(root.get_submodule(name), plan.unit_precision) for name in reversed(units.names)]
+        self._root = self._divide(root, plan.root_precision)
+        self._modules.append(self._root)
         self._used: set[str] = set()  # parameters with a gradient since the last average
         self._had: set[str] = set()  # and those that had one, of an earlier average
         self._noted: set[str] = set()  # those whose whole tensors tell of their gradients
@@ -102,14 +100,14 @@ class FullySharded:
             if parameter.requires_grad and name not in self.replicated:  # a use outside of its unit ends here
                 self._handles.append(parameter.register_hook(partial(self._note, name)))
 
-    def _divide(self, module: nn.Module, precision: MixedPrecisionPolicy) -> None:
+    def _divide(self, module: nn.Module, precision: MixedPrecisionPolicy) -> FSDPModule:
         # Parameters of units in it are other objects since they were divided, so they have no name here.
         own = {self._names[id(p)]: p for p in module.parameters() if id(p) in self._names}
         self.plan.fill(list(own))
         for parameter in own.values():
             if not parameter.is_contiguous():  # as FSDP2 needs it; a layout in memory is no part of the values
                 parameter.data = parameter.data.contiguous()
-        fully_shard(
+        divided = fully_shard(
             module,
             mesh=self.plan.mesh,
             reshard_after_forward=self.plan.reshard or module is self.root,
@@ -118,11 +116,12 @@ class FullySharded:
             ignored_params=set(self.replicated.values()),
         )
         # Ranks may use different parameters of a unit: all average the same ones, see `after_backward`.
-        cast(FSDPModule, module).set_reduce_scatter_unused_params(True, recurse=False)
+        divided.set_reduce_scatter_unused_params(True, recurse=False)
         for name, parameter in own.items():
             if name not in self.replicated:
                 # Whoever still has this object would keep the whole in memory, and compute with it to no effect.
                 swap_contents(parameter, torch.empty_like(parameter, device="meta"))
+        return divided
 
     @property
     def shard_group(self) -> dist.ProcessGroup:

@@ -6,6 +6,7 @@ Checkpoints are the same with and without sharding, so any number of ranks can g
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -59,9 +60,9 @@ def whole_state_dict(shards: OptimizerShards, group: dist.ProcessGroup, device: 
     See :func:`whole_states`.
     """
     states = whole_states(shards, group, device)
-    numbered = enumerate(all_parameters(shards.optimizer))
-    state = {number: states[parameter] for number, parameter in numbered if parameter in states}
-    return {"state": state, "param_groups": _numbered(shards.optimizer.param_groups)}
+    parameters = enumerate(all_parameters(shards.optimizer))
+    state = {number: states[parameter] for number, parameter in parameters if parameter in states}
+    return {"state": state, "param_groups": numbered(shards.optimizer.param_groups)}
 
 
 def load_whole_state_dict(shards: OptimizerShards, whole: Mapping[str, Any]) -> None:
@@ -76,32 +77,30 @@ def load_whole_state_dict(shards: OptimizerShards, whole: Mapping[str, Any]) -> 
         raise ValueError(f"The saved optimizer has groups of {saved} parameters, and this one has groups of {own}.")
     # What is saved numbers whole parameters: 0, 1, 2 ... over all groups. The optimizer has pieces while it loads, so
     # it gets the same groups with pieces in the parameters' place, numbered anew, and the state of each piece.
-    groups: list[dict[str, Any]] = []
     state = {key: value for key, value in whole["state"].items() if not isinstance(key, int)}  # of no parameter
+    numbers = chain.from_iterable(group["params"] for group in saved_groups)
     count = 0
-    for group, saved_group in zip(shards.optimizer.param_groups, saved_groups, strict=True):
-        begin = count
-        for parameter, number in zip(group["params"], saved_group["params"], strict=True):
-            for part in shards.parts_of(parameter):
-                if number in whole["state"]:
-                    state[count] = _part_of_state(whole["state"][number], parameter, part, shards.splits)
-                count += 1
-        groups.append({**saved_group, "params": list(range(begin, count))})
-
+    for parameter, number in zip(all_parameters(shards.optimizer), numbers, strict=True):
+        for part in shards.parts_of(parameter):
+            if number in whole["state"]:
+                state[count] = _part_of_state(whole["state"][number], parameter, part, shards.splits)
+            count += 1
     with shards.as_pieces():
+        pairs = zip(saved_groups, shards.optimizer.param_groups, strict=True)
+        groups = numbered([{**saved_group, "params": group["params"]} for saved_group, group in pairs])
         given = {**whole, "state": state, "param_groups": groups}
         type(shards.optimizer).load_state_dict(shards.optimizer, given)  # not Fabric's
 
 
-def _numbered(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def numbered(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The groups as ``Optimizer.state_dict`` has them: parameters are numbers."""
-    numbered = []
+    found = []
     count = 0
     for group in groups:
         end = count + len(group["params"])
-        numbered.append({**group, "params": list(range(count, end))})
+        found.append({**group, "params": list(range(count, end))})
         count = end
-    return numbered
+    return found
 
 
 def _add(whole: dict[str, Any], part: Mapping[str, Any], parameter: nn.Parameter, low: int, high: int) -> None:

@@ -161,7 +161,8 @@ class Convolution(AllAdam):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.conv = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3)).to(memory_format=torch.channels_last)
+        conv = nn.Conv2d(2, 3, 2, bias=False)  # of a bias before BatchNorm, gradients are rounding errors
+        self.conv = nn.Sequential(conv, nn.BatchNorm2d(3)).to(memory_format=torch.channels_last)
         self.frozen = nn.Linear(8, 8).requires_grad_(False)
         self.scale = nn.Parameter(torch.tensor(0.5))
 

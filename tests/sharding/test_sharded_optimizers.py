@@ -91,24 +91,6 @@ def sharded(make: Any) -> tuple[list[Tensor], bool, int, bool]:
     return weights, is_shared, elements, is_kept
 
 
-def with_other_memory() -> list[Tensor]:
-    """A parameter is given other memory, behind which a step of SGD takes away its gradient."""
-    module = layers()
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    with sharing(module, optimizer):
-        for parameter in module.parameters():
-            parameter.data = torch.zeros_like(parameter)
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-    return [parameter.detach().clone() for parameter in module.parameters()]
-
-
-@pytest.mark.parametrize("node_ids", [["a", "a"], ["a", "b"]], ids="".join)
-def test_a_parameter_may_be_given_other_memory(node_ids: list[str]) -> None:
-    for weights in run_ranks(with_other_memory, 2, node_ids=node_ids):
-        assert all(bool((weight == -1.0).all()) for weight in weights)
-
-
 def pieces_of_a_mebibyte(fused: bool) -> int:
     weight = nn.Parameter(torch.zeros(1024, 256))
     shards = OptimizerShards(torch.optim.AdamW([nn.Parameter(torch.zeros(3)), weight], fused=fused))
