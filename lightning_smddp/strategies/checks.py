@@ -59,18 +59,10 @@ def require_supported_by_fsdp(module: nn.Module, callbacks: Iterable[Any], is_fi
 def require_averaging_fits(callbacks: Iterable[Any], meta_init: bool, sharded: bool) -> None:
     """Raise ``ValueError`` if a callback that averages weights cannot do so with these options of ``smddp_fsdp``."""
     for callback in callbacks:
-        name = type(callback).__name__
-        if _class_names(callback).isdisjoint(_AVERAGING):
-            continue
-        if meta_init:
+        if (meta_init or sharded) and _class_names(callback) & _AVERAGING:
             raise ValueError(
-                f"{name} copies the module before its layers have memory: meta_init=True makes them when they are "
-                "divided. Leave out one of them."
-            )
-        if sharded:
-            raise ValueError(
-                f"{name} puts weights of its own into checkpoints, which sharded=True saves as directories of the "
-                "module's shares. Leave out sharded=True: a checkpoint is one file then."
+                f"{type(callback).__name__} copies the module before meta_init=True gives its layers memory, and puts "
+                "whole weights of its own into checkpoints, which sharded=True saves as shares. Leave these out."
             )
 
 

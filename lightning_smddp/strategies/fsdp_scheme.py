@@ -62,13 +62,7 @@ class ShardingOptions:
         if self.shard_size is not None and self.sharding != "hybrid":
             raise ValueError(f"shard_size={self.shard_size!r} belongs to sharding='hybrid', not {self.sharding!r}.")
         require_count("shard_size", self.shard_size, "None for the ranks of a node")
-        if isinstance(self.wrap, (str, type)):
-            raise ValueError(f"wrap={self.wrap!r} has to be in a list, of modules' names or classes.")
-        if self.compression not in (None, *_REDUCE_DTYPES):
-            raise ValueError(
-                f"compression={self.compression!r} cannot be used with sharded parameters, whose gradients torch sums "
-                "in one type. Valid: None, 'bf16', 'fp16'; or use strategy='smddp', which does not shard parameters."
-            )
+        require_one_of((None, *_REDUCE_DTYPES), compression=self.compression)
 
     def make_mesh(self, device_type: str, ranks_per_node: int) -> DeviceMesh:
         """Of all ranks, those of one copy in its last dimension. Collective.

@@ -48,9 +48,8 @@ _OF_THE_STRATEGY = (
 class _Outside:
     """A method of the strategy, outside of the view.
 
-    Lightning copies it deeply with what it keeps of ``self.log(..., sync_dist=True)``; the strategy is not copied then.
-    It compares such copies with those of the next run, which may be another copy's of the Trainer. It is no dataclass,
-    as Lightning would look for tensors in one.
+    Lightning copies it deeply with what it keeps of ``self.log(..., sync_dist=True)``, and compares such copies with
+    those of the next run: it stays itself. It is no dataclass, as Lightning would look for tensors in one.
     """
 
     def __init__(self, view: HookView, name: str) -> None:
@@ -59,12 +58,6 @@ class _Outside:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.view.call_outside(self.name, *args, **kwargs)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Outside) and other.name == self.name
-
-    def __hash__(self) -> int:
-        return hash(self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Outside:
         return self

@@ -23,12 +23,15 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_smddp._compat.trainer import keeps_user_samplers
-from lightning_smddp.bridge.partitioned_module import RunSetup
+from lightning_smddp.bridge.loss_weights import LossWeight
+from lightning_smddp.bridge.partitioned_module import PartitionedModule, RunSetup
 from lightning_smddp.bridge.pipelined_module import PipelinedModule, require_whole
 from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.mesh import Groups
+from lightning_smddp.pipeline.partition.costs import best_share
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch, looks_at_other_rows
 from lightning_smddp.pipeline.runtime.schedules import parse
 from lightning_smddp.pipeline.state.gradients import connected, factor_of
 from lightning_smddp.pipeline.state.state_dict import broadcast_initial, load_full_state_dict
@@ -57,8 +60,9 @@ from lightning_smddp.strategies.options import (
     group_of,
     popped,
 )
-from lightning_smddp.strategies.partition_table import print_partition
 from lightning_smddp.strategies.pipeline_ranks import PipelineRanks
+from lightning_smddp.strategies.tables import print_table
+from lightning_smddp.wording import counted
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -213,7 +217,7 @@ class PipelineParallel(PipelineRanks):
         is_wanted = hook == "training_step" or not self._is_shown
         self._is_shown = True
         if is_wanted and self._speaks:
-            print_partition(hook, *found)
+            _print_partition(hook, *found)
 
     @override
     def model_to_device(self) -> None:
@@ -405,3 +409,65 @@ class PipelineParallel(PipelineRanks):
     def communication_report(self) -> CommunicationReport | None:
         """What averaging over replicas cost so far; None with one replica. Collective over the replicas."""
         return self._last_report if self._pipelined is None else self._pipelined.state.report()
+
+
+# ---- the table at the start ----
+
+
+def _print_partition(
+    hook: str,
+    partitioned: PartitionedModule,
+    microbatches: Sequence[MicroBatch],
+    loss_weight: LossWeight,
+) -> None:
+    """Print how the module was partitioned for the step ``hook``; ``loss_weight`` is of the micro-batches."""
+    setup = partitioned.setup
+    rows = [
+        (hook, f"pipelined in {counted(setup.num_stages, 'stage')}"),
+        ("schedule", _schedule(partitioned, microbatches)),
+        ("loss weights", loss_weight.describe()),
+        *_stages(partitioned),
+        *(("note", note) for note in _notes(partitioned, len(microbatches))),
+    ]
+    if partitioned.sharded is not None:
+        rows += partitioned.sharded.describe()
+    print_table("smddp_pipeline: pipeline parallelism", rows, setup.module.trainer)
+
+
+def _schedule(partitioned: PartitionedModule, microbatches: Sequence[MicroBatch]) -> str:
+    schedule = partitioned.setup.options.schedule
+    sizes = sorted({microbatch.size for microbatch in microbatches}, reverse=True)
+    rows = "1 row" if sizes == [1] else " or ".join(map(str, sizes)) + " rows"
+    count = counted(len(microbatches), "micro-batch")
+    share = best_share(schedule, partitioned.plan.cluster.rank_of_stage, len(microbatches))
+    return f"{schedule.name}, {count} of {rows}; ranks compute {share:.0%} of the time at best"
+
+
+def _stages(partitioned: PartitionedModule) -> Iterator[tuple[str, str]]:
+    """A row for each stage, in the order of the model; a parameter that several stages use counts with each of them."""
+    plan = partitioned.plan
+    seconds, memory = plan.decision["stage_seconds"], plan.decision["stage_memory"]
+    total = sum(seconds) or 1.0
+    sizes = {name: parameter.numel() for name, parameter in partitioned.setup.module.named_parameters()}
+    for stage in plan.stages:
+        number = stage.stage
+        modules = [node.module for node in plan.graph.nodes[stage.begin : stage.end] if node.module is not None]
+        span = " .. ".join(dict.fromkeys([modules[0], modules[-1]])) if modules else "no module"
+        parameters = sum(sizes[name] for name, stages in plan.parameter_stages.items() if number in stages)
+        text = f"{span}: {seconds[number] / total:.0%} of the time, {parameters:,} parameters"
+        yield (
+            f"stage {number} on rank {plan.cluster.rank_of_stage[number]}",
+            f"{text}, {memory[number] / 2**20:.1f} MiB",
+        )
+
+
+def _notes(partitioned: PartitionedModule, num_microbatches: int) -> Iterator[str]:
+    yield from partitioned.notes
+    norms = looks_at_other_rows(partitioned.setup.module)
+    counts = partitioned.recorder.scopes.counts
+    if num_microbatches == 1:
+        return
+    if norms:
+        yield f"in training {norms[0]} (BatchNorm) sees the rows of a micro-batch, not of the batch"
+    if counts:
+        yield f"{', '.join(counts)} moves once per micro-batch; self.global_step once per batch"

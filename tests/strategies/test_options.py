@@ -48,7 +48,6 @@ STRATEGIES: dict[str, tuple[type, set[str]]] = {
         (lambda: PartitionOptions(placement="near"), "placement='near' is unknown"),
         (lambda: PartitionOptions(memory_limit_gb=0), "memory_limit_gb=0 has to be positive"),
         (lambda: SMDDPFSDPStrategy(sharding="hybrid", shard_size="2"), "shard_size='2' has to be a number"),  # type: ignore[arg-type]
-        (lambda: SMDDPFSDPStrategy(wrap="Block"), "wrap='Block' has to be in a list"),
     ],
 )
 def test_a_bad_value_is_refused_where_it_is_given(make: Callable[[], Any], text: str) -> None:
