@@ -55,16 +55,18 @@ class Generators:
     Args:
         root: generators in attributes of its modules are the modules' own.
         device: whose default generator of torch is used beside the CPU's.
-        python: whether anything but torch's default generators is.
+
+    Attributes:
+        python: whether Python's and numpy's are used, which takes time.
     """
 
-    def __init__(self, root: nn.Module, device: torch.device, python: bool = True) -> None:
+    def __init__(self, root: nn.Module, device: torch.device) -> None:
         self.torch = [torch.default_generator]
         if device.type == "cuda":
             torch.cuda.init()
             index = torch.cuda.current_device() if device.index is None else device.index
             self.torch.append(torch.cuda.default_generators[index])
-        self.python = python
+        self.python = True
         self._places = []  # (attributes of a module, name): another generator may be there later
         for module in root.modules():
             for name, value in vars(module).items():

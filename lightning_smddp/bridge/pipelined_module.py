@@ -44,7 +44,7 @@ from lightning_smddp.pipeline.state.gradients import clipping_by, overflow_share
 from lightning_smddp.pipeline.state.meta_parameters import AbsentParameter
 from lightning_smddp.pipeline.state.optimizer import OwnSteps
 from lightning_smddp.pipeline.state.state_dict import unshard
-from lightning_smddp.seeding import Generators, seeded_modules
+from lightning_smddp.seeding import seeded_modules
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, StepsParts
 from lightning_smddp.wording import USE_INSTEAD
 
@@ -264,7 +264,7 @@ class PipelinedModule:
         generators = partitioned.runtime.wrappers.generators
         with (
             generators.preserved(),
-            seeded_modules(self.module, Generators(self.module, self.setup.device, python=False)),
+            seeded_modules(self.module, generators),
             partitioned.inside_view(waits=False),
             torch.compiler.set_stance("force_eager"),  # dynamo would follow compiled code into the view
         ):

@@ -57,7 +57,7 @@ class Reading:
             key = refused.get(name)
             if key is None or value is None or key.cured_by in self.given:
                 continue
-            if value != key.default or type(value) is not type(key.default):  # 1 is not True
+            if value != key.default:
                 self.refuse(f"{name}={value!r}", key.cure)
 
     def count(self, values: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
@@ -65,7 +65,7 @@ class Reading:
         value = values.get(name, default)
         if value is None:
             return None
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        if isinstance(value, int) and value >= 1:
             return value
         self.refuse(f"{name}={value!r}", "has to be a number from 1.")
         return default
@@ -106,13 +106,12 @@ REFUSED_OF_V1 = {
     "fp16_params": Refused(False, _PRECISION.format("16-true")),
     "bf16": Refused(False, _PRECISION.format("bf16-mixed")),
     "sdp_gradient_clipping": Refused(1.0, "is the Trainer's. Remove it here and write Trainer(gradient_clip_val=...)."),
-    "contiguous": Refused(True, "is TensorFlow's. Remove it: stages are contiguous here."),
-    "horovod": Refused(False, "is TensorFlow's. Remove it: the ranks left over are replicas."),
 }
 PASSED_OF_V1 = (
     "ddp", "ddp_port", "ddp_dist_backend", "optimize", "memory_weight", "default_partition", "active_microbatches",
     "deterministic_server", "activation_loading_horizon", "prescaled_batch", "sdp_reduce_bucket_size",
     "sdp_param_persistence_threshold", "sdp_max_live_parameters", "sdp_hierarchical_allgather", "skip_tracing",
+    "contiguous", "horovod",
 )  # fmt: skip
 _READ_OF_V1 = (
     "pipeline_parallel_degree", "partitions", "microbatches", "pipeline", "placement_strategy",
