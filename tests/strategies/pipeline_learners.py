@@ -56,7 +56,9 @@ class Bench:
             strategy = accumulating(**{**self.accumulation, **(pipeline or {}), **(accumulation or {})})
         elif self.pipeline is not None:
             quiet = {"verbose": False}
-            strategy = PipelineStrategy(**grouped(**{**quiet, **self.pipeline, **(pipeline or {})}))
+            given = {**quiet, **self.pipeline, **(pipeline or {})}
+            own = {name: given.pop(name) for name in ("loss_weight",) if name in given}  # data parallelism has one, too
+            strategy = PipelineStrategy(**grouped(**given), **own)
         return make_trainer(strategy, **options)
 
     def fit(
