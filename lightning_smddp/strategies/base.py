@@ -127,7 +127,7 @@ class TrainerStrategy(_Base):
     def setup_distributed(self) -> None:
         """Start the process group, which Lightning then finds."""
         self.set_world_ranks()
-        start_process_group(self, self._get_process_group_backend(), self._timeout, self._reliability.start_limit)
+        start_process_group(self)
         self._join_process_group()
 
     @override

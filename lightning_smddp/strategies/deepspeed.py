@@ -204,10 +204,7 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
             )
         if self._speaks:
             stage = self.deepspeed_engine.zero_optimization_stage()
-            say(
-                f"smddp_deepspeed: DeepSpeed's ZeRO, stage {stage}, on {counted(self.world_size, 'rank')}",
-                self._trainer,
-            )
+            say(f"smddp_deepspeed: ZeRO's stage {stage} on {counted(self.world_size, 'rank')}", self._trainer)
 
     @property
     @override

@@ -58,7 +58,7 @@ class FabricStrategy(_Base):
 
     def _setup_distributed(self) -> None:
         self._set_world_ranks()
-        start_process_group(self, self._get_process_group_backend(), self._timeout, self._reliability.start_limit)
+        start_process_group(self)
         super()._setup_distributed()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:

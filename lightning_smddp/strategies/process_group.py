@@ -11,7 +11,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 
@@ -60,10 +59,8 @@ def _nothing() -> None:
     pass
 
 
-def start_process_group(
-    strategy: Any, backend: str, timeout: timedelta | None, init_timeout: timedelta | None = None
-) -> None:
-    """Start the default process group for ``strategy`` (a ``DDPStrategy`` of either package), unless there is one.
+def start_process_group(strategy: Any) -> None:
+    """Start the default process group for ``strategy``, of the Trainer or of Fabric, unless there is one.
 
     What Lightning's ``_init_dist_connection`` does, except for the rendezvous. It has to be called after
     ``set_world_ranks`` and before the group is used; Lightning then finds the group and leaves it alone. Collective.
@@ -72,7 +69,8 @@ def start_process_group(
         StartError: see ``join``.
         ValueError: what the launcher has set cannot work.
     """
-    environment = strategy.cluster_environment
+    environment, timeout = strategy.cluster_environment, strategy._timeout
+    backend = strategy._get_process_group_backend()
     forget_aborted_groups()  # those of a run in this process that has failed are still registered
     if dist.is_initialized() or backend == "mpi":  # MPI brings its own rendezvous
         return
@@ -86,11 +84,9 @@ def start_process_group(
     if backend == "nccl" and dist.is_gloo_available():
         backend = NCCL_AND_GLOO
     # With an accelerator NCCL makes its communicator now, and not at its first use.
-    device: torch.device | None = strategy.root_device
-    if strategy.root_device.type == "cpu":
-        device = None
-    limit = strategy._session.limit(timeout)
-    join(card, address, backend, device, limit, start_limit(init_timeout, timeout))
+    device = None if strategy.root_device.type == "cpu" else strategy.root_device
+    init_timeout = start_limit(strategy._reliability.start_limit, timeout)
+    join(card, address, backend, device, strategy._session.limit(timeout), init_timeout)
     rank_zero_info(f"{card.world_size} processes are connected, by {backend}.")
 
 

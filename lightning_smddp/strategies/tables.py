@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import textwrap
 from typing import Any
-
-_LEAST_WIDTH = 40  # of a value, however long the names are
 
 
 def say(text: str, trainer: Any = None) -> None:
@@ -31,13 +27,7 @@ def say(text: str, trainer: Any = None) -> None:
 
 
 def print_table(title: str, rows: list[tuple[str, str]], trainer: Any = None) -> None:
-    """Print ``rows`` of name and value in two columns; a long value goes on below its first line."""
+    """Print ``rows`` of name and value in two columns."""
     width = max(len(name) for name, _ in rows)
-    room = shutil.get_terminal_size().columns - width - len("    ")
-    wrapper = textwrap.TextWrapper(max(_LEAST_WIDTH, room), break_long_words=False, break_on_hyphens=False)
-    lines = [title]
-    for name, value in rows:
-        first, *others = wrapper.wrap(value) or [""]
-        lines.append(f"  {name:<{width}}  {first}")
-        lines += [" " * (width + 4) + other for other in others]
-    say("\n".join(lines), trainer)
+    lines = [f"  {name:<{width}}  {value}" for name, value in rows]
+    say("\n".join([title, *lines]), trainer)
