@@ -2,56 +2,51 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp.pipeline.capture.records import TensorSpec
-from lightning_smddp.pipeline.runtime.messages import layout_of
+from lightning_smddp.pipeline.runtime.messages import Neighbour
+from tests.ranks import run_ranks
 
-CPU = torch.device("cpu")
-
-
-def arrived(tensors: list[Tensor]) -> tuple[list[Tensor], int]:
-    """What a receiver has of ``tensors``, and in how many messages they came."""
-    layout = layout_of(tuple(TensorSpec.of(tensor) for tensor in tensors))
-    sent = layout.send(tensors)
-    messages, received = layout.receive(CPU)
-    for message, data in zip(messages, sent, strict=True):
-        message.copy_(data)
-    return received, len(sent)
-
-
-def test_tensors_arrive_as_they_were_sent() -> None:
-    tensors = [
-        torch.randn(3, 5).t(),
-        torch.tensor([True, False, True]),
-        torch.randn(200, 200),  # 160 KB: a message of its own
-        torch.empty(0, 4),
-        torch.tensor(2.5, dtype=torch.float64),
-        torch.complex(torch.ones(2), torch.ones(2)).conj(),
-        torch.arange(4, dtype=torch.int8),
-    ]
-    received, messages = arrived(tensors)
-    assert messages == 2
-    for tensor, copy in zip(tensors, received, strict=True):
-        assert copy.dtype == tensor.dtype
-        assert torch.equal(copy, tensor.resolve_conj())
+MANY = [
+    torch.tensor([True, False, True]),
+    torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).t(),
+    torch.ones(200, 200).mul(0.5),  # 160 KB: a message of its own
+    torch.empty(0, 4),
+    torch.tensor(2.5, dtype=torch.float64),
+    torch.complex(torch.ones(2), torch.ones(2)).conj(),
+    torch.arange(4, dtype=torch.int8),
+]
+LARGE = [torch.complex(torch.ones(200, 100), torch.ones(200, 100)).conj()]
+CASES = [(MANY, 2), ([torch.ones(4), torch.empty(0)], 1), (LARGE, 1), ([], 0), ([torch.empty(0), torch.empty(0)], 0)]
 
 
-def test_a_single_small_tensor_is_its_own_message() -> None:
-    tensor = torch.randn(4)
-    layout = layout_of((TensorSpec.of(tensor),))
-    assert layout.send([tensor]) == [tensor]
-    assert layout_of(()).send([]) == []
-    assert arrived([torch.empty(0), torch.empty(0)])[1] == 0
+def exchanged(ahead: bool) -> list[tuple[list[Tensor], int]]:
+    """What rank 1 has received of rank 0 as the second of two micro-batches, and how many messages rank 0 has sent."""
+    found = []
+    for sent, _ in CASES:
+        rank = dist.get_rank()
+        neighbour = Neighbour(dist.group.WORLD, 1 - rank, torch.device("cpu"), ahead)
+        neighbour.begin_step([tuple(map(TensorSpec.of, sent))] * 2)
+        for microbatch in (0, 1):
+            ops = neighbour.sends(sent) if rank == 0 else neighbour.receives(microbatch)
+            for work in dist.batch_isend_irecv(ops) if ops else ():
+                work.wait()
+        if rank == 1:
+            neighbour.take(0)
+        found.append((list(neighbour.take(1)), len(ops)))
+    return found
 
 
-def test_a_received_tensor_is_changed_in_place_apart_from_those_beside_it() -> None:
-    (first, second), messages = arrived([torch.ones(3), torch.ones(3)])
-    assert messages == 1
-    product = first.requires_grad_() * second  # keeps `second` for its backward
-    first.detach().add_(1)
-    product.sum().backward()
-    assert first.grad is not None
-    assert first.grad.tolist() == [1, 1, 1]
-    assert second.tolist() == [1, 1, 1]
+@pytest.mark.parametrize("ahead", [False, True])
+def test_tensors_arrive_as_they_were_sent(ahead: bool) -> None:
+    sender, receiver = run_ranks(exchanged, 2, ahead)
+    for (sent, messages), (_, number), (received, _) in zip(CASES, sender, receiver, strict=True):
+        assert number == messages
+        for tensor, copy in zip(sent, received, strict=True):
+            assert copy.dtype == tensor.dtype
+            assert torch.equal(copy, tensor.resolve_conj())
+            assert copy.untyped_storage().nbytes() == copy.nbytes  # one that is changed in place changes no other
