@@ -83,7 +83,7 @@ class PipelineParallel(PipelineRanks):
         loss_weight: how much a part counts in the loss, and in means that are logged: ``"auto"`` (found out on the
             first batch), ``"rows"``, ``"labels"`` (those that are not -100), ``"shifted_labels"`` (without the first
             column), ``"sum"`` (losses are added), the name of a batch entry (its sum), or a function of the part.
-        schedule: ``"1f1b"``, ``"gpipe"`` (``"simple"``), ``"interleaved_1f1b"`` (``"interleaved"``), ``"looped_bfs"``,
+        schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved_1f1b"``, ``"looped_bfs"``,
             ``"interleaved_zero_bubble"``, ``"zbv_zero_bubble"``, ``"dualpipev"``.
         split: names of the modules that the stages, but the first, begin with; None finds the best ones.
         partition: how the module and batches are divided, in more detail.

@@ -37,7 +37,6 @@ class Schedule:
             the number of rounds, which is ``max(1, num_microbatches // pipeline_parallel_size)``.
         substitute: The schedule for a step whose number of micro-batches the rule forbids: one with the same
             placement that takes any number. It computes the same.
-        aliases: Other names.
     """
 
     name: str
@@ -46,7 +45,6 @@ class Schedule:
     v_shaped: bool = False
     microbatch_rule: MicrobatchRule = "any"
     substitute: str | None = None
-    aliases: tuple[str, ...] = ()
 
     @property
     def default_stages_per_rank(self) -> int:
@@ -77,7 +75,7 @@ class Schedule:
 
 
 _ALL = (
-    Schedule("gpipe", "ScheduleGPipe", aliases=("simple",)),
+    Schedule("gpipe", "ScheduleGPipe"),
     Schedule("1f1b", "Schedule1F1B", microbatch_rule="at least the stages", substitute="gpipe"),
     Schedule(
         "interleaved_1f1b",
@@ -85,7 +83,6 @@ _ALL = (
         several_stages=True,
         microbatch_rule="whole rounds",
         substitute="looped_bfs",
-        aliases=("interleaved",),
     ),
     Schedule("looped_bfs", "ScheduleLoopedBFS", several_stages=True),
     Schedule(
@@ -106,7 +103,6 @@ _ALL = (
     ),
 )
 SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL}
-_BY_ANY_NAME = {name: schedule for schedule in _ALL for name in (schedule.name, *schedule.aliases)}
 
 
 def parse(name: str) -> Schedule:
@@ -115,10 +111,9 @@ def parse(name: str) -> Schedule:
     Raises:
         ValueError: listing all names, when there is none.
     """
-    schedule = _BY_ANY_NAME.get(str(name).lower())
+    schedule = SCHEDULES.get(str(name).lower())
     if schedule is None:
-        names = [repr(known) for known in _BY_ANY_NAME]
-        raise ValueError(f"schedule={name!r} is unknown; use one of {', '.join(names)}")
+        raise ValueError(f"schedule={name!r} is unknown; use one of {', '.join(SCHEDULES)}")
     return schedule
 
 
