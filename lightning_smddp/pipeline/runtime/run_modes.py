@@ -1,11 +1,10 @@
-"""What is around few runs of a stage: where units do not see enough, in dry runs, and where code is compiled.
+"""What is around few runs of a stage: where units do not see enough, and in dry runs.
 
 Both function modes take the :class:`~lightning_smddp.pipeline.runtime.step_run.StageRun` that they are around.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,27 +16,6 @@ from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, user_lo
 from lightning_smddp.pipeline.capture.records import deciding_tensors
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from lightning_smddp.pytree import leaves, map_leaves
-
-
-def watched(run: Any, step: Callable[[], Any]) -> Callable[[], Any]:
-    """``step`` under the mode that ``run`` needs."""
-    mode = Watch(run) if run.keeps_all else Reads(run)
-
-    def in_mode() -> Any:
-        with mode:
-            return step()
-
-    return in_mode
-
-
-def with_stance(stance: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call`` under a stance of ``torch.compiler``: with ``"force_eager"`` compiled code runs as it was written."""
-
-    def in_stance(*args: Any, **kwargs: Any) -> Any:
-        with torch.compiler.set_stance(stance):
-            return call(*args, **kwargs)
-
-    return in_stance
 
 
 class Watch(TorchFunctionMode):

@@ -110,10 +110,10 @@ class _Microbatch:
     # outgoing             from the forward to the send
     # input_gradients      from the backward to the send, or the stage before here; None for what did not matter
     # split                from a backward's first part to its second
-    leaves: list[Tensor] = field(default_factory=list)
-    edges: list[GradientEdge | None] = field(default_factory=list)
-    outgoing: tuple[Tensor, ...] = ()
-    input_gradients: list[Tensor | None] = field(default_factory=list)
+    leaves: Sequence[Tensor] = ()
+    edges: Sequence[GradientEdge | None] = ()
+    outgoing: Sequence[Tensor] = ()
+    input_gradients: Sequence[Tensor | None] = ()
     split: SplitBackward | None = None
 
 
@@ -235,7 +235,7 @@ class Stage:
         """The receives of the outputs' gradients."""
         return [] if self.is_last else self._behind.receives(bwd_chunk_id)
 
-    def set_local_bwd_input(self, next_stage_bwd_outputs: list[Tensor | None], mb_index: int) -> None:
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Sequence[Tensor | None], mb_index: int) -> None:
         """In place of a receive, when the next stage is on this rank."""
         self._behind.put(mb_index, next_stage_bwd_outputs)
 
@@ -253,8 +253,7 @@ class Stage:
         pairs = zip(state.edges, self._behind.take(bwd_chunk_id), strict=True)
         roots = [(edge, gradient) for edge, gradient in pairs if edge is not None and gradient is not None]
         leaves = state.leaves
-        state.leaves = []
-        state.edges = []
+        state.leaves = state.edges = ()
         start = self._begins()
         if full_backward:
             state.input_gradients = backward(roots, leaves)
@@ -281,11 +280,11 @@ class Stage:
         gradients = [spec.empty(self.device).zero_() if gradient is None else gradient for spec, gradient in pairs]
         return self._before.sends(gradients)
 
-    def get_local_bwd_output(self, mb_index: int) -> list[Tensor | None]:
+    def get_local_bwd_output(self, mb_index: int) -> Sequence[Tensor | None]:
         """The inputs' gradients, when the stage before is on this rank."""
         state = self._microbatches[mb_index]
         gradients = state.input_gradients
-        state.input_gradients = []
+        state.input_gradients = ()
         return gradients
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:

@@ -15,6 +15,7 @@ two stages, with other dropout, hooks that fire twice and buffers that are writt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,7 +36,7 @@ from lightning_smddp.pipeline.capture.ops import (
 )
 from lightning_smddp.pipeline.capture.records import TensorSpec
 from lightning_smddp.pipeline.runtime.remote_tensor import ACTIVE, OTHER_PATH, RemoteTensor, ReplayError
-from lightning_smddp.pipeline.runtime.run_modes import watched, with_stance
+from lightning_smddp.pipeline.runtime.run_modes import Reads, Watch
 from lightning_smddp.pipeline.runtime.stage_program import Shapes, StageProgram
 from lightning_smddp.pytree import leaves, map_leaves
 from lightning_smddp.seeding import Forward, seeded
@@ -77,16 +78,20 @@ def run_stage(
         ReplayError: the step took another path than when it was traced.
     """
     run = StageRun(program, received, shapes, made, reads)
-    if run.keeps_all or reads is not None:
-        step = watched(run, step)
-    if program.graph.calls_compiled:  # code between units would run through us unseen; units run compiled
-        step = with_stance("force_eager", step)
+    mode: AbstractContextManager[Any] = nullcontext()
+    if run.keeps_all:
+        mode = Watch(run)
+    elif reads is not None:
+        mode = Reads(run)
     outer, ACTIVE.run = ACTIVE.run, run
     result = None
     try:
         if seed is not None:
             program.wrappers.generators.seed(seed)
-        result = step()
+        # Compiled code between units would run through us unseen; units run compiled.
+        stance = torch.compiler.set_stance("force_eager") if program.graph.calls_compiled else nullcontext()
+        with stance, mode:
+            result = step()
         run.check_end()
         if program.is_last:
             result = map_leaves(run.real, result)

@@ -42,43 +42,6 @@ Guards: TypeAlias = tuple[str, ...] | None
 """What Python code reads of the batch on a path; None for code that has no dry run."""
 
 
-def infer_shapes(
-    runtime: PipelineRuntime,
-    staged: StagedStep,
-    step: Step,
-    microbatch: MicroBatch,
-    train: bool,
-    index: int = 0,
-) -> Shapes | None:
-    """What values look like for micro-batch ``index`` on the path ``staged``. Collective over the pipeline.
-
-    Each stage runs once, with what the stages before have told: the shapes of their values, and what they send.
-
-    Returns:
-        None on every rank if the step takes another path.
-
-    Raises:
-        Exception: on every rank, where a stage raises one.
-    """
-    device = runtime.device
-    shapes = Shapes()
-    received: list[Tensor] = []
-    with preserve_state(runtime.root, device), runtime.wrappers.active([staged.graph]), torch.set_grad_enabled(train):
-        for stage, rank in enumerate(runtime.rank_of_stage):
-            program = staged.programs.get(stage)  # the others wait
-            act = partial(_run_stage, program, step, microbatch, index, received, shapes)
-            told = each(act, runtime.groups.host.group)[rank]
-            if told is None:
-                return None
-            found, sent = told
-            shapes.merge(found)
-            received = [tensor.to(device) for tensor in sent]
-            # They require gradients as in training: what is made of them then does so, too.
-            for value, tensor in zip(staged.stages[stage].sends, received, strict=True):
-                tensor.requires_grad_(train and shapes.values[value].requires_grad)
-    return shapes
-
-
 def _run_stage(
     program: StageProgram | None,
     step: Step,
@@ -251,10 +214,32 @@ class TraceCache:
         )
 
     def _infer(self, staged: StagedStep, step: Step, microbatch: MicroBatch, index: int) -> TracedPath | None:
-        """The path of ``staged`` with the shapes of this micro-batch; None if the step does not go there."""
-        shapes = infer_shapes(self.runtime, staged, step, microbatch, self.train, index)
-        if shapes is None:
-            return None
+        """The path of ``staged`` with the shapes of this micro-batch; None on every rank if the step takes another one.
+
+        Each stage runs once, with what the stages before have told: the shapes of their values, and what they send.
+
+        Raises:
+            Exception: on every rank, where a stage raises one.
+        """
+        runtime, shapes = self.runtime, Shapes()
+        received: list[Tensor] = []
+        with (
+            preserve_state(runtime.root, runtime.device),
+            runtime.wrappers.active([staged.graph]),
+            torch.set_grad_enabled(self.train),
+        ):
+            for stage, rank in enumerate(runtime.rank_of_stage):
+                program = staged.programs.get(stage)  # the others wait
+                act = partial(_run_stage, program, step, microbatch, index, received, shapes)
+                told = each(act, runtime.groups.host.group)[rank]
+                if told is None:
+                    return None
+                found, sent = told
+                shapes.merge(found)
+                received = [tensor.to(runtime.device) for tensor in sent]
+                # They require gradients as in training: what is made of them then does so, too.
+                for value, tensor in zip(staged.stages[stage].sends, received, strict=True):
+                    tensor.requires_grad_(self.train and shapes.values[value].requires_grad)
         # Units fit, and so do shapes. Code between them, which is one stage's own, may still do something else.
         path = staged.path(shapes, next(self._numbers), self.train)
         guards, reason = self._guards_of(path, step, microbatch, index)

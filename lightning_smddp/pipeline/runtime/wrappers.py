@@ -18,7 +18,6 @@ from lightning_smddp._compat.torch import visible_autograd_functions
 from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.runtime.remote_tensor import ACTIVE
-from lightning_smddp.pipeline.runtime.run_modes import with_stance
 from lightning_smddp.seeding import Forward, Generators, forward_patches, seeded
 
 
@@ -56,7 +55,7 @@ class Wrappers:
 
     def _wrap(self, name: str, forward: Forward) -> Forward:
         if name in self._compiled:
-            forward = with_stance("default", forward)
+            forward = torch.compiler.set_stance("default")(forward)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             run = ACTIVE.run
