@@ -8,13 +8,15 @@ from typing import Any
 from lightning_smddp import CommunicationOptions, PartitionOptions, ReliabilityOptions
 
 GROUPS = {"communication": CommunicationOptions, "partition": PartitionOptions, "reliability": ReliabilityOptions}
+OF_PIPELINES = "loss_weight"  # their own option; that of data parallelism is given in its group
 
 
 def grouped(**options: Any) -> dict[str, Any]:
     """``grouped(verbose=False)`` is ``{"communication": CommunicationOptions(verbose=False)}``."""
     result = dict(options)
     for name, kind in GROUPS.items():
-        inside = {field.name: result.pop(field.name) for field in fields(kind) if field.name in result}
+        names = [field.name for field in fields(kind) if field.name in result and field.name != OF_PIPELINES]
+        inside = {option: result.pop(option) for option in names}
         if inside:
             result[name] = kind(**inside)  # type: ignore[arg-type]
     return result
