@@ -134,18 +134,18 @@ class Unpartitioned:
 
     Attributes:
         setup: of the run.
-        optimizers: that the user built; empty if there is no training.
-        shards: of these, not cut yet; empty without ``shard="optimizer"``.
+        optimizer: that the user built; None if there is no training.
+        shards: of it, not cut yet; None without ``shard="optimizer"``.
         weights: a loaded state, where parameters have no memory yet.
-        optimizer_states: loaded, one for each optimizer.
+        loaded: of the optimizer.
     """
 
     def __init__(self, setup: RunSetup) -> None:
         self.setup = setup
-        self.optimizers: list[Optimizer] = []
-        self.shards: list[OptimizerShards] = []
+        self.optimizer: Optimizer | None = None
+        self.shards: OptimizerShards | None = None
         self.weights: State = {}
-        self.optimizer_states: Sequence[State] | None = None
+        self.loaded: State | None = None
 
     def state_dict(self, gather: bool) -> StateDict:
         """The whole module's on every rank, gathered or not. Parameters that wait for memory are on ``meta``."""
@@ -158,18 +158,19 @@ class Unpartitioned:
         self.weights = state if any(p.is_meta for p in module.parameters()) else {}
         load_full_state_dict(module, state, strict)
 
-    def optimizer_state(self, optimizer: Optimizer, gather: bool) -> StateDict:
+    def optimizer_state(self, gather: bool) -> StateDict:
         """The optimizer's, with what was loaded for it."""
-        state: StateDict = optimizer.state_dict()
-        if self.optimizer_states is not None:
-            state["state"] = dict(self.optimizer_states[self.optimizers.index(optimizer)]["state"])
+        assert self.optimizer is not None
+        state: StateDict = self.optimizer.state_dict()
+        if self.loaded is not None:
+            state["state"] = dict(self.loaded["state"])
         return state
 
-    def load_optimizer_states(self, states: Sequence[State]) -> None:
+    def load_optimizer_state(self, state: State) -> None:
         """Load what is small, options of parameter groups; keep the rest until it is known who needs it."""
-        self.optimizer_states = states
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            optimizer.load_state_dict({**state, "state": {}})
+        assert self.optimizer is not None
+        self.loaded = state
+        self.optimizer.load_state_dict({**state, "state": {}})
 
     def report(self) -> None:
         """Nothing was averaged yet."""
@@ -190,8 +191,8 @@ class PartitionedModule:
         view: the whole module, for hooks.
         buffers: sends buffers that a stage has changed to the other ranks.
         run_seed: random numbers follow from it, the same on all ranks.
-        optimizers: with the parameters of this rank.
-        sharded: with ``shard="optimizer"`` the same optimizers, whose work replicas share.
+        optimizer: with the parameters of this rank; None if there is no training.
+        sharded: with ``shard="optimizer"`` the same, whose work replicas share.
         notes: for the table: what the user should know.
         is_gathered: the run is over, and each rank has the whole module again.
         traces: by key of a step, what is known of the paths that it takes.
@@ -205,7 +206,7 @@ class PartitionedModule:
     view: GlobalView
     buffers: SharedBuffers
     run_seed: int
-    optimizers: list[OptimizerPartition] = field(default_factory=list)
+    optimizer: OptimizerPartition | None = None
     sharded: ShardedOptimizers | None = None
     notes: list[str] = field(default_factory=list)
     is_gathered: bool = False
@@ -304,10 +305,10 @@ class PartitionedModule:
 
     def clip_by_norm(self, clip_val: float) -> None:
         """Scale the gradients of all ranks' parameters in the optimizer to this norm at the most. Collective."""
-        (partition,) = self.optimizers  # several are refused
+        assert self.optimizer is not None
         with self.outside_view():
             group, device = self.setup.groups.pipeline, self.setup.device
-            clip_by_norm(partition.parameters, partition.owned, group, clip_val, device)
+            clip_by_norm(self.optimizer.parameters, self.optimizer.owned, group, clip_val, device)
 
     def nonfinite(self, changed: bool) -> NonFinite | None:
         """What is not finite in the gradients of this rank's stages, the same on all replicas.
@@ -337,14 +338,14 @@ class PartitionedModule:
         """Load a whole module's state: this rank takes what it holds. Names that differ are an error if ``strict``."""
         load_full_state_dict(self.setup.module, state, strict)
 
-    def optimizer_state(self, optimizer: Optimizer, gather: bool) -> StateDict:
+    def optimizer_state(self, gather: bool) -> StateDict:
         """The whole optimizer's on the first rank; without ``gather`` of each rank what it holds. Collective."""
         groups, device = self.setup.groups, self.setup.device
-        partition = self._partition_of(optimizer)
+        assert self.optimizer is not None
         # Replicas put their shares of the states together, all of them, before only the first goes on.
         states = None
         allowed: AbstractContextManager[None] = nullcontext()
-        shards = partition.shards
+        shards = self.optimizer.shards
         if shards is not None:
             states = whole_states(shards, groups.data_parallel_group, device)
             allowed = shards.state_allowed()
@@ -352,16 +353,13 @@ class PartitionedModule:
             return {}
         with allowed:
             if not gather:
-                return partition.partial_state_dict(states)
-            return partition.full_state_dict(groups.pipeline, device, states)
+                return self.optimizer.partial_state_dict(states)
+            return self.optimizer.full_state_dict(groups.pipeline, device, states)
 
-    def load_optimizer_states(self, states: Sequence[State]) -> None:
-        """Load the states of whole optimizers, one for each: each rank takes its part."""
-        for partition, state in zip(self.optimizers, states, strict=True):
-            partition.load_full_state_dict(state)
-
-    def _partition_of(self, optimizer: Optimizer) -> OptimizerPartition:
-        return next(partition for partition in self.optimizers if partition.optimizer is optimizer)
+    def load_optimizer_state(self, state: State) -> None:
+        """Load the state of a whole optimizer: this rank takes its part."""
+        assert self.optimizer is not None
+        self.optimizer.load_full_state_dict(state)
 
     def close(self) -> None:
         """Free the memory and connections that the replicas of this stage share. Not collective."""

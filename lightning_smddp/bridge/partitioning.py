@@ -117,7 +117,7 @@ def partition(
         partitioned.close()
         unshard(view)
         raise
-    _partition_optimizers(before, partitioned)
+    _partition_optimizer(before, partitioned)
     return partitioned
 
 
@@ -138,7 +138,7 @@ def _plan(
         casts = step.trains and torch.is_autocast_enabled(setup.device.type)
     cluster = cluster_of(
         setup.module,
-        before.optimizers,
+        before.optimizer,
         ranks,
         in_flight(options.schedule, ranks, len(microbatches)),
         links_between(ranks, setup.groups.mesh.pipelines, hosts, setup.device.type),
@@ -200,7 +200,7 @@ def _stash(before: Unpartitioned, plan: PartitionPlan, held: dict[str, nn.Parame
     tied_groups = create_tied_groups(plan.ownership, pipeline, setup.timeout, setup.device)
     tied = TiedGradients(setup.module, tied_groups)
     replicas = None
-    if setup.num_replicas > 1 and before.optimizers:
+    if setup.num_replicas > 1 and before.optimizer is not None:
         replicas = ReplicaGradients(
             held,
             groups.data_parallel_group,
@@ -214,20 +214,21 @@ def _stash(before: Unpartitioned, plan: PartitionPlan, held: dict[str, nn.Parame
     return GradientStash(held, stages, tied, replicas)
 
 
-def _partition_optimizers(before: Unpartitioned, partitioned: PartitionedModule) -> None:
-    """Each optimizer steps the parameters of this rank, with the states that were loaded for them."""
+def _partition_optimizer(before: Unpartitioned, partitioned: PartitionedModule) -> None:
+    """The optimizer steps the parameters of this rank, with the states that were loaded for them."""
+    if before.optimizer is None:
+        return
     ownership, stash, rank = partitioned.plan.ownership, partitioned.stash, before.setup.groups.pipeline_rank
     names = {id(parameter): name for name, parameter in before.setup.module.named_parameters()}
-    partitioned.optimizers += [OptimizerPartition(each, names, ownership, rank) for each in before.optimizers]
-    if before.shards and stash.replicas is not None:
+    own_part = partitioned.optimizer = OptimizerPartition(before.optimizer, names, ownership, rank)
+    if before.shards is not None and stash.replicas is not None:
         # What several stages hold is stepped by each holder alike, so that it stays bit by bit the same on all.
         held = stash.parameters.items()
         own = [(name, parameter) for name, parameter in held if len(ownership.parameters[name]) == 1]
-        sharded = partitioned.sharded = ShardedOptimizers(own, before.shards, stash.replicas.communicator)
-        for each in partitioned.optimizers:
-            each.shards = sharded.of(each.optimizer)
-    if before.optimizer_states is not None:
-        partitioned.load_optimizer_states(before.optimizer_states)
+        partitioned.sharded = ShardedOptimizers(own, [before.shards], stash.replicas.communicator)
+        own_part.shards = before.shards
+    if before.loaded is not None:
+        own_part.load_full_state_dict(before.loaded)
 
 
 # ---- the check -------------------------------------------------------------------------------------------------------

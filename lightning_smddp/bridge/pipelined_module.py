@@ -168,8 +168,8 @@ class PipelinedModule:
         partitioned = self.partitioned
         assert partitioned is not None
         partitioned.stash.restore(factor / self._share)  # of a mean over those micro-batches that count
-        for part in partitioned.optimizers:
-            part.check_groups()
+        assert partitioned.optimizer is not None
+        partitioned.optimizer.check_groups()
 
     def scale(self) -> Scale:
         """What a gradient scaler multiplies losses by; on a device it stays there, as reading it waits."""
@@ -344,13 +344,14 @@ class PipelinedModule:
 
     # ---- start and end of a run ----
 
-    def take_optimizers(self, optimizers: Sequence[Any], plugin: Any) -> None:
-        """The optimizers that the user built, and the precision plugin; before the first batch."""
+    def take_optimizer(self, optimizer: Any, plugin: Any) -> None:
+        """The optimizer that the user built, and the precision plugin; before the first batch."""
         assert isinstance(self.state, Unpartitioned)
-        self.state.optimizers = list(optimizers)
+        self.state.optimizer = optimizer
         if self.setup.options.strategy.shard is not None:
-            self.state.shards = [OptimizerShards(optimizer) for optimizer in optimizers]
-        self.steps = [*self.state.shards, *map(OwnSteps, optimizers)]  # an error in a step undoes them in this order
+            self.state.shards = OptimizerShards(optimizer)
+            self.steps.append(self.state.shards)  # an error in a step undoes them in this order
+        self.steps.append(OwnSteps(optimizer))
         self._scaler = getattr(plugin, "scaler", None)
         if self._scaler is not None:
             group = self.setup.groups.pipeline

@@ -103,7 +103,7 @@ def _training(
     if reason is not None:
         raise SplitError(reason)
     flights = in_flight(_SCHEDULE, range(ranks), len(microbatches))
-    cluster = cluster_of(first.module, first.optimizers, range(ranks), flights, (LOOPBACK,) * (ranks - 1))
+    cluster = cluster_of(first.module, first.optimizers[0], range(ranks), flights, (LOOPBACK,) * (ranks - 1))
     graph, cuts, whole = _cut(first, microbatches[0], cluster, checkpointing)
     stages = cut_into_stages(graph, cuts)
     named = dict(first.module.named_parameters())

@@ -199,8 +199,7 @@ class PipelineParallel(PipelineRanks):
         # each steps the parameters of this rank.
         if is_fit:
             refuse_training(module, (), self.optimizers)
-            plain = [unwrapped(optimizer) for optimizer in self.optimizers]
-            self._pipelined.take_optimizers(plain, self.precision_plugin)
+            self._pipelined.take_optimizer(unwrapped(self.optimizers[0]), self.precision_plugin)
         self._changes.enter_context(self._hook_view.installed(trainer))
 
     @override
@@ -359,7 +358,7 @@ class PipelineParallel(PipelineRanks):
 
     @override
     def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._last_pipelined().state.optimizer_state(optimizer, gather=not self._reliability.sharded)
+        return self._last_pipelined().state.optimizer_state(gather=not self._reliability.sharded)
 
     @override
     def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
@@ -380,7 +379,7 @@ class PipelineParallel(PipelineRanks):
         # To go on exactly the stages have to be cut as they were.
         pipelined = self._last_pipelined()
         pipelined.known_plan = self._exact_resume.saved("division")
-        pipelined.state.load_optimizer_states(checkpoint["optimizer_states"])
+        pipelined.state.load_optimizer_state(checkpoint["optimizer_states"][0])
 
     @override
     def _decisions(self) -> Mapping[str, Any]:

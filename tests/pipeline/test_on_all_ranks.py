@@ -145,7 +145,7 @@ def divided_again(group: dist.ProcessGroup) -> tuple[int, list[int], int]:
     def divided(known: Any = None) -> plan.PartitionPlan:
         return make_plan(Trial(step, lambda loss: loss), root, CPU, group, cluster, None, False, known)
 
-    cluster = cluster_of(root, [], [0, 0], [1, 1], (LOOPBACK,))
+    cluster = cluster_of(root, None, [0, 0], [1, 1], (LOOPBACK,))
     decision = divided().decision
     cut = 3 - decision["splitting"]["cuts"][0]  # the other possible one
     known = {**decision, "splitting": {**decision["splitting"], "cuts": [cut]}}

@@ -50,7 +50,7 @@ NETWORK = Link(latency_s=1e-4, bytes_per_s=3e9, is_hidden=True)
 
 def cluster_of(
     module: nn.Module,
-    optimizers: Sequence[Optimizer],
+    optimizer: Optimizer | None,
     rank_of_stage: Sequence[int],
     flights: Sequence[int],
     links: tuple[Link, ...],
@@ -62,20 +62,19 @@ def cluster_of(
 
     Args:
         module: whose parameters take memory.
-        optimizers: that keep states of them.
+        optimizer: that keeps states of them; None if there is no training.
         rank_of_stage: for each stage the rank that runs it.
         flights: see :func:`in_flight`.
         links: between neighbouring stages' ranks.
         memory_limit: bytes of a rank.
         casts_weights: steps run under autocast, which keeps a copy of weights in 16 bits for as long as a step takes.
-        num_shares: replicas that share the optimizers' states.
+        num_shares: replicas that share the optimizer's states.
     """
-    # Of optimizers, the one that keeps most counts for all parameters: which of them steps one is not looked up.
-    states = max([_state_copies(optimizer) for optimizer in optimizers], default=0) / num_shares
+    states = 0.0 if optimizer is None else _state_copies(optimizer) / num_shares
     sizes = {}  # by parameter, in bytes
     for name, parameter in module.named_parameters():
         sizes[name] = parameter.nbytes
-        if parameter.requires_grad and optimizers:
+        if parameter.requires_grad and optimizer is not None:
             sizes[name] = int(parameter.nbytes * (2 + states))  # the parameter, its gradient, the optimizer's states
         if casts_weights and parameter.requires_grad and parameter.dtype == torch.float32:
             sizes[name] += parameter.numel() * torch.bfloat16.itemsize
