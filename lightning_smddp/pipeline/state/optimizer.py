@@ -100,12 +100,12 @@ class OptimizerPartition:
             ValueError: see the class.
         """
         for group in self.optimizer.param_groups[self._num_checked :]:
-            for parameter in group["params"]:
+            for index, parameter in enumerate(group["params"]):
                 if id(parameter) not in self._names:
                     raise ValueError(
-                        f"{type(self.optimizer).__name__} has a tensor of shape {tuple(parameter.shape)} that is no "
-                        "parameter of the module, so it is not known which rank trains it. Register it: "
-                        "`self.x = nn.Parameter(...)`."
+                        f"{type(self.optimizer).__name__} has a tensor of shape {tuple(parameter.shape)} (number "
+                        f"{index} of its group) that is no parameter of the module, so it is not known which rank "
+                        "trains it. Register it: `self.x = nn.Parameter(...)`."
                     )
             self._num_checked += 1
 
