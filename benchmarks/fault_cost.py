@@ -118,7 +118,7 @@ def call_costs(repeats: int = 200_000) -> dict[str, float]:
 
     from lightning_smddp.supervision.supervisor import Supervisor
 
-    supervisor = Supervisor(HashStore(), 0, 1, 60.0)
+    supervisor = Supervisor(HashStore(), 0, 1, 60.0, 60.0)
 
     def notes(step: int) -> None:
         supervisor.begin_batch(step, step)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from lightning_smddp.strategies.base import TrainerStrategy
 
+_WITHIN = 2**24  # places within a validation: more than it has batches
 _AFTER_THE_FIRST_S = 2.0  # launchers show the error of the rank that ends first, which should be the one that failed
 
 
@@ -50,8 +51,8 @@ class RunSupervision:
         self._lightnings = ExitStack()  # gives Lightning back what stops have changed
         self._stopped = False  # by a signal
         self._runs = False  # inside of explained_errors
-        self._place = 0  # how many places to stop at this rank has come to: equally many on all ranks
-        self._behind_validation: int | None = None  # the place there, if ranks stop together within it
+        self._place = 0  # to stop at, where this rank is: the same numbers on all ranks
+        self._stops_within = False  # a validation: all ranks have equally many batches of it
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: without what belongs to this process."""
@@ -65,15 +66,11 @@ class RunSupervision:
             return
         strategy = self.strategy
         self._place = 0
-        self.supervisor = Supervisor(
-            default_store(),
-            strategy.global_rank,
-            strategy.world_size,
-            strategy._session.limit(strategy._timeout).total_seconds(),
-            strategy._reliability.stop_limit_s,
-            launcher_pid(),
-        )
-        self.supervisor.hangs_silently = strategy.root_device.type == "cuda" and strategy.world_size > 1
+        rank, world_size = strategy.global_rank, strategy.world_size
+        timeout_s = strategy._session.limit(strategy._timeout).total_seconds()
+        grace_s = strategy._reliability.stop_limit_s
+        self.supervisor = Supervisor(default_store(), rank, world_size, timeout_s, grace_s, launcher_pid())
+        self.supervisor.hangs_silently = strategy.root_device.type == "cuda" and world_size > 1
 
     def take_over(self, trainer: Trainer) -> None:
         """From here on signals stop the run by agreement, and epochs end together."""
@@ -85,10 +82,9 @@ class RunSupervision:
     def let_go(self) -> None:
         """Give Lightning back what stops have changed. Hooks follow, so the others are watched until the run's end."""
         self._lightnings.close()
-        if self._runs or self.supervisor is None:
-            return
-        supervisor, self.supervisor = self.supervisor, None
-        supervisor.close()
+        if not self._runs and self.supervisor is not None:
+            self.supervisor.close()
+            self.supervisor = None
 
     # ---- errors ----
 
@@ -132,7 +128,7 @@ class RunSupervision:
         supervisor.shutdown.postpone(self.hooks_after_exception_s(self.strategy._trainer))
         if supervisor.stop_signal is not None and is_stop(error):
             supervisor.shutdown.take_over(error)
-            supervisor.shutdown.postpone(supervisor.stop_grace)  # a node may go before another one has saved
+            supervisor.shutdown.postpone(supervisor.grace)  # a node may go before another one has saved
             try:
                 self._end_by_stop(error, supervisor.stop_signal)
                 return error
@@ -200,26 +196,24 @@ class RunSupervision:
             self._end_epoch()
         self.phase("validation")
         # A place to stop at has to be one that all ranks come to: within a validation only if all have as many batches.
-        self._behind_validation = None
+        self._stops_within = False
         if self.supervisor is not None and trains and will_step(trainer):
             lengths = set(gather(sum(trainer.num_val_batches)))
-            if len(lengths) == 1 and float("inf") not in lengths:
-                self._behind_validation = self._place + int(lengths.pop())
+            self._stops_within = len(lengths) == 1 and float("inf") not in lengths
 
     def validation_ends(self) -> None:
         """Validation inside of fit is a place to stop at, too."""
         trainer = self.strategy._trainer
-        if self._behind_validation is not None:
-            self._place = self._behind_validation  # also where a loader had fewer batches than its length says
         if not trainer.sanity_checking and trainer.state.fn == "fit" and will_step(trainer):
             self._look_for_stop()
 
-    def _look_for_stop(self) -> None:
+    def _look_for_stop(self, within: bool = False) -> None:
         """Lightning ends a run at the end of the batch (and its validation) if a stop was received."""
         # `gate` looks at a flag, unless a signal has come: then it holds this rank until the supervisors' threads have
         # agreed on the first place that all ranks can still reach, which they do also while a rank is blocked in a
         # collective. The answer is the same on all ranks, as places are.
-        self._place += 1
+        # Behind a validation it is the same, too, where a loader had fewer batches than its length says.
+        self._place = self._place + 1 if within else (self._place // _WITHIN + 1) * _WITHIN
         trainer = self.strategy._trainer
         if self.supervisor is not None and self.supervisor.gate(self._place) and not self._stopped:
             self._stopped = True
@@ -242,5 +236,5 @@ class RunSupervision:
         if trainer.state.fn != "fit":
             self.phase(str(trainer.state.fn))
             self._look_for_stop()
-        elif trainer.validating and self._behind_validation is not None:
-            self._look_for_stop()  # Lightning ends the run behind this batch
+        elif trainer.validating and self._stops_within:
+            self._look_for_stop(within=True)  # Lightning ends the run behind this batch

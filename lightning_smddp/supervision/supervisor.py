@@ -37,9 +37,9 @@ class Supervisor:
         store: shared by the ranks, such as the default group's. It is cloned: a connection of its own.
         rank: this global rank.
         world_size: number of ranks.
-        collective_timeout: seconds after which collectives raise.
-        stop_grace: how many seconds after a request to stop the process may go on.
-        parent_pid: a launcher without which this rank must not go on. None: of a process that a user started, say.
+        timeout: seconds after which collectives raise.
+        grace: how many seconds after a request to stop the process may go on.
+        parent: a launcher's process, without which this rank must not go on. None: a user has started this one, say.
 
     Attributes:
         step, phase: set these as training goes on, and call :meth:`begin_batch`.
@@ -51,18 +51,10 @@ class Supervisor:
     """
 
     def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        world_size: int,
-        collective_timeout: float,
-        stop_grace: float = 90.0,
-        parent_pid: int | None = None,
+        self, store: dist.Store, rank: int, world_size: int, timeout: float, grace: float, parent: int | None = None
     ) -> None:
-        self.rank = rank
-        self.collective_timeout = collective_timeout
-        self.stop_grace = stop_grace
-        self._parent_pid = parent_pid
+        self.rank, self.timeout, self.grace = rank, timeout, grace
+        self._parent = parent
         self.step, self.phase = -1, "setup"
         self.moves = 0
         self._epoch = (0, 0)  # begins and ends of epochs that this rank has come to, and batches of the present one
@@ -162,8 +154,8 @@ class Supervisor:
             if failure is not None:
                 if self.shutdown.due():
                     self._force(failure.text)
-            elif self.stop_signal is not None and time.monotonic() - self._stop_at > self.stop_grace:
-                self._force(f"it did not stop within {self.stop_grace:g} s of {name_of(self.stop_signal)}")
+            elif self.stop_signal is not None and time.monotonic() - self._stop_at > self.grace:
+                self._force(f"it did not stop within {self.grace:g} s of {name_of(self.stop_signal)}")
 
     def _look_around(self, passed: float) -> None:
         for rank in self._board.local:
@@ -173,10 +165,9 @@ class Supervisor:
                 self._declare(rank, "died", ended)
             elif self._stopped_s[rank] >= STOPPED_S:
                 self._declare(rank, "fell silent", "its process is stopped (by SIGSTOP, or Ctrl+Z)")
-        parent = self._parent_pid
-        if parent not in (None, os.getppid(), *(self._board.who[rank].pid for rank in self._board.local)):
-            self._declare(self.rank, "died", f"its launcher (process {parent}) ended")
-        limit = min(max(self.collective_timeout, STORE_S[0]), STORE_S[1])
+        if self._parent not in (None, os.getppid(), *(self._board.who[rank].pid for rank in self._board.local)):
+            self._declare(self.rank, "died", f"its launcher (process {self._parent}) ended")
+        limit = min(max(self.timeout, STORE_S[0]), STORE_S[1])
         if self._lost or self._stopped_s.get(0, 0.0) >= STOPPED_S:  # by then it is seen how rank 0's process ended
             limit = 2 * LOOK_S
         self._unanswered_s += passed
@@ -189,7 +180,7 @@ class Supervisor:
         goes_on = here != self._place or not waits(self.shutdown.thread)
         self._waited_s = 0.0 if goes_on else self._waited_s + passed
         self._place = here
-        if self.hangs_silently and self._waited_s > self.collective_timeout:
+        if self.hangs_silently and self._waited_s > self.timeout:
             self._declare_behind(f"waited {self._waited_s:.0f} s for it, whose host does not go on")
 
     def _declare(self, rank: int, kind: str, message: str) -> None:
@@ -290,7 +281,7 @@ class Supervisor:
         if not self.stops.attention:
             return False
         stops = self.stops
-        self._wait(lambda: self._lost or stops.decision is not None or step < stops.answer, self.stop_grace)
+        self._wait(lambda: self._lost or stops.decision is not None or step < stops.answer, self.grace)
         self.raise_failure()
         return stops.decision is not None and step >= stops.decision
 
@@ -301,7 +292,7 @@ class Supervisor:
             self.stop_signal = signum
             self._wake.set()
             if self.rank == 0:  # once for the job: Ctrl+C reaches all ranks of a terminal
-                text = f"all ranks stop at one of the next steps, within {self.stop_grace:g} s"
+                text = f"all ranks stop at one of the next steps, within {self.grace:g} s"
                 write_stderr(f"lightning-smddp: {name_of(signum)}: {text}. A second signal ends a rank at once.\n")
 
     def _agree(self, signum: int, decision: str) -> None:
@@ -313,7 +304,7 @@ class Supervisor:
             self.stops.answer = min(self.stops.step + 1, END)
         beats = self._board.beats
         silent = [rank for rank, beat in enumerate(beats) if beat.answer == 0 and beat.over < 2]
-        limit = self.stop_grace / 4  # a call into C may keep a rank's interpreter for long
+        limit = self.grace / 4  # a call into C may keep a rank's interpreter for long
         if not decision and not silent:
             decision = self._board.set_once("decision", str(max(beat.answer for beat in beats)))
         if decision:
@@ -352,8 +343,8 @@ class Supervisor:
                     self._declare(self.rank, "left", f"{text}batches, and set `trainer.should_stop` on all")
             return all(beat.ends > end or (beat.ends, beat.batches) == (end, batches) for beat in beats)
 
-        if not self._wait(all_have, self.collective_timeout):
-            self._judge(f"it waited {self.collective_timeout:g} s at the end of epoch {epoch}")
+        if not self._wait(all_have, self.timeout):
+            self._judge(f"it waited {self.timeout:g} s at the end of epoch {epoch}")
         self.raise_failure()
         self._epoch = (end + 1, 0)
 

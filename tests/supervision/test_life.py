@@ -36,7 +36,7 @@ def open_and_close(rank: Rank) -> list[str]:
     rank.supervisor.stops.restore_signals()
     before, found = handlers(), []
     for number in range(3):
-        watching = Supervisor(rank.store, rank.rank, rank.world_size, 60.0)
+        watching = Supervisor(rank.store, rank.rank, rank.world_size, 60.0, 60.0)
         watching.stops.take_signals()
         watching.gate(number)
         child = multiprocessing.get_context("fork").Process(target=end_as, args=(before,))
@@ -71,7 +71,7 @@ from lightning_smddp.supervision.supervisor import Supervisor
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-supervisor = Supervisor(store, rank, 2, 60.0)
+supervisor = Supervisor(store, rank, 2, 60.0, 60.0)
 """
 
 
