@@ -65,12 +65,10 @@ def distribution_of(environ: Environ) -> dict[str, Any]:
         return {**modern, "smp": smp} if smp else modern
     parameters = parameters_of(environ)
     found: dict[str, Any] = {name: {"enabled": True} for flag, name in FLAGS.items() if is_on(parameters.get(flag))}
-    libraries: dict[str, Any] = {}
-    if found.pop("smdistributed dataparallel", None):
-        libraries["dataparallel"] = {"enabled": True}
+    found.pop("smdistributed dataparallel", None)  # which is what there is without anything else
     if model_parallel:
-        libraries["modelparallel"] = {"enabled": True, "parameters": model_parallel}
-    return {**found, "smdistributed": libraries} if libraries else found
+        found["smdistributed"] = {"modelparallel": {"enabled": True, "parameters": model_parallel}}
+    return found
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.pipeline.mesh import PipelineMesh
 from lightning_smddp.pipeline.partition.microbatches import SplitBatch
 from lightning_smddp.pipeline.runtime.schedules import Schedule, check
-from lightning_smddp.wording import counted
 
 _Group = TypeVar("_Group")
 
@@ -352,8 +351,7 @@ class PipelineOptions:
         stages = size * self.stages_per_rank
         if self.split is not None and len(self.split) != stages - 1:
             raise ValueError(
-                f"split={list(self.split)} makes {counted(len(self.split) + 1, 'stage')}, but there are {stages} "
-                f"(pipeline_parallel_size={size}, stages_per_rank={self.stages_per_rank}). Name "
-                f"{counted(stages - 1, 'unit')}: the first of each stage but the first."
+                f"split={list(self.split)} makes {len(self.split) + 1} stages, but there are {stages}. Name the first "
+                "unit of each stage but the first."
             )
         return grid

@@ -295,7 +295,7 @@ def test_outside_of_a_job_there_is_nothing_to_read(monkeypatch: pytest.MonkeyPat
 JOBS = {
     "sagemaker_mpi": {"mpi"}, "sagemaker_mpi_bare": {"mpi"}, "sagemaker_torch_distributed": {"torch_distributed"},
     "sagemaker_pytorchddp": {"pytorchddp"}, "sagemaker_parameter_server": {"parameter_server"},
-    "sagemaker_smddp": {"smdistributed"}, "sagemaker_none": set(), "sagemaker_local_mode": set(),
+    "sagemaker_smddp": set(), "sagemaker_none": set(), "sagemaker_local_mode": set(),
 }  # fmt: skip
 
 
