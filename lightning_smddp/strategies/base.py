@@ -330,6 +330,12 @@ class TrainerStrategy(_Base):
         """Remove a file or a sharded directory."""
         self._saving.remove(filepath)
 
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Lightning restores into the whole module before setup, or, where it is whole nowhere, into its parts."""
+        return super().restore_checkpoint_after_setup or self._meta_init
+
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the module's state."""

@@ -203,7 +203,7 @@ class FabricFullyShardedParallel(FabricStrategy):
         called = [divided for divided in self._modules if divided.was_called]
         with self._view.inside(False):
             for divided in called:
-                divided.scheme.before_backward(tensor, watches=is_alone or divided.is_hidden)
+                divided.scheme.sharded.before_backward(tensor, watches=is_alone or divided.is_hidden)
             super().backward(tensor, module, *args, **kwargs)
             for divided in called:
                 divided.scheme.after_backward(self._looks)

@@ -242,7 +242,7 @@ class FullyShardedParallel(TrainerStrategy):
     def _averaging(self, loss: Tensor) -> Iterator[None]:
         scheme = self._require_scheme()
         with self._view.inside(False):
-            scheme.before_backward(loss)
+            scheme.sharded.before_backward(loss)
             yield
             scheme.after_backward(self._checks.watches_gradients)
 
@@ -258,12 +258,6 @@ class FullyShardedParallel(TrainerStrategy):
             return self._of(optimizer).nonfinite()
 
     # ---- checkpoints: those of one process ----
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Lightning restores into the whole module before setup, or, where it is whole nowhere, into its parts."""
-        return self._meta_init
 
     @override
     def _model_state(self) -> dict[str, Any]:

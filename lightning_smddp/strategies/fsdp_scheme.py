@@ -180,10 +180,6 @@ class FSDPScheme:
         with self.sharded.step(trains), self.view.inside():
             yield
 
-    def before_backward(self, loss: Tensor, watches: bool = True) -> None:
-        """A backward pass of ``loss`` comes; see :meth:`FullySharded.before_backward`."""
-        self.sharded.before_backward(loss, watches)
-
     def after_backward(self, looks: bool) -> None:
         """See that all gradients were averaged, and with ``looks`` that they are numbers.
 

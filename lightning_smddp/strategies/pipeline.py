@@ -107,7 +107,6 @@ class PipelineParallel(PipelineRanks):
 
     _is_shown = False  # how the module was partitioned
     _accumulates = False
-    _restored: Mapping[str, Any] | None = None  # a checkpoint's weights, until setup
 
     def __init__(
         self,
@@ -188,9 +187,6 @@ class PipelineParallel(PipelineRanks):
         self._pipelined = PipelinedModule(setup, self._show_partition)
         if self._ended is not None and self._ended.module is module:
             self._pipelined.batcher.chosen = self._ended.batcher.chosen
-        if self._restored is not None:
-            self._pipelined.state.load_state_dict(self._restored, strict=False)
-            self._restored = None
         self.model_to_device()
         if is_fit:
             self.setup_optimizers(trainer)
@@ -363,15 +359,10 @@ class PipelineParallel(PipelineRanks):
     @override
     def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Load a checkpoint of the whole module; what has no memory yet gets its values when it does."""
-        if self._pipelined is not None:
+        if self._pipelined is None:  # before setup
+            load_full_state_dict(self._module, checkpoint["state_dict"], strict)
+        else:
             self._pipelined.state.load_state_dict(checkpoint["state_dict"], strict)
-            return
-        # Before setup, as Lightning restores: the module is whole, but with `meta_init` has no memory for the values.
-        module = self._module
-        load_full_state_dict(module, checkpoint["state_dict"], strict)
-        self._restored = None
-        if any(p.is_meta for p in module.parameters()):
-            self._restored = checkpoint["state_dict"]
 
     @override
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
