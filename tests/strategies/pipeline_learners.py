@@ -56,9 +56,7 @@ class Bench:
             strategy = accumulating(**{**self.accumulation, **(pipeline or {}), **(accumulation or {})})
         elif self.pipeline is not None:
             quiet = {"verbose": False}
-            given = {**quiet, **self.pipeline, **(pipeline or {})}
-            own = {name: given.pop(name) for name in ("loss_weight",) if name in given}  # data parallelism has one, too
-            strategy = PipelineStrategy(**grouped(**given), **own)
+            strategy = PipelineStrategy(**grouped(**{**quiet, **self.pipeline, **(pipeline or {})}))
         return make_trainer(strategy, **options)
 
     def fit(
