@@ -73,12 +73,9 @@ class RemoteTensor(Tensor):
             return _answer(function, args, kwargs)
         found = leaves((args, kwargs))
         # Its own run, not the active one: a checkpoint's second run, in the backward pass, has none.
-        run = next(leaf.run for leaf in found if type(leaf) is RemoteTensor)
-        if (
-            kind is Kind.LIKE
-            and type(found[0]) is RemoteTensor
-            and not any(type(leaf) is RemoteTensor for leaf in found[1:])
-        ):
+        remote = [leaf for leaf in found if type(leaf) is RemoteTensor]
+        run = remote[0].run
+        if kind is Kind.LIKE and len(remote) == 1 and remote[0] is found[0]:
             return function(*map_leaves(run.pattern, args), **map_leaves(run.pattern, kwargs))
         if kind is Kind.WATCHER and not run.has_begun:
             # Of its gradient: the stage that makes the tensor has the hook.

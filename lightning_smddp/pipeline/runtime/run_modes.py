@@ -32,7 +32,7 @@ class Watch(TorchFunctionMode):
         if run.has_begun:
             args, kwargs = map_leaves(run.real, args), map_leaves(run.real, kwargs)
         given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(type(leaf) is RemoteTensor or id(leaf) in run.program.absent for leaf in given):
+        if any(map(run.is_remote, given)):
             return function(*args, **kwargs)  # comes to the class
         node = self._node_of(function, given)
         if node is None:

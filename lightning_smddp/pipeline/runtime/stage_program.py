@@ -108,7 +108,7 @@ class StageProgram:
         if self.is_last:
             return False
         seen = seen_before(self.graph, self.plan.end).union(self.plan.receives)
-        unseen = [value for value in self.plan.sends if value not in seen]
+        unseen = set(self.plan.sends) - seen
         return any(self.graph.producers[value] not in self.plan.recomputed for value in unseen)
 
     def as_traced(self, value: int, tensor: Tensor) -> Tensor:

@@ -243,7 +243,7 @@ class StageRun:
         if self.inside:
             return apply(*args, **kwargs)
         found = leaves((args, kwargs))
-        if any(type(leaf) is RemoteTensor or id(leaf) in self.program.absent for leaf in found):
+        if any(map(self.is_remote, found)):
             return self.operation(cls.apply, args, kwargs, found)
         result = self.do(apply, args, kwargs)
         if self.made is not None:
@@ -343,6 +343,10 @@ class StageRun:
 
     # ---- stand-ins ----
 
+    def is_remote(self, leaf: Any) -> bool:
+        """Whether ``leaf`` is a stand-in, or a parameter of another stage."""
+        return type(leaf) is RemoteTensor or id(leaf) in self.program.absent
+
     def real(self, leaf: Any) -> Any:
         """The tensor that ``leaf`` stands for, if it is here; else ``leaf``."""
         if type(leaf) is RemoteTensor:
@@ -351,7 +355,7 @@ class StageRun:
 
     def pattern(self, leaf: Any) -> Any:
         """For ``leaf``, if its numbers are elsewhere, a tensor like it."""
-        if type(leaf) is not RemoteTensor and id(leaf) not in self.program.absent:
+        if not self.is_remote(leaf):
             return leaf
         with without_subclass_functions():
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self.device)
@@ -360,8 +364,6 @@ class StageRun:
         made = self.stand_ins.get(value)
         if made is None:
             shape = self.shapes.values.get(value)
-            if shape is None and value in self.here:
-                shape = TensorSpec.of(self.here[value])
             if shape is None:
                 raise ReplayError(f"The shape of value {value} is not known: the stage that makes it must run first.")
             made = RemoteTensor.standing_for(value, shape, self)

@@ -83,7 +83,7 @@ class TraceCache:
     steps: list[StagedStep]
     retrace: Callable[[Any, MicroBatch, int], StagedStep]
     train: bool
-    counts: Callable[[], bool] = lambda: False
+    counts: Callable[[], bool]
     _paths: dict[str, list[tuple[Guards, TracedPath]]] = field(default_factory=dict)  # by kind of micro-batch
     _now: dict[str, TracedPath] = field(default_factory=dict)  # in this batch, where all micro-batches take the same
     _reason: str = ""  # why no known path was the one of a micro-batch
@@ -168,7 +168,8 @@ class TraceCache:
             if guards == known:
                 return self._take(kind, path)
             if guards is not None:
-                new = _first_new(guards, known or ())
+                pairs = zip_longest(guards, known or (), fillvalue="the end")
+                new = next((here for here, there in pairs if here != there), "the end")
                 self._reason = f"It comes to {new}."
         return None
 
@@ -287,8 +288,3 @@ class TraceCache:
             self._reason = f"It raises {error!r}."
             return None
         return tuple(reads)
-
-
-def _first_new(guards: Sequence[str], known: Sequence[str]) -> str:
-    """The first read in ``guards`` that is another one in ``known``."""
-    return next(here for here, there in zip_longest(guards, known, fillvalue="the end") if here != there)
