@@ -33,7 +33,9 @@ class Beat(NamedTuple):
 
     Attributes:
         number: of this beat.
-        step, phase, ends, batches: see ``Supervisor``.
+        step, phase: see ``Supervisor``.
+        ends: of epochs, each counted when the rank comes to it, and when it goes on.
+        batches: begun in the present epoch.
         waited_s: for how long its training thread waits for other ranks; 0: it does not.
         answer: see ``Stops``.
         over: 1: its run is over; 2: it needs the store no more, or knows of the failure.

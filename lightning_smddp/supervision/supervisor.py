@@ -22,7 +22,7 @@ LOOK_S = 0.5  # between two looks at the store, and at processes
 RANKS_PER_LOOK = 128  # with more of them each asks the store less often
 STOPPED_S = 3.0  # a process of this host that is stopped for so long has failed
 NOTE_HANG_S = 60.0  # all wait for one rank: it is said
-STORE_S = (3.0, 30.0)  # the least and the most that the store may take to answer: `collective_timeout` in between
+STORE_S = (3.0, 30.0)  # the least and the most that the store may take to answer: `timeout` in between
 _POLL_S = 0.05  # while the training thread waits for other ranks
 _DOUBT_S = 2.0  # who is not heard meanwhile is silent
 
@@ -57,13 +57,13 @@ class Supervisor:
         self._parent = parent
         self.step, self.phase = -1, "setup"
         self.moves = 0
-        self._epoch = (0, 0)  # begins and ends of epochs that this rank has come to, and batches of the present one
+        self._epoch = (0, 0)  # `ends` and `batches` of a `Beat`, which are read together
         self.hangs_silently = False
         self.failure: Failure | None = None
         self.stop_signal: int | None = None
         self.shutdown = Shutdown()
         self.stops = Stops()
-        self._number = self._over = 0  # see `Beat`
+        self._number = self._over = 0  # of a `Beat`
         self._suspects: dict[int, Failure] = {}  # by rank, before all ranks know of one
         self._stopped_s: dict[int, float] = {}  # for how long processes of this host are stopped
         self._place: object = None  # where the training thread was at the last look
