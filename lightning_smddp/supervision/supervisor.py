@@ -338,7 +338,8 @@ class Supervisor:
         def all_have() -> bool:
             beats = self._board.beats
             for rank, beat in enumerate(beats):
-                if beat.ends <= end and (beat.batches > batches or beat.over):  # who has fewer finds out itself
+                has_more = beat.ends in (begin, end) and beat.batches > batches  # who has fewer finds out itself
+                if has_more or (beat.ends <= end and beat.over):
                     text = f"{own}, and rank {rank} has begun {beat.batches} ({beat.phase}). Give all equally many "
                     self._declare(self.rank, "left", f"{text}batches, and set `trainer.should_stop` on all")
             return all(beat.ends > end or (beat.ends, beat.batches) == (end, batches) for beat in beats)
