@@ -123,6 +123,18 @@ def test_no_modules_import_each_other() -> None:
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names a circle
 
 
+def test_what_pipelines_are_compared_with_has_nothing_of_theirs() -> None:
+    """Else a defect of theirs would hide in both."""
+    graph = imports_within({module_name(path): parse(path) for path in source_files()})
+    graph[LAZY] = set()
+    used, remaining = set[str](), ["lightning_smddp.strategies.accumulation"]
+    while remaining:
+        used.add(remaining.pop())
+        remaining = [name for module in used for name in graph[module] - used]
+    assert "lightning_smddp.seeding" in used
+    assert [name for name in used if name.startswith(("lightning_smddp.pipeline", "lightning_smddp.bridge"))] == []
+
+
 def test_private_upstream_names_appear_in_compat_only() -> None:
     offenders = []
     for path in source_files():

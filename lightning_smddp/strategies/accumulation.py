@@ -1,8 +1,8 @@
 """One process that accumulates gradients over micro-batches: what the numbers of a pipeline are, by definition.
 
-Nothing here is of stages: a plain loop calls the user's step for one part of the batch after the other. Batches are cut
-and weighed, and outputs put together, by the functions of plain values that a pipeline has for that. Tests of
-pipelines, and ``lightning-smddp verify``, compare with it.
+Nothing here is of a pipeline, whose defects could hide in both: a plain loop calls the user's step for one part of the
+batch after the other, and what the calls logged and returned is put together. Tests of pipelines, and
+``lightning-smddp verify``, compare with it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from inspect import signature
+from statistics import mode
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,16 +21,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_smddp._compat.torch import forward_cache, set_forward_cache
-from lightning_smddp.bridge.batches import loader_sizes
-from lightning_smddp.bridge.loss_weights import LossWeight, given_weight
-from lightning_smddp.bridge.step_record import reduce_logged, reduction_name
-from lightning_smddp.pipeline.partition.microbatches import (
-    MicroBatch,
-    Splitter,
-    UnclearBatchError,
-    has_time_first,
-    merge_outputs,
-)
+from lightning_smddp.pytree import Path, items, members_of, tensors, with_members
 from lightning_smddp.seeding import Generators, mix, run_seed, seeded_modules, step_seed
 
 if TYPE_CHECKING:
@@ -37,6 +29,10 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import SingleDeviceStrategy as _Base
 else:
     _Base = object
+
+_IGNORED = -100  # the label that does not count
+_LABELS = ("labels", "shifted_labels")
+_REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
 
 @dataclass
@@ -50,9 +46,10 @@ class _Logged:
 
 @dataclass
 class _Run:
-    """The step's run on one micro-batch: what it returned and logged."""
+    """The step's run on one micro-batch: what it weighs, returned and logged."""
 
-    part: MicroBatch
+    rows: int
+    weight: float
     output: Any = None
     logs: dict[tuple[str, int], _Logged] = field(default_factory=dict)  # by name, and which call with it
 
@@ -81,11 +78,13 @@ class AccumulateMicroBatches(_Base):
             ``"shifted_labels"``, the same without the first column; ``"sum"``: losses are added; the name of an entry
             of the batch, such as a mask, whose sum counts; or a function of the micro-batch.
         split_batch: called with a batch and a number of micro-batches, returns them as a list of pairs of a batch and
-            its number of rows. By default the module's method of this name, if it has one.
+            its number of rows. By default the module's method of this name, else whatever has the length that most
+            tensors have is cut.
         **kwargs: of Lightning's ``SingleDeviceStrategy``, such as ``device``.
 
     Raises:
-        ValueError: a module optimizes manually; outputs cannot be put together.
+        ValueError: a module optimizes manually; there are no labels to count.
+        RuntimeError: tensors in outputs of micro-batches cannot be concatenated.
     """
 
     def __init__(
@@ -111,9 +110,7 @@ class AccumulateMicroBatches(_Base):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The weighted mean of the micro-batches' losses, with the rest of what they returned."""
         if not self._module.automatic_optimization:
-            raise ValueError(
-                "Micro-batches need automatic optimization: with manual optimization use another strategy."
-            )
+            raise ValueError("Micro-batches need automatic optimization: else use another strategy.")
         runs = self._run(super().training_step, *args, *kwargs.values())
         counting = [run for run in runs if run.output is not None]
         self._log(counting or runs)
@@ -121,15 +118,16 @@ class AccumulateMicroBatches(_Base):
             return None
         if any(run.loss is None for run in counting):
             return counting[0].output  # which Lightning refuses
-        output, loss = self._merged(counting), self._accumulated(counting)
+        output, loss = _combined([run.output for run in counting], counting), self._accumulated(counting)
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def _accumulated(self, runs: Sequence[_Run]) -> Tensor:
         """The batch's loss, whose backward pass goes through one micro-batch after the other."""
         # So hooks of parameters run for each micro-batch, while Lightning's `backward` and its hooks come once.
-        total = 1.0 if self.loss_weight == "sum" else sum(run.part.weight for run in runs)
+        total = sum(run.weight for run in runs)
+        shares = [1.0 if self.loss_weight == "sum" else run.weight / total for run in runs]
         # What counts nothing may be NaN, as a mean over no labels is.
-        parts: list[tuple[Any, float]] = [(run.loss, run.part.weight / total) for run in runs if run.part.weight]
+        parts: list[tuple[Any, float]] = [(run.loss, share) for run, share in zip(runs, shares, strict=True) if share]
 
         def backward(gradient: Tensor) -> None:
             with self._drawing():  # what is checkpointed draws again
@@ -158,24 +156,19 @@ class AccumulateMicroBatches(_Base):
     def _evaluated(self, step: Callable[..., Any], *args: Any) -> Any:
         runs = self._run(step, *args)
         self._log(runs)
-        return self._merged(runs)
-
-    def _merged(self, runs: Sequence[_Run]) -> Any:
-        return merge_outputs([run.output for run in runs], [run.part.size for run in runs], self._weights(runs))
-
-    def _weights(self, runs: Sequence[_Run]) -> list[float]:
-        """Of means: where losses are added, rows."""
-        return [float(run.part.size) if self.loss_weight == "sum" else run.part.weight for run in runs]
+        return _combined([run.output for run in runs], runs)
 
     def _run(self, step: Callable[..., Any], batch: Any, *rest: Any) -> list[_Run]:
-        runs = [_Run(part) for part in self._cut(step.__name__, batch, rest)]
+        parts = self._cut(batch)
+        weights = self._weights(step.__name__, batch, parts)
+        runs = [_Run(rows, weight) for (_, rows), weight in zip(parts, weights, strict=True)]
         indices = [index for index in rest if isinstance(index, int)]
         seed = step_seed(run_seed() % 2**31, step.__name__, self._module.current_epoch, *indices)
         with self._drawing() as generators:
-            for number, run in enumerate(runs):
+            for number, (run, (part, _)) in enumerate(zip(runs, parts, strict=True)):
                 generators.seed(mix(seed, number))
                 with self._recording(run):
-                    run.output = step(run.part.value, *rest)
+                    run.output = step(part, *rest)
         return runs
 
     @contextmanager
@@ -185,25 +178,52 @@ class AccumulateMicroBatches(_Base):
         with generators.preserved(), seeded_modules(self._module, generators):
             yield generators
 
-    def _cut(self, hook: str, batch: Any, arguments: Sequence[Any]) -> Sequence[MicroBatch]:
-        """Weighted micro-batches; one where rows are not clear."""
-        split = self.split_batch or getattr(self._module, "split_batch", None)
-        splitter = Splitter(split_batch=split, time_first=has_time_first(self._module))
-        rows = 1
-        with suppress(UnclearBatchError):
-            rows = splitter.rows(batch, loader_sizes(self._module.trainer, hook, arguments))
+    # ---- a batch's parts ----
+
+    def _cut(self, batch: Any) -> list[tuple[Any, int]]:
+        """Micro-batches with their numbers of rows."""
+        rows = _rows(batch)
         count = self.num_microbatches if isinstance(self.num_microbatches, int) else self.num_microbatches(rows)
-        parts = [splitter.whole(batch)]
-        if count > 1:
-            with suppress(UnclearBatchError):
-                parts = splitter.split(batch, count, rows)
-        try:
-            weight = given_weight(self.loss_weight, batch)
-        except ValueError:  # there are no such labels
-            if hook == "training_step":
-                raise
-            weight = None
-        return (weight or LossWeight()).apply(parts)
+        split = self.split_batch or getattr(self._module, "split_batch", None)
+        if split is not None and count > 1:
+            return list(split(batch, count))
+        if min(rows, count) <= 1:  # also where it cannot be cut, as what is sparse
+            return [(batch, rows)]
+        ranges = torch.arange(rows).tensor_split(min(rows, count))  # the first ones one longer
+        return [(_take(batch, rows, slice(int(r[0]), int(r[-1]) + 1)), len(r)) for r in ranges]
+
+    def _weights(self, hook: str, batch: Any, parts: Sequence[tuple[Any, int]]) -> list[float]:
+        """How much each part counts; its rows where nothing of the batch counts otherwise."""
+        rows: list[float] = [size for _, size in parts]
+        if self.loss_weight in ("rows", "sum"):
+            return rows
+        if callable(self.loss_weight):
+            weights = [float(self.loss_weight(part)) for part, _ in parts]
+        else:
+            place = self._place_of_weights(batch)
+            if place is None and hook == "training_step":
+                raise ValueError(f"loss_weight={self.loss_weight!r} does not fit the batch, which has no such tensor.")
+            weights = [] if place is None else [self._count(dict(items(part))[place]) for part, _ in parts]
+        return weights if sum(weights) > 0 else rows
+
+    def _place_of_weights(self, batch: Any) -> Path | None:
+        """Where the batch has what is counted: under its key; labels also where -100 is among integers."""
+        is_labels = self.loss_weight in _LABELS
+        found = {path: leaf for path, leaf in items(batch) if isinstance(leaf, Tensor) and leaf.dim()}
+        for path in found:
+            if path and path[-1] == ("labels" if is_labels else self.loss_weight):
+                return path
+        for path, leaf in found.items():
+            if is_labels and not leaf.is_floating_point() and bool(leaf.eq(_IGNORED).any()):
+                return path
+        return None
+
+    def _count(self, leaf: Tensor) -> float:
+        if self.loss_weight == "shifted_labels":
+            leaf = leaf[:, 1:]
+        if self.loss_weight in _LABELS:
+            leaf = leaf != _IGNORED
+        return float(leaf.sum())
 
     # ---- logging ----
 
@@ -249,15 +269,80 @@ class AccumulateMicroBatches(_Base):
         last, numbers = logs[-1], [log.number for log in logs]
         if any(number is None for number in numbers):
             return last.number  # metrics that were updated alone
-        reduction = None if isinstance(last.value, Metric) else reduction_name(last.options.get("reduce_fx", "mean"))
+        fx = last.options.get("reduce_fx", "mean")
+        reduction = _REDUCTIONS.get(getattr(fx, "__name__", fx))
         if self.loss_weight == "sum" and all(_is_loss(log.value, run) for log, run in zip(logs, runs, strict=True)):
-            reduction = "sum"
-        weights = self._weights(runs)
-        if last.options.get("batch_size") is not None:
-            weights = [log.options["batch_size"] for log in logs]
-        return reduce_logged(reduction or "mean", numbers, weights)
+            reduction = torch.sum
+        if reduction is None or isinstance(last.value, Metric):
+            weights = [log.options.get("batch_size") or run.weight for log, run in zip(logs, runs, strict=True)]
+            return _mean(numbers, weights)
+        return reduction(torch.stack(numbers))  # type: ignore[arg-type]
+
+
+def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """The weighted mean, without what weighs nothing: a mean over no labels is NaN."""
+    return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight) / sum(weights)
 
 
 def _is_loss(value: Any, run: _Run) -> bool:
     """Whether ``value`` is the loss, detached or not."""
     return run.loss is not None and isinstance(value, Tensor) and value.data_ptr() == run.loss.data_ptr()
+
+
+# ---- rows of a batch -------------------------------------------------------------------------------------------------
+
+
+def _rows(batch: Any) -> int:
+    """The length that most tensors of a batch have."""
+    return mode([len(tensor) for tensor in tensors(batch) if tensor.dim()] or [1])
+
+
+def _take(value: Any, rows: int, part: slice) -> Any:
+    """Part of a batch: of its tensors, of objects that slice as these do, of its lists with an entry for each row."""
+    if isinstance(value, Tensor):
+        return value[part] if value.dim() and len(value) == rows else value
+    is_fields = any(tensor.dim() and len(tensor) == rows for tensor in tensors(value))
+    if isinstance(value, (list, tuple)) and len(value) == rows and not is_fields:
+        return value[part]
+    if not isinstance(value, (dict, list, tuple, str, bytes)):
+        with suppress(Exception):  # whatever an object raises that has no rows
+            taken = value[part]
+            if type(taken) is type(value) and len(value) == rows:
+                return taken
+    members = members_of(value)
+    if members is None:
+        return value
+    return with_members(value, [(key, _take(member, rows, part)) for key, member in members])
+
+
+# ---- outputs of micro-batches ----------------------------------------------------------------------------------------
+
+
+def _combined(outputs: list[Any], runs: Sequence[_Run]) -> Any:
+    """One output of those of micro-batches."""
+    first = outputs[0]
+    if len(outputs) == 1:
+        return first
+    if isinstance(first, Tensor):
+        return _combined_tensors(outputs, runs)
+    if type(first) is float:
+        return _mean(outputs, [run.weight for run in runs])
+    if type(first) is int:
+        return sum(outputs)
+    if isinstance(first, list) and all(len(output) == run.rows for output, run in zip(outputs, runs, strict=True)):
+        return sum(outputs, [])
+    members = [dict(members_of(output) or ()) for output in outputs]
+    if not members[0]:
+        return outputs[-1]
+    return with_members(first, [(key, _combined([member[key] for member in members], runs)) for key in members[0]])
+
+
+def _combined_tensors(outputs: list[Tensor], runs: Sequence[_Run]) -> Tensor:
+    first = outputs[0]
+    if not first.dim():
+        mean: Tensor = _mean(outputs, [run.weight for run in runs])
+        return mean if first.is_floating_point() else torch.stack(outputs).sum()
+    for_each_row = {len(output) / run.rows for output, run in zip(outputs, runs, strict=True)}
+    if len(for_each_row) > 1 and all(torch.equal(output, first) for output in outputs):
+        return first
+    return torch.cat(outputs)
