@@ -198,7 +198,8 @@ def labels_of(batch: Any, named: bool = False) -> list[LossWeight]:
 def _tensors(batch: Any) -> dict[Path, Tensor]:
     """Those with rows, by place."""
     tensors = {path: leaf for path, leaf in items(batch) if isinstance(leaf, Tensor)}
-    return {path: leaf for path, leaf in tensors.items() if leaf.dim() > 0 and leaf.layout == torch.strided}
+    plain = {path: leaf for path, leaf in tensors.items() if leaf.layout == torch.strided and not leaf.is_nested}
+    return {path: leaf for path, leaf in plain.items() if leaf.dim() > 0}
 
 
 # ---- the trial -------------------------------------------------------------------------------------------------------

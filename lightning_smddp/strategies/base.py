@@ -170,7 +170,7 @@ class TrainerStrategy(_Base):
         self._checks.training_batch_starts()
         self._training_batch_starts()
         if self._weighting is not None:
-            self._weighting.batch_starts(batch)
+            self._weighting.batch_starts(batch, batch_idx)
 
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:

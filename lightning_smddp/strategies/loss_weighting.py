@@ -43,14 +43,16 @@ class LossWeighting:
         self._weight = torch.ones(())  # of this rank's batch
         self._mean = torch.ones(())  # of all ranks' batches, when `_arrival` is there
         self._arrival: dist.Work | None = None
-        self._means: list[Tensor] = []  # of the batches since the last optimizer step
+        self._means: list[Tensor] = []  # of the batches whose gradients are added up
 
-    def batch_starts(self, batch: Any) -> None:
+    def batch_starts(self, batch: Any, batch_idx: int) -> None:
         """Send what ``batch`` weighs; behind the first one nothing waits for it. Collective.
 
         Raises:
             ValueError: the batch does not have what was named.
         """
+        if batch_idx % self._trainer.accumulate_grad_batches == 0:  # Lightning drops the gradients of before
+            self._means.clear()
         if self._looks:
             self._batch = batch
         if self._option in (None, "sum"):
@@ -84,12 +86,9 @@ class LossWeighting:
     def backward_ends(self) -> None:
         """Behind the last of accumulated batches: put gradients right, as all weights are known now."""
         accumulated = self._trainer.accumulate_grad_batches
-        if not self._means or not will_step(self._trainer):
+        if accumulated == 1 or not self._means or not will_step(self._trainer):
             return
-        means, self._means = self._means, []
-        if accumulated == 1:
-            return
-        factor = accumulated * _positive(means[0]) / _positive(torch.stack(means).sum())
+        factor = accumulated * _positive(self._means[0]) / _positive(torch.stack(self._means).sum())
         for parameter in self._trainer.lightning_module.parameters():
             gradient = parameter.grad
             if gradient is not None:  # of FSDP this rank's share

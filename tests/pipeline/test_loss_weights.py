@@ -66,6 +66,7 @@ def test_a_function_has_to_return_a_weight(value: Any) -> None:
         weights(lambda part: value, torch.ones(4, 2), 2)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_labels_are_integers_of_minus_100_or_called_so() -> None:
     full = torch.ones(4, 3, dtype=torch.int64)
     assert [weight.kind for weight in candidates({"labels": full})] == ["shifted_labels", "labels", "rows", "sum"]
@@ -73,6 +74,8 @@ def test_labels_are_integers_of_minus_100_or_called_so() -> None:
     assert [weight.kind for weight in candidates({"labels": full[:, 0]})] == ["rows", "sum"]  # of a classifier
     some = torch.tensor([1, -100, 2, -100])
     assert [weight.kind for weight in candidates([full, some])] == ["labels", "rows", "sum"]
+    nested = torch.nested.nested_tensor([full[0], full[1, :1]])  # of which torch has no `any`
+    assert [weight.kind for weight in candidates({"labels": nested})] == ["rows", "sum"]
 
 
 # ---- the trial -------------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class Model(LightningModule):
         return self.loss(*batch)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.02)
+        return torch.optim.SGD(self.parameters(), lr=0.1)  # Adam's steps do not follow the gradient's size
 
     def train_dataloader(self) -> Any:
         return DataLoader(texts(), batch_sampler=self.split())
@@ -110,6 +110,13 @@ def by_rows(model: Model, tokens: Tensor, labels: Tensor) -> Tensor:
     return summed(model, tokens, labels) / len(tokens)
 
 
+class LeavingModel(Model):
+    """Leaves the first epoch behind the first of two batches that were to make one step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if (self.current_epoch, batch_idx) == (0, 1) else None
+
+
 class RowsModel(Model):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return by_rows(self, *batch)
@@ -125,14 +132,14 @@ def count_labels(batch: Any) -> Tensor:
 
 
 def body(
-    kinds: list[type], loss_weight: Any, split: Any, accumulated: int, model_class: type
+    kinds: list[type], loss_weight: Any, split: Any, accumulated: int, model_class: type, epochs: int = 1
 ) -> list[dict[str, Tensor]]:
     """Train one model by each kind of strategy; its parameters."""
     communication = CommunicationOptions(loss_weight=loss_weight, verbose=False)
     found = []
     for make in kinds:
         model = model_class(split)
-        options = {"max_epochs": 1, "use_distributed_sampler": False, "accumulate_grad_batches": accumulated}
+        options = {"max_epochs": epochs, "use_distributed_sampler": False, "accumulate_grad_batches": accumulated}
         make_trainer(make(communication=communication), **options).fit(model)
         found.append({name: p.detach().clone() for name, p in model.named_parameters()})
     return found
@@ -159,6 +166,12 @@ def test_ranks_make_the_gradient_of_one_process(
     for of_rank in run_trainer_ranks(body, 2, kinds, loss_weight, split, accumulated, model_class):
         for found in of_rank:
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_whose_gradient_is_dropped_counts_in_no_other_step() -> None:
+    kinds = [SMDDPStrategy]
+    ((found,), _) = run_trainer_ranks(body, 2, kinds, count_labels, uneven, 2, LeavingModel, 2)
+    torch.testing.assert_close(found, whole(uneven, 2, by_labels), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
