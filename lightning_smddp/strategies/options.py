@@ -50,6 +50,13 @@ def require_count(name: str, value: object, otherwise: str) -> None:
         raise ValueError(f"{name}={value!r} has to be a number from 1, or {otherwise}.")
 
 
+def require_bools(options: Any) -> None:
+    """Raise ``ValueError`` where an option that is on or off is a text: ``"false"`` would be on."""
+    for field in fields(options):
+        if field.type == "bool":
+            require_one_of((False, True), **{field.name: getattr(options, field.name)})
+
+
 def duration(name: str, value: Any) -> timedelta | None:
     """``value`` of the option ``name``, in seconds or as a timedelta. Raises ``ValueError`` unless it is positive."""
     if value is None:
@@ -81,12 +88,15 @@ def by_name(
 
     Raises:
         TypeError: as a call would, and for arguments that are not known.
+        ValueError: the backend is AWS's.
     """
     _require_known(strategy, kwargs, known)
     # `DDPStrategy` takes most by name, and the arguments of `DistributedDataParallel` as its `**kwargs`.
     given = dict(signature(init).bind_partial(*args, **kwargs).arguments)
     given |= given.pop("kwargs", {})
     _require_known(strategy, given, known)
+    if given.get("process_group_backend") == "smddp":
+        raise ValueError("process_group_backend='smddp' is of AWS's closed library, which is not used: leave it out.")
     if given.get("process_group_backend") == "auto":
         given["process_group_backend"] = None  # Lightning's own word for it
     return given
@@ -149,6 +159,7 @@ class CommunicationOptions:
     loss_weight: LossWeightOption | None = None
 
     def __post_init__(self) -> None:
+        require_bools(self)
         if self.loss_weight == "auto":
             raise ValueError("loss_weight='auto' is for pipelines. Leave it out, or say how batches count.")
         duration("collective_timeout", self.collective_timeout)
@@ -183,6 +194,7 @@ class ReliabilityOptions:
     sharded: bool = False
 
     def __post_init__(self) -> None:
+        require_bools(self)
         require_one_of(get_args(OnNonfinite), on_nonfinite=self.on_nonfinite)
         if self.async_save and self.sharded:
             raise ValueError(
@@ -293,6 +305,7 @@ class PartitionOptions:
     split_batch: SplitBatch | None = None
 
     def __post_init__(self) -> None:
+        require_bools(self)
         if self.stages_per_rank != "auto":
             require_count("stages_per_rank", self.stages_per_rank, "'auto'")
         PipelineMesh.of(1, 1, self.placement)
@@ -330,6 +343,7 @@ class PipelineOptions:
     meta_init: bool = False
 
     def __post_init__(self) -> None:
+        require_bools(self)
         require_count("pipeline_parallel_size", self.pipeline_parallel_size, "None for all ranks")
         require_count("num_microbatches", self.num_microbatches, "'auto'")
         if self.strategy.communication.loss_weight is not None:
@@ -351,7 +365,7 @@ class PipelineOptions:
         stages = size * self.stages_per_rank
         if self.split is not None and len(self.split) != stages - 1:
             raise ValueError(
-                f"split={list(self.split)} makes {len(self.split) + 1} stages, but there are {stages}. Name the first "
-                "unit of each stage but the first."
+                f"split={self.split!r} makes {len(self.split) + 1} stages, but there are {stages}. List the first unit "
+                "of each stage but the first."
             )
         return grid

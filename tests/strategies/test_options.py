@@ -47,6 +47,13 @@ STRATEGIES: dict[str, tuple[type, set[str]]] = {
         (lambda: PartitionOptions(stages_per_rank=0), "stages_per_rank=0 has to be a number from 1, or 'auto'"),
         (lambda: PartitionOptions(placement="near"), "placement='near' is unknown"),
         (lambda: PartitionOptions(memory_limit_gb=0), "memory_limit_gb=0 has to be positive"),
+        (lambda: CommunicationOptions(verbose="no"), "verbose='no' is unknown. Valid: False, True"),  # type: ignore[arg-type]
+        (lambda: ReliabilityOptions(sharded="false"), "sharded='false' is unknown"),  # type: ignore[arg-type]
+        (lambda: PartitionOptions(check="no"), "check='no' is unknown"),  # type: ignore[arg-type]
+        (lambda: PipelineStrategy(meta_init="no"), "meta_init='no' is unknown"),  # type: ignore[typeddict-item]
+        (lambda: PipelineStrategy(split="net.2").options.grid(2), "split='net.2' makes 6 stages, but there are 2"),
+        (lambda: SMDDPFSDPStrategy(cpu_offload="no"), "cpu_offload='no' is unknown"),  # type: ignore[typeddict-item]
+        (lambda: SMDDPStrategy(process_group_backend="smddp"), "process_group_backend='smddp' is of AWS's"),
         (lambda: SMDDPFSDPStrategy(sharding="hybrid", shard_size="2"), "shard_size='2' has to be a number"),  # type: ignore[arg-type]
     ],
 )
