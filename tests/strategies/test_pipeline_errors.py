@@ -153,6 +153,19 @@ class Failing(Net):
         return super().training_step(batch, batch_idx)
 
 
+RAISED: list[int] = []
+
+
+class FailingOnce(Net):
+    """On the first rank, where the path of the step is looked for; a second run would go on."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        if batch_idx == 3 and os.environ["RANK"] == "0" and not RAISED:
+            RAISED.append(batch_idx)
+            raise ZeroDivisionError("the user's own")
+        return super().training_step(batch, batch_idx)
+
+
 class FailingLate(Evaluated):
     def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         out = self.net(batch[0])
@@ -166,16 +179,24 @@ class FailingHook(Net):
 
 
 @pytest.mark.slow
-def test_exceptions_of_the_user_come_out_as_they_are() -> None:
+@pytest.mark.parametrize("model", [Failing, FailingOnce])
+def test_exceptions_of_the_user_come_out_as_they_are(model: type[Net]) -> None:
     """In the middle of a run, where the other ranks wait for the first one, they name it."""
-    first, *others = ON_THREE.results((Failing, {}, {}))
+    first, *others = ON_THREE.results((model, {}, {}))
     assert first == "ZeroDivisionError: the user's own"
     for error in others:
         assert error == first or (error.startswith("RankFailedError: Rank 0 ") and error.endswith(first))
 
 
 ON_THREE = Cases(
-    refused, [(Failing, {}, {}), (Net, {"num_microbatches": 2}, {}), (Net, {"pipeline_parallel_size": 2}, {})], 3
+    refused,
+    [
+        (Failing, {}, {}),
+        (FailingOnce, {}, {}),
+        (Net, {"num_microbatches": 2}, {}),
+        (Net, {"pipeline_parallel_size": 2}, {}),
+    ],
+    3,
 )
 
 

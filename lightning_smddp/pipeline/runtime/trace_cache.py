@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import without_subclass_functions
-from lightning_smddp.communication.objects import broadcast, each, gather, to_cpu
+from lightning_smddp.communication.objects import RankFailedError, broadcast, each, gather, to_cpu
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, signature
@@ -35,7 +35,7 @@ from lightning_smddp.pipeline.runtime.step_run import run_stage
 _KEPT = 1024  # paths that are remembered,
 _KEPT_OF_A_KIND = 16  # and paths for one kind of micro-batch
 _ROOM = 64  # numbers of paths in a message, or a multiple
-_UNKNOWN = -1  # in place of such a number
+_UNKNOWN, _FAILED = -1, -2  # in place of such numbers
 _MOST_PATHS = 16  # that are traced of one step: one that goes on finding new ones would be traced for ever
 
 Guards: TypeAlias = tuple[str, ...] | None
@@ -136,15 +136,23 @@ class TraceCache:
         schedule, while another waits for it to be traced.
         """
         groups = self.runtime.groups
-        # Rounded up: for ranks with another number of micro-batches, which is an error behind the schedule.
-        message = torch.full((-(-len(microbatches) // _ROOM) * _ROOM,), _UNKNOWN)
-        if groups.pipeline_rank == 0:
-            numbers = self._look_up_all(step, microbatches, begin)
+        is_first = groups.pipeline_rank == 0
+        numbers = [_FAILED]
+        try:
+            if is_first:
+                numbers = self._look_up_all(step, microbatches, begin)
+        finally:
+            # Rounded up: for ranks with another number of micro-batches, which is an error behind the schedule.
+            message = torch.full((-(-len(microbatches) // _ROOM) * _ROOM,), _UNKNOWN)
             message[: len(numbers)] = torch.tensor(numbers)
-        told = dist.broadcast(message, group=groups.host.group, group_src=0, async_op=True)
-        if groups.pipeline_rank != 0:  # who knows goes on
-            told.wait()
-        return [self._known[number] for number in message.tolist() if number != _UNKNOWN]
+            told = dist.broadcast(message, group=groups.host.group, group_src=0, async_op=True)
+            if not is_first:  # who knows goes on
+                told.wait()
+        numbers = message.tolist()
+        if numbers[0] == _FAILED:
+            self._look_up_all(step, microbatches, begin)  # raises what was raised there
+            raise RankFailedError(0, "The step failed on the first rank of the pipeline, and not on this one.")
+        return [self._known[number] for number in numbers if number != _UNKNOWN]
 
     def _look_up_all(self, step: Step, microbatches: Sequence[MicroBatch], begin: int) -> list[int]:
         """The numbers of the paths of the micro-batches from ``begin`` on, up to the first that is not known here."""
@@ -283,8 +291,5 @@ class TraceCache:
                 run_stage(staged.dry_run, lambda: step(microbatch), (), path.shapes, step.seed_of(index), reads=reads)
         except ReplayError as error:
             self._reason, _, _ = str(error).partition(f" {OTHER_PATH}")
-            return None
-        except Exception as error:  # of the user's code: where all ranks run it, for shapes, all hear of it
-            self._reason = f"It raises {error!r}."
             return None
         return tuple(reads)
