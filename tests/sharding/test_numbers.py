@@ -57,6 +57,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "groups and a schedule": (AdamLearner, {}),
     "tied weights": (Tied, {}),
     "layouts of memory": (Convolution, {}),
+    "groups, a schedule, clipping by norm": (AdamLearner, {"gradient_clip_val": 0.1}),
     "clipping by norm": (Tied, {"gradient_clip_val": 0.1}),
     "accumulation": (Tied, {"accumulate_grad_batches": 2}),
     "accumulation, clipping by value": (AdamLearner, {"accumulate_grad_batches": 2, **BY_VALUE}),
@@ -117,7 +118,9 @@ def train_both(kind: str, cases: list[str], options: dict[str, Any]) -> dict[str
     return found
 
 
-SHARD_EVERYDAY = ["groups and a schedule", "whole parameters", "clipping by norm"]
+# Norms of shares are summed in another order. One bit of it moves the loss of `Tied` by more than 1e-7, without any
+# sharding; that of `AdamLearner` it does not.
+SHARD_EVERYDAY = ["groups and a schedule", "whole parameters", "tied weights", "groups, a schedule, clipping by norm"]
 SHARD_OTHERS = [
     "accumulation, clipping by value", "a gradient scaler", "two optimizers", "closures", "other optimizers",
     "hooks of the optimizer", "a skipped step", "an average", "stochastic weight averaging",
