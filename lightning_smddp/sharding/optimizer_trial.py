@@ -112,10 +112,12 @@ def _small(parameter: Tensor, number: int) -> nn.Parameter:
 def _gradient(values: Tensor, number: int, step: int) -> Tensor:
     """From small to so large that each limit of a norm is passed, and of another size for each parameter.
 
-    They keep their direction: some optimizers take larger steps by how far they have gone.
+    First they change their direction, as conjugate gradients look at it; then they keep it, as some optimizers take
+    larger steps by how far they have gone.
     """
-    power = step - _STEPS // 2
-    return (values * 3).cos() * (1.0 + number) * 10.0**power
+    shift = step if step < _STEPS // 2 else 0
+    power = 2 * (step % 6) - 4  # from -4 to 6
+    return (values * 3 + shift).cos() * (1.0 + number) * 10.0**power
 
 
 def copy_with(optimizer: Optimizer, parameters: dict[int, nn.Parameter]) -> Any:

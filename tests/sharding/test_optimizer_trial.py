@@ -84,6 +84,30 @@ class Adapts(Own):
             p.sub_(size * p.grad.sign())
 
 
+class Turns(Own):
+    """Conjugate gradients after Fletcher and Reeves: directions are added by how the norm of all gradients changes."""
+
+    def update(self, params: list[Any], group: dict[str, Any]) -> None:
+        norm = sum(float(p.grad.square().sum()) for p in params)
+        kept = norm / group.get("norm", norm)
+        group["norm"] = norm
+        for p in params:
+            direction = self.state[p].setdefault("direction", torch.zeros_like(p))
+            direction.mul_(kept).sub_(p.grad)
+            p.add_(direction, alpha=group["lr"])
+
+
+class Restarts(Own):
+    """Momentum that begins anew where it goes against all gradients."""
+
+    def update(self, params: list[Any], group: dict[str, Any]) -> None:
+        found = [(p, self.state[p].setdefault("momentum", torch.zeros_like(p))) for p in params]
+        goes_against = sum(float((p.grad * momentum).sum()) for p, momentum in found) < 0
+        for p, momentum in found:
+            momentum.mul_(0.0 if goes_against else 0.9).add_(p.grad)
+            p.sub_(momentum, alpha=group["lr"])
+
+
 class NeedsClosure(Own):
     def step(self, closure: Any = None) -> None:
         assert closure is not None
@@ -126,7 +150,7 @@ def test_whole_parameters(make: Any) -> None:
     assert f"`{make.__name__}.elementwise = True`" in (why_not_elementwise(optimizer) or "")
 
 
-@pytest.mark.parametrize("make", [GlobalNorm, ClipsItself, Adapts, NeedsClosure, Noisy, optim.LBFGS])
+@pytest.mark.parametrize("make", [GlobalNorm, ClipsItself, Adapts, Turns, Restarts, NeedsClosure, Noisy, optim.LBFGS])
 @pytest.mark.parametrize("count", [1, 6])
 def test_all_at_once(make: Any, count: int) -> None:
     """Also with a single parameter, where nothing else is there to depend on."""
