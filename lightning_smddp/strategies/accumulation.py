@@ -293,8 +293,9 @@ def _is_loss(value: Any, run: _Run) -> bool:
 
 
 def _rows(batch: Any) -> int:
-    """The length that most tensors of a batch have."""
-    return mode([len(tensor) for tensor in tensors(batch) if tensor.dim()] or [1])
+    """The length that most tensors of a batch have, but for those in inner lists, which may be of a row each."""
+    found = [(path, leaf) for path, leaf in items(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    return mode([len(leaf) for path, leaf in found if not any(isinstance(key, int) for key in path[1:])] or [1])
 
 
 def _take(value: Any, rows: int, part: slice) -> Any:
