@@ -24,11 +24,10 @@ from lightning_smddp.communication.groups import close_group, create_group, new_
 from lightning_smddp.communication.inter_node import BalancedExchange, InterNodeReduce, RingExchange
 from lightning_smddp.communication.node_mesh import NodeMesh, OnWait
 from lightning_smddp.communication.objects import RankFailedError, each, gather
-from lightning_smddp.communication.shared_memory import SharedMemory
+from lightning_smddp.communication.shared_memory import HOW_TO_RAISE, SharedMemory
 from lightning_smddp.communication.topology import discover
 
 _SELF_TEST_NUMEL = 100_003  # a prime: no shard, chunk or part divides it
-_HOW_TO_RAISE = "To spare the copies, enlarge that mount: `docker run --shm-size=8g`, for example."
 
 
 class Communicator:
@@ -88,13 +87,15 @@ class Communicator:
             # Two meshes, as two threads work at the same time: the one of backward, and the one that gathers.
             for _ in range(2):
                 self._meshes.append(NodeMesh.connect(self.topology, self.group, self.timeout))
-            each(self._self_test, self.group)
+            left = next(filter(None, each(self._self_test, self.group)), None)
+            if left is not None:
+                raise left
         except (OSError, RuntimeError, ValueError) as error:
             self._close_meshes()
             self.notes.append(f"no shared memory: {error}")
             return str(error)
         if lacking > 0:
-            self.notes.append(f"gradients are copied, /dev/shm lacks {lacking / 2**20:.0f} MiB. {_HOW_TO_RAISE}")
+            self.notes.append(f"gradients are copied, /dev/shm lacks {lacking / 2**20:.0f} MiB. {HOW_TO_RAISE}")
         return None
 
     def _close_meshes(self) -> None:
@@ -102,8 +103,8 @@ class Communicator:
             mesh.close()
         self._meshes = []
 
-    def _self_test(self) -> None:
-        """Raise ``RuntimeError`` if a sum in shared memory is not what it has to be."""
+    def _self_test(self) -> RankFailedError | None:
+        """Raise ``RuntimeError`` if a sum in shared memory is not what it has to be; returns which peer did not come."""
         values = torch.arange(_SELF_TEST_NUMEL, dtype=torch.float64)
         summed = values + self.rank
         memory = SharedMemory(self._meshes[0], zero_copy=self.zero_copy)
@@ -111,14 +112,15 @@ class Communicator:
             memory.all_reduce(summed, slot=0)
         except Exception as error:
             self._close_meshes()  # peers that wait for this rank go on
-            if isinstance(error, RankFailedError):  # that rank tells the cause
-                return
+            if isinstance(error, RankFailedError):  # that rank tells the cause, if it has one
+                return error
             raise
         finally:
             memory.close()
         ranks = self.topology.local_ranks
         if not torch.equal(summed, values * len(ranks) + sum(ranks)):
             raise RuntimeError(f"the self-test on rank {self.rank} has a wrong sum")
+        return None
 
     @property
     def node_mesh(self) -> NodeMesh:

@@ -5,9 +5,9 @@ maps every other rank's bucket. Rank i then sums slice i of all of them, in chun
 result straight into each bucket: two barriers and two passes over memory for an all-reduce.
 
 Where the shared-memory mount is too small for the buckets, each is copied to an anonymous memory file of its own, which
-that mount does not limit, and back. Each barrier's message announces what the others find where. A tensor that has
-other memory than before (DDP makes its buckets anew in the second step) is announced before that memory is shared: then
-nobody keeps the old one beside it.
+that mount does not limit, and back; so does a rank for which the mount is full later. Each barrier's message announces
+what the others find where. A tensor that has other memory than before (DDP makes its buckets anew in the second step)
+is announced before that memory is shared: then nobody keeps the old one beside it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import cmath
 import mmap
 import os
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -28,6 +29,8 @@ from lightning_smddp.communication.topology import local_shard
 _CHUNK_BYTES = 256 * 2**10  # fits the level-2 cache together with the peers' chunks
 _SAME, _MAPPED, _MOVING = "same", "mapped", "moving"
 _FINITE, _NOT_FINITE = b"\0", b"\1"
+
+HOW_TO_RAISE = "To spare the copies, enlarge that mount: `docker run --shm-size=8g`, for example."
 
 
 class SharedMemory:
@@ -167,7 +170,12 @@ class SharedMemory:
             descriptor = create_file(tensor.nbytes)
             self._own[slot] = (_map_descriptor(descriptor, 0)[: tensor.nbytes], (0, tensor.nbytes))
             return _MAPPED, descriptor, 0
-        descriptor = os.dup(share_storage(tensor))
+        try:
+            descriptor = os.dup(share_storage(tensor))
+        except RuntimeError as error:  # what others put there since training started: modules, workers of a loader
+            self._zero_copy = False
+            warnings.warn(f"Gradients are copied from now on, as /dev/shm is full: {error}. {HOW_TO_RAISE}", stacklevel=2)
+            return self._announce(tensor, slot)
         # Holding the tensor keeps its address from going to another one while peers have it mapped.
         self._own[slot] = (tensor, (tensor.data_ptr(), tensor.nbytes))
         return _MAPPED, descriptor, int(tensor.storage_offset()) * tensor.dtype.itemsize

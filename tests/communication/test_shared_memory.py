@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -170,6 +171,39 @@ def test_no_rank_keeps_a_slots_last_memory_beside_the_new(monkeypatch: pytest.Mo
     before = memory_files()
     assert run_in_threads(move_bucket, 2) == [4.0, 4.0]
     assert still == [before] * 4
+
+
+# ---- when sharing fails ----
+
+
+def full_mount(tensor: Tensor) -> int:
+    raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
+
+
+def reduce_with_full_mount_on_rank_one(after: int) -> tuple[list[float], list[str]]:
+    calls = iter(range(100))
+    share = shared_memory.share_storage
+    if dist.get_rank() == 1:
+        shared_memory.share_storage = lambda tensor: share(tensor) if next(calls) < after else full_mount(tensor)
+    buckets = [torch.empty(5000) for _ in range(3)]
+    sums = []
+    with memory_of(dist.group.WORLD) as memory, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            for slot, bucket in enumerate(buckets):
+                bucket.fill_(10.0**step)
+                memory.all_reduce(bucket, slot)
+                sums.append(bucket.unique().item())
+    return sums, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_full_mount_on_one_rank_costs_a_copy_and_one_warning(after: int) -> None:
+    (first_sums, first_warnings), (sums, (warning,)) = run_ranks(reduce_with_full_mount_on_rank_one, 2, after)
+    assert first_sums == sums == [2.0] * 3 + [20.0] * 3 + [200.0] * 3
+    assert first_warnings == []
+    assert "No space left on device" in warning
+    assert "--shm-size" in warning
 
 
 # ---- different tensors ----
