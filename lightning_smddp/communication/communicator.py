@@ -104,7 +104,7 @@ class Communicator:
         self._meshes = []
 
     def _self_test(self) -> RankFailedError | None:
-        """Raise ``RuntimeError`` if a sum in shared memory is not what it has to be; returns which peer did not come."""
+        """Raise ``RuntimeError`` if a sum in shared memory is wrong; returns which peer did not come."""
         values = torch.arange(_SELF_TEST_NUMEL, dtype=torch.float64)
         summed = values + self.rank
         memory = SharedMemory(self._meshes[0], zero_copy=self.zero_copy)

@@ -30,7 +30,7 @@ _CHUNK_BYTES = 256 * 2**10  # fits the level-2 cache together with the peers' ch
 _SAME, _MAPPED, _MOVING = "same", "mapped", "moving"
 _FINITE, _NOT_FINITE = b"\0", b"\1"
 
-HOW_TO_RAISE = "To spare the copies, enlarge that mount: `docker run --shm-size=8g`, for example."
+HOW_TO_RAISE = "To spare the copies, enlarge /dev/shm: `docker run --shm-size=8g`, for example."
 
 
 class SharedMemory:
@@ -174,7 +174,7 @@ class SharedMemory:
             descriptor = os.dup(share_storage(tensor))
         except RuntimeError as error:  # what others put there since training started: modules, workers of a loader
             self._zero_copy = False
-            warnings.warn(f"Gradients are copied from now on, as /dev/shm is full: {error}. {HOW_TO_RAISE}", stacklevel=2)
+            warnings.warn(f"Gradients are copied from now on: {error}. {HOW_TO_RAISE}", stacklevel=2)
             return self._announce(tensor, slot)
         # Holding the tensor keeps its address from going to another one while peers have it mapped.
         self._own[slot] = (tensor, (tensor.data_ptr(), tensor.nbytes))

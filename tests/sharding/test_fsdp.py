@@ -111,6 +111,11 @@ def test_the_table_says_what_is_whole_when():
         assert text in first
 
 
+def test_ranks_of_each_node_share_memory():
+    first, *_ = run_trainer_ranks(table, 4, node_ids=["a", "b", "a", "b"])
+    assert "shared memory in each node, the backend between ranks of equal local rank" in first.replace("\n", "")
+
+
 def test_units_that_are_given():
     first, _ = run_trainer_ranks(table, 2, ["net.0", nn.Embedding], True)
     assert "1 (net.0), gathered" in first
