@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_smddp._compat.torch import COMPILED_CALL, compiled_call, without_torch_functions
+from lightning_smddp._compat.torch import COMPILED_CALL, compiled_call, hooked_call, without_torch_functions
 from lightning_smddp.patches import Patch, patched
 
 Forward: TypeAlias = Callable[..., Any]
@@ -200,8 +200,8 @@ def forward_patches(root: nn.Module, wrap: Callable[[str, Forward], Forward], na
         for attribute in name.split("."):  # in each step: `get_submodule` takes three times as long
             module = module._modules[attribute]
         attributes, key = vars(module), "forward"
-        whole = compiled_call(module)
-        if whole is not None:  # else the wrapper would be compiled
+        whole = compiled_call(module) or hooked_call(module)
+        if whole is not None:  # else the wrapper would be compiled, and what hooks do would come outside of it
             key = COMPILED_CALL
         elif attributes.get(COMPILED_CALL) is not None:  # its hooks are compiled with it: it is not, here
             patches.append((attributes, COMPILED_CALL, None))

@@ -349,6 +349,15 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     return None if has_hooks else module._compiled_call_impl
 
 
+def hooked_call(module: nn.Module) -> Callable[..., Any] | None:
+    """A module's call with all its hooks, if there are full backward hooks, which go around ``forward``; else None.
+
+    Private because a module cannot be asked for its hooks. Remove when it can.
+    """
+    is_hooked = module._backward_pre_hooks or (module._backward_hooks and module._is_full_backward_hook)
+    return module._call_impl if is_hooked else None
+
+
 COMPILED_CALL = "_compiled_call_impl"  # the attribute of a module that holds it
 
 

@@ -130,7 +130,7 @@ def noise(net: Net) -> Any:
 
 def assign(net: Net) -> Any:
     """What the module holds under a name is set again."""
-    net.student[3].running_mean.copy_(net.student[3].running_mean * 2 + net.student[0].bias.detach())
+    net.student[3].running_mean = net.student[3].running_mean * 2 + net.student[0].bias.detach()
     net.teacher[3].num_batches_tracked += 5
     with torch.no_grad():
         net.student[4].bias += 1
@@ -310,10 +310,6 @@ def new_parameter(net: Net, rank: int) -> Any:
     net.student[2].weight = nn.Parameter(torch.zeros(8, 8))
 
 
-def new_buffer(net: Net, rank: int) -> Any:
-    net.student[3].running_mean = net.student[3].running_mean * 2
-
-
 def other_shape(net: Net, rank: int) -> Any:
     net.student[2].weight.data = torch.zeros(3, 3)
 
@@ -348,8 +344,7 @@ REFUSED = {
     other_amounts: f"{CHANGED_LAST} 'student.4.weight' last, at ",
     gradients_that_others_changed: "rank 0 needs the values of 'grad:student.4.weight', a tensor of shape (4, 8) at ",
     computed_on_first_rank: "callback: rank 0 needs the values of a tensor of shape () at ",
-    new_parameter: "'weight' of a Linear is replaced by another tensor at ",
-    new_buffer: "'running_mean' of a BatchNorm1d is replaced by another tensor at ",
+    new_parameter: "Parameter 'weight' of a Linear is replaced by another one at ",
     other_shape: "`.data` of a tensor of shape (8, 8), torch.float32 is set at ",
     shape_in_place: "changes the shape of 'student.4.weight', a tensor of shape (4, 8) in place",
     read_by_last_rank: "rank 0 is at the end of a hook; rank 1 needs the values of 'student.0.weight'",

@@ -221,39 +221,45 @@ def test_a_sum_that_no_module_sees_is_sent() -> None:
         (None, None),
         (lambda n, i, x, s: F.dropout(x, 0.3), None),
         (lambda n, i, x, s: F.dropout(x + torch.randn(D), 0.3), None),
+        (lambda n, i, x, s: F.dropout(F.dropout(x, 0.3), 0.2), None),
+        (lambda n, i, x, s: F.dropout(x, 0.3) + torch.randn(D), None),
+        (lambda n, i, x, s: x + torch.bernoulli(x.sigmoid()) + torch.empty_like(x).normal_() + torch.rand(D), None),
+        (lambda n, i, x, s: x + torch.normal(x.transpose(0, 1), 0.1).transpose(0, 1) + torch.rand(D), None),
         (lambda n, i, x, s: x * np.random.rand(), None),
         (lambda n, i, x, s: x if torch.rand(()) < 0.5 else x * 2, None),
     ],
-    ids=["inside", "between", "noise_then_dropout", "numpy", "decides"],
+    ids="inside between noise_first twice noise_then patterns_first normal_first numpy decides".split(),
 )
 def test_draws_are_those_of_one_process(between: Between | None, before: Before | None) -> None:
     check(Net(between, p=0.5, before=before))
 
 
-def test_a_second_draw_without_a_module_between_stays_with_the_first() -> None:
-    """A stage that does not have the first one's input would draw other numbers for the second."""
-    net = Net(lambda n, i, x, s: F.dropout(F.dropout(x, 0.3), 0.2))
-    root = nn.ModuleDict({"net": net})
+def test_how_much_is_drawn_by_the_values_of_one_stage_says_nothing_to_the_others() -> None:
+    def drawn(x: Tensor) -> Tensor:
+        return x + torch.poisson(x.sigmoid()) + torch.rand(D)
+
+    root = nn.ModuleDict({"net": Net(lambda n, i, x, s: drawn(x))})
     assert program_of(root, lambda: loss_of_net(root), is_unit).units == ("net",)
-    with pytest.raises(SplitError, match=r"it draws random numbers twice .* into a module of its own"):
-        program_of(net, lambda: F.dropout(F.dropout(net(X), 0.3), 0.2).sum(), is_unit)
+    net = Net()
+    with pytest.raises(SplitError, match=r"how many random numbers it draws .* into a module of its own"):
+        program_of(net, lambda: drawn(net(X)).sum(), is_unit)
+    check(Net(lambda n, i, x, s: x + torch.poisson(x.sigmoid())))  # nothing is drawn behind it
 
 
 # ---- precision, compiled modules, hooks ----
 
 
 def test_full_backward_hooks() -> None:
-    """Inside of a unit they are torch's; else they would lie between modules."""
     net = Net(lambda n, i, x, s: x * 2)
-    net.blocks[1] = nn.Sequential(net.blocks[1], nn.ReLU())
     fired: list[float] = []
-    net.blocks[1][0].register_full_backward_hook(lambda m, gi, go: fired.append(float(go[0].norm())))
-    net.blocks[1][1].register_full_backward_pre_hook(lambda m, go: (go[0] * 0.9,))
+    net.blocks[1].register_full_backward_hook(lambda m, gi, go: fired.append(float(go[0].norm())))
+    net.blocks[3].register_full_backward_hook(lambda m, gi, go: (gi[0] * 0.5,))
+    net.blocks[2].register_full_backward_pre_hook(lambda m, go: (go[0] * 0.9,))
     check(net)
     assert len(fired) == 4  # one process, and each number of stages: once
     assert max(fired) == pytest.approx(min(fired), rel=1e-5)
-    net.blocks[3].register_full_backward_hook(lambda m, gi, go: (gi[0] * 0.5,))
     root = nn.ModuleDict({"net": net})
+    net.register_full_backward_hook(lambda m, gi, go: None)  # its two ends are on one stage
     assert program_of(root, lambda: loss_of_net(root), is_unit).units == ("net",)
 
 

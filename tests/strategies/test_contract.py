@@ -522,6 +522,21 @@ class Drawing(Net):
         return F.cross_entropy(self.net[6:](x), batch[1])
 
 
+class Noising(Net):
+    """A diffusion model's step in the latent space: noise for what a module made, then times; and dropout twice."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        latents = F.dropout(F.dropout(self.net[:2](batch[0]), 0.1), 0.1)
+        noise = torch.randn_like(latents)
+        times = torch.randint(10, (len(latents), 1)) / 10
+        return F.cross_entropy(self.net[2:](latents * (1 - times) + noise * times), batch[1])
+
+
+def noising(bench: Bench) -> Any:
+    torch.manual_seed(7)
+    return watched(bench, Noising(), THREE)
+
+
 def drawing(bench: Bench) -> Any:
     torch.manual_seed(7)
     return watched(bench, Drawing(), THREE)
@@ -750,7 +765,7 @@ RULES: dict[str, list[Any]] = {
     "6 attributes go from micro-batch to micro-batch and to all ranks": [counting],
     "7 an attribute of the module helps": [mended],
     "8 normalisation, buffers and hooks of parameters see micro-batches": [normalised],
-    "10 random numbers follow from the micro-batch": [drawing],
+    "10 random numbers follow from the micro-batch": [drawing, noising],
     "11 the user's function cuts, and a batch that can be read in two ways is one micro-batch": [cut_by_hand, not_cut],
     "13 paths by what all ranks know are found before the schedule": [branching],
     "14 evaluation has the same contract": [evaluated],

@@ -88,6 +88,7 @@ class StepGraph(StepFacts):
         colocations: which nodes must stay together.
         cast_type: what weights are cast to, if their copies may be kept; see :func:`cast_type`.
         drawing: modules that draw random numbers, or are called behind draws: each call is seeded.
+        repeats_draws: whether draws of all stages follow one stage's own, which the others repeat for nothing.
         calls_compiled: whether code between units is compiled.
         calls_apply: whether there are ``autograd.Function``s between units, or regions of ``torch.utils.checkpoint``.
         producers: value -> the node that makes it.
@@ -103,6 +104,7 @@ class StepGraph(StepFacts):
     colocations: list[Colocation] = field(default_factory=list)
     cast_type: torch.dtype | None = None
     drawing: frozenset[str] = frozenset()
+    repeats_draws: bool = False
     calls_compiled: bool = False
     calls_apply: bool = False
     producers: dict[int, int] = field(default_factory=dict)

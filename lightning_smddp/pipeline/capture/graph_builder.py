@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_smddp.pipeline.capture.graph import Colocation, Node, SplitError, StepGraph
-from lightning_smddp.pipeline.capture.ops import is_autograd_function
+from lightning_smddp.pipeline.capture.ops import draws_by_value, is_autograd_function
 from lightning_smddp.pipeline.capture.records import (
     OPAQUE,
     Call,
@@ -25,8 +25,8 @@ from lightning_smddp.pipeline.capture.records import (
 )
 
 _BACKWARD_HOOK = "BackwardHookFunction.apply"  # what full backward hooks do to a module's inputs and outputs
-_HOOKED = "it calls a module with full backward hooks, which torch puts around that one, not into it"
-_DRAWS_TWICE = "it draws random numbers twice without a module between, and not all stages would draw the first ones"
+_HOOKED = "full backward hooks take hold of its inputs and outputs, which have to be on one stage"
+_DRAWS_BY_VALUE = "how many random numbers it draws depends on values that one stage has, and all stages draw others then"
 _UNSEEN = (
     "it calls operations that torch's function modes do not see (an extension's, say), or uses a tensor whose memory "
     "was changed through another view of it"
@@ -55,6 +55,7 @@ def build_graph(trace: Trace, modules: Modules, small: Iterable[str]) -> StepGra
         colocations=list(builder.gradient_hooks()),
         cast_type=cast_type(trace),
         drawing=frozenset(trace.drawing),
+        repeats_draws=any(event.behind_draws for event in between),
         calls_compiled=any(event.compiled for event in between),
         calls_apply=any(node.region is not None or is_autograd_function(node.function) for node in nodes),
     )
@@ -88,8 +89,8 @@ def _not_opened(event: Event) -> str | None:
     """Why the module that does this cannot be opened; None if it can."""
     if event.function is OPAQUE:
         return _UNSEEN
-    if event.follows_draw:
-        return _DRAWS_TWICE
+    if any(map(draws_by_value, event.behind_draws)):
+        return _DRAWS_BY_VALUE
     return _HOOKED if event.name == _BACKWARD_HOOK else None
 
 

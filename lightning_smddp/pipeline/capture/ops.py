@@ -31,6 +31,9 @@ _LIKE = {
     "zeros_like",
 }  # fmt: skip
 
+# How many random numbers they draw depends on the values that they are given.
+DRAW_BY_VALUE = {"_sample_dirichlet", "_standard_gamma", "binomial", "poisson", "rrelu"}
+
 # Backward passes of the user's own: the part of the graph that lies on other ranks would be missing.
 _BACKWARD = {"backward", "grad"}
 
@@ -73,6 +76,11 @@ def is_autograd_function(function: Any) -> bool:
     """Whether ``function`` is the ``apply`` of an ``autograd.Function``."""
     owner = getattr(function, "__self__", None)
     return isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
+
+
+def draws_by_value(function: Any) -> bool:
+    """Whether shapes alone may not tell how many random numbers ``function`` draws."""
+    return name_of(function) in DRAW_BY_VALUE or is_autograd_function(function)
 
 
 @functools.lru_cache(maxsize=4096)

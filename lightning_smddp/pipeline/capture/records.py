@@ -127,7 +127,7 @@ class Event:
     buffers_read: Names = ()  # of those that the step changes somewhere
     random: bool = False
     is_seeded: bool = False  # random, and drawn from generators that seeds are given to
-    follows_draw: bool = False  # seeded, without a module between it and one that not all stages would do
+    behind_draws: tuple[Any, ...] = ()  # free and seeded: functions that drew for one stage, no module between
     free: bool = False  # no bound input: known by its function
     reads: bool = False
     sized_by_module: bool = False  # the size of its result depends on values that a module made

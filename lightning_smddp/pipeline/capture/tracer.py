@@ -155,7 +155,7 @@ class _Tracer(TorchFunctionMode, Tracking):
         self.generators = generators
         self.seeded_names = frozenset(drawing_candidates(module))
         self.python_states = self._states_of_python()
-        self.has_drawn_bound = False  # a bound operation has drawn since the last call of a module began or ended
+        self.bound_draws: tuple[Any, ...] = ()  # functions that drew since the last call of a module began or ended
 
     def run(self, step: StepCall) -> Trace:
         saving: AbstractContextManager[Any] = nullcontext()
@@ -182,7 +182,7 @@ class _Tracer(TorchFunctionMode, Tracking):
             if present.get(name) is not buffers.get(name):
                 self.trace.refusals.append(
                     f"The step replaces buffer {name!r} by another tensor, or none (`self.buffer = ...`), which one "
-                    "stage alone would have. Change it in place (`self.buffer.copy_(...)`)."
+                    "stage alone would have. Change it in place (`self.buffer.copy_(...)`), or in a hook."
                 )
         self._note_python_draws()
         self.trace.returned = each_once(map(self.find, tensors(result)))
@@ -237,7 +237,7 @@ class _Tracer(TorchFunctionMode, Tracking):
         return result, draws
 
     def _go_on_from_seed(self) -> None:
-        self.has_drawn_bound = False
+        self.bound_draws = ()
         self.python_states = self._states_of_python()
 
     def _leave(self, call: Call, result: Any, arguments: list[Any]) -> None:
@@ -389,13 +389,15 @@ class _Tracer(TorchFunctionMode, Tracking):
             if region not in self.regions[-1:]:
                 self.regions.append(region)
             event.region = len(self.regions)
-        event.follows_draw = event.is_seeded and self.has_drawn_bound
         if event.free and not event.buffers:  # done by each stage
+            if event.is_seeded:
+                event.behind_draws = self.bound_draws
             if event.random:  # noted for its place: what comes behind is seeded
                 self.trace.events.append(event)
             self.note_free(event, made, mutated)
             return
-        self.has_drawn_bound = self.has_drawn_bound or (event.is_seeded and not event.free)
+        if event.is_seeded and not event.free:
+            self.bound_draws = (*self.bound_draws, event.function)
         event.compiled = is_in_compiled_code()
         self.trace.events.append(event)
         free = {storage.number for storage in map(self.storage_of, given) if not storage.bound}

@@ -29,6 +29,7 @@ from lightning_smddp.pipeline.capture.ops import (
     Kind,
     asks_for_device,
     device_answer,
+    draws_by_value,
     kind_of,
     name_of,
     sets_flag,
@@ -224,7 +225,18 @@ class StageRun:
             if node.reads:
                 return result
             self.note_result(node, result)
+        elif node.random and self.graph.repeats_draws and not draws_by_value(function):
+            self._repeat_draw(function, args, kwargs)
         return self._placeholder(node, found)
+
+    def _repeat_draw(self, function: Any, args: Any, kwargs: Any) -> None:
+        """Draw as many numbers as the stage that has the tensors does: what all stages draw next are the same then."""
+
+        def like(leaf: Any) -> Any:
+            return torch.ones_like(self.pattern(leaf)) if isinstance(leaf, Tensor) else leaf
+
+        with torch.no_grad():
+            self.do(function, map_leaves(like, args), map_leaves(like, kwargs))
 
     def parameter_operation(self, function: Any, args: Any, kwargs: Any) -> Any:
         """An operation on a parameter of another stage, and on no stand-in."""

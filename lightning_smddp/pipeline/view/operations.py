@@ -14,7 +14,15 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_smddp._compat.torch import WITHOUT_MARKS, OperatorFacts, operator_facts, storage_key
 from lightning_smddp._compat.torch_steps import mode_within_backwards
-from lightning_smddp.pipeline.capture.ops import Kind, asks_for_device, kind_of, name_of, sets_flag, user_location
+from lightning_smddp.pipeline.capture.ops import (
+    DRAW_BY_VALUE,
+    Kind,
+    asks_for_device,
+    kind_of,
+    name_of,
+    sets_flag,
+    user_location,
+)
 from lightning_smddp.pipeline.view.global_tensor import (
     GRADIENT,
     Call,
@@ -109,7 +117,8 @@ def run_operator(view: View, call: Call) -> Any:
             f"{facts.name} at {user_location()} writes a tensor of one rank and a tensor of all ranks at once."
         )
     leaves_device = torch.device(call.kwargs.get("device") or view.device).type != view.device.type
-    if are_global == {False} or leaves_device or not facts.makes_tensors:
+    by_value = facts.name.removeprefix("aten::") in DRAW_BY_VALUE  # every rank has to do them
+    if are_global == {False} or leaves_device or not facts.makes_tensors or by_value:
         return _everywhere(view, call, found)
     return _at_owner(view, call, found, facts)
 

@@ -178,22 +178,33 @@ class GlobalView:
 
     def _push(self) -> None:
         self._modes = ExitStack()
-        # torch's hooks for registrations are called for every module there is; this one looks for tensors of ours.
-        self._modes.callback(register_module_parameter_registration_hook(self._refuse_another).remove)
-        self._modes.callback(register_module_buffer_registration_hook(self._refuse_another).remove)
+        # torch's hooks for registrations are called for every module there is; these two look for tensors of ours.
+        self._modes.callback(register_module_parameter_registration_hook(self._refuse_new_parameter).remove)
+        self._modes.callback(register_module_buffer_registration_hook(self._value_into_buffer).remove)
         # Functions above autograd see the module's own parameters, and put global tensors in their place; autograd's
         # operators on these come to `run`.
         self._modes.enter_context(ViewFunctions(self))
 
-    def _refuse_another(self, module: nn.Module, name: str, tensor: Any) -> None:
-        """Called for the registration of any parameter or buffer: the module's own may not be replaced in a hook."""
-        before = getattr(module, name, None)
-        if tensor is not before and self.find(before) is not None:
+    def _refuse_new_parameter(self, module: nn.Module, name: str, parameter: Any) -> None:
+        """Called for the registration of any parameter: the module's own may not be replaced in a hook."""
+        before = module._parameters.get(name)
+        if parameter is not before and self.find(before) is not None:
             raise GlobalViewError(
-                f"{name!r} of a {type(module).__name__} is replaced by another tensor at {user_location()}, in a hook: "
-                "a pipeline has divided those that it had. Change its values (`tensor.data.copy_(...)`), or make the "
-                "change in `__init__` or `configure_model`."
+                f"Parameter {name!r} of a {type(module).__name__} is replaced by another one at {user_location()}, "
+                "in a hook: a pipeline has divided the parameters that it had. Change its values "
+                "(`p.data.copy_(...)`), or make the change in `__init__` or `configure_model`."
             )
+
+    def _value_into_buffer(self, module: nn.Module, name: str, value: Any) -> Any:
+        """Called for the registration of any buffer: a new value for one of the module's goes into the old tensor."""
+        before = module._buffers.get(name)
+        if value is before or not isinstance(value, Tensor):
+            return value
+        with without_torch_function():  # our own looks at tensors are not the user's
+            if before is None or self.find(before) is None:
+                return self.plain(value)
+            self.set_data(before, value)
+        return before
 
     def _pop(self) -> None:
         assert self._modes is not None
