@@ -33,6 +33,7 @@ def placed(used: list[str], names: list[str], begin: int) -> dict[str, tuple[int
         ("net.2.weight", (1,)),  # a layer that was left out: behind `net.1`
         ("net.1.own.0.weight net.1.own.1.weight", (1, 1)),  # of a layer: not beside a part of `net` with such names
         ("extra", (1,)),
+        ("net.0.extra", (0,)),
     ],
 )
 def test_what_the_step_does_not_use_is_beside_its_twin_or_its_neighbours(unused: str, stage: tuple[int, ...]) -> None:
@@ -42,10 +43,11 @@ def test_what_the_step_does_not_use_is_beside_its_twin_or_its_neighbours(unused:
     assert tuple(place for name in unused.split() for place in found[name]) == stage
 
 
-def test_a_layer_that_was_left_out_is_no_twin_of_one_in_another_stack() -> None:
+@pytest.mark.parametrize("left_out", ["encoder.1", "encoder.layers.1 encoder.layers.2"])
+def test_a_layer_that_was_left_out_is_no_twin_of_one_in_another_stack(left_out: str) -> None:
     """As layer drop leaves out layers of an encoder, and other layers have the same names, or some of them."""
     used = ["features.1.norm.weight", "encoder.norm.weight", "decoder.1.norm.weight", "decoder.2.norm.weight"]
-    names = [f"encoder.1.{name}.weight" for name in ("attention", "norm")]
+    names = [f"{layer}.{name}.weight" for layer in left_out.split() for name in ("attention", "norm")]
     found = placed(used, [*used[:2], *names, *used[2:]], begin=1)
     assert {found[name] for name in names} == {(1,)}
 

@@ -228,7 +228,7 @@ def test_a_sum_that_no_module_sees_is_sent() -> None:
         (lambda n, i, x, s: x * np.random.rand(), None),
         (lambda n, i, x, s: x if torch.rand(()) < 0.5 else x * 2, None),
     ],
-    ids="inside between noise_first twice noise_then patterns_first normal_first numpy decides".split(),
+    ids=["inside", "between", "noise_then", "twice", "then_noise", "likes_then", "normal_then", "numpy", "decides"],
 )
 def test_draws_are_those_of_one_process(between: Between | None, before: Before | None) -> None:
     check(Net(between, p=0.5, before=before))

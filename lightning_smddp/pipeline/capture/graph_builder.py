@@ -26,7 +26,7 @@ from lightning_smddp.pipeline.capture.records import (
 
 _BACKWARD_HOOK = "BackwardHookFunction.apply"  # what full backward hooks do to a module's inputs and outputs
 _HOOKED = "full backward hooks take hold of its inputs and outputs, which have to be on one stage"
-_DRAWS_BY_VALUE = "how many random numbers it draws depends on values that one stage has, and all stages draw others then"
+_DRAWS_BY_VALUE = "how many random numbers it draws depends on values of one stage, and all stages draw others then"
 _UNSEEN = (
     "it calls operations that torch's function modes do not see (an extension's, say), or uses a tensor whose memory "
     "was changed through another view of it"

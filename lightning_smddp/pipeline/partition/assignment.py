@@ -42,18 +42,21 @@ def _stage_of_idle(name: str, all_parameters: Sequence[str], used: ParameterStag
     """Where to place a parameter that is not used.
 
     Beside its twin: a teacher that follows a student, or an average of the weights, is a copy of a module under another
-    name, of which nothing is used. What has no twin goes where the one before it is: a layer of a list that was left
-    out by chance would run behind that, and other layers are no twins of it.
+    name: of its parameters none is used, and the original has them all. What has no twin goes where its neighbours are:
+    a layer of a list that was left out by chance would run between them, and other layers are no twins of it.
     """
     module, _, rest = name.partition(".")
-    is_copy = not any(other.startswith(f"{module}.") for other in used)
-    while is_copy and "." in rest:  # one name ("weight") tells no twin, as many modules have it
-        for twin in used:
-            if f".{twin}".endswith(f".{rest}"):
+    while "." in rest and not module.isdigit():  # one name ("weight") tells no twin, as many modules have it
+        copied = name.removesuffix(rest)
+        inside = [other.removeprefix(copied) for other in all_parameters if other.startswith(copied)]
+        for twin in [other for other in used if other.endswith(f".{rest}")]:
+            expected = {twin.removesuffix(rest) + one for one in inside}
+            if expected.issubset(all_parameters) and used.keys().isdisjoint(copied + one for one in inside):
                 return used[twin][0]
-        _, _, rest = rest.partition(".")
+        module, _, rest = rest.partition(".")
+    # Of equally near ones the last before it, else the first behind it.
     before = all_parameters[: all_parameters.index(name)]
-    return next((used[other][0] for other in [*reversed(before), *all_parameters] if other in used), 0)
+    return _stage_near(name, {other: used[other] for other in [*reversed(before), *all_parameters] if other in used})
 
 
 def follow(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 from lightning_smddp.communication.objects import UnsendableError, gather, pickled
 from lightning_smddp.communication.tensors import broadcast_structure
 from lightning_smddp.pipeline.mesh import Channel
-from lightning_smddp.pipeline.partition.microbatches import signature
+from lightning_smddp.pipeline.partition.microbatches import DEPTH, attributes_of, signature
 from lightning_smddp.pytree import leaves
 
 _COMPARED = 3  # batches of a kind that are compared before they are run
@@ -98,28 +99,34 @@ def digest_of(batch: Any, sampled: int | None = None) -> int:
     Args:
         batch: anything.
         sampled: elements of a tensor that are looked at, which is quick: of tensors on a device there are none, and
-            objects count by their signature. None: all.
+            objects count by their attributes. None: all.
     """
     digest = hashlib.blake2b(signature(batch).encode(), digest_size=8)
     for leaf in leaves(batch):
-        digest.update(_content(leaf, sampled))
+        digest.update(_content(leaf, sampled, DEPTH))
     return int.from_bytes(digest.digest(), "little") >> 2
 
 
-def _content(leaf: Any, sampled: int | None) -> bytes:
+def _contents(values: Iterable[Any], sampled: int | None, depth: int) -> bytes:
+    return b"".join(_content(leaf, sampled, depth) for leaf in leaves(list(values)))
+
+
+def _content(leaf: Any, sampled: int | None, depth: int) -> bytes:
     if isinstance(leaf, _VALUES):
         return repr(leaf).encode()
-    if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
-        seen: bytes = leaf.reshape(-1)[:: _step(leaf.size, sampled)].tobytes()
-        return seen
+    if isinstance(leaf, np.ndarray):
+        seen = leaf.reshape(-1)[:: _step(leaf.size, sampled)]
+        return _contents(seen, sampled, depth) if leaf.dtype.hasobject else bytes(seen.tobytes())
     if isinstance(leaf, Tensor) and leaf.is_nested:
-        return b"".join(_content(part, sampled) for part in leaf.unbind())
+        return _contents(leaf.unbind(), sampled, depth)
     if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
         if leaf.is_meta or (sampled is not None and not leaf.is_cpu):
             return b""
         flat = leaf.detach().resolve_conj().resolve_neg().reshape(-1)[:: _step(leaf.numel(), sampled)]
         return flat.contiguous().cpu().view(torch.uint8).numpy().tobytes()
-    data = pickled(leaf) if sampled is None else b""
+    if sampled is not None:
+        return _contents(attributes_of(leaf).values(), sampled, depth - 1) if depth else b""
+    data = pickled(leaf)
     return os.urandom(8) if isinstance(data, str) else data  # why it cannot be pickled is said where it is sent
 
 

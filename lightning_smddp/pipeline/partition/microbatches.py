@@ -37,7 +37,7 @@ _ARRAYS = (Tensor, np.ndarray)
 _NUMERIC = "biufc"  # kinds of numpy's types that torch has, too
 _SHOWN = 400  # characters
 _WITHOUT_PARTS = (type, FunctionType, MethodType, ModuleType)
-_DEPTH = 3  # of objects in objects that are looked into
+DEPTH = 3  # of objects in objects that are looked into
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -178,7 +178,7 @@ def _weighted(parts: Sequence[tuple[Any, int]]) -> list[MicroBatch]:
     return [MicroBatch(value, size, size / rows) for value, size in parts]
 
 
-def signature(value: Any, depth: int = _DEPTH, numbers: bool = False) -> str:
+def signature(value: Any, depth: int = DEPTH, numbers: bool = False) -> str:
     """What a micro-batch (or any value) is made of: structure, types, shapes, dtypes, ``requires_grad``, but no values.
 
     Equal texts mean that stages exchange tensors of equal shapes, as far as shapes do not depend on values. So integers
