@@ -87,7 +87,8 @@ def join(
         backend: of the group.
         device: this rank's accelerator, or None.
         timeout: of the group's collectives.
-        init_timeout: how long to wait for the other ranks, and then for connections to them.
+        init_timeout: how long to wait for the other ranks, and then to connect; gloo waits five times as long for those
+            that could not connect to this one.
 
     Raises:
         StartError: in ``init_timeout`` and a moment, the same on every rank of the job that is there. One line.
@@ -101,7 +102,7 @@ def join(
     except RuntimeError as error:
         reason, _, _ = str(error).partition("\n")
         cure = "Name the interface that reaches the other nodes in GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME)."
-        raise StartError(f"All ranks came, but {backend} could not connect {card}: {reason} {cure}") from None
+        raise StartError(f"All ranks came, but {backend} could not connect {card}: {reason}. {cure}") from None
     store.set_timeout(timeout)
     if resettable:
         set_group_timeout(backend_timeout(timeout, is_nccl()))
