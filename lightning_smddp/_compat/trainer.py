@@ -121,18 +121,17 @@ def around_hooks(trainer: Any, around: Around) -> Iterator[None]:
     profile = trainer.profiler.profile
 
     @contextmanager
-    def profiled(action: str) -> Iterator[Any]:
+    def within_hook(action: str, hook: str, owner: Any) -> Iterator[Any]:
+        with profile(action) as value, around(hook, owner):
+            yield value
+
+    def profiled(action: str) -> AbstractContextManager[Any]:
         kind, _, rest = action.partition("]")
         key, _, hook = rest.rpartition(".")
         owner = trainer.lightning_module if kind == "[LightningModule" else None
         if kind == "[Callback":
             owner = next(callback for callback in trainer.callbacks if callback.state_key == key)
-        with profile(action) as value:
-            if owner is None:
-                yield value
-                return
-            with around(hook, owner):
-                yield value
+        return profile(action) if owner is None else within_hook(action, hook, owner)
 
     def within(callback: Any) -> Callable[[], Any]:
         own = callback.state_dict

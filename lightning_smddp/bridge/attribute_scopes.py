@@ -21,7 +21,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
@@ -118,13 +118,15 @@ class AttributeScopes:
 
     # ---- during a batch ----
 
-    @contextmanager
-    def within(self, stage: int | None, index: int) -> Iterator[None]:
+    def within(self, stage: int | None, index: int) -> AbstractContextManager[None]:
         """Around a run of ``stage``, or one for nothing (None), on micro-batch ``index``."""
-        if stage is not None:
-            self._enter(stage, stage)
-            yield
-            return
+        if stage is None:
+            return self._for_nothing(index)
+        self._enter(stage, stage)
+        return nullcontext()
+
+    @contextmanager
+    def _for_nothing(self, index: int) -> Iterator[None]:
         self._enter(_DryRun(index), _DryRun(index - 1))
         try:
             yield

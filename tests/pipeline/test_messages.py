@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp.pipeline.capture.records import TensorSpec
-from lightning_smddp.pipeline.runtime.messages import Neighbour
+from lightning_smddp.pipeline.runtime.messages import Layout, Neighbour
 from tests.ranks import run_ranks
 
 MANY = [
@@ -19,9 +19,11 @@ MANY = [
     torch.tensor(2.5, dtype=torch.float64),
     torch.complex(torch.ones(2), torch.ones(2)).conj(),
     torch.arange(4, dtype=torch.int8),
+    torch.complex(torch.ones(1), torch.ones(1)).conj().imag,  # a view that negates
 ]
 LARGE = [torch.complex(torch.ones(200, 100), torch.ones(200, 100)).conj()]
-CASES = [(MANY, 2), ([torch.ones(4), torch.empty(0)], 1), (LARGE, 1), ([], 0), ([torch.empty(0), torch.empty(0)], 0)]
+ALONE = [MANY[-1], torch.empty(0)]
+CASES = [(MANY, 2), (ALONE, 1), (LARGE, 1), ([], 0), ([torch.empty(0), torch.empty(0)], 0)]
 
 
 def exchanged(ahead: bool) -> list[tuple[list[Tensor], int]]:
@@ -30,9 +32,10 @@ def exchanged(ahead: bool) -> list[tuple[list[Tensor], int]]:
     for sent, _ in CASES:
         rank = dist.get_rank()
         neighbour = Neighbour(dist.group.WORLD, 1 - rank, torch.device("cpu"), ahead)
-        neighbour.begin_step([tuple(map(TensorSpec.of, sent))] * 2)
+        layout = Layout.of(list(map(TensorSpec.of, sent)))
+        neighbour.begin_step([layout] * 2)
         for microbatch in (0, 1):
-            ops = neighbour.sends(sent) if rank == 0 else neighbour.receives(microbatch)
+            ops = neighbour.sends(layout, sent) if rank == 0 else neighbour.receives(microbatch)
             for work in dist.batch_isend_irecv(ops) if ops else ():
                 work.wait()
         if rank == 1:

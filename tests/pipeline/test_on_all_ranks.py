@@ -15,7 +15,6 @@ from torch import nn
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.graph_builder import Modules
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
-from lightning_smddp.pipeline.capture.records import TensorSpec
 from lightning_smddp.pipeline.partition import plan
 from lightning_smddp.pipeline.partition.costs import LOOPBACK, cluster_of
 from lightning_smddp.pipeline.partition.plan import OnAllRanks, Trial, make_plan
@@ -120,8 +119,8 @@ def test_what_one_rank_reads_all_ranks_know_of() -> None:
 def test_what_cannot_be_put_back_is_left() -> None:
     """Attributes that a step has set to tensors of another stage; buffers of scripted modules."""
     root = nn.ModuleDict({"norm": torch.jit.script(nn.BatchNorm1d(2)), "kept": nn.Identity()})
-    run: Any = SimpleNamespace(device=CPU)
-    remote = RemoteTensor.standing_for(0, TensorSpec((2,), torch.float32, True), run)
+    remote = torch.ones(2).as_subclass(RemoteTensor)
+    remote.run = SimpleNamespace(device=CPU)
     root["kept"].shown = remote
     with preserve_state(root, CPU):
         root["norm"](torch.randn(4, 2))

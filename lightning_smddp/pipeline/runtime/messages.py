@@ -10,8 +10,9 @@ Sender and receiver know the tensors' specs, so nothing is said about what is wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,29 @@ from lightning_smddp.pipeline.capture.records import TensorSpec
 
 _SMALL = 2**16  # bytes; copying a larger tensor costs more than its message
 
-Specs: TypeAlias = tuple[TensorSpec, ...]
+
+class Layout(NamedTuple):
+    """How tensors travel. Those without elements do not: not every backend takes empty messages.
+
+    Attributes:
+        specs: of all of them.
+        small: positions of those that share a message.
+        large: of those that have their own.
+    """
+
+    specs: Sequence[TensorSpec]
+    small: Sequence[int]
+    large: Sequence[int]
+
+    @classmethod
+    def of(cls, specs: Sequence[TensorSpec]) -> Layout:
+        """That of tensors like ``specs``."""
+        sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in specs]
+        present = [position for position, size in enumerate(sizes) if size]
+        small = [position for position in present if sizes[position] < _SMALL]
+        if len(small) < 2:
+            return cls(specs, (), present)
+        return cls(specs, small, [position for position in present if position not in small])
 
 
 class Boundary(NamedTuple):
@@ -33,15 +56,15 @@ class Boundary(NamedTuple):
         gradients: of these.
     """
 
-    values: Specs
-    trained: tuple[int, ...]
-    gradients: Specs
+    values: Layout
+    trained: Sequence[int]
+    gradients: Layout
 
     @classmethod
     def of(cls, specs: Sequence[TensorSpec], train: bool) -> Boundary:
         """That of values like ``specs``; without a backward none needs a gradient."""
-        trained = tuple(position for position, spec in enumerate(specs) if train and spec.requires_grad)
-        return cls(tuple(specs), trained, tuple(specs[position] for position in trained))
+        trained = [position for position, spec in enumerate(specs) if train and spec.requires_grad]
+        return cls(Layout.of(specs), trained, Layout.of([specs[position] for position in trained]))
 
 
 class Neighbour:
@@ -63,9 +86,9 @@ class Neighbour:
         self._ahead = ahead
         self.begin_step(())
 
-    def begin_step(self, specs: Sequence[Specs]) -> None:
-        """``specs``: of what comes for each micro-batch."""
-        self._specs = specs
+    def begin_step(self, layouts: Sequence[Layout]) -> None:
+        """``layouts``: of what comes for each micro-batch."""
+        self._layouts = layouts
         self._arriving: dict[int, list[Any]] = {}
         self._shared: dict[int, Tensor] = {}  # messages of small tensors
         self._tensors: dict[int, Sequence[Tensor | None]] = {}
@@ -74,7 +97,7 @@ class Neighbour:
         """Receives for torch's schedule to start; none where they are started here."""
         if not self._ahead:
             return self._ops(dist.irecv, self._open(microbatch))
-        for early in range(microbatch, min(microbatch + 2, len(self._specs))):
+        for early in range(microbatch, min(microbatch + 2, len(self._layouts))):
             if early not in self._arriving:
                 messages = self._open(early)
                 works = [dist.irecv(message, group=self._group, group_src=self._rank) for message in messages]
@@ -92,40 +115,34 @@ class Neighbour:
         tensors: Any = self._tensors.pop(microbatch, ())
         shared = self._shared.pop(microbatch, None)
         if shared is not None:
-            small, _ = _small_and_large(tensors)
+            small = [tensors[position] for position in self._layouts[microbatch].small]
             for tensor, part in zip(small, shared.split([tensor.nbytes for tensor in small]), strict=True):
                 _bytes(tensor).copy_(part)
         return tensors
 
-    def sends(self, tensors: Sequence[Tensor]) -> list[dist.P2POp]:
-        """Sends for torch's schedule to start."""
-        small, messages = _small_and_large([tensor.resolve_conj().contiguous() for tensor in tensors])
-        if small:
-            messages = [torch.cat(list(map(_bytes, small))), *messages]
+    def sends(self, layout: Layout, tensors: Sequence[Tensor]) -> list[dist.P2POp]:
+        """Sends of ``tensors``, which are as ``layout`` says, for torch's schedule to start."""
+        plain = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+        messages = [plain[position] for position in layout.large]
+        if layout.small:
+            messages.insert(0, torch.cat([_bytes(plain[position]) for position in layout.small]))
         return self._ops(dist.isend, messages)
 
     def _open(self, microbatch: int) -> list[Tensor]:
-        tensors = [spec.empty(self._device) for spec in self._specs[microbatch]]
+        layout = self._layouts[microbatch]
+        tensors = [spec.empty(self._device) for spec in layout.specs]
         self._tensors[microbatch] = tensors
-        small, messages = _small_and_large(tensors)
-        if small:
-            nbytes = sum(tensor.nbytes for tensor in small)
+        messages = [tensors[position] for position in layout.large]
+        if layout.small:
+            nbytes = sum(tensors[position].nbytes for position in layout.small)
             self._shared[microbatch] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            messages = [self._shared[microbatch], *messages]
+            messages.insert(0, self._shared[microbatch])
         return messages
 
     def _ops(self, op: Any, messages: Sequence[Tensor]) -> list[dist.P2POp]:
         return [dist.P2POp(op, message, group=self._group, group_peer=self._rank) for message in messages]
 
 
-def _small_and_large(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Those that share a message, and those that have their own. Those without elements do not travel."""
-    present = [tensor for tensor in tensors if tensor.numel()]
-    small = [tensor for tensor in present if tensor.nbytes < _SMALL]
-    if len(small) < 2:
-        return [], present
-    return small, [tensor for tensor in present if tensor.nbytes >= _SMALL]
-
-
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
+    # Of a single element the stride may be any, also where torch says contiguous.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -10,13 +10,11 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_smddp._compat.torch import READ_NUMBER, without_subclass_functions, wrapper_subclass
+from lightning_smddp._compat.torch import READ_NUMBER, without_subclass_functions
 from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, user_location
-from lightning_smddp.pipeline.capture.records import TensorSpec
 from lightning_smddp.pytree import leaves, map_leaves
 
 OTHER_PATH = (
@@ -51,18 +49,6 @@ class RemoteTensor(Tensor):
 
     value: int
     run: Any
-
-    @staticmethod
-    def standing_for(value: int, spec: TensorSpec, run: Any) -> RemoteTensor:
-        """The stand-in for ``value`` in ``run``."""
-        requires_grad = spec.requires_grad and torch.is_grad_enabled()
-        stride = spec.stride or None  # not known, or there is no dimension
-        made: RemoteTensor = wrapper_subclass(
-            RemoteTensor, spec.shape, stride, dtype=spec.dtype, device=run.device, requires_grad=requires_grad
-        )
-        made.value = value
-        made.run = run
-        return made
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -83,7 +83,7 @@ class RunningStep:
                 diverged = isinstance(error, (ReplayError, SplitError))
                 text = str(error) if diverged else f"{type(error).__name__}: {error}"
                 self.failures.append(Failure(index, stage, text, error, diverged))
-        return tuple(_without_values(spec, program.device) for spec in boundary.values)
+        return tuple(_without_values(spec, program.device) for spec in boundary.values.specs)
 
     def _run(self, program: StageProgram, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What goes to the next stage for micro-batch ``index``; on the last one also note what the step returned."""
@@ -226,7 +226,7 @@ class Stage:
         sent, state.outgoing = state.outgoing, ()
         if not sent:  # the next stage is here, and has them
             return []
-        return self._behind.sends(sent)
+        return self._behind.sends(self._outgoing[fwd_chunk_id].values, sent)
 
     def release_fwd_send_outputs(self, fwd_chunk_id: int) -> None:
         """Nothing: the messages themselves hold what is sent. Called by torch from 2.15 on, when they have arrived."""
@@ -276,9 +276,10 @@ class Stage:
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """The sends of the inputs' gradients; zeros for one that did not matter to the loss."""
-        pairs = zip(self._incoming[bwd_chunk_id].gradients, self.get_local_bwd_output(bwd_chunk_id), strict=True)
+        layout = self._incoming[bwd_chunk_id].gradients
+        pairs = zip(layout.specs, self.get_local_bwd_output(bwd_chunk_id), strict=True)
         gradients = [spec.empty(self.device).zero_() if gradient is None else gradient for spec, gradient in pairs]
-        return self._before.sends(gradients)
+        return self._before.sends(layout, gradients)
 
     def get_local_bwd_output(self, mb_index: int) -> Sequence[Tensor | None]:
         """The inputs' gradients, when the stage before is on this rank."""
@@ -303,7 +304,7 @@ class Stage:
 
 def _require_announced(outputs: Sequence[Tensor], boundary: Boundary) -> None:
     """Raise ``ReplayError`` for what the next stage does not expect: received as announced it would be wrong."""
-    for output, spec in zip(outputs, boundary.values, strict=True):
+    for output, spec in zip(outputs, boundary.values.specs, strict=True):
         # One that needs no gradient may stand for one that does.
         needs_gradient = output.requires_grad and not spec.requires_grad and torch.is_grad_enabled()
         if output.shape != spec.shape or output.dtype != spec.dtype or needs_gradient:

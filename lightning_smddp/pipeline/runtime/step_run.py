@@ -15,15 +15,15 @@ two stages, with other dropout, hooks that fire twice and buffers that are writt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_smddp._compat.torch import without_subclass_functions
+from lightning_smddp._compat.torch import without_subclass_functions, wrapper_subclass
 from lightning_smddp.pipeline.capture.graph import Node
 from lightning_smddp.pipeline.capture.ops import (
     Kind,
@@ -79,20 +79,16 @@ def run_stage(
         ReplayError: the step took another path than when it was traced.
     """
     run = StageRun(program, received, shapes, made, reads)
-    mode: AbstractContextManager[Any] = nullcontext()
-    if run.keeps_all:
-        mode = Watch(run)
-    elif reads is not None:
-        mode = Reads(run)
+    if run.keeps_all or reads is not None:
+        step = partial(_within, Watch(run) if run.keeps_all else Reads(run), step)
+    if program.graph.calls_compiled:  # code between units would run through us unseen; units run compiled
+        step = torch.compiler.set_stance("force_eager")(step)
     outer, ACTIVE.run = ACTIVE.run, run
     result = None
     try:
         if seed is not None:
             program.wrappers.generators.seed(seed)
-        # Compiled code between units would run through us unseen; units run compiled.
-        stance = torch.compiler.set_stance("force_eager") if program.graph.calls_compiled else nullcontext()
-        with stance, mode:
-            result = step()
+        result = step()
         run.check_end()
         if program.is_last:
             result = map_leaves(run.real, result)
@@ -102,6 +98,11 @@ def run_stage(
         ACTIVE.run = outer
         run.end()
     return run.to_send(), result if program.is_last else None
+
+
+def _within(mode: TorchFunctionMode, step: Callable[[], Any]) -> Any:
+    with mode:
+        return step()
 
 
 class StageRun:
@@ -134,7 +135,7 @@ class StageRun:
         self.keeps_all = program.watches or made is not None
         pairs = zip(self.plan.receives, received, strict=True)
         self.here = {value: program.as_traced(value, tensor) for value, tensor in pairs}
-        self.stand_ins: dict[int, Tensor] = {}
+        self.stand_ins: dict[int, RemoteTensor] = {}
         self.position = 0
         self.has_begun = self.plan.begin == 0 and self.plan.end > 0
         self.inside = False
@@ -283,11 +284,12 @@ class StageRun:
                 raise ReplayError(f"The step went on behind {missing}, which did not come. {OTHER_PATH}")
         if node.index >= self.plan.begin:
             self.has_begun = True
-            found = leaves((args, kwargs) if kwargs else args)
+            keeps = self.keeps_all or node.index in program.keeps_arguments
+            found = leaves((args, kwargs) if kwargs else args) if keeps or self.stand_ins else []
             if RemoteTensor in map(type, found):
                 args, kwargs = map_leaves(self.real, (args, kwargs))
                 found = list(map(self.real, found))
-            if self.keeps_all or node.index in program.keeps_arguments:
+            if keeps:
                 self._note_arguments(node, found)
             if node.index >= self.plan.end:
                 raise StageDone
@@ -320,7 +322,11 @@ class StageRun:
         if self.program.checkpointing and torch.is_grad_enabled() and not node.versions:
             kwargs = {**kwargs, **dict.fromkeys(_CACHES & kwargs.keys()), "use_reentrant": False}
             forward, args = checkpoint, (forward, *args)
-        result = self.do(forward, args, kwargs)
+        self.inside = True  # as `do`: each module of each micro-batch comes here
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            self.inside = False
         if node.versions:
             self.note_writes(node, changed)
         if self.keeps_all or node.index in self.program.keeps_results:
@@ -360,8 +366,8 @@ class StageRun:
         return type(leaf) is RemoteTensor or id(leaf) in self.program.absent
 
     def real(self, leaf: Any) -> Any:
-        """The tensor that ``leaf`` stands for, if it is here; else ``leaf``."""
-        if type(leaf) is RemoteTensor:
+        """The tensor that ``leaf`` stands for, if it is here; else ``leaf``: also what is kept from another run."""
+        if type(leaf) is RemoteTensor and leaf.run is self:
             return self.here.get(leaf.value, leaf)
         return leaf
 
@@ -375,10 +381,15 @@ class StageRun:
     def _tensor(self, value: int) -> Tensor:
         made = self.stand_ins.get(value)
         if made is None:
-            shape = self.shapes.values.get(value)
-            if shape is None:
+            spec = self.shapes.values.get(value)
+            if spec is None:
                 raise ReplayError(f"The shape of value {value} is not known: the stage that makes it must run first.")
-            made = RemoteTensor.standing_for(value, shape, self)
+            requires_grad = spec.requires_grad and torch.is_grad_enabled()
+            stride = spec.stride or None  # not known, or there is no dimension
+            made = wrapper_subclass(
+                RemoteTensor, spec.shape, stride, dtype=spec.dtype, device=self.device, requires_grad=requires_grad
+            )
+            made.value, made.run = value, self
             self.stand_ins[value] = made
         return made
 

@@ -196,7 +196,7 @@ class TraceCache:
 
     def _look_at_parameters(self) -> None:
         with without_subclass_functions():
-            self._trained = "".join("01"[parameter.requires_grad] for parameter in self._parameters)
+            self._trained = "".join(["01"[parameter.requires_grad] for parameter in self._parameters])
 
     # ---- new paths ----
 
