@@ -20,6 +20,7 @@ from torch.futures import Future
 from lightning_smddp.communication.algorithms import Algorithm, Native, SharedMemoryAllReduce, completed
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import Compression, ErrorFeedback
+from lightning_smddp.communication.consistency import require_compressible
 from lightning_smddp.communication.nonfinite import NonFinite, bad_gradients, brought
 from lightning_smddp.communication.powersgd import PowerSGD
 from lightning_smddp.communication.report import CommunicationReport, Recorder
@@ -55,6 +56,7 @@ class GradientSynchronizer:
         self._feedback: ErrorFeedback | None = None
         self._powersgd: PowerSGD | None = None
         if compression is not None and communicator.compresses(compression):
+            require_compressible(module)
             if compression.method == "powersgd":
                 self._powersgd = PowerSGD(communicator.group_of_all("powersgd"), communicator.thread, compression)
             elif compression.error_feedback:

@@ -21,7 +21,6 @@ from lightning_smddp.communication.choose import Choice, choose
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.consistency import (
     check_same_model,
-    require_compressible,
     require_initialized,
     require_same,
 )
@@ -118,8 +117,6 @@ class DDPScheme:
         told = f"algorithm={ours.algorithm!r}, {ours.compression}, bucket_cap_mb={ours.bucket_cap_mb}"
         require_same("strategy's options", [told], "Give every rank the same ones.")
         check_same_model(module)
-        if ours.compression is not None:
-            require_compressible(module)
         self._choice = Choice(ours.algorithm)
         if ours.algorithm == "auto":
             self._choice = choose(self.communicator, module, ours.compression, ours.bucket_cap_mb)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_smddp.communication.compression import Compression
 from lightning_smddp.pipeline.state.replicas import ReplicaGradients, assign_buckets
 from tests.communication.errors import message_of
 from tests.ranks import run_ranks
@@ -90,7 +91,15 @@ def test_buckets_are_filled_in_the_order_of_backward() -> None:
 
 
 def steps() -> None:
-    for check in (starts_during_backward, accumulated, unused, thawed, too_many_backwards, hooks_of_users_come_first):
+    for check in (
+        starts_during_backward,
+        accumulated,
+        unused,
+        thawed,
+        thawed_as_complex,
+        too_many_backwards,
+        hooks_of_users_come_first,
+    ):
         check()
 
 
@@ -144,6 +153,15 @@ def unused() -> None:
             assert model[0].weight.grad is None
             torch.testing.assert_close(model[1].bias.grad, torch.full((WIDTH,), 0.5 * 4 * MICROBATCHES))
             assert model[2].bias.grad is not None
+
+
+def thawed_as_complex() -> None:
+    """What cannot be rounded is refused then, too: its imaginary part would be lost."""
+    model = nn.ParameterDict({"a": torch.ones(2), "b": torch.ones(2, dtype=torch.complex64)})
+    model["b"].requires_grad_(False)
+    with averaging(model, compression=Compression("bf16", scope="all")) as replicas:
+        model["b"].requires_grad_(True)
+        assert "'b' is of torch.complex64" in message_of(ValueError, lambda: replicas.begin(passes(model)))
 
 
 def thawed() -> None:

@@ -21,7 +21,7 @@ from torch.distributed import GradBucket
 from lightning_smddp.communication.choose import DEFAULT_BUCKET_MB, Choice, choose
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import Compression
-from lightning_smddp.communication.consistency import check_same_model, require_compressible
+from lightning_smddp.communication.consistency import check_same_model
 from lightning_smddp.communication.hook import GradientSynchronizer
 from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.report import Recorder
@@ -158,8 +158,6 @@ class ReplicaGradients:
         self.communicator = Communicator(group, device, timeout, self.recorder.on_wait, size, apart=True)
         held = _Held(self._parameters)
         check_same_model(held, group)
-        if compression is not None:
-            require_compressible(held)
         is_open = algorithm == "auto"
         self.choice = choose(self.communicator, held, compression, bucket_cap_mb) if is_open else Choice(algorithm)
         self._bucket_bytes = int((bucket_cap_mb or DEFAULT_BUCKET_MB) * 2**20)
