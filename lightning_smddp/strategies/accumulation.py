@@ -208,15 +208,12 @@ class AccumulateMicroBatches(_Base):
 
     def _place_of_weights(self, batch: Any) -> Path | None:
         """Where the batch has what is counted: under its key; labels also where -100 is among integers."""
-        is_labels = self.loss_weight in _LABELS
-        found = {path: leaf for path, leaf in items(batch) if isinstance(leaf, Tensor) and leaf.dim()}
-        for path in found:
-            if path and path[-1] == ("labels" if is_labels else self.loss_weight):
-                return path
-        for path, leaf in found.items():
-            if is_labels and not leaf.is_floating_point() and bool(leaf.eq(_IGNORED).any()):
-                return path
-        return None
+        name = "labels" if self.loss_weight in _LABELS else self.loss_weight
+        found = [(path, leaf) for path, leaf in items(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+        places = [path for path, _ in found if path[-1:] == (name,)]
+        if name == "labels":
+            places += [path for path, leaf in found if not leaf.is_floating_point() and bool(leaf.eq(_IGNORED).any())]
+        return places[0] if places else None
 
     def _count(self, leaf: Tensor) -> float:
         if self.loss_weight == "shifted_labels":
