@@ -26,6 +26,7 @@ from fsspec.implementations.local import LocalFileSystem
 AnyPath = str | os.PathLike[str]
 """A local path, or a URL that fsspec knows (``s3://bucket/run/last.ckpt``)."""
 
+_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci"}
 ANOTHER = "Use an earlier checkpoint, or another copy of this one."
 """What to do about one that is damaged."""
 
@@ -91,7 +92,8 @@ def _write_local(dump: Callable[[Any], object], new: str, path: str) -> None:
 
 
 def _write_remote(fs: Any, dump: Callable[[Any], object], new: str, path: str) -> None:
-    fs.makedirs(os.path.dirname(path), exist_ok=True)
+    if not _OBJECT_STORES & {fs.protocol, *fs.protocol}:  # where this would make a bucket of a wrong name
+        fs.makedirs(os.path.dirname(path), exist_ok=True)
     with fs.open(new, "wb") as file:
         dump(file)
     fs.mv(new, path)  # in object stores a copy, made by the store, which appears when it is complete

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_smddp._compat.torch import default_store
@@ -70,7 +71,9 @@ class RunSupervision:
         timeout_s = strategy._session.limit(strategy._timeout).total_seconds()
         grace_s = strategy._reliability.stop_limit_s
         self.supervisor = Supervisor(default_store(), rank, world_size, timeout_s, grace_s, launcher_pid())
-        self.supervisor.hangs_silently = strategy.root_device.type == "cuda" and world_size > 1
+        if strategy.root_device.type == "cuda" and world_size > 1:
+            stream = torch.cuda.default_stream(strategy.root_device)
+            self.supervisor.has_work = lambda: not stream.query()
 
     def take_over(self, trainer: Trainer) -> None:
         """From here on signals stop the run by agreement, and epochs end together."""
@@ -194,6 +197,8 @@ class RunSupervision:
         trains = trainer.state.fn == "fit" and not trainer.sanity_checking
         if trains and no_batch_follows(trainer):
             self._end_epoch()
+        elif trains and self.supervisor is not None:
+            self.supervisor.go_on()
         self.phase("validation")
         # A place to stop at has to be one that all ranks come to: within a validation only if all have as many batches.
         self._stops_within = False

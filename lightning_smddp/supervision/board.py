@@ -7,9 +7,9 @@ Keys, below a prefix of the run: ``who/R``: process of rank R; ``beat/R``: how f
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
@@ -36,7 +36,8 @@ class Beat(NamedTuple):
         step, phase: see ``Supervisor``.
         ends: of epochs, each counted when the rank comes to it, and when it goes on.
         batches: begun in the present epoch.
-        waited_s: for how long its training thread waits for other ranks; 0: it does not.
+        waited_s: for how long its training thread waits for other ranks, or for its device; 0: it does not.
+        has_work: it is its device that it waits for, which has work left.
         answer: see ``Stops``.
         over: 1: its run is over; 2: it needs the store no more, or knows of the failure.
     """
@@ -47,6 +48,7 @@ class Beat(NamedTuple):
     ends: int
     batches: int
     waited_s: float
+    has_work: bool
     answer: int
     over: int
 
@@ -82,7 +84,7 @@ class Board:
 
     Attributes:
         who: the process of each rank.
-        local: other ranks of this host.
+        local: other ranks of this host, those behind this one first.
         beats: how far each rank is, as it was seen last.
 
     Raises:
@@ -101,8 +103,8 @@ class Board:
         self.tell(beat)
         self._store.set(f"who/{rank}", json.dumps(own))
         self.who = [Process(*json.loads(self._store.get(f"who/{other}"))) for other in self._ranks]
-        local = [other for other in self._ranks if self.who[other].namespace == own.namespace != ""]
-        self.local = [other for other in local if other != rank]
+        others = [*range(rank + 1, world_size), *range(rank)]
+        self.local = [other for other in others if self.who[other].namespace == own.namespace != ""]
         self.look()
 
     def tell(self, beat: Beat) -> None:
@@ -138,10 +140,10 @@ class Board:
 # ---- who waits for whom ----
 
 
-def waits(thread: int) -> bool:
-    """Whether a thread of this process is where one waits for other ranks: in communication."""
-    frame = sys._current_frames().get(thread)  # None if it has ended
-    return frame is not None and frame.f_globals.get("__name__", "").startswith(_COMMUNICATE)
+def waits(frame: FrameType) -> bool:
+    """Whether a thread's innermost frame is where one waits for other ranks."""
+    module: str = frame.f_globals.get("__name__", "")
+    return module.startswith(_COMMUNICATE)
 
 
 def behind(beats: Sequence[Beat]) -> int | None:

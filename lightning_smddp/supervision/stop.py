@@ -8,8 +8,8 @@ collective blocks, so this cannot deadlock.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
+import multiprocessing
 import os
 import signal
 import threading
@@ -27,7 +27,6 @@ from lightning_smddp.communication.groups import abort_groups
 END = 2**62  # a place to stop at, behind all others
 AGAIN_AFTER_S = 1.0  # a launcher may pass on what the terminal has sent to everyone
 _SIGNALS: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}  # Python's own
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal by which a process ends when its parent does
 RELEASE_AFTER_S = 0.5  # errors of communication come by themselves within less
 GRACE_S = 3.0  # from a failure on, within which the training thread has to raise
 UNWIND_S = 8.0  # within which it has to come to the end of its run
@@ -111,8 +110,16 @@ class Stops:
         self.restore_signals()
         if is_loader_worker():
             os.setpgid(0, 0)
-            with suppress(AttributeError):  # not Linux
-                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """SIGKILL to the rank's group does not come here, and a worker whose full pipe nobody reads waits for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    while os.getppid() == parent.pid:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 class Shutdown:
@@ -125,7 +132,7 @@ class Shutdown:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.clean_ups: list[Callable[[], object]] = []
+        self.clean_ups: list[Callable[[], object]] = [lambda: print(end="", flush=True)]  # what a user has printed
         self.is_handled = False
         self._error: BaseException | None = None
         self._not_before = self._began = 0.0

@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch.distributed as dist
 
@@ -20,9 +21,11 @@ from lightning_smddp.wording import counted
 
 LOOK_S = 0.5  # between two looks at the store, and at processes
 RANKS_PER_LOOK = 128  # with more of them each asks the store less often
+NEIGHBOURS = 8  # processes of this host that a rank looks at, and rank 0's
 STOPPED_S = 3.0  # a process of this host that is stopped for so long has failed
 NOTE_HANG_S = 60.0  # all wait for one rank: it is said
 STORE_S = (3.0, 30.0)  # the least and the most that the store may take to answer: `timeout` in between
+ASK_DEVICE_S = 10.0  # the training thread stands in one call: no graph is captured, so a stream may be asked
 _POLL_S = 0.05  # while the training thread waits for other ranks
 _DOUBT_S = 2.0  # who is not heard meanwhile is silent
 
@@ -44,7 +47,7 @@ class Supervisor:
     Attributes:
         step, phase: set these as training goes on, and call :meth:`begin_batch`.
         moves: add one for each batch, also of a validation.
-        hangs_silently: whether collectives that time out raise nothing, as NCCL's; set it.
+        has_work: whether the device has; set it where collectives that time out raise nothing, as NCCL's.
         failure: the first failure of the job, as all ranks agree on it; None if there is none.
         stop_signal: by which the job was asked to stop; None if it was not.
         shutdown, stops: see there for what can be set and called.
@@ -58,7 +61,7 @@ class Supervisor:
         self.step, self.phase = -1, "setup"
         self.moves = 0
         self._epoch = (0, 0)  # `ends` and `batches` of a `Beat`, which are read together
-        self.hangs_silently = False
+        self.has_work: Callable[[], bool] | None = None
         self.failure: Failure | None = None
         self.stop_signal: int | None = None
         self.shutdown = Shutdown()
@@ -67,12 +70,16 @@ class Supervisor:
         self._suspects: dict[int, Failure] = {}  # by rank, before all ranks know of one
         self._stopped_s: dict[int, float] = {}  # for how long processes of this host are stopped
         self._place: object = None  # where the training thread was at the last look
-        self._waited_s = self._unanswered_s = self._stop_at = 0.0
+        self._call: object = None  # and the call that it was in
+        self._waits_for_device = False
+        self._waited_s = self._still_s = self._unanswered_s = self._stop_at = 0.0
         self._has_noted_hang = False
         self._lost = False  # the store is not used any more
         self._wake, self._closed = threading.Event(), threading.Event()
         self._period = LOOK_S * max(1.0, world_size / RANKS_PER_LOOK)
         self._board = Board(store, rank, world_size, self._own_beat())
+        local = self._board.local
+        self._neighbours = {*local[:NEIGHBOURS], 0} & {*local}
         atexit.register(self.close, 0.0)  # a thread that comes out of C++ when the interpreter has ended would abort it
         targets = {"smddp-supervisor": self._watch, "smddp-guard": self._guard}
         self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in targets.items()]
@@ -98,8 +105,11 @@ class Supervisor:
         self._board.tell(self._own_beat())
         failure, stop, decision = self._board.look()
         self._unanswered_s = 0.0
-        for suspect in list(self._suspects.values()):
-            failure = failure or self._board.set_once("failure", json.dumps(suspect))
+        for rank, suspect in list(self._suspects.items()):
+            if suspect.kind == "died" and self._board.beats[rank].over:  # it said goodbye before
+                del self._suspects[rank]
+            else:
+                failure = failure or self._board.set_once("failure", json.dumps(suspect))
         if failure:
             self._record(Failure(*json.loads(failure)))
         elif stop or self.stop_signal is not None:
@@ -109,7 +119,7 @@ class Supervisor:
 
     def _own_beat(self) -> Beat:
         self._number += 1
-        where = (self.step, self.phase, *self._epoch, self._waited_s)
+        where = (self.step, self.phase, *self._epoch, self._waited_s, self._waits_for_device)
         return Beat(self._number, *where, self.stops.answer, self._over if self.failure is None else 2)
 
     def _record(self, failure: Failure) -> None:
@@ -142,6 +152,7 @@ class Supervisor:
             # Time is counted by looks, as this process may have been stopped itself, as the whole machine may.
             if self.failure is None:  # before a look at signals, lest a launcher's be taken for a request to stop
                 self._look_around(period)
+                self._look_at_training(period)
             failure = self.failure
             period = _POLL_S if failure or self.stop_signal else LOOK_S
             if failure is not None or not self._suspects:  # else they wait for what is known of these in a moment
@@ -158,7 +169,7 @@ class Supervisor:
                 self._force(f"it did not stop within {self.grace:g} s of {name_of(self.stop_signal)}")
 
     def _look_around(self, passed: float) -> None:
-        for rank in self._board.local:
+        for rank in self._neighbours:
             is_stopped, ended = self._board.who[rank].look()
             self._stopped_s[rank] = is_stopped * (self._stopped_s.get(rank, 0.0) + passed)
             if ended and not self._board.beats[rank].over:
@@ -176,12 +187,26 @@ class Supervisor:
             how = "its process or its connection ended, its host is down, or the network between the hosts is cut"
             self._declare(0, "fell silent", f"the job's store is lost: {how}")
             self._record(self._suspects.get(self.rank) or self._suspects[0])
-        here = (self.phase, self.moves)
-        goes_on = here != self._place or not waits(self.shutdown.thread)
-        self._waited_s = 0.0 if goes_on else self._waited_s + passed
-        self._place = here
-        if self.hangs_silently and self._waited_s > self.timeout:
-            self._declare_behind(f"waited {self._waited_s:.0f} s for it, whose host does not go on")
+
+    def _look_at_training(self, passed: float) -> None:
+        """How long it waits: where ranks communicate, or in one call, while its device has work left."""
+        frame = sys._current_frames().get(self.shutdown.thread)
+        if frame is None:  # the thread has ended
+            return
+        place, call = (self.phase, self.moves), (id(frame), frame.f_lasti)
+        stays = place == self._place
+        self._still_s = self._still_s + passed if stays and call == self._call else 0.0
+        self._place, self._call = place, call
+        self._waits_for_device = False
+        if stays and waits(frame):
+            self._waited_s += passed
+        else:
+            if self.has_work is not None and self._still_s >= min(ASK_DEVICE_S, self.timeout / 2):
+                with suppress(RuntimeError):  # the device has failed, as the training thread will see
+                    self._waits_for_device = self.has_work()
+            self._waited_s = self._still_s if self._waits_for_device else 0.0
+        if self.has_work is not None and self._waited_s > self.timeout:
+            self._declare_behind(f"waited {self._waited_s:.0f} s for it")
 
     def _declare(self, rank: int, kind: str, message: str) -> None:
         """For any thread: let all ranks know. The first one counts."""
@@ -197,7 +222,8 @@ class Supervisor:
             hint = "no rank is behind on its host (NCCL's flight recorder says more: TORCH_FR_BUFFER_SIZE=2000)"
             self._declare(self.rank, "failed", f"{text}; {hint}")
         else:
-            self._declare(late, "did not come", text)
+            why = "its device has work left" if self._board.beats[late].has_work else "its host does not go on"
+            self._declare(late, "did not come", f"{text}; {why}")
 
     def _force(self, reason: str) -> None:
         code = 1 if self.stop_signal is None else 128 + self.stop_signal
@@ -319,6 +345,11 @@ class Supervisor:
         """At optimizer step ``step`` a batch is begun, with which ``batches`` of this epoch are."""
         self.step, self.phase = step, "forward"
         self._epoch = (self._epoch[0], batches)
+
+    def go_on(self) -> None:
+        """Something else of this epoch begins, such as a validation, which no rank at its end can wait for."""
+        ends, batches = self._epoch
+        self._epoch = (ends, batches + 1)
 
     def end_of_epoch(self, epoch: int) -> None:
         """Wait until every rank is at the end of its epoch, with as many batches. Collective.

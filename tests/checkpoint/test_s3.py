@@ -62,6 +62,9 @@ def test_checkpoints(bucket: str) -> None:
     assert caught.value.filename == url
     assert_equal(files.load(url), example(2))
     assert fs.find(bucket, refresh=True) == ["bucket/run/a.ckpt"]
+    with pytest.raises(OSError, match="could not save a checkpoint"):
+        save("s3://mistyped/run/a.ckpt")
+    assert fs.ls("", refresh=True) == ["bucket"]
 
     for name in "bc":  # S3 has times in seconds: of equal ones the last name counts
         save(f"{bucket}/run/{name}.ckpt")

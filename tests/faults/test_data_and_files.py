@@ -73,16 +73,18 @@ def test_cannot_save(kind: str, strategy: str, launcher: str, cause: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("batches", "stream", "launcher"),
+    ("batches", "stream", "launcher", "validates"),
     [
-        ([10, 20], False, "script"),
-        ([20, 10], True, "script"),
-        pytest.param([20, 10], True, "torchrun", marks=pytest.mark.exhaustive),
-        pytest.param([10, 20], True, "spawn", marks=pytest.mark.exhaustive),
+        ([10, 20], False, "script", {}),
+        ([20, 10], True, "script", {"limit_val_batches": 2, "val_check_interval": 10}),
+        pytest.param([20, 10], True, "torchrun", {}, marks=pytest.mark.exhaustive),
+        pytest.param([10, 20], True, "spawn", {}, marks=pytest.mark.exhaustive),
     ],
 )
-def test_uneven(batches: list[int], stream: bool, launcher: str, tmp_path: Path) -> None:
-    case = Case(launcher=launcher, batches=batches, stream=stream, trainer={"use_distributed_sampler": False})
+def test_uneven(batches: list[int], stream: bool, launcher: str, validates: dict[str, int], tmp_path: Path) -> None:
+    """Also where the longer epoch goes on with a validation."""
+    trainer = {"use_distributed_sampler": False, **validates}
+    case = Case(launcher=launcher, batches=batches, stream=stream, trainer=trainer)
     result = run(case, tmp_path)
     assert result.code not in (0, None), result.describe()
     assert not [path for path in result.left if "torch" not in path], result.describe()

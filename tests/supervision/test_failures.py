@@ -156,3 +156,26 @@ def test_an_error_waits_for_the_failure_that_comes_behind_the_loss_of_the_store(
     """T10: else it would go on without a name."""
     text = "RankFailedError: Rank 1 (host b, process 2) died at step 7 (data): it was killed"
     assert text in run(failure_behind_the_loss, 1, tmp_path).ends[0]
+
+
+# ---- hangs where nothing raises ----
+
+
+def stand(has_work: bool, rank: Rank) -> None:
+    """In code of the user's, rank 1 one step behind."""
+    rank.supervisor.step, rank.supervisor.phase = 3 - rank.rank, "backward"
+    rank.supervisor.has_work = lambda: has_work
+    time.sleep(30.0 if has_work else 6.0)
+
+
+def test_a_host_that_stands_while_its_device_has_work_left_is_ended(tmp_path: Path) -> None:
+    ended = run(partial(stand, True), 2, tmp_path, timeout=4.0)
+    text = r"Rank 1 \(host \S+, process \d+\) did not come at step 2 \(backward\): rank \d .* waited 4 s for it; its "
+    for rank in (0, 1):
+        assert re.search(text + "device has work left", ended.said(rank))
+        assert "exit code 1" in ended.said(rank)
+
+
+@pytest.mark.slow
+def test_a_host_that_stands_while_its_device_has_none_is_let_alone(tmp_path: Path) -> None:
+    assert run(partial(stand, False), 2, tmp_path, timeout=4.0).results == [None, None]

@@ -120,3 +120,56 @@ def test_a_rank_that_ends_its_run_while_others_wait_for_it_has_left(tmp_path: Pa
     """Those before ended together."""
     ended = run(epochs, 2, tmp_path)
     assert "it ended epoch 2 after 4 batches, and rank 1 has begun 4 (" in ended.said(0)
+
+
+def validates(rank: Rank) -> None:
+    """Rank 0 is at the end of its epoch, and rank 1 waits for it in a validation in the middle of its own."""
+    rank.supervisor.begin_batch(0, 1)
+    if rank.rank == 1:
+        rank.supervisor.go_on()
+        rank.supervisor.phase = "validation"
+        dist.barrier()
+    rank.supervisor.end_of_epoch(0)
+
+
+def test_a_rank_that_validates_in_the_middle_of_its_epoch_has_more_batches(tmp_path: Path) -> None:
+    ended = run(validates, 2, tmp_path)
+    assert "it ended epoch 0 after 1 batch, and rank 1 has begun 2 (validation)" in ended.said(0)
+
+
+def last_hook(rank: Rank) -> None:
+    """Rank 1 says goodbye and ends while rank 0, which looks at beats seldom, is in a long one."""
+    if rank.rank == 1:
+        time.sleep(1.0)
+        rank.supervisor.close(0.0)
+        return
+    rank.supervisor._period = 10.0
+    time.sleep(2.5)
+    processes = rank.supervisor._board.who
+    processes[1] = processes[1]._replace(start="")  # another one has its id
+    time.sleep(1.5)
+
+
+def test_a_rank_that_has_said_goodbye_may_end(tmp_path: Path) -> None:
+    assert run(last_hook, 2, tmp_path).results == [None, None]
+
+
+LOADER_OF_A_THREAD = """
+import time
+from concurrent.futures import ThreadPoolExecutor
+from torch.utils.data import DataLoader
+from lightning_smddp.supervision.stop import Stops
+
+stops = Stops()
+stops.take_signals()
+with ThreadPoolExecutor(1) as pool:
+    batches = pool.submit(iter, DataLoader(range(9), num_workers=1, multiprocessing_context="fork")).result()
+time.sleep(0.5)
+print([int(batch) for batch in batches])
+"""
+
+
+def test_a_loaders_worker_outlives_the_thread_that_started_it() -> None:
+    command = [sys.executable, "-c", LOADER_OF_A_THREAD]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60.0, check=False)
+    assert ended.stdout == f"{[*range(9)]}\n", ended.stderr

@@ -63,7 +63,7 @@ def test_a_stopped_process_is_seen_and_killed_and_a_later_one_is_another() -> No
 
 
 def beat(step: int, phase: str, waited_s: float = 0.0) -> Beat:
-    return Beat(1, step, phase, 0, 0, waited_s, 0, 0)
+    return Beat(1, step, phase, 0, 0, waited_s, False, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sys
 import threading
 import time
 from functools import partial
@@ -34,6 +35,19 @@ def test_a_process_is_ended_where_nothing_can_be_said(
             shutdown.take_over(error)
         shutdown.force(143, "rank 0", "it did not stop")
     assert codes == [143]
+
+
+def test_what_a_stream_of_the_users_holds_is_written_before_a_forced_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    monkeypatch.setattr(sys, "stderr", None)  # closed, as in a service
+    shutdown = Shutdown()
+    with (tmp_path / "out").open("w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        print("last line")
+        shutdown.force(1, "rank 1", "rank 0 died")
+        assert (tmp_path / "out").read_text() == "last line\n"
 
 
 def test_clean_ups_run_before_a_forced_end_and_one_that_hangs_is_left_behind(
