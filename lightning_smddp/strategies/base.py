@@ -384,6 +384,9 @@ class TrainerStrategy(_Base):
     def _training_batch_starts(self) -> None:
         """Behind the user's hooks at the start of a batch."""
 
+    def _epoch_ends(self) -> None:
+        """Behind the hooks of an epoch's last batch, before ranks wait for each other."""
+
     def _training_ends(self) -> None:
         """Behind the last batch of a fit."""
 

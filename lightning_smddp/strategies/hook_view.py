@@ -100,6 +100,12 @@ class HookView:
         self._enter_late()
         return result
 
+    def settle(self) -> None:
+        """Answer the first rank, if it is still in a hook. Collective if it may be."""
+        partitioned = self._partitioned()
+        if partitioned is not None and not self.strategy._interrupted:
+            partitioned.view.settle()
+
     def _enter_late(self) -> None:
         """Enter the view for a hook that began before the module was partitioned, which a step in it has done."""
         partitioned = self._partitioned()

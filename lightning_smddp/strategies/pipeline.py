@@ -220,6 +220,10 @@ class PipelineParallel(PipelineRanks):
         self._last_pipelined().to_device()
 
     @override
+    def _epoch_ends(self) -> None:
+        self._hook_view.settle()
+
+    @override
     def _release_model(self) -> None:
         """Give back a whole module, and free groups and memory."""
         # After an exception other ranks may be gone: nothing is gathered, and nobody is waited for.

@@ -229,6 +229,7 @@ class RunSupervision:
     def _end_epoch(self) -> None:
         """Ranks with other numbers of batches would average gradients of different epochs from here on."""
         if self.supervisor is not None and not self._stopped:
+            self.strategy._epoch_ends()
             self.supervisor.end_of_epoch(self.strategy._trainer.current_epoch)
 
     def batch_begins(self) -> None:
