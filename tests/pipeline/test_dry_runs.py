@@ -96,6 +96,29 @@ def test_what_is_kept_from_another_step() -> None:
             run_stage(second, case.step, received, shapes)
 
 
+def test_what_is_in_a_buffer_is_sent_as_it_was() -> None:
+    """The next micro-batch writes there, maybe before the message has gone."""
+
+    def layer(s: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = s.linear(x)
+        s.last.copy_(y.detach())
+        return y, s.last.detach()
+
+    def body(s: Net, x: Tensor) -> Tensor:
+        h, last = s.inner(s.a(x))
+        return (s.d(s.c(s.b(h))) * last).mean()
+
+    case = Case(body, inner=Layer(layer, last=torch.zeros(4, 6)))
+    program, shapes = case.stages[0].replay, Shapes.of(case.graph)
+    with wrappers_of(case.root).active([case.graph]):
+        sent, _ = run_stage(program, case.step, (), shapes)
+        before = [tensor.clone() for tensor in sent]
+        case.x = case.x * 2
+        run_stage(program, case.step, (), shapes)
+    assert len(sent) == 2
+    assert all(map(torch.equal, sent, before))
+
+
 def test_constants_of_another_signature() -> None:
     def body(s: Net, x: Tensor) -> Tensor:
         h, rows, kind, size = s.inner(s.a(x))

@@ -87,6 +87,8 @@ class StageProgram:
         sources = {node.index: node.returned.sources[0] for node in simple if node.module is not None}
         self.stands_for = {index: value for index, (kind, value) in sources.items() if kind == "value"}
         self._permuted = {value for value in plan.receives if _is_permuted(graph.values[value])}
+        dense = [buffer for buffer in root.buffers() if type(buffer) is Tensor and buffer.layout == torch.strided]
+        self._buffers = {buffer.untyped_storage().data_ptr() for buffer in dense}  # where they are in memory
         self._changed = {graph.values[r.new].storage for n in graph.nodes[plan.begin : plan.end] for r in n.versions}
 
     def _find_remote(self) -> frozenset[int]:
@@ -119,6 +121,10 @@ class StageProgram:
             strided = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
             return strided.copy_(tensor)
         return tensor.clone() if known.storage in self._changed else tensor
+
+    def as_sent(self, tensor: Tensor) -> Tensor:
+        """What is in a buffer's memory may be written by the next micro-batch before it has gone: a copy goes."""
+        return tensor.clone() if tensor.untyped_storage().data_ptr() in self._buffers else tensor
 
 
 def _is_permuted(value: Value) -> bool:

@@ -163,7 +163,7 @@ class StageRun:
                 raise ReplayError(f"The step has not made what {maker} made when it was traced. {OTHER_PATH}")
         self.here = {value: tensor for value, tensor in here.items() if value in self.stand_ins}
         self.stand_ins = {}  # they know the run: what it has received is freed with the last of them
-        return tuple(map(here.__getitem__, self.plan.sends))
+        return tuple([self.program.as_sent(here[value]) for value in self.plan.sends])
 
     def check_end(self) -> None:
         """The step has returned: raise ``ReplayError`` if it did so too early."""
