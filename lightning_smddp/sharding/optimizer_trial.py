@@ -73,17 +73,21 @@ def why_not_one_by_one(optimizer: Optimizer) -> str | None:
     half = count // 2
     try:
         together = _stepped(optimizer, 0, count)
-        apart = _stepped(optimizer, 0, half) + _stepped(optimizer, half, count)
+        apart = [*_stepped(optimizer, 0, half).items(), *_stepped(optimizer, half, count).items()]
     except Exception as error:  # whatever the reason is
         return f"a trial of its step failed with {type(error).__name__}: {error}"
-    for one, other in zip(together, apart, strict=True):
-        if not torch.allclose(one, other, rtol=_TOLERANCE, atol=0.0, equal_nan=True):
+    for place, value in apart:
+        if not torch.allclose(together[place], value, rtol=_TOLERANCE, atol=0.0, equal_nan=True):
             return "what it does to one parameter depends on others"
     return None
 
 
-def _stepped(optimizer: Optimizer, begin: int, end: int) -> list[Tensor]:
-    """The parameters of a small copy from ``begin`` to ``end`` after some steps on them alone."""
+def _stepped(optimizer: Optimizer, begin: int, end: int) -> dict[Any, Tensor]:
+    """What some steps make of a small copy, of whose parameters those from ``begin`` to ``end`` are stepped alone.
+
+    These parameters, by number, and the numbers that their groups have: what an optimizer finds out of all gradients,
+    such as D-Adaptation, may change a parameter only many steps later.
+    """
     originals = all_parameters(optimizer)
     small = [_small(parameter, number) for number, parameter in enumerate(originals)]
     stand_ins = {id(original): copied for original, copied in zip(originals, small, strict=True)}
@@ -98,7 +102,13 @@ def _stepped(optimizer: Optimizer, begin: int, end: int) -> list[Tensor]:
             for number in chosen.values():
                 small[number].grad = _gradient(first_values[number], number, step)
             type(clone).step(clone)
-    return [parameter.detach() for parameter in small[begin:end]]
+    found: dict[Any, Tensor] = {number: small[number].detach() for number in chosen.values()}
+    for index, group in enumerate(clone.param_groups):
+        for key, value in group.items():
+            is_number = isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
+            if is_number and group["params"]:
+                found[index, key] = torch.as_tensor(value, dtype=torch.float64)
+    return found
 
 
 def _small(parameter: Tensor, number: int) -> nn.Parameter:

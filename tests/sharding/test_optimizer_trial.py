@@ -108,6 +108,16 @@ class Restarts(Own):
             p.sub_(momentum, alpha=group["lr"])
 
 
+class Estimates(Own):
+    """As D-Adaptation does it: what it finds out of all gradients changes the steps only much later."""
+
+    def update(self, params: list[Any], group: dict[str, Any]) -> None:
+        norm = sum(float(p.grad.square().sum()) for p in params)
+        group["estimate"] = group.get("estimate", 0.0) + norm
+        for p in params:
+            p.sub_(p.grad.sign(), alpha=max(group["lr"], 1e-30 * group["estimate"]))
+
+
 class NeedsClosure(Own):
     def step(self, closure: Any = None) -> None:
         assert closure is not None
@@ -150,7 +160,9 @@ def test_whole_parameters(make: Any) -> None:
     assert f"`{make.__name__}.elementwise = True`" in (why_not_elementwise(optimizer) or "")
 
 
-@pytest.mark.parametrize("make", [GlobalNorm, ClipsItself, Adapts, Turns, Restarts, NeedsClosure, Noisy, optim.LBFGS])
+@pytest.mark.parametrize(
+    "make", [GlobalNorm, ClipsItself, Adapts, Turns, Restarts, Estimates, NeedsClosure, Noisy, optim.LBFGS]
+)
 @pytest.mark.parametrize("count", [1, 6])
 def test_all_at_once(make: Any, count: int) -> None:
     """Also with a single parameter, where nothing else is there to depend on."""
