@@ -74,7 +74,8 @@ def test_names() -> None:
         "zbv_zero_bubble",
         "dualpipev",
     ]
-    assert parse("GPipe") is SCHEDULES["gpipe"]
+    assert parse("simple") is parse("GPipe") is SCHEDULES["gpipe"]
+    assert parse("interleaved") is SCHEDULES["interleaved_1f1b"]
     with pytest.raises(ValueError, match=r"schedule='2f2b' is unknown; use one of gpipe, 1f1b, .*dualp"):
         parse("2f2b")
 

@@ -103,6 +103,7 @@ _ALL = (
     ),
 )
 SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL}
+_OTHER_NAMES = {"simple": "gpipe", "interleaved": "interleaved_1f1b"}
 
 
 def parse(name: str) -> Schedule:
@@ -111,7 +112,8 @@ def parse(name: str) -> Schedule:
     Raises:
         ValueError: listing all names, when there is none.
     """
-    schedule = SCHEDULES.get(str(name).lower())
+    lower = str(name).lower()
+    schedule = SCHEDULES.get(_OTHER_NAMES.get(lower, lower))
     if schedule is None:
         raise ValueError(f"schedule={name!r} is unknown; use one of {', '.join(SCHEDULES)}")
     return schedule
