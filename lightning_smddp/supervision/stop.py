@@ -166,6 +166,8 @@ class Shutdown:
             thread = threading.Thread(target=clean_up, daemon=True)
             thread.start()
             thread.join(CLEAN_UP_WITHIN_S)
+        for child in multiprocessing.active_children():  # an orderly exit ends them, too
+            child.kill()
         # At once: `sys.exit` would only end this thread, and an orderly exit waits for threads that may wait for a
         # peer.
         os._exit(code)

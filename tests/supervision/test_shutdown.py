@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import signal
 import sys
@@ -48,6 +49,15 @@ def test_what_a_stream_of_the_users_holds_is_written_before_a_forced_end(
         print("last line")
         shutdown.force(1, "rank 1", "rank 0 died")
         assert (tmp_path / "out").read_text() == "last line\n"
+
+
+def test_children_end_with_a_process_that_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,), daemon=True)
+    child.start()
+    Shutdown().force(1, "rank 1", "rank 0 died")
+    child.join(5.0)
+    assert child.exitcode == -signal.SIGKILL
 
 
 def test_clean_ups_run_before_a_forced_end_and_one_that_hangs_is_left_behind(
