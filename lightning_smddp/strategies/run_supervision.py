@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -54,10 +54,6 @@ class RunSupervision:
         self._runs = False  # inside of explained_errors
         self._place = 0  # to stop at, where this rank is: the same numbers on all ranks
         self._stops_within = False  # a validation: all ranks have equally many batches of it
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For ``pickle`` and ``copy.deepcopy`` of a Trainer: without what belongs to this process."""
-        return vars(RunSupervision(self.strategy))
 
     # ---- start and end ----
 
