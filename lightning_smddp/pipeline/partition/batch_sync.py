@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -85,8 +84,7 @@ class BatchSync:
             return broadcast_structure(batch, self._pipeline.group, 0, self._pipeline.device)
         except UnsendableError as error:
             raise ValueError(
-                f"The ranks of a pipeline have different batches, or such as cannot be compared, and that of the first "
-                f"cannot be sent: {error}. {CURE}"
+                f"The ranks of a pipeline have different batches, and that of the first cannot be sent: {error}. {CURE}"
             ) from error
 
 
@@ -94,7 +92,7 @@ def digest_of(batch: Any, sampled: int | None = None) -> int:
     """A number of 62 bits that is another one for nearly every other batch.
 
     It is of structure, numbers, strings, shapes and elements of tensors and arrays, and of what objects are pickled as.
-    What cannot be pickled, as it holds a lock, is never the same.
+    What cannot be pickled, as it holds a lock, counts by its attributes.
 
     Args:
         batch: anything.
@@ -124,10 +122,10 @@ def _content(leaf: Any, sampled: int | None, depth: int) -> bytes:
             return b""
         flat = leaf.detach().resolve_conj().resolve_neg().reshape(-1)[:: _step(leaf.numel(), sampled)]
         return flat.contiguous().cpu().view(torch.uint8).numpy().tobytes()
-    if sampled is not None:
-        return _contents(attributes_of(leaf).values(), sampled, depth - 1) if depth else b""
-    data = pickled(leaf)
-    return os.urandom(8) if isinstance(data, str) else data  # why it cannot be pickled is said where it is sent
+    data = pickled(leaf) if sampled is None else ""
+    if isinstance(data, bytes):
+        return data
+    return _contents(attributes_of(leaf).values(), sampled, depth - 1) if depth else b""
 
 
 def _step(count: int, sampled: int | None) -> int:
