@@ -246,6 +246,19 @@ def test_how_much_is_drawn_by_the_values_of_one_stage_says_nothing_to_the_others
     check(Net(lambda n, i, x, s: x + torch.poisson(x.sigmoid())))  # nothing is drawn behind it
 
 
+# ---- the end of a stage ----
+
+
+def test_code_around_modules_may_catch_the_end_of_a_stage() -> None:
+    def swallowed(root: nn.Module) -> Any:
+        try:
+            return loss_of_net(root)
+        except BaseException:
+            return None
+
+    check(Net(), swallowed)
+
+
 # ---- precision, compiled modules, hooks ----
 
 

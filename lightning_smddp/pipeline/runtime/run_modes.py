@@ -27,7 +27,7 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, run = kwargs or {}, self.run
-        if run.inside or kind_of(function, args) is not Kind.OPERATION:
+        if run.inside or run.done or kind_of(function, args) is not Kind.OPERATION:
             return function(*args, **kwargs)
         if run.has_begun:
             args, kwargs = map_leaves(run.real, args), map_leaves(run.real, kwargs)

@@ -114,6 +114,7 @@ class StageRun:
         has_begun: whether the first own unit was entered.
         keeps_all: all tensors that are made here are kept, not only those that are sent.
         inside: within a unit, or an operation that is done here: what it calls is its own.
+        done: whether the next stage's first unit was met. User code may have caught :class:`StageDone`.
         is_over: whether the run has ended; stand-ins may live on in a checkpoint's second run.
     """
 
@@ -139,6 +140,7 @@ class StageRun:
         self.position = 0
         self.has_begun = self.plan.begin == 0 and self.plan.end > 0
         self.inside = False
+        self.done = False
         self.is_over = False
         self._reclassed: list[tuple[Tensor, type]] = []
 
@@ -167,11 +169,16 @@ class StageRun:
 
     def check_end(self) -> None:
         """The step has returned: raise ``ReplayError`` if it did so too early."""
-        for node in self.graph.nodes[self.position :]:
+        for node in () if self.done else self.graph.nodes[self.position :]:
             if node.module is not None or node.index in self.program.remote:
                 raise ReplayError(f"The step returned before it came to {node.name}. {OTHER_PATH}")
 
     # ---- the traced order ----
+
+    def stop(self) -> None:
+        """Leave the step: what comes is the next stage's."""
+        self.done = True
+        raise StageDone
 
     def find(self, function: Any, values: set[int], parameters: set[str]) -> Node:
         """The next node of this function and these arguments, before the next unit."""
@@ -197,6 +204,8 @@ class StageRun:
 
     def operation(self, function: Any, args: Any, kwargs: Any, found: list[Any]) -> Any:
         """An operation with a tensor or a parameter of another stage among ``found``, the leaves of its arguments."""
+        if self.done and not self.is_over:
+            raise StageDone
         values: set[int] = set()
         parameters: set[str] = set()
         for leaf in found:
@@ -219,7 +228,7 @@ class StageRun:
             )
         node = self.find(function, values, parameters)
         if node.index >= self.plan.end:
-            raise StageDone
+            self.stop()
         self.position = node.index + 1
         if node.index in self.plan.recomputed:
             result = self.do(function, map_leaves(self.real, args), map_leaves(self.real, kwargs))
@@ -275,6 +284,8 @@ class StageRun:
 
     def unit(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         """A call of a module that is placed whole."""
+        if self.done:
+            raise StageDone
         program, node = self.program, self.program.next_unit[self.position]
         if node is None or node.module != name:
             raise self._other_path(f"module {name!r}")
@@ -292,7 +303,7 @@ class StageRun:
             if keeps:
                 self._note_arguments(node, found)
             if node.index >= self.plan.end:
-                raise StageDone
+                self.stop()
         self.position = node.index + 1
         if self.reads is not None:  # rows that the step itself has added show in no kind of micro-batch
             given = leaves((args, kwargs) if kwargs else args)
