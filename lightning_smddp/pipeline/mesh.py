@@ -45,9 +45,10 @@ class PipelineMesh:
                 "(the replicas of a stage on neighbouring ranks)."
             )
         if pipeline_parallel_size < 1 or world_size % pipeline_parallel_size:
+            divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]
             raise ValueError(
                 f"pipeline_parallel_size={pipeline_parallel_size} does not divide the world size {world_size} (number "
-                "of nodes times devices). Give a divisor of it."
+                f"of nodes times devices). Valid here: {divisors}."
             )
         # 8 ranks in pipelines of 4: (0 1 2 3) and (4 5 6 7), or spread, (0 2 4 6) and (1 3 5 7).
         ranks = torch.arange(world_size)
