@@ -106,8 +106,10 @@ class MicroBatcher:
 
 def splitter_for(module: Any, options: Any) -> Splitter:
     """Cuts batches of ``module`` by the user's functions where there are some."""
-    hook = options.split_batch or getattr(module, "split_batch", None)
-    return Splitter(options.batch_size_fn, hook if callable(hook) else None, has_time_first(module))
+    split = getattr(module, "split_batch", None)
+    if options.split_batch is not None or not callable(split):  # an attribute of this name may be anything
+        split = options.split_batch
+    return Splitter(options.batch_size_fn, split, has_time_first(module))
 
 
 def count_for(schedule: Any, ranks: int, num_stages: int, rows: int, module: Any) -> int:
