@@ -51,6 +51,7 @@ class MicroBatcher:
         self.chosen: LossWeight | None = None
         self.count = 1
         self._sync = sync
+        self._named: LossWeight | None = None  # what the user's option means for training batches
         self._whole: set[Any] = set()  # keys of steps whose batches are one micro-batch each
         self._is_said = False  # that a batch cannot be cut
 
@@ -70,11 +71,13 @@ class MicroBatcher:
             ValueError: a training batch has not what the user has named. Others count by rows then.
         """
         try:
-            given = given_weight(self.options.loss_weight, batch)
+            given = given_weight(self.options.loss_weight, batch, self._named if step.trains else None)
         except ValueError:
             if step.trains:
                 raise
             return LossWeight()
+        if step.trains:
+            self._named = given
         return given or self.chosen or LossWeight()
 
     def whole(self, batch: Any) -> MicroBatch:

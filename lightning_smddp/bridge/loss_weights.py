@@ -149,12 +149,20 @@ def _weight_of(value: Any) -> float:
     return weight
 
 
-def given_weight(option: str | Callable[[Any], Any], batch: Any) -> LossWeight | None:
+def given_weight(option: str | Callable[[Any], Any], batch: Any, before: LossWeight | None = None) -> LossWeight | None:
     """What ``loss_weight=option`` means for batches like this; None for ``"auto"``.
+
+    Args:
+        option: the user's.
+        batch: that is to be weighed.
+        before: what it meant for a batch before. The tensor that was counted there is counted here, if there is one:
+            this batch may have no label of -100 by which labels are known.
 
     Raises:
         ValueError: the batch has no such entry, or no labels.
     """
+    if before is not None and before.path in _tensors(batch):
+        return before
     if callable(option):
         return LossWeight("function", function=option)
     if option == "auto":

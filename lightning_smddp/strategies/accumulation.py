@@ -98,6 +98,7 @@ class AccumulateMicroBatches(_Base):
         self.num_microbatches = num_microbatches
         self.loss_weight = loss_weight
         self.split_batch = split_batch
+        self._place: Path | None = None  # where training batches have what is counted, as the first one has shown
 
     @property
     def _module(self) -> LightningModule:
@@ -200,9 +201,14 @@ class AccumulateMicroBatches(_Base):
         if callable(self.loss_weight):
             weights = [float(self.loss_weight(part)) for part, _ in parts]
         else:
-            place = self._place_of_weights(batch)
-            if place is None and hook == "training_step":
+            trains = hook == "training_step"
+            place = self._place if trains else None
+            if place is None:
+                place = self._place_of_weights(batch)
+            if place is None and trains:
                 raise ValueError(f"loss_weight={self.loss_weight!r} does not fit the batch, which has no such tensor.")
+            if trains:
+                self._place = place
             weights = [] if place is None else [self._count(dict(items(part))[place]) for part, _ in parts]
         return weights if sum(weights) > 0 else rows
 

@@ -20,7 +20,7 @@ from lightning_smddp.choice.estimates import (
     fully_sharded,
 )
 from lightning_smddp.choice.first_batch import UnplannableError
-from lightning_smddp.choice.profiles import StepProfile, profile_optimizers, profile_step
+from lightning_smddp.choice.profiles import MemoryRecord, StepProfile, profile_optimizers, profile_step
 from lightning_smddp.choice.training_plan import TrainingPlan
 from lightning_smddp.cli import main
 from tests.choice.modules import ByHand, Empty, Penalised, Small, Summing, WithLBFGS
@@ -40,6 +40,19 @@ def test_a_step_keeps_what_its_backward_needs() -> None:
     # The inner tanh's backward has the gradient of its result and makes that of its input.
     assert profile.peak == pytest.approx(inner + 2 * inner, rel=0.1)
     assert all(parameter.grad is None for parameter in root.parameters())
+
+
+def test_memory_that_is_never_written_counts_for_nothing() -> None:
+    record = MemoryRecord()
+
+    def work() -> torch.Tensor:
+        large = torch.empty(2**26, dtype=torch.uint8)
+        large[: 2**23] = 1
+        return large
+
+    kept = record.run(work)
+    assert (record.now, record.peak) == pytest.approx((2**23, 2**23), rel=0.5)  # pages may be huge ones
+    del kept
 
 
 def test_a_step_changes_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_smddp.bridge.batches import MicroBatcher
 from lightning_smddp.bridge.loss_weights import EXACT, LossWeight, best_fit, candidates, given_weight
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, rows_of, split
 
@@ -76,6 +78,22 @@ def test_labels_are_integers_of_minus_100_or_called_so() -> None:
     assert [weight.kind for weight in candidates([full, some])] == ["labels", "rows", "sum"]
     nested = torch.nested.nested_tensor([full[0], full[1, :1]])  # of which torch has no `any`
     assert [weight.kind for weight in candidates({"labels": nested})] == ["rows", "sum"]
+
+
+def test_labels_stay_where_an_earlier_batch_has_shown_them() -> None:
+    full = torch.ones(4, 3, dtype=torch.int64)
+    padded_first, without = [full, full.clone()], [full, full]
+    padded_first[1][0, 1:] = -100
+    options = SimpleNamespace(loss_weight="labels", partition=SimpleNamespace(split_batch=None, batch_size_fn=None))
+    batcher = MicroBatcher(SimpleNamespace(module=torch.nn.Identity(), options=options), None)
+    training, validation = SimpleNamespace(trains=True), SimpleNamespace(trains=False)
+    labels = batcher.loss_weight(padded_first, training)
+    assert (labels.kind, labels.path) == ("labels", (1,))
+    assert batcher.loss_weight(without, training) == labels
+    assert batcher.loss_weight([padded_first[1], full], training) == labels  # an input of -100 is no label
+    assert batcher.loss_weight(without, validation) == LossWeight()
+    with pytest.raises(ValueError, match="loss_weight='labels' does not fit"):
+        batcher.loss_weight([full], training)
 
 
 # ---- the trial -------------------------------------------------------------------------------------------------------

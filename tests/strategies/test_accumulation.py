@@ -184,6 +184,15 @@ def test_logs_and_metrics_are_those_of_a_loop() -> None:
     assert set(trainer.progress_bar_metrics) == {"shown"}
 
 
+def test_labels_may_all_count_in_a_later_batch() -> None:
+    batch = next(iter(DataLoader(samples(ROWS), batch_size=ROWS)))
+    padded = [batch[0], batch[1].clone()]
+    padded[1][1:] = -100
+    model, _ = train(loss_of, 2, [padded, batch], {"loss_weight": "labels"})
+    whole, _ = train(loss_of, 0, [padded, batch])
+    assert_same_weights(model, whole)
+
+
 def test_what_cannot_run_is_refused() -> None:
     model = Model(loss_of)
     model.automatic_optimization = False
