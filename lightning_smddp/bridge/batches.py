@@ -123,12 +123,17 @@ def count_for(schedule: Any, ranks: int, num_stages: int, rows: int, module: Any
     other.
     """
     most = max(1, rows // BATCH_NORM_ROWS) if looks_at_other_rows(module) else rows
-    allowed = [count for count in range(1, most + 1) if schedule.microbatches_ok(count, ranks, num_stages)]
-    if not allowed:  # the schedule runs as another one then
-        return most
-    wanted = [count for count in allowed if count <= MOST_PER_RANK * ranks]
+
+    def is_allowed(count: int) -> bool:
+        return bool(schedule.microbatches_ok(count, ranks, num_stages))
+
+    # Each batch comes here, and may have many rows: not all numbers are tried.
+    few = min(most, MOST_PER_RANK * ranks)
+    wanted = list(filter(is_allowed, range(1, few + 1)))
     even = [count for count in wanted if count >= ENOUGH_PER_RANK * ranks and rows % count == 0]
-    return max(even or wanted or allowed[:1])
+    if wanted:
+        return max(even or wanted)
+    return next(filter(is_allowed, range(few + 1, most + 1)), most)  # the schedule runs as another one where none is
 
 
 _LOADERS = {

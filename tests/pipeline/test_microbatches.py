@@ -329,3 +329,10 @@ def test_tensors_without_a_rule_are_refused_with_their_place(outputs: list[Any],
 def test_auto_num_microbatches(rows: int, ranks: int, allowed: Any, count: int) -> None:
     schedule = SimpleNamespace(microbatches_ok=lambda count, *_: count in allowed)
     assert count_for(schedule, ranks, ranks, rows, nn.Linear(1, 1)) == count
+
+
+def test_auto_num_microbatches_of_many_rows_tries_few() -> None:
+    tried = []
+    schedule = SimpleNamespace(microbatches_ok=lambda count, *_: tried.append(count) or True)
+    assert count_for(schedule, 4, 4, 2**16, nn.Linear(1, 1)) == 16
+    assert len(tried) == 16
