@@ -108,44 +108,55 @@ def keeps_user_samplers(trainer: Any) -> AbstractContextManager[None]:
     return patched([(vars(trainer._accelerator_connector), "use_distributed_sampler", False)])
 
 
-Around: TypeAlias = Callable[[str, Any], AbstractContextManager[Any]]
+Around: TypeAlias = Callable[[str, list[Any]], AbstractContextManager[Any]]
 
 
 @contextmanager
 def around_hooks(trainer: Any, around: Around) -> Iterator[None]:
-    """Enter ``around(hook, owner)`` around each call of a hook of ``trainer``'s module and callbacks.
+    """Enter ``around(hook, owners)`` around each call of a hook of ``trainer``'s module and callbacks.
 
     Lightning calls each within ``trainer.profiler.profile("[Callback]<its key>.<hook>")``, or ``[LightningModule]...``,
-    but for ``state_dict`` of callbacks. Remove when a strategy is asked for such a context.
+    but for ``state_dict`` of callbacks, which it calls within ``"save_checkpoint"``. Callbacks of one key are all among
+    ``owners``. Remove when a strategy is asked for such a context.
     """
     profile = trainer.profiler.profile
 
+    def within(callback: Any) -> Callable[..., Any]:
+        own = callback.state_dict
+
+        @functools.wraps(own)
+        def state_dict(*args: Any, **kwargs: Any) -> Any:
+            with around("state_dict", [callback]):
+                return own(*args, **kwargs)
+
+        return state_dict
+
     @contextmanager
-    def within_hook(action: str, hook: str, owner: Any) -> Iterator[Any]:
-        with profile(action) as value, around(hook, owner):
+    def both(action: str, context: AbstractContextManager[Any]) -> Iterator[Any]:
+        with profile(action) as value, context:
             yield value
 
     def profiled(action: str) -> AbstractContextManager[Any]:
         kind, _, rest = action.partition("]")
         key, _, hook = rest.rpartition(".")
-        owner = trainer.lightning_module if kind == "[LightningModule" else None
+        if kind == "[LightningModule":
+            return both(action, around(hook, [trainer.lightning_module]))
         if kind == "[Callback":
-            owner = next(callback for callback in trainer.callbacks if callback.state_key == key)
-        return profile(action) if owner is None else within_hook(action, hook, owner)
+            owners = [callback for callback in trainer.callbacks if callback.state_key == key]
+            return both(action, around(hook, owners))
+        if action == "save_checkpoint":
+            states = [(vars(callback), "state_dict", within(callback)) for callback in trainer.callbacks]
+            return both(action, patched(states))
+        return profile(action)  # type: ignore[no-any-return]
 
-    def within(callback: Any) -> Callable[[], Any]:
-        own = callback.state_dict
-
-        @functools.wraps(own)
-        def state_dict() -> Any:
-            with around("state_dict", callback):
-                return own()
-
-        return state_dict
-
-    states = [(vars(callback), "state_dict", within(callback)) for callback in trainer.callbacks]
-    with patched([(vars(trainer.profiler), "profile", profiled), *states]):
+    with patched([(vars(trainer.profiler), "profile", profiled)]):
         yield
+
+
+def require_hooks_found(trainer: Any) -> None:
+    """Raise ``RuntimeError`` within ``around_hooks`` if hooks are called with a rank's own part without a word."""
+    if "profile" not in vars(trainer.profiler):
+        raise RuntimeError("trainer.profiler was replaced in a run, and hooks are found by it: use Trainer(profiler=).")
 
 
 # ---- resuming ----

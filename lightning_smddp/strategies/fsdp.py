@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from lightning_smddp._compat.trainer import around_hooks
+from lightning_smddp._compat.trainer import around_hooks, require_hooks_found
 from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.pipeline.state.gradients import clipping_by
 from lightning_smddp.sharding.optimizer_shards import unwrapped
@@ -190,8 +190,8 @@ class FullyShardedParallel(TrainerStrategy):
                 self._whole_again = scheme.make_whole()
             scheme.close()
 
-    def _around_hook(self, hook: str, owner: Any) -> AbstractContextManager[None]:
-        """What Lightning enters around the call of ``owner``'s ``hook``: user code sees whole values."""
+    def _around_hook(self, hook: str, owners: list[Any]) -> AbstractContextManager[None]:
+        """What Lightning enters around the call of a ``hook``: user code sees whole values."""
         # The operators of a DTensor are those of one rank's share: `p.grad.norm().item()` would be another number on
         # each rank, without a word. Inside of the view they are those of the whole.
         return self._view.inside(hook not in _FOR_SHARES)
@@ -225,6 +225,7 @@ class FullyShardedParallel(TrainerStrategy):
     @contextmanager
     def _forward(self, trains: bool) -> Iterator[None]:
         module, scheme = self._module, self._require_scheme()
+        require_hooks_found(module.trainer)
         with scheme.forward(trains, broadcasts_buffers=module.trainer.state.fn == "fit"):
             yield
         if not module.automatic_optimization:  # its backward passes are behind it

@@ -124,9 +124,10 @@ class HookView:
             return nullcontext()
         return partitioned.outside_view()
 
-    def _around(self, hook: str, owner: Any) -> AbstractContextManager[Any]:
-        """What Lightning enters around the call of ``owner``'s ``hook``."""
-        waits, is_users = hook not in _EACH_BATCH, is_changed_hook(owner, hook, _LIGHTNINGS)
+    def _around(self, hook: str, owners: list[Any]) -> AbstractContextManager[Any]:
+        """What Lightning enters around the call of the ``hook`` of one of ``owners``."""
+        waits = hook not in _EACH_BATCH
+        is_users = any(is_changed_hook(owner, hook, _LIGHTNINGS) for owner in owners)
         if not (waits or is_users) or hook in _OUTSIDE:
             return nullcontext()
         # Behind an exception the other ranks are somewhere else, or gone: nobody would meet this one. Hooks are still

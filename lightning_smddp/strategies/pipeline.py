@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from lightning_smddp._compat.trainer import keeps_user_samplers
+from lightning_smddp._compat.trainer import keeps_user_samplers, require_hooks_found
 from lightning_smddp.bridge.loss_weights import LossWeight
 from lightning_smddp.bridge.partitioned_module import PartitionedModule, RunSetup
 from lightning_smddp.bridge.pipelined_module import PipelinedModule, require_whole
@@ -167,6 +167,7 @@ class PipelineParallel(PipelineRanks):
         if one_replica:
             self._changes.enter_context(keeps_user_samplers(trainer))
             warnings.filterwarnings("ignore", "It is recommended to use `self.log")
+            self._changes.callback(_remove_filter, warnings.filters[0])
         require_whole(module)
         require_pipelinable(module, callbacks, is_fit)
         if is_fit and self._layer_sync and not one_replica:
@@ -256,6 +257,8 @@ class PipelineParallel(PipelineRanks):
     @override
     def _moves_batch(self, batch: Any) -> None:
         """Note what the host knows of the batch; not of what a hook of the user's makes of it."""
+        if self._pipelined is not None:
+            require_hooks_found(self._trainer)
         on_host = self.root_device.type == "cpu"  # where the batch itself can be read
         if self._pipelined is None or on_host:
             return
@@ -403,6 +406,12 @@ class PipelineParallel(PipelineRanks):
     def communication_report(self) -> CommunicationReport | None:
         """What averaging over replicas cost so far; None with one replica. Collective over the replicas."""
         return self._last_report if self._pipelined is None else self._pipelined.state.report()
+
+
+def _remove_filter(own: Any) -> None:
+    # `warnings.catch_warnings` would also undo what users' code changes in a run.
+    if own in warnings.filters:
+        warnings.filters.remove(own)  # type: ignore[attr-defined]  # a list; typeshed shows a Sequence
 
 
 # ---- the table at the start ----

@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import BasePredictionWriter, LearningRateMonitor, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BasePredictionWriter,
+    LambdaCallback,
+    LearningRateMonitor,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.core import hooks as of_modules
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor, nn
@@ -140,6 +145,16 @@ def of_hooks(bench: Bench, module: str) -> Any:
 
 def stochastic_weight_averaging(bench: Bench) -> Any:
     return bench.fit(Evaluated(), callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=1)], max_epochs=3)
+
+
+def callbacks_of_one_key(bench: Bench) -> Any:
+    norms: list[float] = []
+
+    def note(trainer: Any, module: Any) -> None:
+        norms.append(float(sum(p.grad.norm() for p in module.parameters())))
+
+    callbacks = [LambdaCallback(on_train_end=lambda *_: None), LambdaCallback(on_after_backward=note)]
+    return bench.fit(Evaluated(), callbacks=callbacks, max_epochs=1, profiler="simple"), norms
 
 
 # ---- what users look at ----
@@ -273,7 +288,7 @@ def partial(case: Any, module: str) -> Case:
 CASES: list[Case] = [
     *(hooks, several_loaders),
     partial(of_hooks, "Consolidated"),
-    *(stochastic_weight_averaging, loggers, predictions, drawing),
+    *(stochastic_weight_averaging, callbacks_of_one_key, loggers, predictions, drawing),
     partial(in_lockstep, "Texts"),
 ]
 TWO = Matrix(CASES, timeout=150.0)
