@@ -143,14 +143,17 @@ class StageCosts:
         """``table[j][i]``: bytes of the parameters that the nodes i .. j-1 name."""
         # These are no running sums, as what two nodes name is there once. A row goes backwards from its end: each node
         # adds what no node between it and the end has named.
+        named = [set(node.parameters) for node in self.problem.nodes]
         table = []
         for end in range(self.num_nodes + 1):
             seen: set[str] = set()
             row = [0] * (end + 1)
             for start in reversed(range(end)):
-                new = set(self.problem.nodes[start].parameters) - seen
-                seen |= new
-                row[start] = row[start + 1] + self.bytes_of(new)
+                row[start] = row[start + 1]
+                new = named[start] - seen
+                if new:
+                    seen |= new
+                    row[start] += self.bytes_of(new)
             table.append(row)
         return table
 
