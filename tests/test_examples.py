@@ -86,7 +86,8 @@ def test_resume_example_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None
 
 ONE_SHORT_EPOCH = "--trainer.max_epochs=1 --trainer.limit_train_batches=4 --trainer.limit_val_batches=2"
 STOPPED = "`Trainer.fit` stopped: `max_epochs=1` reached."
-DATA = ("2 ranks on cpu", "gradient communication over")
+RANKS = "ranks        2 on cpu"
+DATA = (RANKS, "gradient communication over")
 STAGES = ("stage 1 on rank 1",)
 FEW_BATCHES = {**LESS, "PL_TRAINER_LIMIT_TRAIN_BATCHES": "10"}
 ACCURACY, LOSS = "validation accuracy", "train loss"
@@ -97,8 +98,8 @@ LEARNING: dict[str, tuple[str, dict[str, str], tuple[str, ...], str, float, floa
     "gpt.py": ("", AT_THE_END, DATA, LOSS, 1.0, 3.0),
     "padded_lines.py": ("", LESS, DATA, LOSS, 1.0, 3.0),
     "fsdp_gpt.py": ("", LESS, ("2 on cpu, 2 to a copy",), LOSS, 1.0, 4.0),
-    "cli.py": (ONE_SHORT_EPOCH, {}, ("2 ranks on cpu", "8 MiB", STOPPED), "", 0, 0),  # the YAML file's bucket_cap_mb
-    "hf_finetune.py": ("... smddp", AT_THE_END, ("2 ranks on cpu",), ACCURACY, 0.6, 1.0),
+    "cli.py": (ONE_SHORT_EPOCH, {}, (RANKS, "8 MiB", STOPPED), "", 0, 0),  # the YAML file's bucket_cap_mb
+    "hf_finetune.py": ("... smddp", AT_THE_END, (RANKS,), ACCURACY, 0.6, 1.0),
     "pipeline_mlp.py": ("", {}, STAGES, ACCURACY, 0.9, 1.0),
     "pipeline_gpt.py": ("--width 64 --depth 2 --steps 12", LESS, STAGES, LOSS, 1.0, 4.0),
     "pipeline_unet.py": ("", FEW_BATCHES, STAGES, LOSS, 0.0, 0.07),
@@ -225,7 +226,7 @@ def test_slurm_example_as_two_tasks(tmp_path: Path) -> None:
     tasks = [{**job, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)} for task in range(2)]
     first, _ = run_on_each([line.split()] * 2, tasks, tmp_path)
     assert "Started by srun" in first
-    assert "2 ranks on cpu" in first
+    assert RANKS in first
     assert 0.9 <= number_after("validation accuracy", first) <= 1.0
 
 

@@ -53,4 +53,6 @@ def test_two_hosts(distribution: str, master: str, tmp_path: Path) -> None:
     output = "\n".join((tmp_path / f"{host}.log").read_text() for host in HOSTS)
     assert codes == [0, 0], output
     job.check(tmp_path, 1, 2, "sagemaker", output)
-    assert f"on SageMaker (distribution {distribution}, host {master})" in output, output
+    launcher = {"torch_distributed": "torchrun", "none": "nobody"}[distribution]
+    assert f"Started by {launcher} on SageMaker" in output, output
+    assert f"rank 0 at {master} port 7777" in output, output
