@@ -15,7 +15,7 @@ import torch
 from common import Record, parser, table, target
 
 from lightning_smddp.pipeline.runtime.schedules import SCHEDULES, orders
-from lightning_smddp.planner.simulator import Action, Kind, SimulatedStep, parse_action, simulate
+from lightning_smddp.planner.simulator import Action, Kind, SimulatedStep, simulate
 
 NAMES = {"1F1B": "1f1b", "1F1B-I": "interleaved_1f1b", "ZB-H1": "interleaved_zero_bubble"}
 
@@ -70,8 +70,7 @@ LLAMA = {32: 430.0, 16: 400.0}
 
 def actions(schedule: str, ranks: int, chunks: int, microbatches: int) -> dict[int, list[Action]]:
     """What each rank does."""
-    texts = orders(SCHEDULES[NAMES[schedule]], ranks, ranks * chunks, microbatches)
-    return {rank: [parse_action(text) for text in of_rank] for rank, of_rank in texts.items()}
+    return orders(SCHEDULES[NAMES[schedule]], ranks, ranks * chunks, microbatches)
 
 
 def step(schedule: str, ranks: int, chunks: int, profile: Profile) -> SimulatedStep:

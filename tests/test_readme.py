@@ -36,7 +36,7 @@ from lightning_smddp import (
 from lightning_smddp.communication.algorithms import NAMES
 from lightning_smddp.communication.compression import METHODS
 from lightning_smddp.pipeline.runtime.schedules import SCHEDULES, orders
-from lightning_smddp.planner.simulator import Action, parse_action, simulate
+from lightning_smddp.planner.simulator import Action, simulate
 from lightning_smddp.strategies import fsdp
 from lightning_smddp.strategies.options import OfPipeline, PipelineOptions
 from tests.programs import run_program
@@ -235,8 +235,7 @@ def test_schedules_table_is_what_schedules_say() -> None:
     assert list(rows) == list(SCHEDULES)
     for name, schedule in SCHEDULES.items():
         assert rows[name][3] == (f"`{schedule.substitute}`" if schedule.substitute else "-")
-        order = orders(schedule, 4, 4 * schedule.default_stages_per_rank, 8)
-        actions = {rank: [parse_action(text) for text in texts] for rank, texts in order.items()}
+        actions = orders(schedule, 4, 4 * schedule.default_stages_per_rank, 8)
         assert rows[name][5] == f"{100 * simulate(actions).busy_share:.0f} %"
         held = max(most_held(actions[rank]) for rank in actions) / schedule.default_stages_per_rank
         assert rows[name][4] == f"{held:g}"

@@ -32,8 +32,12 @@ Orders: TypeAlias = Mapping[int, Sequence[Action]]
 """What each rank does, in order."""
 
 
-def parse_action(text: str) -> Action:
-    """The action that torch spells as ``text``: "2F0" is stage 2, forward, micro-batch 0."""
+def parsed(orders: Mapping[int, Sequence[str]]) -> dict[int, list[Action]]:
+    """Orders whose actions are spelled as torch does it: "2F0" is stage 2, forward, micro-batch 0."""
+    return {rank: [_parsed(text) for text in texts] for rank, texts in orders.items()}
+
+
+def _parsed(text: str) -> Action:
     stage, kind, microbatch = re.split("([FBIW])", text)
     return Action(int(stage), kind, int(microbatch))  # type: ignore[arg-type]  # the pattern has Kinds only
 

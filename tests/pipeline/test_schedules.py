@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch.distributed.pipelining  # noqa: F401  (sets an environment variable when first imported, not in a test)
 
 from lightning_smddp.pipeline.runtime.schedules import SCHEDULES, Schedule, check, for_microbatches, orders, parse
+from lightning_smddp.planner.simulator import Action
 
 
 def stages_per_rank_of(schedule: Schedule) -> list[int]:
     return [count for count in (1, 2, 3) if schedule.stages_per_rank_ok(count)]
 
 
-def carried_out(orders_of_ranks: dict[int, list[str]], num_stages: int) -> list[tuple[int, str, int]]:
+def carried_out(orders_of_ranks: dict[int, list[Action]], num_stages: int) -> list[tuple[int, str, int]]:
     """The actions in an order in which they can happen, each after what it needs; raises where ranks are stuck."""
-    waiting = {rank: [_parts(action) for action in order] for rank, order in orders_of_ranks.items()}
+    waiting = {rank: [tuple(action) for action in order] for rank, order in orders_of_ranks.items()}
     done: list[tuple[int, str, int]] = []
     while any(waiting.values()):
         ready = [rank for rank, rest in waiting.items() if rest and _needs(rest[0], num_stages) <= set(done)]
@@ -27,12 +26,6 @@ def carried_out(orders_of_ranks: dict[int, list[str]], num_stages: int) -> list[
             if kind in "BI":
                 done.append((stage, "gradients of inputs", microbatch))
     return done
-
-
-def _parts(action: str) -> tuple[int, str, int]:
-    match = re.fullmatch(r"(\d+)([FBIW])(\d+)", action)
-    assert match, action
-    return int(match[1]), match[2], int(match[3])
 
 
 def _needs(action: tuple[int, str, int], num_stages: int) -> set[tuple[int, str, int]]:
@@ -55,7 +48,7 @@ def test_orders_are_complete_and_can_be_carried_out(name: str, ranks: int) -> No
         for microbatches in (1, 2, 3, 4, 5, 8, 9):
             found = orders(schedule, ranks, num_stages, microbatches)
             assert sorted(found) == list(range(ranks))
-            assert all(placement[_parts(action)[0]] == rank for rank, order in found.items() for action in order)
+            assert all(placement[action.stage] == rank for rank, order in found.items() for action in order)
             done = carried_out(found, num_stages)
             assert len(done) == len(set(done))
             for stage in range(num_stages):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from lightning_smddp.pipeline.runtime.schedules import SCHEDULES, orders
-from lightning_smddp.planner.simulator import Action, Kind, parse_action, simulate
+from lightning_smddp.planner.simulator import Action, Kind, parsed, simulate
 
 
 def orders_of(*rows: str) -> dict[int, list[Action]]:
-    return {rank: [parse_action(text) for text in row.split()] for rank, row in enumerate(rows)}
+    return parsed({rank: row.split() for rank, row in enumerate(rows)})
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,6 @@ def test_messages_take_time_between_ranks_alone(message_s: float, seconds: float
 @pytest.mark.parametrize(("name", "bubble"), [("1f1b", 0.2431), ("interleaved_zero_bubble", 0.1585)])
 def test_bubbles_of_the_zero_bubble_paper(name: str, bubble: float) -> None:
     # arXiv:2401.10241, the 1.5B model with 24 micro-batches on 8 ranks: columns 1F1B and ZB-H1.
-    texts = orders(SCHEDULES[name], 8, 8, 24)
-    actions = {rank: [parse_action(text) for text in order] for rank, order in texts.items()}
+    actions = orders(SCHEDULES[name], 8, 8, 24)
     seconds: dict[Kind, float] = {"F": 18522e-6, "B": (18086 + 9337) * 1e-6, "I": 18086e-6, "W": 9337e-6}
     assert 1 - simulate(actions, seconds, 601e-6).busy_share == pytest.approx(bubble, abs=5e-5)

@@ -30,7 +30,7 @@ from lightning_smddp.pipeline.capture.tracer import StepCall, now
 from lightning_smddp.pipeline.mesh import named_tensors
 from lightning_smddp.pipeline.runtime.schedules import Schedule, orders
 from lightning_smddp.planner.problem import Cluster, Link, NodeCost, PartitionProblem
-from lightning_smddp.planner.simulator import Action, parse_action, simulate
+from lightning_smddp.planner.simulator import Action, simulate
 from lightning_smddp.pytree import tensors
 from lightning_smddp.seeding import Forward, forward_patches
 
@@ -112,8 +112,7 @@ def best_share(schedule: Schedule, rank_of_stage: Sequence[int], num_microbatche
 
 def _actions(schedule: Schedule, rank_of_stage: Sequence[int], num_microbatches: int) -> dict[int, list[Action]]:
     """What each rank does, in order."""
-    texts = orders(schedule, max(rank_of_stage) + 1, len(rank_of_stage), num_microbatches)
-    return {rank: list(map(parse_action, of_rank)) for rank, of_rank in texts.items()}
+    return orders(schedule, max(rank_of_stage) + 1, len(rank_of_stage), num_microbatches)
 
 
 def links_between(

@@ -1,10 +1,9 @@
 """The pipeline schedules by name: what each asks for, where it places stages, in which order a rank works.
 
-A schedule is plain data here; ``engine.py`` runs torch's class of that name, a simulation or a drawing reads
-:func:`orders`. A stage is one part of the model, a rank holds one or several. One *action* is what a stage does with
-one micro-batch, written as torch writes it: ``"1F0"`` is stage 1, forward, micro-batch 0; ``B`` is the backward, which
-some schedules split into ``I`` (gradients of the stage's inputs, which the stage before waits for) and ``W`` (gradients
-of its parameters, which fill idle time).
+A schedule is plain data here; ``engine.py`` runs torch's class of that name, a simulation reads :func:`orders`. A stage
+is one part of the model, a rank holds one or several. One *action* is what a stage does with one micro-batch, ``"1F0"``
+to torch: stage 1, forward, micro-batch 0. ``B`` is the backward, which some schedules split into ``I`` (gradients of
+the stage's inputs, which the stage before waits for) and ``W`` (gradients of its parameters, which fill idle time).
 
 Sources: GPipe (arXiv:1811.06965), 1F1B (PipeDream-Flush, arXiv:2006.09503), interleaved 1F1B (arXiv:2104.04473), looped
 BFS (arXiv:2211.05953), zero bubble and ZB-V (arXiv:2401.10241), DualPipeV (arXiv:2412.19437).
@@ -19,6 +18,7 @@ from types import SimpleNamespace
 from typing import Literal
 
 from lightning_smddp._compat.torch import pipeline_order, pipeline_schedule_class
+from lightning_smddp.planner.simulator import Action, parsed
 from lightning_smddp.wording import counted
 
 MicrobatchRule = Literal["any", "at least the stages", "whole rounds"]
@@ -164,7 +164,7 @@ def orders(
     pipeline_parallel_size: int,
     num_stages: int,
     num_microbatches: int,
-) -> dict[int, list[str]]:
+) -> dict[int, list[Action]]:
     """Rank -> the compute actions of one training step in the order in which that rank performs them.
 
     Idle time is not written down: a rank performs its next action as soon as what that needs has arrived. Where two
@@ -179,10 +179,10 @@ def orders(
     ranks = schedule.rank_of_stage(num_stages, pipeline_parallel_size)
     placeholders = [SimpleNamespace(stage_index=stage, **common) for stage, rank in enumerate(ranks) if rank == 0]
     torch_schedule = pipeline_schedule_class(schedule.torch_class)(placeholders, num_microbatches)
-    return pipeline_order(torch_schedule)
+    return parsed(pipeline_order(torch_schedule))
 
 
-def _single_stage_order(schedule: Schedule, stage: int, num_stages: int, num_microbatches: int) -> list[str]:
+def _single_stage_order(schedule: Schedule, stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
     """As torch executes GPipe and 1F1B, the only two with one stage a rank.
 
     The ``pipeline_order`` that torch shows for 1F1B numbers some forwards wrongly.
@@ -195,10 +195,10 @@ def _single_stage_order(schedule: Schedule, stage: int, num_stages: int, num_mic
     else:
         assert schedule.name == "1f1b"
         ahead = min(num_microbatches, num_stages - stage)
-    order = [f"{stage}F{microbatch}" for microbatch in range(ahead)]
+    order = [Action(stage, "F", microbatch) for microbatch in range(ahead)]
     for microbatch in range(num_microbatches):
-        order.append(f"{stage}B{microbatch}")
+        order.append(Action(stage, "B", microbatch))
         forward = ahead + microbatch
         if forward < num_microbatches:
-            order.append(f"{stage}F{forward}")
+            order.append(Action(stage, "F", forward))
     return order
