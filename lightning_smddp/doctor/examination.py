@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -25,20 +24,7 @@ _NUMEL = 1000  # of a checked one
 _LIMIT = timedelta(seconds=60)  # until all ranks have to be there, and for each collective
 _WIDTH = 14  # characters, of a row's name
 
-Places = dict[Finding, list[str]]  # what is wrong on which hosts; on none by name where all are meant
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What ranks have measured together.
-
-    Attributes:
-        line: their number, and the median of the slowest rank for each algorithm.
-        findings: what is wrong.
-    """
-
-    line: str
-    findings: list[Finding]
+Places = dict[Finding, set[str]]  # what is wrong, on which hosts; on none by name where all are meant
 
 
 def examine() -> int:
@@ -52,21 +38,21 @@ def examine() -> int:
         together.
     """
     facts = look()
-    found: Places = {finding: [facts.host] for finding in find(facts)}
-    measured: Measured | None = None
+    found: Places = {finding: {facts.host} for finding in find(facts)}
+    line = ""
     # Nothing is measured where training would not survive: ranks may not even come together.
     if not _code(found):
         try:
             if (facts.launch.world_size or 1) > 1:
-                measured, found = _with_the_job(facts)
+                line, found = _with_the_job(facts, found)
             else:
-                measured = _with_local_ranks()
-            found.update({finding: [] for finding in measured.findings})
+                line, measured = _with_local_ranks()
+                found |= measured
         except StartError as error:
-            found = {Finding("error", str(error), "Training would fail likewise."): [facts.host], **found}
+            found[Finding("error", f"{error} Training would fail likewise.")] = {facts.host}
     if not facts.launch.rank:
-        print(as_text(facts, measured, found), flush=True)
-    elif measured is None:  # else the first rank prints for all
+        print(as_text(facts, line, found), flush=True)
+    elif not line:  # else the first rank prints for all
         print("\n".join(_lines(found)), file=sys.stderr)
     return _code(found)
 
@@ -75,7 +61,7 @@ def _code(found: Places) -> int:
     return int(any(finding.level == "error" for finding in found))
 
 
-def _with_the_job(facts: Facts) -> tuple[Measured, Places]:
+def _with_the_job(facts: Facts, found: Places) -> tuple[str, Places]:
     """What the ranks of the job have measured, and what is wrong with their hosts."""
     launch = facts.launch
     if launch.rank is None or launch.world_size is None or launch.local_rank is None:
@@ -85,19 +71,26 @@ def _with_the_job(facts: Facts) -> tuple[Measured, Places]:
     os.environ.update(facts.will_set)  # of the network, as the strategy sets it before it makes a process group
     card = RankInfo(launch.rank, launch.world_size, versions(facts.versions.get("lightning", "none")))
     device = _device(launch.local_rank, launch.local_world_size or 1)
-    found: Places = {}
-    group = _join(card, (launch.main_address, launch.main_port), device)
+    return _together(card, (launch.main_address, launch.main_port), device, found)
+
+
+def _together(card: RankInfo, address: tuple[str, int], device: torch.device, found: Places) -> tuple[str, Places]:
+    """Meet, and measure; with that and what each rank has found, which are the same on all ranks. Collective."""
+    if device.type == "cuda":
+        join(card, address, NCCL_AND_GLOO, device, _LIMIT, _LIMIT)
+    else:
+        join(card, address, "gloo", None, _LIMIT, _LIMIT)
+    assert dist.group.WORLD is not None
     try:
-        measured = measure(group, device)
-        # All ranks know all of it, so that they end with the same exit code.
-        for host, of_rank in gather((facts.host, find(facts))):
-            for finding in of_rank:
-                hosts = found.setdefault(finding, [])
-                if host not in hosts:
-                    hosts.append(host)
+        line, wrong = measure(dist.group.WORLD, device)
+        of_ranks: list[Places] = gather(found)
     finally:
         dist.destroy_process_group()
-    return measured, found
+    everything: Places = {finding: set() for finding in wrong}
+    for of_rank in of_ranks:
+        for finding, hosts in of_rank.items():
+            everything.setdefault(finding, set()).update(hosts)
+    return line, everything
 
 
 def _device(local_rank: int, local_ranks: int) -> torch.device:
@@ -108,16 +101,7 @@ def _device(local_rank: int, local_ranks: int) -> torch.device:
     return torch.device("cpu")
 
 
-def _join(card: RankInfo, address: tuple[str, int], device: torch.device) -> dist.ProcessGroup:
-    if device.type == "cuda":
-        join(card, address, NCCL_AND_GLOO, device, _LIMIT, _LIMIT)
-    else:
-        join(card, address, "gloo", None, _LIMIT, _LIMIT)
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
-def _with_local_ranks() -> Measured:
+def _with_local_ranks() -> tuple[str, Places]:
     """Measure with ranks of this machine alone, one for each GPU or two on CPU."""
     ranks = max(2, torch.cuda.device_count())  # with one GPU they measure on CPU: NCCL wants a GPU for each of them
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -128,41 +112,36 @@ def _with_local_ranks() -> Measured:
     except Exception as error:
         reason = str(error).strip().splitlines()[-1]  # above it there is a rank's traceback
         raise StartError(f"Ranks of this machine alone do not come together: {reason}") from None
-    measured: Measured = answer.get()
+    measured: tuple[str, Places] = answer.get()
     return measured
 
 
 def _local_rank(rank: int, ranks: int, port: int, answer: Any) -> None:
     torch.set_num_threads(1)
-    device = _device(rank, ranks)
-    group = _join(RankInfo(rank, ranks, {}), ("127.0.0.1", port), device)
-    try:
-        measured = measure(group, device)
-    finally:
-        dist.destroy_process_group()
+    measured = _together(RankInfo(rank, ranks, {}), ("127.0.0.1", port), _device(rank, ranks), {})
     if rank == 0:
         answer.put(measured)
 
 
-def measure(group: dist.ProcessGroup, device: torch.device) -> Measured:
-    """The same on every rank. Collective over ``group``."""
+def measure(group: dist.ProcessGroup, device: torch.device) -> tuple[str, list[Finding]]:
+    """The ranks and, of each algorithm, the median of the slowest one, as a line; what is wrong. Collective."""
     communicator = Communicator(group, device, _LIMIT)
     findings, times = [], []
     try:
         for name in communicator.available():
             wrong = _ranks_with_other_values(name, communicator)
             if wrong:
-                what = f"The all-reduce by {name} gave wrong numbers to {counted(len(wrong), 'rank')}: {wrong}."
-                findings.append(Finding("error", what, "On GPUs look at the driver, and at what NCCL_DEBUG=INFO says."))
+                what = f"The all-reduce by {name} gave wrong numbers to {counted(len(wrong), 'rank')}: {wrong}. "
+                cure = "On GPUs look at the driver, and at what NCCL_DEBUG=INFO says."
+                findings.append(Finding("error", what + cure))
             times.append(f"{name} {1e3 * time_algorithm(name, communicator, None, _SIZE):.3g} ms")
     finally:
         communicator.close()
     for note in communicator.notes:
-        findings.append(Finding("warning", note, "Ranks of a node average more slowly without it."))
+        findings.append(Finding("warning", f"Ranks of a node average more slowly: {note}"))
     ranks = counted(communicator.world_size, "rank")
     nodes = counted(communicator.topology.num_nodes, "node")
-    line = f"{_SIZE / 2**20:g} MiB, {ranks} on {nodes}, {device.type}: {', '.join(times)}"
-    return Measured(line, findings)
+    return f"{_SIZE / 2**20:g} MiB, {ranks} on {nodes}, {device.type}: {', '.join(times)}", findings
 
 
 def _ranks_with_other_values(name: str, communicator: Communicator) -> list[int]:
@@ -176,7 +155,7 @@ def _ranks_with_other_values(name: str, communicator: Communicator) -> list[int]
     return [rank for rank, was_right in enumerate(gather(is_right, communicator.group)) if not was_right]
 
 
-def as_text(facts: Facts, measured: Measured | None, found: Places) -> str:
+def as_text(facts: Facts, measured: str, found: Places) -> str:
     """A page for people: what was seen, what was measured, and what is wrong, each with its cure."""
     lines = [f"lightning-smddp doctor, on host {facts.host}"]
     lines += [f"  {name:<{_WIDTH}}{value}" for name, value in _rows(facts, measured).items() if value]
@@ -186,25 +165,24 @@ def as_text(facts: Facts, measured: Measured | None, found: Places) -> str:
 def _lines(found: Places) -> list[str]:
     lines = []
     for finding in sorted(found, key=lambda finding: finding.level):
-        where = ", ".join(found[finding]) or "all hosts"
-        lines += [f"{finding.level.upper()} [{where}]: {finding.what}", f"    {finding.cure}"]
+        where = ", ".join(sorted(found[finding])) or "all hosts"
+        lines.append(f"{finding.level.upper()} [{where}]: {finding.text}")
     return lines or ["Nothing wrong was found."]
 
 
-def _rows(facts: Facts, measured: Measured | None) -> dict[str, str]:
-    rows = {
+def _rows(facts: Facts, measured: str) -> dict[str, str]:
+    shared_memory = "none"
+    if facts.shared_memory is not None:
+        size, free = facts.shared_memory
+        shared_memory = f"{free / 2**30:.1f} of {size / 2**30:.1f} GiB free"
+    return {
         "launcher": facts.launch.describe(),
         "will be set": ", ".join(f"{name}={value}" for name, value in facts.will_set.items()),
         "versions": ", ".join(f"{name} {version}" for name, version in facts.versions.items()),
         "backends": "gloo, nccl" if dist.is_nccl_available() else "gloo",
         "GPUs": ", ".join(facts.gpus) or "none",
         "interfaces": ", ".join(facts.interfaces),
-        "/dev/shm": "none",
+        "/dev/shm": shared_memory,
         "processors": f"{facts.processors}, {facts.threads} threads in this process",
+        "all-reduce": measured,
     }
-    if facts.shared_memory is not None:
-        size, free = facts.shared_memory
-        rows["/dev/shm"] = f"{free / 2**30:.1f} of {size / 2**30:.1f} GiB free"
-    if measured is not None:
-        rows["all-reduce"] = measured.line
-    return rows

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import resource
+import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -36,7 +37,6 @@ class Facts:
         will_set: variables of the network that a strategy sets, as they are not set yet.
         versions: of packages.
         gpus: their names.
-        cuda: the version that torch was built for; None without.
         has_driver: NVIDIA's.
         interfaces: of the network.
         shared_memory: bytes of /dev/shm, and those that are free; None without it.
@@ -50,7 +50,6 @@ class Facts:
     will_set: dict[str, str]
     versions: dict[str, str]
     gpus: list[str]
-    cuda: str | None
     has_driver: bool
     interfaces: list[str]
     shared_memory: tuple[int, int] | None
@@ -65,13 +64,11 @@ class Finding:
 
     Attributes:
         level: ``"error"``: training does not start or gives nothing; ``"warning"``: it is slower, or fragile.
-        what: a sentence.
-        cure: what to do.
+        text: what it is, and what to do.
     """
 
     level: Literal["error", "warning"]
-    what: str
-    cure: str
+    text: str
 
 
 def look(environ: Mapping[str, str] = os.environ) -> Facts:
@@ -79,7 +76,7 @@ def look(environ: Mapping[str, str] = os.environ) -> Facts:
     try:
         launch = detect(environ)
     except ValueError as error:
-        launch = Launch("lightning", problems=((str(error), "Start the job as docs/launchers.md shows."),))
+        launch = Launch("lightning", problems=(f"{error} Start the job as docs/launchers.md shows.",))
     variables = network_variables(launch)
     return Facts(
         host=socket.gethostname(),
@@ -87,7 +84,6 @@ def look(environ: Mapping[str, str] = os.environ) -> Facts:
         will_set={name: value for name, value in variables.items() if name not in environ},
         versions=_versions(),
         gpus=[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        cuda=torch.version.cuda,
         has_driver=os.path.exists(_DRIVER),
         interfaces=[name for _, name in socket.if_nameindex()],
         shared_memory=_shared_memory(),
@@ -106,47 +102,47 @@ def _versions() -> dict[str, str]:
 
 
 def _shared_memory() -> tuple[int, int] | None:
-    if not os.path.isdir(_SHARED_MEMORY):
-        return None
-    status = os.statvfs(_SHARED_MEMORY)
-    return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    with suppress(FileNotFoundError):
+        usage = shutil.disk_usage(_SHARED_MEMORY)
+        return usage.total, usage.free
+    return None
 
 
 def find(facts: Facts) -> list[Finding]:
     """What is wrong by these facts, errors first."""
-    errors = [Finding("error", what, cure) for what, cure in facts.launch.problems]
-    return errors + [Finding("warning", what, cure) for what, cure in _warnings(facts)]
+    errors = [Finding("error", text) for text in facts.launch.problems]
+    return errors + [Finding("warning", text) for text in _warnings(facts)]
 
 
-def _warnings(facts: Facts) -> Iterator[tuple[str, str]]:
+def _warnings(facts: Facts) -> Iterator[str]:
     """What is wrong, and its cure."""
     ranks = facts.launch.local_world_size or 1
     gpus = len(facts.gpus)
     if facts.has_driver and gpus == 0:
         yield (
-            f"NVIDIA's driver is there, but torch {facts.versions['torch']} (CUDA: {facts.cuda}) sees no GPU.",
-            "Look at `nvidia-smi` and CUDA_VISIBLE_DEVICES; without CUDA install another build of torch.",
+            f"NVIDIA's driver is there, but torch {facts.versions['torch']} sees no GPU. "
+            "Look at `nvidia-smi` and CUDA_VISIBLE_DEVICES; without CUDA install another build of torch."
         )
     if 0 < gpus < ranks:
         yield (
-            f"{ranks} ranks of this node, but {gpus} GPU(s) visible: measured on CPU.",
-            "Let each rank see all GPUs of the node: it takes that of its local rank.",
+            f"{ranks} ranks of this node, but {gpus} GPU(s) visible: measured on CPU. "
+            "Let each rank see all GPUs of the node: it takes that of its local rank."
         )
     if facts.shared_memory is None:
-        yield "There is no /dev/shm: ranks of a node average over sockets.", "Mount a tmpfs at /dev/shm."
+        yield "There is no /dev/shm: ranks of a node average over sockets. Mount a tmpfs at /dev/shm."
     elif facts.shared_memory[0] < _LEAST_SHARED_MEMORY:
         yield (
-            f"/dev/shm holds {facts.shared_memory[0] / 2**20:.0f} MiB: too little for gradients and loaders.",
-            "docker run --shm-size=8g, or an emptyDir of medium Memory at /dev/shm in Kubernetes.",
+            f"/dev/shm holds {facts.shared_memory[0] / 2**20:.0f} MiB: too little for gradients and loaders. "
+            "docker run --shm-size=8g, or an emptyDir of medium Memory at /dev/shm in Kubernetes."
         )
     # One thread each is the least that ranks can have.
     if facts.threads > 1 and ranks > 1 and ranks * facts.threads > facts.processors:
         yield (
-            f"{ranks} ranks of {facts.threads} threads share {facts.processors} processors.",
-            f"export OMP_NUM_THREADS={max(1, facts.processors // ranks)}",
+            f"{ranks} ranks of {facts.threads} threads share {facts.processors} processors. "
+            f"export OMP_NUM_THREADS={max(1, facts.processors // ranks)}"
         )
     if 0 <= facts.open_files < _LEAST_FILES:
         yield (
-            f"A process may have {facts.open_files} files open; DataLoader workers and sockets need more.",
-            "ulimit -n 65536",
+            f"A process may have {facts.open_files} files open; DataLoader workers and sockets need more. "
+            "ulimit -n 65536"
         )

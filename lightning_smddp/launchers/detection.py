@@ -28,7 +28,7 @@ def detect(environ: Environ = os.environ) -> Launch:
     """
     # What was given first, then the launcher's own words, then the place's, then what can be worked out from both.
     notes = Notes(environ)
-    notes.text("main_address", "MASTER_ADDR")
+    notes.put("main_address", environ.get("MASTER_ADDR") or None)
     notes.numbers(main_port="MASTER_PORT")
     job = sagemaker.read_job(environ)
     launcher, read = _started_by(environ)
@@ -37,7 +37,7 @@ def detect(environ: Environ = os.environ) -> Launch:
         sagemaker.add(notes, launcher, job)
     if launcher == "mpirun":
         mpi.read_meeting_place(notes)
-    return notes.launch(launcher)
+    return Launch(launcher, problems=tuple(notes.problems), **notes.values)
 
 
 def _started_by(environ: Environ) -> tuple[Launcher, _Read]:

@@ -29,7 +29,7 @@ class Launch:
         interface: name of the network interface to use.
         hosts: names of the nodes, in the order of node ranks.
         platform: ``"SageMaker"``, or empty.
-        problems: (what is wrong, cure) for each thing that cannot work.
+        problems: what cannot work, each with its cure.
     """
 
     launcher: Launcher
@@ -44,7 +44,7 @@ class Launch:
     interface: str | None = None
     hosts: tuple[str, ...] = ()
     platform: str = ""
-    problems: tuple[tuple[str, str], ...] = ()
+    problems: tuple[str, ...] = ()
 
     @property
     def starts_ranks(self) -> bool:
@@ -60,8 +60,7 @@ class Launch:
         """
         # What is wrong with the start itself comes alone: the numbers below follow from it.
         if self.problems:
-            lines = [f"{what} {cure}" for what, cure in self.problems]
-            raise ValueError("\n".join(lines))
+            raise ValueError("\n".join(self.problems))
         if self.starts_ranks:
             self._check_ranks(num_devices, num_nodes)
         elif self.platform and self.num_nodes not in (None, num_nodes):
@@ -110,7 +109,7 @@ class Notes:
     def __init__(self, environ: Environ) -> None:
         self.environ = environ
         self.values: dict[str, Any] = {}
-        self.problems: list[tuple[str, str]] = []
+        self.problems: list[str] = []  # what cannot work, each with its cure
 
     def __getitem__(self, name: str) -> Any:
         return self.values.get(name)
@@ -120,12 +119,8 @@ class Notes:
         if value is not None:
             self.values.setdefault(name, value)
 
-    def text(self, name: str, variable: str) -> None:
-        """Note the value of ``variable``, if it is set."""
-        self.put(name, self.environ.get(variable) or None)
-
     def numbers(self, **variables: str) -> None:
-        """As :meth:`text`, for names and their variables. Raises ``ValueError`` for what is no number."""
+        """Note the values of variables that are set. Raises ``ValueError`` for what is no number."""
         for name, variable in variables.items():
             value = self.environ.get(variable)
             if not value:
@@ -133,11 +128,3 @@ class Notes:
             if not value.strip().isdecimal():
                 raise ValueError(f"{variable}={value!r} is not a number. Let the launcher set {variable}, or unset it.")
             self.put(name, int(value))
-
-    def problem(self, what: str, cure: str) -> None:
-        """Note what cannot work; both are sentences."""
-        self.problems.append((what, cure))
-
-    def launch(self, launcher: Launcher) -> Launch:
-        """What was noted so far, as one frozen :class:`Launch`."""
-        return Launch(launcher, problems=tuple(self.problems), **self.values)

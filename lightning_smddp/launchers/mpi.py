@@ -46,10 +46,9 @@ def read_srun(notes: Notes) -> None:
         notes.put("main_port", 15000 + int(job[-4:]))
     is_step = "SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ
     if notes["world_size"] > 1 and not is_step:
-        notes.problem(
+        notes.problems.append(
             f"This Slurm job has SLURM_NTASKS={notes['world_size']} tasks, but this process was not started by srun, "
-            "so it would wait for the others for ever.",
-            "Write srun before python in the batch script.",
+            "so it would wait for the others for ever. Write srun before python in the batch script.",
         )
 
 
@@ -92,8 +91,8 @@ def _read_nodes(notes: Notes) -> None:
     world_size = notes["world_size"]
     here = notes["local_world_size"]
     if not here or world_size % here:
-        notes.problem(
-            f"mpirun started {world_size} ranks, {here} of them on this node, so other nodes have another number.",
+        notes.problems.append(
+            f"mpirun started {world_size} ranks, {here} of them on this node, so other nodes have another number. "
             "Start as many ranks on each node (mpirun --map-by ppr:N:node, or -ppn N).",
         )
         return
@@ -119,7 +118,7 @@ def read_meeting_place(notes: Notes) -> None:
     notes.put("main_port", DEFAULT_PORT)
     if notes["main_address"] is None:
         option = "-x MASTER_ADDR=host0" if started_by_open_mpi(notes.environ) else "-genv MASTER_ADDR host0"
-        notes.problem(
-            f"mpirun started ranks on {notes['num_nodes'] or 'several'} nodes, and nothing says where rank 0 is.",
+        notes.problems.append(
+            f"mpirun started ranks on {notes['num_nodes'] or 'several'} nodes, and nothing says where rank 0 is. "
             f"Tell them: mpirun {option} ...",
         )

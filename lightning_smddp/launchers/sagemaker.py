@@ -16,7 +16,7 @@ from lightning_smddp.launchers.launch import Environ, Launch, Launcher, Notes
 
 PORT = 7777  # of both SDKs
 # Of SDK 2's settings, to the keys of its `distribution=`.
-FLAGS = {
+_FLAGS = {
     "sagemaker_mpi_enabled": "mpi",
     "sagemaker_pytorch_ddp_enabled": "pytorchddp",
     "sagemaker_torch_distributed_enabled": "torch_distributed",
@@ -53,55 +53,59 @@ def read_job(environ: Environ) -> Job | None:
     Raises:
         ValueError: a file or a variable cannot be understood; the message names it.
     """
-    resources, source = _resources(environ)
+    resources = _resources(environ)
     if resources is None:
         return None
-    parameters = parameters_of(environ)
     is_sdk3 = "SM_HOST_COUNT" in environ or "SM_DISTRIBUTED_CONFIG" in environ
-    is_launched = any(is_on(parameters.get(flag)) for flag in FLAGS)
     # Launchers of SDK 2 number the hosts in the order of the instance groups, everyone else in that of their names,
     # by which `algo-10` comes before `algo-2`.
     try:
         hosts = tuple(sorted(resources["hosts"]))
-        if is_launched and not is_sdk3:
-            hosts = _launched_hosts(resources, parameters)
+        if launched_by(environ) and not is_sdk3:
+            hosts = _launched_hosts(resources, environ)
         return Job(resources["current_host"], hosts, resources.get("network_interface_name"))
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"{source} lacks {error}. SageMaker writes current_host, hosts and instance_groups there; do not change it."
+            f"SM_HOSTS or resourceconfig.json lacks {error}. SageMaker writes current_host, hosts and instance_groups; "
+            "do not change them."
         ) from None
 
 
-def _resources(environ: Environ) -> tuple[dict[str, Any] | None, str]:
-    """The hosts of the job, as its file or its variables have them, and where that was read; None outside of one."""
-    file = _config_file("resourceconfig.json", environ)
-    if file.is_file():
-        return parse_json(file.read_text(), str(file)), str(file)
-    if environ.get("SM_HOSTS") and environ.get("SM_CURRENT_HOST"):
+def _resources(environ: Environ) -> dict[str, Any] | None:
+    """The hosts of the job, as its file or its variables have them; None outside of one."""
+    resources: dict[str, Any] | None = _config("resourceconfig.json", environ)
+    if resources is None and environ.get("SM_HOSTS") and environ.get("SM_CURRENT_HOST"):
         resources = {
             "hosts": parse_json(environ["SM_HOSTS"], "SM_HOSTS"),
             "current_host": environ["SM_CURRENT_HOST"],
             "network_interface_name": environ.get("SM_NETWORK_INTERFACE_NAME"),
         }
-        return resources, "SM_HOSTS"
-    return None, ""
+    return resources
 
 
-def parameters_of(environ: Environ) -> dict[str, Any]:
+def launched_by(environ: Environ) -> list[str]:
+    """The keys of SDK 2's ``distribution=`` that the job was started with."""
+    parameters = _parameters(environ)
+    # Hyperparameters are texts that hold JSON; the variable holds the values themselves.
+    return [name for flag, name in _FLAGS.items() if str(parameters.get(flag)).strip('" ').lower() == "true"]
+
+
+def _parameters(environ: Environ) -> dict[str, Any]:
     """The SDK's own ``sagemaker_...`` settings: a variable, or on hosts where mpirun forgot it, hyperparameters."""
     text = environ.get("SM_FRAMEWORK_PARAMS")
-    found = parse_json(text, "SM_FRAMEWORK_PARAMS") if text else hyperparameters(environ)
-    return {name: value for name, value in found.items() if name.startswith("sagemaker_")}
+    found: dict[str, Any] = parse_json(text, "SM_FRAMEWORK_PARAMS") if text else hyperparameters(environ)
+    return found
 
 
 def hyperparameters(environ: Environ) -> dict[str, Any]:
     """What the job's file has: texts that hold JSON. Empty if there is none."""
-    file = _config_file("hyperparameters.json", environ)
-    return {**parse_json(file.read_text(), str(file))} if file.is_file() else {}
+    return {**(_config("hyperparameters.json", environ) or {})}
 
 
-def _config_file(name: str, environ: Environ) -> Path:
-    return base_directory(environ) / "input" / "config" / name
+def _config(name: str, environ: Environ) -> Any:
+    """What a file of SageMaker's has; None where it is not there."""
+    file = base_directory(environ) / "input" / "config" / name
+    return parse_json(file.read_text(), str(file)) if file.is_file() else None
 
 
 def parse_json(text: str, source: str) -> Any:
@@ -112,18 +116,13 @@ def parse_json(text: str, source: str) -> Any:
         raise ValueError(f"{source} is not valid JSON: {error}. SageMaker writes it; do not change it.") from None
 
 
-def is_on(value: Any) -> bool:
-    """Hyperparameters are texts that hold JSON; the variable holds the values themselves."""
-    return str(value).strip().strip('"').lower() == "true"
-
-
-def _launched_hosts(resources: Mapping[str, Any], parameters: Mapping[str, Any]) -> tuple[str, ...]:
+def _launched_hosts(resources: Mapping[str, Any], environ: Environ) -> tuple[str, ...]:
     """The hosts on which a launcher of SDK 2 starts processes, in its order, which is not that of ``hosts``."""
     groups = resources.get("instance_groups")
     if not groups:  # local mode
         return tuple(resources["hosts"])
     # The instance groups that train, as the user has named them; else this host's own.
-    wanted = parameters.get("sagemaker_distribution_instance_groups") or []
+    wanted = _parameters(environ).get("sagemaker_distribution_instance_groups") or []
     if isinstance(wanted, str):
         wanted = parse_json(wanted, "sagemaker_distribution_instance_groups")
     names = wanted or [resources.get("current_group_name", "homogeneousCluster")]
@@ -144,9 +143,8 @@ def add(notes: Notes, launcher: Launcher, job: Job) -> None:
         notes.numbers(main_port="SM_MASTER_PORT")
         notes.put("main_port", PORT)
     if job.current_host not in order:
-        hosts = ", ".join(order)
-        notes.problem(
-            f"Host {job.current_host} is in none of the instance groups that train ({hosts}).",
+        notes.problems.append(
+            f"Host {job.current_host} is in none of the instance groups that train ({', '.join(order)}). "
             "Train on those groups only, or name this host's group in distribution={'instance_groups': ...} too.",
         )
     elif launcher == "lightning":  # one process a host: its node rank is all that has to be known

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lightning_smddp.launchers.launch import Environ
-from lightning_smddp.launchers.sagemaker import FLAGS, hyperparameters, is_on, parameters_of, parse_json, read_job
+from lightning_smddp.launchers.sagemaker import hyperparameters, launched_by, parse_json, read_job
 from lightning_smddp.sagemaker.model_parallel import V1, V2, Reading, Version
 
 _SIGNS = ("SM_FRAMEWORK_PARAMS", "SM_DISTRIBUTED_CONFIG", "SM_HP_MP_PARAMETERS", "SM_TRAINING_ENV", "SM_CURRENT_HOST")
@@ -63,8 +63,7 @@ def distribution_of(environ: Environ) -> dict[str, Any]:
     if modern:
         smp = modern.get("smp") or model_parallel
         return {**modern, "smp": smp} if smp else modern
-    parameters = parameters_of(environ)
-    found: dict[str, Any] = {name: {"enabled": True} for flag, name in FLAGS.items() if is_on(parameters.get(flag))}
+    found: dict[str, Any] = {name: {"enabled": True} for name in launched_by(environ)}
     found.pop("smdistributed dataparallel", None)  # which is what there is without anything else
     if model_parallel:
         found["smdistributed"] = {"modelparallel": {"enabled": True, "parameters": model_parallel}}
@@ -130,7 +129,7 @@ def translate(distribution: Any = None, given: Mapping[str, Any] = MappingProxyT
         strategy = _read_modern(asked, reading)
     else:
         strategy = _read_plain(asked, reading)
-    reading.finish("This SageMaker distribution")
+    reading.finish()
     # By this option the user makes a pipeline of what has no other equivalent here.
     if "pipeline_parallel_size" in given:
         strategy = "smddp_pipeline"
@@ -185,7 +184,7 @@ def _read_plain(asked: Mapping[str, Any], reading: Reading) -> str:
             "is for XLA devices (Trainium). Use torch_distributed on GPU instances, or Lightning's XLA.",
         )
     if "modelparallel" in on:
-        parameters = _as_dict(asked["smdistributed"]["modelparallel"].get("parameters") or {})
+        parameters = _as_dict(parts["modelparallel"].get("parameters") or {})
         return _read_smp(parameters, _version(parameters, on), reading)
     if "parameter_server" in on:
         reading.options["algorithm"] = "balanced"
@@ -195,14 +194,15 @@ def _read_plain(asked: Mapping[str, Any], reading: Reading) -> str:
 def _look_for_unknown(asked: Mapping[str, Any], known: Mapping[str, Any], prefix: str, reading: Reading) -> None:
     """Note keys that are not ``known``, here and in the parts, and parts that are no dictionaries."""
     for name, value in asked.items():
+        full_name = f"{prefix}{name}"
         if name not in known:
-            reading.unknown(f"{prefix}{name}", [f"{prefix}{other}" for other in known])
+            reading.unknown(full_name, [f"{prefix}{other}" for other in known])
         elif known[name] is None:
             continue
         elif isinstance(value, Mapping):
-            _look_for_unknown(value, known[name], f"{prefix}{name}.", reading)
+            _look_for_unknown(value, known[name], f"{full_name}.", reading)
         else:
-            reading.refuse(f"{prefix}{name}={value!r}", "has to be a dictionary, such as {'enabled': True}.")
+            reading.refuse(f"{full_name}={value!r}", "has to be a dictionary, such as {'enabled': True}.")
 
 
 def _version(parameters: Mapping[str, Any], on: Collection[str]) -> Version:

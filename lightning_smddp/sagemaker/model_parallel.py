@@ -39,7 +39,7 @@ class Reading:
         problems: what cannot be done, each with its cure.
     """
 
-    given: Mapping[str, Any] = field(default_factory=dict)
+    given: Mapping[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
@@ -53,11 +53,9 @@ class Reading:
 
     def look_up(self, values: Mapping[str, Any], refused: Mapping[str, Refused]) -> None:
         """Refuse the keys of ``values`` that ask for something."""
-        for name, value in values.items():
-            key = refused.get(name)
-            if key is None or value is None or key.cured_by in self.given:
-                continue
-            if value != key.default:
+        for name, key in refused.items():
+            value = values.get(name)
+            if value is not None and value != key.default and key.cured_by not in self.given:
                 self.refuse(f"{name}={value!r}", key.cure)
 
     def count(self, values: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
@@ -70,19 +68,18 @@ class Reading:
         self.refuse(f"{name}={value!r}", "has to be a number from 1.")
         return default
 
-    def choice(self, values: Mapping[str, Any], name: str, default: str, choices: Mapping[str, str], cure: str) -> str:
-        """What ``choices`` has for the value of ``name``; that of the default if it has nothing."""
-        value = values.get(name, default)
-        if isinstance(value, str) and value in choices:
-            return choices[value]
-        self.refuse(f"{name}={value!r}", cure)
-        return choices[default]
+    def choice(self, values: Mapping[str, Any], name: str, choices: Mapping[str, str], cure: str) -> str:
+        """What ``choices`` has for the value of ``name``, by default for the first one; empty where it has nothing."""
+        value = values.get(name, next(iter(choices)))
+        if str(value) not in choices:
+            self.refuse(f"{name}={value!r}", cure)
+        return choices.get(str(value), "")
 
-    def finish(self, what: str) -> None:
-        """Raise ``ValueError`` with everything that is wrong in ``what``, if anything is."""
+    def finish(self) -> None:
+        """Raise ``ValueError`` with everything that is wrong, if anything is."""
         if self.problems:
             lines = "".join(f"\n  - {problem}" for problem in self.problems)
-            raise ValueError(f"{what} cannot be done as it is:{lines}")
+            raise ValueError(f"This SageMaker distribution cannot be done as it is:{lines}")
 
 
 _BY_HAND = "Name the first module of each stage but the first: split=['blocks.4']."
@@ -97,14 +94,14 @@ REFUSED_OF_V1 = {
     "offload_activations": Refused(
         False, "has no equivalent. activation_checkpointing=True saves most of it.", "activation_checkpointing"
     ),
+    "fp16": Refused(False, _PRECISION.format("16-mixed")),
+    "fp16_params": Refused(False, _PRECISION.format("16-true")),
+    "bf16": Refused(False, _PRECISION.format("bf16-mixed")),
     "tensor_parallel_degree": Refused(
         1,
         "cuts single layers. " + _LAYERS.format(" times the pipeline_parallel_degree"),
         "pipeline_parallel_size",
     ),
-    "fp16": Refused(False, _PRECISION.format("16-mixed")),
-    "fp16_params": Refused(False, _PRECISION.format("16-true")),
-    "bf16": Refused(False, _PRECISION.format("bf16-mixed")),
     "sdp_gradient_clipping": Refused(1.0, "is the Trainer's. Remove it here and write Trainer(gradient_clip_val=...)."),
 }
 PASSED_OF_V1 = (
@@ -137,14 +134,12 @@ def _read_v1(parameters: Mapping[str, Any], reading: Reading) -> str:
     schedule = reading.choice(
         parameters,
         "pipeline",
-        "interleaved",
         {"interleaved": "1f1b", "simple": "gpipe"},
         "has to be 'simple' or 'interleaved'. To run forward only, call trainer.predict or trainer.validate.",
     )
     placement = reading.choice(
         parameters,
         "placement_strategy",
-        "cluster",
         _PLACEMENTS,
         "has to be 'cluster', 'spread', or the letters D, P and T in some order, such as 'DPT'.",
     )
@@ -177,9 +172,9 @@ def _stages(parameters: Mapping[str, Any], reading: Reading) -> int | None:
     """The number of stages, under its new or its old name; one of them is required."""
     # `pipeline_parallel_size` beside the configuration wins. What the configuration says is checked all the same.
     name = "partitions" if "partitions" in parameters else "pipeline_parallel_degree"
+    asked = reading.count(parameters, name)
     if name not in parameters and "pipeline_parallel_size" not in reading.given:
         reading.refuse(name, "is missing. Give the number of stages, or 1 for no pipeline.")
-    asked = reading.count(parameters, name)
     stages: int | None = reading.given.get("pipeline_parallel_size", asked)
     return stages
 

@@ -159,8 +159,7 @@ def before_start(strategy: Any, verbose: bool) -> None:
     launch = getattr(environment, "launch", None) or detect()
     given = any(cls.__name__ == "LightningEnvironment" for cls in type(environment).__mro__)  # asks no launcher
     if environment.creates_processes_externally and launch.starts_ranks and not given and launch.problems:
-        what, cure = launch.problems[0]
-        raise ValueError(f"{what} {cure}")
+        raise ValueError(launch.problems[0])
     if verbose and not given and (launch.starts_ranks or launch.platform):
         rank_zero_info(launch.describe())
     # gloo and NCCL would fail with an interface that SageMaker's files name, and this host does not have.
