@@ -327,6 +327,15 @@ def test_files_that_the_design_names_exist() -> None:
     assert {name for name in named if not any((root / name).exists() for root in roots)} == set()
 
 
+def test_names_that_contributing_gives_exist() -> None:
+    """Of functions, classes and options: one that was renamed sends a newcomer nowhere."""
+    files = [*source_files(), *(ROOT / "tests").rglob("*.py"), ROOT / "pyproject.toml"]
+    words = set(re.findall(r"\w+", "\n".join(path.read_text() for path in files)))
+    named = set(re.findall(r"`(?:\w+\.)?(\w+)`", (ROOT / "CONTRIBUTING.md").read_text()))
+    assert len(named) > 40
+    assert named - words == set()
+
+
 def test_no_snippet_is_left_out() -> None:
     programs = [snippets(README, "python")[0], snippets(PIPELINE_GUIDE, "python")[0]]
     everything = [text for page in PAGES for text in snippets(page, "python")]
