@@ -64,22 +64,20 @@ def _code(found: Places) -> int:
 def _with_the_job(facts: Facts, found: Places) -> tuple[str, Places]:
     """What the ranks of the job have measured, and what is wrong with their hosts."""
     launch = facts.launch
-    if launch.rank is None or launch.world_size is None or launch.local_rank is None:
-        raise StartError(f"{launch.describe()} Start the job as docs/launchers.md shows.")
-    if launch.main_address is None or launch.main_port is None:
-        raise StartError(f"{launch.describe()} Set MASTER_ADDR and MASTER_PORT on all ranks.")
+    address, port = launch.main_address, launch.main_port
+    if launch.rank is None or launch.world_size is None or launch.local_rank is None or address is None or port is None:
+        cure = "Start the job as docs/launchers.md shows, with MASTER_ADDR and MASTER_PORT on all ranks."
+        raise StartError(f"{launch.describe()} {cure}")
     os.environ.update(facts.will_set)  # of the network, as the strategy sets it before it makes a process group
     card = RankInfo(launch.rank, launch.world_size, versions(facts.versions.get("lightning", "none")))
     device = _device(launch.local_rank, launch.local_world_size or 1)
-    return _together(card, (launch.main_address, launch.main_port), device, found)
+    return _together(card, (address, port), device, found)
 
 
 def _together(card: RankInfo, address: tuple[str, int], device: torch.device, found: Places) -> tuple[str, Places]:
     """Meet, and measure; with that and what each rank has found, which are the same on all ranks. Collective."""
-    if device.type == "cuda":
-        join(card, address, NCCL_AND_GLOO, device, _LIMIT, _LIMIT)
-    else:
-        join(card, address, "gloo", None, _LIMIT, _LIMIT)
+    on_gpu = device.type == "cuda"
+    join(card, address, NCCL_AND_GLOO if on_gpu else "gloo", device if on_gpu else None, _LIMIT, _LIMIT)
     assert dist.group.WORLD is not None
     try:
         line, wrong = measure(dist.group.WORLD, device)
@@ -157,25 +155,11 @@ def _ranks_with_other_values(name: str, communicator: Communicator) -> list[int]
 
 def as_text(facts: Facts, measured: str, found: Places) -> str:
     """A page for people: what was seen, what was measured, and what is wrong, each with its cure."""
-    lines = [f"lightning-smddp doctor, on host {facts.host}"]
-    lines += [f"  {name:<{_WIDTH}}{value}" for name, value in _rows(facts, measured).items() if value]
-    return "\n".join([*lines, "", *_lines(found)])
-
-
-def _lines(found: Places) -> list[str]:
-    lines = []
-    for finding in sorted(found, key=lambda finding: finding.level):
-        where = ", ".join(sorted(found[finding])) or "all hosts"
-        lines.append(f"{finding.level.upper()} [{where}]: {finding.text}")
-    return lines or ["Nothing wrong was found."]
-
-
-def _rows(facts: Facts, measured: str) -> dict[str, str]:
     shared_memory = "none"
     if facts.shared_memory is not None:
         size, free = facts.shared_memory
         shared_memory = f"{free / 2**30:.1f} of {size / 2**30:.1f} GiB free"
-    return {
+    rows = {
         "launcher": facts.launch.describe(),
         "will be set": ", ".join(f"{name}={value}" for name, value in facts.will_set.items()),
         "versions": ", ".join(f"{name} {version}" for name, version in facts.versions.items()),
@@ -186,3 +170,14 @@ def _rows(facts: Facts, measured: str) -> dict[str, str]:
         "processors": f"{facts.processors}, {facts.threads} threads in this process",
         "all-reduce": measured,
     }
+    lines = [f"lightning-smddp doctor, on host {facts.host}"]
+    lines += [f"  {name:<{_WIDTH}}{value}" for name, value in rows.items() if value]
+    return "\n".join([*lines, "", *_lines(found)])
+
+
+def _lines(found: Places) -> list[str]:
+    lines = []
+    for finding in sorted(found):
+        where = ", ".join(sorted(found[finding])) or "all hosts"
+        lines.append(f"{finding.level.upper()} [{where}]: {finding.text}")
+    return lines or ["Nothing wrong was found."]

@@ -21,7 +21,6 @@ from lightning_smddp.launchers.launch import Launch
 from lightning_smddp.launchers.sagemaker import network_variables
 
 _PACKAGES = ("lightning", "pytorch-lightning", "lightning-fabric", "deepspeed", "sagemaker")
-_SHARED_MEMORY = "/dev/shm"
 _LEAST_SHARED_MEMORY = 2**30  # bytes
 _LEAST_FILES = 1024  # that a process may have open
 _DRIVER = "/proc/driver/nvidia/version"
@@ -58,9 +57,9 @@ class Facts:
     open_files: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Finding:
-    """Something that is wrong.
+    """Something that is wrong; errors come first.
 
     Attributes:
         level: ``"error"``: training does not start or gives nothing; ``"warning"``: it is slower, or fragile.
@@ -78,6 +77,10 @@ def look(environ: Mapping[str, str] = os.environ) -> Facts:
     except ValueError as error:
         launch = Launch("lightning", problems=(f"{error} Start the job as docs/launchers.md shows.",))
     variables = network_variables(launch)
+    shared_memory = None
+    with suppress(FileNotFoundError):
+        usage = shutil.disk_usage("/dev/shm")
+        shared_memory = (usage.total, usage.free)
     return Facts(
         host=socket.gethostname(),
         launch=launch,
@@ -86,7 +89,7 @@ def look(environ: Mapping[str, str] = os.environ) -> Facts:
         gpus=[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         has_driver=os.path.exists(_DRIVER),
         interfaces=[name for _, name in socket.if_nameindex()],
-        shared_memory=_shared_memory(),
+        shared_memory=shared_memory,
         processors=len(os.sched_getaffinity(0)),
         threads=torch.get_num_threads(),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -99,13 +102,6 @@ def _versions() -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-def _shared_memory() -> tuple[int, int] | None:
-    with suppress(FileNotFoundError):
-        usage = shutil.disk_usage(_SHARED_MEMORY)
-        return usage.total, usage.free
-    return None
 
 
 def find(facts: Facts) -> list[Finding]:

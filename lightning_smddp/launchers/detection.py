@@ -31,7 +31,7 @@ def detect(environ: Environ = os.environ) -> Launch:
     notes.put("main_address", environ.get("MASTER_ADDR") or None)
     notes.numbers(main_port="MASTER_PORT")
     job = sagemaker.read_job(environ)
-    launcher, read = _started_by(environ)
+    launcher, _, read = next(row for row in _ORDER if row[1](environ))
     read(notes)
     if job is not None:
         sagemaker.add(notes, launcher, job)
@@ -40,20 +40,10 @@ def detect(environ: Environ = os.environ) -> Launch:
     return Launch(launcher, problems=tuple(notes.problems), **notes.values)
 
 
-def _started_by(environ: Environ) -> tuple[Launcher, _Read]:
-    for launcher, has_started, read in _ORDER:
-        if has_started(environ):
-            return launcher, read
-    return "lightning", _read_nobody
-
-
 def _by_pytorch_job(environ: Environ) -> bool:
     """One process a pod. With LOCAL_RANK or NODE_RANK someone has made other plans."""
-    if not environ.keys() >= _PYTORCH_JOB:
-        return False
-    if "LOCAL_RANK" in environ or "NODE_RANK" in environ:
-        return False
-    return environ["WORLD_SIZE"] != "1"
+    planned = "LOCAL_RANK" in environ or "NODE_RANK" in environ
+    return environ.keys() >= _PYTORCH_JOB and not planned and environ["WORLD_SIZE"] != "1"
 
 
 def _read_torchrun(notes: Notes) -> None:
@@ -77,12 +67,12 @@ def _read_nobody(notes: Notes) -> None:
     notes.numbers(node_rank="GROUP_RANK")
 
 
-# Of each launcher by what it is known, and what reads its variables. The first one that is known counts: see
-# :func:`detect`.
+# Of each launcher by what it is known, and what reads its variables. The first one that is known counts.
 _ORDER: tuple[tuple[Launcher, Callable[[Environ], bool], _Read], ...] = (
     ("torchrun", lambda environ: "TORCHELASTIC_RUN_ID" in environ, _read_torchrun),
     ("jsrun", lambda environ: environ.keys() >= _JSRUN, _read_jsrun),
     ("mpirun", mpi.started_by_mpirun, mpi.read_mpirun),
     ("srun", mpi.started_by_srun, mpi.read_srun),
     ("kubeflow", _by_pytorch_job, _read_pytorch_job),
+    ("lightning", lambda environ: True, _read_nobody),
 )

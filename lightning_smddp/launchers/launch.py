@@ -63,10 +63,9 @@ class Launch:
             raise ValueError("\n".join(self.problems))
         if self.starts_ranks:
             self._check_ranks(num_devices, num_nodes)
-        elif self.platform and self.num_nodes not in (None, num_nodes):
-            hosts = ", ".join(self.hosts)
+        elif self.num_nodes not in (None, num_nodes):  # which SageMaker alone says here
             raise ValueError(
-                f"This SageMaker job has {self.num_nodes} nodes ({hosts}), but num_nodes={num_nodes}. "
+                f"This SageMaker job has {self.num_nodes} nodes ({', '.join(self.hosts)}), but num_nodes={num_nodes}. "
                 f"Set num_nodes={self.num_nodes}; for a training of its own on each node, give the plugin "
                 "LightningEnvironment()."
             )
@@ -94,11 +93,10 @@ class Launch:
         ):
             if value is not None:
                 parts.append(text.format(value, "?" if total is None else total))
-        who: str = self.launcher if self.starts_ranks else "nobody"
-        if self.platform:
-            who = f"{who} on {self.platform}"
+        place = f" on {self.platform}" if self.platform else ""
+        who = f"{self.launcher}{place}"
         if not self.starts_ranks:
-            who = f"{who}, so Lightning starts the ranks of a node"
+            who = f"nobody{place}, so Lightning starts the ranks of a node"
         found = f": {'; '.join(parts)}" if parts else ""
         return f"Started by {who}{found}."
 

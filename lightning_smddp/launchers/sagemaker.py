@@ -53,9 +53,15 @@ def read_job(environ: Environ) -> Job | None:
     Raises:
         ValueError: a file or a variable cannot be understood; the message names it.
     """
-    resources = _resources(environ)
+    resources = _config("resourceconfig.json", environ)
     if resources is None:
-        return None
+        if not environ.get("SM_HOSTS") or not environ.get("SM_CURRENT_HOST"):
+            return None
+        resources = {
+            "hosts": parse_json(environ["SM_HOSTS"], "SM_HOSTS"),
+            "current_host": environ["SM_CURRENT_HOST"],
+            "network_interface_name": environ.get("SM_NETWORK_INTERFACE_NAME"),
+        }
     is_sdk3 = "SM_HOST_COUNT" in environ or "SM_DISTRIBUTED_CONFIG" in environ
     # Launchers of SDK 2 number the hosts in the order of the instance groups, everyone else in that of their names,
     # by which `algo-10` comes before `algo-2`.
@@ -69,18 +75,6 @@ def read_job(environ: Environ) -> Job | None:
             f"SM_HOSTS or resourceconfig.json lacks {error}. SageMaker writes current_host, hosts and instance_groups; "
             "do not change them."
         ) from None
-
-
-def _resources(environ: Environ) -> dict[str, Any] | None:
-    """The hosts of the job, as its file or its variables have them; None outside of one."""
-    resources: dict[str, Any] | None = _config("resourceconfig.json", environ)
-    if resources is None and environ.get("SM_HOSTS") and environ.get("SM_CURRENT_HOST"):
-        resources = {
-            "hosts": parse_json(environ["SM_HOSTS"], "SM_HOSTS"),
-            "current_host": environ["SM_CURRENT_HOST"],
-            "network_interface_name": environ.get("SM_NETWORK_INTERFACE_NAME"),
-        }
-    return resources
 
 
 def launched_by(environ: Environ) -> list[str]:
@@ -122,7 +116,7 @@ def _launched_hosts(resources: Mapping[str, Any], environ: Environ) -> tuple[str
     if not groups:  # local mode
         return tuple(resources["hosts"])
     # The instance groups that train, as the user has named them; else this host's own.
-    wanted = _parameters(environ).get("sagemaker_distribution_instance_groups") or []
+    wanted = _parameters(environ).get("sagemaker_distribution_instance_groups")
     if isinstance(wanted, str):
         wanted = parse_json(wanted, "sagemaker_distribution_instance_groups")
     names = wanted or [resources.get("current_group_name", "homogeneousCluster")]

@@ -54,15 +54,13 @@ def distribution_of(environ: Environ) -> dict[str, Any]:
             "This is no SageMaker job (none of SM_FRAMEWORK_PARAMS, SM_DISTRIBUTED_CONFIG, SM_HP_MP_PARAMETERS is "
             "set), so there is nothing to read. Give the dictionary: from_sagemaker({'smdistributed': ...})."
         )
-    text = environ.get("SM_HP_MP_PARAMETERS")
-    if text is None:
-        text = hyperparameters(environ).get("mp_parameters")  # of which the toolkit makes the variable
+    # The toolkit makes the variable of the hyperparameter.
+    text = environ.get("SM_HP_MP_PARAMETERS", hyperparameters(environ).get("mp_parameters"))
     # SDK 3's variable has its own fields, in which model parallelism may be missing; SDK 2 has a flag for each kind.
     model_parallel = parse_json(text or "{}", "SM_HP_MP_PARAMETERS")
     modern: dict[str, Any] = parse_json(environ.get("SM_DISTRIBUTED_CONFIG") or "{}", "SM_DISTRIBUTED_CONFIG")
     if modern:
-        smp = modern.get("smp") or model_parallel
-        return {**modern, "smp": smp} if smp else modern
+        return {**modern, "smp": modern.get("smp") or model_parallel}
     found: dict[str, Any] = {name: {"enabled": True} for name in launched_by(environ)}
     found.pop("smdistributed dataparallel", None)  # which is what there is without anything else
     if model_parallel:
@@ -152,10 +150,8 @@ def _as_dict(distribution: Any) -> dict[str, Any]:
 
 def _read_modern(asked: Mapping[str, Any], reading: Reading) -> str:
     _look_for_unknown(asked, _MODERN, "", reading)
-    smp = asked.get("smp")
-    if smp is None:
-        return "smddp"
-    parameters = {name: value for name, value in _as_dict(smp).items() if value is not None}
+    smp = _as_dict(asked.get("smp") or {})
+    parameters = {name: value for name, value in smp.items() if value is not None}
     return _read_smp(parameters, V2, reading)
 
 
@@ -169,10 +165,7 @@ def _read_plain(asked: Mapping[str, Any], reading: Reading) -> str:
     libraries = parts.pop("smdistributed", None)
     if isinstance(libraries, Mapping):
         parts |= libraries
-    on = set()
-    for name, part in parts.items():
-        if isinstance(part, Mapping) and part.get("enabled", False):
-            on.add(name)
+    on = {name for name, part in parts.items() if isinstance(part, Mapping) and part.get("enabled")}
     if "dataparallel" in on and "modelparallel" in on:
         reading.refuse(
             "dataparallel and modelparallel",

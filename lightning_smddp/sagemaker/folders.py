@@ -30,12 +30,10 @@ class Folders:
     Attributes:
         checkpoints: copied to S3 as files change, and back at the next start.
         model: copied to S3 when the job has ended, as ``model.tar.gz``.
-        is_shared: whether all hosts of the training see the same ``checkpoints``.
     """
 
     checkpoints: Path
     model: Path
-    is_shared: bool
 
     @classmethod
     def of(cls, environ: Environ, num_nodes: int, number: int = 1) -> Folders | None:
@@ -53,21 +51,14 @@ class Folders:
             own = own / job.current_host
         if number > 1:
             own = own / f"trainer{number}"
-        return cls(
-            checkpoints=base / "checkpoints" / own,
-            model=base / "model" / own,
-            is_shared=num_nodes == 1,
-        )
+        return cls(checkpoints=base / "checkpoints" / own, model=base / "model" / own)
 
 
 def failure_file(environ: Environ) -> Path | None:
     """Where to say why the job failed, if this is one."""
-    try:
-        is_job = read_job(environ) is not None
-    except ValueError:  # which may be what there is to say
-        is_job = True
-    if not is_job:
-        return None
+    with suppress(ValueError):  # which may be what there is to say
+        if read_job(environ) is None:
+            return None
     return base_directory(environ) / "output" / "failure"
 
 
@@ -112,9 +103,8 @@ def point_at(folder: Path, checkpoint: str | os.PathLike[str]) -> None:
 
 def pointed_at(folder: Path) -> str | None:
     """The checkpoint that ``newest`` in ``folder`` names, if it is there: the two may have been copied at two times."""
-    pointer = folder / POINTER
     try:
-        name = pointer.read_text(encoding="utf-8").strip()
+        name = (folder / POINTER).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         return None
     # What is in S3 is not trusted: the name may be absolute, have `..`, or be empty.

@@ -58,15 +58,15 @@ class Reading:
             if value is not None and value != key.default and key.cured_by not in self.given:
                 self.refuse(f"{name}={value!r}", key.cure)
 
-    def count(self, values: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
-        """The value of ``name``, which has to be a number from 1; the default if it is absent, or wrong."""
-        value = values.get(name, default)
+    def count(self, values: Mapping[str, Any], name: str) -> int:
+        """The value of ``name``, which has to be a number from 1; 1 if it is absent, or wrong."""
+        value = values.get(name)
         if value is None:
-            return None
-        if isinstance(value, int) and value >= 1:
-            return value
-        self.refuse(f"{name}={value!r}", "has to be a number from 1.")
-        return default
+            return 1
+        if not isinstance(value, int) or value < 1:
+            self.refuse(f"{name}={value!r}", "has to be a number from 1.")
+            return 1
+        return value
 
     def choice(self, values: Mapping[str, Any], name: str, choices: Mapping[str, str], cure: str) -> str:
         """What ``choices`` has for the value of ``name``, by default for the first one; empty where it has nothing."""
@@ -83,8 +83,7 @@ class Reading:
 
 
 _BY_HAND = "Name the first module of each stage but the first: split=['blocks.4']."
-_LAYERS = "Divide whole layers over ranks: pipeline_parallel_size=(that number{})."
-_PRECISION = "is the Trainer's. Remove it here and write Trainer(precision={!r})."
+_LAYERS = "Divide whole layers over ranks: pipeline_parallel_size=(that number)."
 
 # Keys without an option of ours of the same meaning. What has one is read in `_read_v1`.
 REFUSED_OF_V1 = {
@@ -94,12 +93,13 @@ REFUSED_OF_V1 = {
     "offload_activations": Refused(
         False, "has no equivalent. activation_checkpointing=True saves most of it.", "activation_checkpointing"
     ),
-    "fp16": Refused(False, _PRECISION.format("16-mixed")),
-    "fp16_params": Refused(False, _PRECISION.format("16-true")),
-    "bf16": Refused(False, _PRECISION.format("bf16-mixed")),
+    "fp16": Refused(False, "is the Trainer's. Remove it here and write Trainer(precision='16-mixed')."),
+    "fp16_params": Refused(False, "is the Trainer's. Remove it here and write Trainer(precision='16-true')."),
+    "bf16": Refused(False, "is the Trainer's. Remove it here and write Trainer(precision='bf16-mixed')."),
     "tensor_parallel_degree": Refused(
         1,
-        "cuts single layers. " + _LAYERS.format(" times the pipeline_parallel_degree"),
+        "cuts single layers. Divide whole layers over ranks: pipeline_parallel_size=(that number times the "
+        "pipeline_parallel_degree).",
         "pipeline_parallel_size",
     ),
     "sdp_gradient_clipping": Refused(1.0, "is the Trainer's. Remove it here and write Trainer(gradient_clip_val=...)."),
@@ -130,7 +130,7 @@ def _read_v1(parameters: Mapping[str, Any], reading: Reading) -> str:
     if {"partitions", "pipeline_parallel_degree"} <= parameters.keys():
         reading.refuse("partitions", "is the old name of pipeline_parallel_degree. Remove one of them.")
     stages = _stages(parameters, reading)
-    parts = reading.count(parameters, "microbatches", 1)
+    parts = reading.count(parameters, "microbatches")
     schedule = reading.choice(
         parameters,
         "pipeline",
@@ -146,8 +146,8 @@ def _read_v1(parameters: Mapping[str, Any], reading: Reading) -> str:
     sharded = _shard(parameters, "sharded_data_parallel_degree", reading)
     if parameters.get("shard_optimizer_state") and not sharded:  # else it is sharded anyway
         reading.options["shard"] = "optimizer"
-    if stages is None or parts is None:  # missing; or wrong, and refused by now
-        return "smddp"
+    if stages is None:  # as given: of all ranks
+        return "smddp_pipeline"
     if sharded and stages > 1:
         reading.refuse(
             "sharded_data_parallel_degree and pipeline_parallel_degree",
@@ -181,9 +181,9 @@ def _stages(parameters: Mapping[str, Any], reading: Reading) -> int | None:
 
 _DEGREE_OF_V2 = "hybrid_shard_degree"
 REFUSED_OF_V2 = {
-    "tensor_parallel_degree": Refused(1, "cuts single layers. " + _LAYERS.format(""), "pipeline_parallel_size"),
-    "expert_parallel_degree": Refused(1, "spreads experts. " + _LAYERS.format(""), "pipeline_parallel_size"),
-    "context_parallel_degree": Refused(1, "cuts the sequence. " + _LAYERS.format(""), "pipeline_parallel_size"),
+    "tensor_parallel_degree": Refused(1, f"cuts single layers. {_LAYERS}", "pipeline_parallel_size"),
+    "expert_parallel_degree": Refused(1, f"spreads experts. {_LAYERS}", "pipeline_parallel_size"),
+    "context_parallel_degree": Refused(1, f"cuts the sequence. {_LAYERS}", "pipeline_parallel_size"),
 }
 PASSED_OF_V2 = (
     "sm_activation_offloading", "activation_loading_horizon", "fsdp_cache_flush_warnings", "allow_empty_shards",
@@ -194,14 +194,14 @@ PASSED_OF_V2 = (
 def _read_v2(parameters: Mapping[str, Any], reading: Reading) -> str:
     """Turn the parameters into options, in ``reading``; returns the strategy's name."""
     reading.look_up(parameters, REFUSED_OF_V2)
-    if parameters.get(_DEGREE_OF_V2, 0) == 0:  # the script's own FSDP decides: here every rank keeps all parameters
-        return "smddp"
-    return "smddp_fsdp" if _shard(parameters, _DEGREE_OF_V2, reading) else "smddp"
+    # With 0 the script's own FSDP decides: here every rank keeps all parameters.
+    sharded = parameters.get(_DEGREE_OF_V2) != 0 and _shard(parameters, _DEGREE_OF_V2, reading)
+    return "smddp_fsdp" if sharded else "smddp"
 
 
 def _shard(parameters: Mapping[str, Any], name: str, reading: Reading) -> bool:
     """Whether parameters are sharded over the number of ranks under ``name``; ``smddp_fsdp``'s options for that."""
-    degree = reading.count(parameters, name, 1)
+    degree = reading.count(parameters, name)
     if degree == 1 or "pipeline_parallel_size" in reading.given:
         return False
     reading.options["sharding"] = "hybrid"

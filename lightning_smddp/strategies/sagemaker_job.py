@@ -97,7 +97,7 @@ class SageMakerJob:
         for callback in self._trainer.checkpoint_callbacks:
             if getattr(callback, "dirpath", "") in (None, root, weights):  # none given, or ours of an earlier fit
                 callbacks.append(callback)
-        if callbacks and self.strategy._reliability.sharded and not folders.is_shared:
+        if callbacks and self.strategy._reliability.sharded and self.strategy.num_nodes > 1:
             raise ValueError(
                 f"sharded=True needs a directory that all {self.strategy.num_nodes} hosts see, and {root} is each "
                 "host's own. Give ModelCheckpoint(dirpath=...) one on a shared file system, such as FSx for Lustre, or "

@@ -46,13 +46,13 @@ def job(base: Path, hosts: int = 1, current: int = 1) -> dict[str, str]:
 def test_folders(tmp_path: Path) -> None:
     assert Folders.of({}, 1) is None
     one = Folders.of(job(tmp_path), 1)
-    assert one == Folders(tmp_path / "checkpoints", tmp_path / "model", is_shared=True)
+    assert one == Folders(tmp_path / "checkpoints", tmp_path / "model")
     together = Folders.of(job(tmp_path, hosts=2, current=2), 2)
-    assert together == Folders(tmp_path / "checkpoints", tmp_path / "model", is_shared=False)
+    assert together == Folders(tmp_path / "checkpoints", tmp_path / "model")
     second = Folders.of(job(tmp_path), 1, number=2)
-    assert second == Folders(tmp_path / "checkpoints" / "trainer2", tmp_path / "model" / "trainer2", is_shared=True)
+    assert second == Folders(tmp_path / "checkpoints" / "trainer2", tmp_path / "model" / "trainer2")
     alone = Folders.of(job(tmp_path, hosts=2, current=2), 1)
-    assert alone == Folders(tmp_path / "checkpoints" / "algo-2", tmp_path / "model" / "algo-2", is_shared=True)
+    assert alone == Folders(tmp_path / "checkpoints" / "algo-2", tmp_path / "model" / "algo-2")
 
 
 def test_the_first_failure_of_a_host_stays(tmp_path: Path) -> None:
