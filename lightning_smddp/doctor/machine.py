@@ -114,7 +114,7 @@ def _warnings(facts: Facts) -> Iterator[str]:
     """What is wrong, and its cure."""
     ranks = facts.launch.local_world_size or 1
     gpus = len(facts.gpus)
-    if facts.has_driver and gpus == 0:
+    if facts.has_driver and not gpus:
         yield (
             f"NVIDIA's driver is there, but torch {facts.versions['torch']} sees no GPU. "
             "Look at `nvidia-smi` and CUDA_VISIBLE_DEVICES; without CUDA install another build of torch."

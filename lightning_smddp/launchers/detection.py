@@ -8,7 +8,6 @@ from collections.abc import Callable
 from lightning_smddp.launchers import mpi, sagemaker
 from lightning_smddp.launchers.launch import Environ, Launch, Launcher, Notes
 
-_Read = Callable[[Notes], None]
 _JSRUN = {"LSB_JOBID", "LSB_DJOB_RANKFILE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_SIZE"}  # Lightning's rule
 _PYTORCH_JOB = {"KUBERNETES_SERVICE_HOST", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
@@ -68,7 +67,7 @@ def _read_nobody(notes: Notes) -> None:
 
 
 # Of each launcher by what it is known, and what reads its variables. The first one that is known counts.
-_ORDER: tuple[tuple[Launcher, Callable[[Environ], bool], _Read], ...] = (
+_ORDER: tuple[tuple[Launcher, Callable[[Environ], bool], Callable[[Notes], None]], ...] = (
     ("torchrun", lambda environ: "TORCHELASTIC_RUN_ID" in environ, _read_torchrun),
     ("jsrun", lambda environ: environ.keys() >= _JSRUN, _read_jsrun),
     ("mpirun", mpi.started_by_mpirun, mpi.read_mpirun),

@@ -61,16 +61,14 @@ class Launch:
         # What is wrong with the start itself comes alone: the numbers below follow from it.
         if self.problems:
             raise ValueError("\n".join(self.problems))
-        if self.starts_ranks:
-            self._check_ranks(num_devices, num_nodes)
-        elif self.num_nodes not in (None, num_nodes):  # which SageMaker alone says here
+        if not self.starts_ranks:
+            if self.num_nodes in (None, num_nodes):  # SageMaker alone says how many there are
+                return
             raise ValueError(
                 f"This SageMaker job has {self.num_nodes} nodes ({', '.join(self.hosts)}), but num_nodes={num_nodes}. "
                 f"Set num_nodes={self.num_nodes}; for a training of its own on each node, give the plugin "
                 "LightningEnvironment()."
             )
-
-    def _check_ranks(self, num_devices: int, num_nodes: int) -> None:
         asked = num_devices * num_nodes
         if self.world_size == asked and self.local_world_size in (None, num_devices):
             return
@@ -92,7 +90,7 @@ class Launch:
             ("interface {}", self.interface, None),
         ):
             if value is not None:
-                parts.append(text.format(value, "?" if total is None else total))
+                parts.append(text.format(value, total or "?"))
         place = f" on {self.platform}" if self.platform else ""
         who = f"{self.launcher}{place}"
         if not self.starts_ranks:

@@ -75,18 +75,13 @@ def started_by_mpirun(environ: Environ) -> bool:
 
 
 def read_mpirun(notes: Notes) -> None:
-    """Note ranks and nodes."""
+    """Note ranks, the number of nodes, and which one this is (``OMPI_COMM_WORLD_NODE_RANK`` is not that)."""
     if started_by_open_mpi(notes.environ):
         notes.numbers(rank="OMPI_COMM_WORLD_RANK", local_rank="OMPI_COMM_WORLD_LOCAL_RANK")
         notes.numbers(world_size="OMPI_COMM_WORLD_SIZE", local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE")
     else:
         notes.numbers(rank="PMI_RANK", local_rank="MPI_LOCALRANKID")
         notes.numbers(world_size="PMI_SIZE", local_world_size="MPI_LOCALNRANKS")
-    _read_nodes(notes)
-
-
-def _read_nodes(notes: Notes) -> None:
-    """The number of nodes, and of this one: ``OMPI_COMM_WORLD_NODE_RANK`` is not that, in spite of its name."""
     rank = notes["rank"]
     world_size = notes["world_size"]
     here = notes["local_world_size"]

@@ -15,7 +15,7 @@ from lightning_smddp.launchers.launch import Environ
 from lightning_smddp.launchers.sagemaker import hyperparameters, launched_by, parse_json, read_job
 from lightning_smddp.sagemaker.model_parallel import V1, V2, Reading, Version
 
-_SIGNS = ("SM_FRAMEWORK_PARAMS", "SM_DISTRIBUTED_CONFIG", "SM_HP_MP_PARAMETERS", "SM_TRAINING_ENV", "SM_CURRENT_HOST")
+_SIGNS = ("SM_FRAMEWORK_PARAMS", "SM_DISTRIBUTED_CONFIG", "SM_HP_MP_PARAMETERS")
 
 # SDK 2's dictionary: the keys of each part; None where a key has a value.
 _LAUNCHER = {"enabled": None}
