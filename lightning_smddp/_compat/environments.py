@@ -22,29 +22,18 @@ def ask_our_strategies(module: ModuleType) -> None:
     choose = connector._choose_and_init_cluster_environment
 
     def choose_environment(self: Any) -> Any:
-        home = _home(self._strategy_flag, module.__name__)
         is_given = isinstance(self._cluster_environment_flag, module.ClusterEnvironment)
-        if home is None or is_given:
+        if is_given or not _is_ours(self._strategy_flag):
             return choose(self)
-        # Our strategies import Lightning, which is being imported while this function is put there: so not before now.
         environments = import_module("lightning_smddp.strategies.environments")
-        classes = import_module(f"lightning_smddp.strategies.{home}")
-        environment = environments.choose(classes)
-        if environment is None:
-            return choose(self)
-        return environment
+        module.ClusterEnvironment.register(environments.LaunchEnvironment)
+        environment = environments.choose(module.LightningEnvironment)
+        return choose(self) if environment is None else environment
 
     connector._choose_and_init_cluster_environment = choose_environment
 
 
-def _home(strategy: Any, connector: str) -> str | None:
-    """The module with our environments that suit a connector; None for the strategies of others."""
+def _is_ours(strategy: Any) -> bool:
     if isinstance(strategy, str):
-        ours = strategy.startswith("smddp")
-    else:
-        ours = any(cls.__module__.startswith("lightning_smddp.") for cls in type(strategy).__mro__)
-    if not ours:
-        return None
-    if connector.startswith("lightning."):
-        return "lightning"
-    return "lightning_fabric"
+        return strategy.startswith("smddp")
+    return any(cls.__module__.startswith("lightning_smddp.") for cls in type(strategy).__mro__)

@@ -34,9 +34,9 @@ class LaunchEnvironment(_Base):
         """Whether this launcher started the process, and no other one in it."""
         return detect().launcher == cls._launcher
 
-    def __init__(self, launch: Launch | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.launch = launch or detect()
+        self.launch = detect()
         self._rank = self.launch.rank or 0
         self._world_size = self.launch.world_size or 1
 
@@ -111,8 +111,8 @@ class SageMakerEnvironment(LaunchEnvironment):
         ValueError: this is no SageMaker job, or its files make no sense.
     """
 
-    def __init__(self, launch: Launch | None = None) -> None:
-        super().__init__(launch)
+    def __init__(self) -> None:
+        super().__init__()
         if not self.launch.platform:
             raise ValueError(
                 "This is no SageMaker training job: there is no input/config/resourceconfig.json below "
@@ -131,21 +131,17 @@ class PodEnvironment(LaunchEnvironment):
     _launcher = "kubeflow"
 
 
-def choose(classes: Any) -> Any | None:
+def choose(alone: type[Any]) -> Any | None:
     """The cluster environment for this process, where Lightning's own choice is worse; else None.
 
     Args:
-        classes: the module with our classes for one of Lightning's packages.
+        alone: Lightning's class for a script that no launcher has started.
     """
-    launch = detect()
-    if launch.platform:
-        return SageMakerEnvironment(launch)
-    if launch.launcher == "mpirun":
-        return MPIRunEnvironment(launch)
-    if launch.launcher == "kubeflow":
-        return PodEnvironment(launch)
-    if launch.launcher == "lightning" and in_allocation_only(os.environ):
-        return classes.LightningEnvironment()
+    for environment in (SageMakerEnvironment, MPIRunEnvironment, PodEnvironment):
+        if environment.detect():
+            return environment()
+    if detect().launcher == "lightning" and in_allocation_only(os.environ):
+        return alone()
     return None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lightning_fabric.plugins.environments import ClusterEnvironment
-from lightning_fabric.plugins.environments import LightningEnvironment as LightningEnvironment
 from lightning_fabric.strategies import DDPStrategy
 
 from lightning_smddp.strategies.environments import LaunchEnvironment
