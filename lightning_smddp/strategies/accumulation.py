@@ -37,8 +37,9 @@ _REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max"
 
 @dataclass
 class _Logged:
-    """One call of ``self.log``: with what, and the number that it was then."""
+    """One call of ``self.log``: in which run, with what, and the number that it was then."""
 
+    run: _Run
     value: Any
     number: Tensor | None
     options: dict[str, Any]
@@ -48,6 +49,7 @@ class _Logged:
 class _Run:
     """The step's run on one micro-batch: what it weighs, returned and logged."""
 
+    batch: Any
     rows: int
     weight: float
     output: Any = None
@@ -162,14 +164,14 @@ class AccumulateMicroBatches(_Base):
     def _run(self, step: Callable[..., Any], batch: Any, *rest: Any) -> list[_Run]:
         parts = self._cut(batch)
         weights = self._weights(step.__name__, batch, parts)
-        runs = [_Run(rows, weight) for (_, rows), weight in zip(parts, weights, strict=True)]
+        runs = [_Run(*part, weight) for part, weight in zip(parts, weights, strict=True)]
         indices = [index for index in rest if isinstance(index, int)]
         seed = step_seed(run_seed() % 2**31, step.__name__, self._module.current_epoch, *indices)
         with self._drawing() as generators:
-            for number, (run, (part, _)) in enumerate(zip(runs, parts, strict=True)):
+            for number, run in enumerate(runs):
                 generators.seed(mix(seed, number))
                 with self._recording(run):
-                    run.output = step(part, *rest)
+                    run.output = step(run.batch, *rest)
         return runs
 
     @contextmanager
@@ -244,7 +246,7 @@ class AccumulateMicroBatches(_Base):
                 number = forward_cache(value)
             else:
                 number = torch.as_tensor(value, dtype=torch.get_default_dtype()).detach().reshape(())
-            run.logs[name, calls[name]] = _Logged(value, number, options)
+            run.logs[name, calls[name]] = _Logged(run, value, number, options)
             calls[name] += 1
 
         self._module.log = log  # type: ignore[method-assign]
@@ -256,10 +258,9 @@ class AccumulateMicroBatches(_Base):
     def _log(self, runs: Sequence[_Run]) -> None:
         """Log each name once, over those runs that logged it."""
         for key in dict.fromkeys(key for run in runs for key in run.logs):
-            having = [run for run in runs if key in run.logs]
-            logs = [run.logs[key] for run in having]
+            logs = [run.logs[key] for run in runs if key in run.logs]
             options, value = {**logs[-1].options}, logs[-1].value
-            reduced = self._reduced(logs, having)
+            reduced = self._reduced(logs)
             if isinstance(value, Metric):
                 set_forward_cache(value, reduced)  # of the step; that of an epoch is computed of its state
             else:
@@ -268,16 +269,16 @@ class AccumulateMicroBatches(_Base):
                 options["batch_size"] = sum(log.options["batch_size"] for log in logs)
             self._module.log(key[0], value, **options)
 
-    def _reduced(self, logs: Sequence[_Logged], runs: Sequence[_Run]) -> Any:
+    def _reduced(self, logs: Sequence[_Logged]) -> Any:
         last, numbers = logs[-1], [log.number for log in logs]
         if any(number is None for number in numbers):
             return last.number  # metrics that were updated alone
         fx = last.options.get("reduce_fx", "mean")
         reduction = _REDUCTIONS.get(getattr(fx, "__name__", fx))
-        if self.loss_weight == "sum" and all(_is_loss(log.value, run) for log, run in zip(logs, runs, strict=True)):
+        if self.loss_weight == "sum" and all(map(_is_loss, logs)):
             reduction = torch.sum
         if reduction is None or isinstance(last.value, Metric):
-            weights = [log.options.get("batch_size") or run.weight for log, run in zip(logs, runs, strict=True)]
+            weights = [log.options.get("batch_size") or log.run.weight for log in logs]
             return _mean(numbers, weights)
         return reduction(torch.stack(numbers))  # type: ignore[arg-type]
 
@@ -287,9 +288,10 @@ def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
     return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight) / sum(weights)
 
 
-def _is_loss(value: Any, run: _Run) -> bool:
-    """Whether ``value`` is the loss, detached or not."""
-    return run.loss is not None and isinstance(value, Tensor) and value.data_ptr() == run.loss.data_ptr()
+def _is_loss(logged: _Logged) -> bool:
+    """Whether it is the loss, detached or not."""
+    value, loss = logged.value, logged.run.loss
+    return loss is not None and isinstance(value, Tensor) and value.data_ptr() == loss.data_ptr()
 
 
 # ---- rows of a batch -------------------------------------------------------------------------------------------------

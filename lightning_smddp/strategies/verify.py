@@ -51,9 +51,9 @@ def differences(alone: Mapping[str, Seen], piped: Mapping[str, Seen]) -> Iterato
     not count in the next one's again.
     """
     absent = torch.tensor(float("nan")), 0.0
-    for step in dict.fromkeys([*alone, *piped]):  # of both, each once
+    for step in {**alone, **piped}:  # of both, each once
         one, other = alone.get(step, {}), piped.get(step, {})
-        for name in dict.fromkeys([*one, *other]):
+        for name in {**one, **other}:
             (value, nothing), (piped_value, _) = one.get(name, absent), other.get(name, absent)
             relative = float("inf")
             if value.shape == piped_value.shape:
