@@ -65,21 +65,20 @@ class WholeView:
         with self.inside(False):
             if name == "__setitem__" and isinstance(args[0], DTensor):
                 return _set_item(*args)
+            written, *_ = (*args, *kwargs.values())
             # What draws, and functions of `torch.nn.init`, which come with keywords alone, fill the whole tensor: by
             # itself each rank would draw the same numbers for its share.
-            written, *_ = (*args, *kwargs.values())
-            if isinstance(written, DTensor) and (name in _DRAWING or (_writes(name) and not args)):
-                return _write(written, function(*map_leaves(_whole, args), **map_leaves(_whole, kwargs)))
+            fills = name in _DRAWING or (_writes(name) and not args)
+            target = written if fills else None
+            if isinstance(kwargs.get("out"), DTensor):
+                target = kwargs.pop("out")
             # What else writes has to reach the shares themselves, which would not see what a gathered copy gets. All
             # others compute with gathered values.
-            if _writes(name) and _has_divided(written):
+            if _writes(name) and not fills and _has_divided(written):
                 shares = [_shares(operand, written) for operand in args[1:]]
                 return call_as_is(function, (written, *shares), kwargs)
-            out = kwargs.get("out")
-            if isinstance(out, DTensor):
-                others = {key: value for key, value in kwargs.items() if key != "out"}
-                return _write(out, function(*map_leaves(_whole, args), **map_leaves(_whole, others)))
-            return function(*map_leaves(_whole, args), **map_leaves(_whole, kwargs))
+            result = function(*map_leaves(_whole, args), **map_leaves(_whole, kwargs))
+            return _write(target, result) if isinstance(target, DTensor) else result
 
 
 def _writes(name: str) -> bool:
