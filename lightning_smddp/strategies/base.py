@@ -259,6 +259,7 @@ class TrainerStrategy(_Base):
     def teardown(self) -> None:
         """Free shared memory, threads and sockets. Hooks follow, so the supervision goes on until the run's end."""
         # First what takes all ranks, a whole module, as long as there is what it is sent by.
+        self._changes.close()
         self._exact_resume.close()
         self._release_model()
         self._session.close()

@@ -168,10 +168,6 @@ class DataParallel(TrainerStrategy):
     def _is_divided(self) -> bool:
         return bool(self._scheme.sharded)
 
-    @override
-    def _release_model(self) -> None:
-        self._changes.close()
-
     # ---- a run ----
 
     @override

@@ -182,7 +182,6 @@ class FullyShardedParallel(TrainerStrategy):
     @override
     def _release_model(self) -> None:
         """Give back a whole module, if there is room for it and no rank has gone."""
-        self._changes.close()
         self._close_stepped()
         scheme, self._scheme = self._scheme, None
         if scheme is not None:

@@ -9,12 +9,11 @@ returns, as it is written for this rank's part::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from lightning_smddp._compat.trainer import around_hooks
-from lightning_smddp.patches import patched
 from lightning_smddp.strategies.checks import is_changed_hook
 
 if TYPE_CHECKING:
@@ -45,22 +44,19 @@ _OF_THE_STRATEGY = (
 )  # fmt: skip
 
 
-class _Outside:
-    """A method of the strategy, outside of the view.
+def let_hooks_call(strategy: Any) -> None:
+    """Let those methods of the class ``strategy`` leave the view of its objects (``_hook_view``) while they run."""
+    for name in _OF_THE_STRATEGY:
+        setattr(strategy, name, _outside(getattr(strategy, name)))
 
-    Lightning copies it deeply with what it keeps of ``self.log(..., sync_dist=True)``, and compares such copies with
-    those of the next run: it stays itself. It is no dataclass, as Lightning would look for tensors in one.
-    """
 
-    def __init__(self, view: HookView, name: str) -> None:
-        self.view = view
-        self.name = name
+def _outside(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+        with strategy._hook_view.outside():
+            return method(strategy, *args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.view.call_outside(self.name, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Outside:
-        return self
+    return call
 
 
 class HookView:
@@ -74,31 +70,17 @@ class HookView:
         self.strategy = strategy
         self._waiting: ExitStack | None = None  # of a hook within which the module is partitioned
         self._depth = 0  # of calls of the strategy
-        # Made once: Lightning compares functions that it was given in one run with those of the next.
-        self._outside = {name: _Outside(self, name) for name in _OF_THE_STRATEGY}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """For ``pickle`` and ``copy.deepcopy`` of a Trainer: the copy is about its own strategy."""
-        return HookView, (self.strategy,)
 
     @contextmanager
-    def installed(self, trainer: Any) -> Iterator[None]:
-        """Within it, hooks of ``trainer`` run in the view, and the strategy's methods outside of it: for one run."""
-        functions = [(vars(self.strategy), name, function) for name, function in self._outside.items()]
-        with patched(functions), around_hooks(trainer, self._around):
-            yield
-
-    def call_outside(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the strategy's method ``name``, outside of the view, and go back into it."""
-        method = getattr(type(self.strategy), name)  # the strategy's own attribute of this name is `_outside[name]`
+    def outside(self) -> Iterator[None]:
+        """Around a call of the strategy's own code: outside of the view, which is entered again behind it."""
         self._depth += 1
         try:
             with self._left():
-                result = method(self.strategy, *args, **kwargs)
+                yield
         finally:
             self._depth -= 1
         self._enter_late()
-        return result
 
     def settle(self) -> None:
         """Answer the first rank, if it is still in a hook. Collective if it may be."""
@@ -119,13 +101,14 @@ class HookView:
 
     def _left(self) -> AbstractContextManager[None]:
         partitioned = self._partitioned()
-        is_inside = partitioned is not None and (partitioned.view.is_entered or partitioned.view.pending)
-        if partitioned is None or not is_inside or self.strategy._interrupted:
+        if partitioned is None or self.strategy._interrupted:
             return nullcontext()
-        return partitioned.outside_view()
+        if partitioned.view.is_entered or partitioned.view.pending:
+            return partitioned.outside_view()
+        return nullcontext()
 
-    def _around(self, hook: str, owners: list[Any]) -> AbstractContextManager[Any]:
-        """What Lightning enters around the call of the ``hook`` of one of ``owners``."""
+    def around(self, hook: str, owners: list[Any]) -> AbstractContextManager[Any]:
+        """What Lightning is to enter around the call of the ``hook`` of one of ``owners``."""
         waits = hook not in _EACH_BATCH
         is_users = any(is_changed_hook(owner, hook, _LIGHTNINGS) for owner in owners)
         if not (waits or is_users) or hook in _OUTSIDE:

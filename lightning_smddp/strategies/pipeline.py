@@ -1,11 +1,11 @@
 """``Trainer(strategy="smddp_pipeline")``: pipeline parallelism of the module's own ``training_step``.
 
-The first batch is traced and cut by ``bridge/partitioning.py``. The Trainer's calls come by ``hook_view.py``, whose
-objects stand on the strategy in place of ``training_step``, ``backward`` and others, and call the methods here outside
-of the hooks' view of the module. A micro-batch's way, downward: ``bridge/pipelined_module.py`` (one batch, which
-``batches.py`` cuts; ``pipeline/runtime/trace_cache.py`` finds each micro-batch's path), ``pipeline/runtime/engine.py``
-(one run of its micro-batches, by torch's schedule), ``stage.py`` (one stage's forward, backward and messages),
-``step_run.py`` (its part of the step), ``bridge/step.py`` (the user's ``training_step``).
+The first batch is traced and cut by ``bridge/partitioning.py``. The Trainer's calls of ``training_step``, ``backward``
+and others leave the hooks' view of the module by ``hook_view.py``. A micro-batch's way, downward:
+``bridge/pipelined_module.py`` (one batch, which ``batches.py`` cuts; ``pipeline/runtime/trace_cache.py`` finds each
+micro-batch's path), ``pipeline/runtime/engine.py`` (one run of its micro-batches, by torch's schedule), ``stage.py``
+(one stage's forward, backward and messages), ``step_run.py`` (its part of the step), ``bridge/step.py`` (the user's
+``training_step``).
 ``pipeline/state/gradients.py`` takes gradients away, and puts them into ``.grad`` when Lightning calls ``backward``.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from lightning_smddp._compat.trainer import keeps_user_samplers, require_hooks_found
+from lightning_smddp._compat.trainer import around_hooks, keeps_user_samplers, require_hooks_found
 from lightning_smddp.bridge.loss_weights import LossWeight
 from lightning_smddp.bridge.partitioned_module import PartitionedModule, RunSetup
 from lightning_smddp.bridge.pipelined_module import PipelinedModule, require_whole
@@ -43,10 +43,9 @@ from lightning_smddp.strategies.checks import (
     may_have_changed_gradients,
     refuse_training,
     require_pipelinable,
-    require_shardable,
     zeroes_as_usual,
 )
-from lightning_smddp.strategies.hook_view import HookView
+from lightning_smddp.strategies.hook_view import HookView, let_hooks_call
 from lightning_smddp.strategies.nonfinite import by_asking
 from lightning_smddp.strategies.options import (
     CommunicationOptions,
@@ -107,6 +106,10 @@ class PipelineParallel(PipelineRanks):
 
     _is_shown = False  # how the module was partitioned
     _accumulates = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        let_hooks_call(cls)
 
     def __init__(
         self,
@@ -197,11 +200,7 @@ class PipelineParallel(PipelineRanks):
         if is_fit:
             refuse_training(module, (), self.optimizers)
             self._pipelined.take_optimizer(unwrapped(self.optimizers[0]), self.precision_plugin)
-        self._changes.enter_context(self._hook_view.installed(trainer))
-
-    @override
-    def _shard_optimizers(self) -> None:
-        require_shardable(self.optimizers, self.options.strategy.shard)  # they are, once it is known who has what
+        self._changes.enter_context(around_hooks(trainer, self._hook_view.around))
 
     @property
     @override
@@ -235,7 +234,6 @@ class PipelineParallel(PipelineRanks):
             self._pipelined.close(gather=all_are_here)
             self._ended = self._pipelined
             self._pipelined = None
-        self._changes.close()
 
     @override
     def _tear_down_model(self) -> None:

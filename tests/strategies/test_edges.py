@@ -73,7 +73,6 @@ def test_a_strategy_that_has_not_run_is_copied_with_all_that_is_about_it() -> No
     strategy = PipelineStrategy(start_method="spawn")
     for other in (copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
         assert other._hook_view.strategy is other
-        assert {outside.view.strategy for outside in other._hook_view._outside.values()} == {other}
 
 
 # ---- exceptions ----
