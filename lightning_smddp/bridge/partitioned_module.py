@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.bridge.step_record import StepRecorder
+from lightning_smddp.communication.groups import world
 from lightning_smddp.communication.nonfinite import NonFinite, bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.patches import patched
@@ -111,9 +112,7 @@ class RunSetup:
     @property
     def world(self) -> dist.ProcessGroup:
         """All ranks of all pipelines."""
-        world = dist.group.WORLD
-        assert world is not None
-        return world
+        return world()
 
     def is_whole(self) -> bool:
         """Whether all parameters of the module have memory on this rank's device."""

@@ -32,6 +32,12 @@ def backend_timeout(timeout: timedelta, of_nccl: bool) -> timedelta:
     return timeout + _NCCL_MARGIN if of_nccl else timeout
 
 
+def world() -> dist.ProcessGroup:
+    """All ranks of the job, which are connected."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def new_name(group: dist.ProcessGroup) -> str:
     """A name for groups of ranks of ``group`` that no group had before. Collective over ``group``."""
     return f"lightning_smddp-{broadcast(secrets.token_hex(8), group)}"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import is_nccl, new_group_among
-from lightning_smddp.communication.groups import backend_timeout, create_group, new_name
+from lightning_smddp.communication.groups import backend_timeout, create_group, new_name, world
 from lightning_smddp.communication.tensors import CPU
 
 
@@ -105,9 +105,8 @@ class Groups:
     @classmethod
     def create(cls, mesh: PipelineMesh, timeout: timedelta, device: torch.device) -> Groups:
         """Create the groups of this rank's pipeline and of its replicas. Collective over all ranks."""
-        assert dist.group.WORLD is not None
         replica, pipeline_rank = mesh.find(dist.get_rank())
-        name = new_name(dist.group.WORLD)
+        name = new_name(world())
         members = list(mesh.pipelines[replica])
         replicas = list(mesh.data_parallel_ranks[pipeline_rank])
         # every rank in this order, so that nobody waits for one that waits for another

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from lightning_smddp._compat.fsdp import (
     whole_parameters,
 )
 from lightning_smddp._compat.torch import swap_contents
+from lightning_smddp.communication.groups import world
 from lightning_smddp.communication.tensors import broadcast_tensors, from_numbers
 from lightning_smddp.sharding.units import Units, places
 
@@ -218,22 +220,20 @@ class FullySharded:
         if not self.synchronizes:
             return flag
         self._require_in_time()
-        for parameter in self.replicated.values():
-            if parameter.grad is not None:
-                self._used.add(self._names[id(parameter)])
+        self._used |= {name for name, parameter in self.replicated.items() if parameter.grad is not None}
         # One message of a byte for each parameter, in the order of names: the same order on every rank, whatever it has
         # used.
         told = from_numbers([flag, *[name in self._used for name in self._originals]], torch.uint8, device)
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
         self._used.clear()
         flagged, *used = told.tolist()
-        divided = dict(self.root.named_parameters())
-        for name, is_used in zip(self._originals, used, strict=True):
+        used_by_any = set(compress(self._originals, used))
+        for name, parameter in self.root.named_parameters():
+            is_used = name in used_by_any
             if name in self.replicated:
                 if is_used:
-                    self._average(self.replicated[name])
+                    self._average(parameter)
                 continue
-            parameter = divided[name]
             if is_used and parameter.requires_grad:
                 continue  # FSDP2 has averaged it, with zeros of the ranks that have not used it
             # FSDP2 averages zeros where no rank has a gradient, and also what was frozen within the step. In one
@@ -282,10 +282,7 @@ class FullySharded:
 
     def broadcast_buffers(self, device: torch.device) -> None:
         """All ranks get the first one's buffers, as under DDP. Collective."""
-        buffers = [buffer for buffer in self.root.buffers() if buffer.numel() > 0]
-        group = dist.group.WORLD
-        if buffers and group is not None:
-            broadcast_tensors(buffers, group, 0, device)
+        broadcast_tensors(list(self.root.buffers()), world(), 0, device)
 
     def describe(self) -> list[tuple[str, str]]:
         """What runs here, in rows of name and value."""

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_smddp._compat.trainer import is_control_flow, is_stop
+from lightning_smddp.communication.groups import world
 from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.report import CommunicationReport
@@ -258,8 +259,8 @@ class TrainerStrategy(_Base):
     @override
     def teardown(self) -> None:
         """Free shared memory, threads and sockets. Hooks follow, so the supervision goes on until the run's end."""
-        # First what takes all ranks, a whole module, as long as there is what it is sent by.
         self._changes.close()
+        # First what takes all ranks, a whole module, as long as there is what it is sent by.
         self._exact_resume.close()
         self._release_model()
         self._session.close()
@@ -455,6 +456,6 @@ class TrainerStrategy(_Base):
         return None
 
     @property
-    def _nonfinite_group(self) -> dist.ProcessGroup | None:
-        """The ranks that find the same at once; None is all."""
-        return None
+    def _nonfinite_group(self) -> dist.ProcessGroup:
+        """The ranks that find the same at once."""
+        return world()

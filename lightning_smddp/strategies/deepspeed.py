@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_smddp._compat.trainer import will_step
+from lightning_smddp.communication.groups import world
 from lightning_smddp.communication.nonfinite import NonFinite, diagnosis
 from lightning_smddp.deepspeed.start import (
     UnseenWrites,
@@ -76,7 +76,7 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
     _lightnings: ClassVar[type[Any]]
     _is_divided = True
     _engine: Any = None  # until the next run: what was trained can be saved behind its end
-    _unseen_writes: UnseenWrites | None = None
+    _unseen_writes: UnseenWrites
     _loss: Any = 0.0  # of all backward passes since the last step
 
     def __init__(
@@ -193,7 +193,6 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
 
     @override
     def _training_starts(self) -> None:
-        assert self._unseen_writes is not None
         self._unseen_writes.note()  # a checkpoint was loaded
         weight, accumulated = self._session.options.communication.loss_weight, self._trainer.accumulate_grad_batches
         if accumulated > 1 and weight not in (None, "sum"):
@@ -230,8 +229,6 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """DeepSpeed leaves a step out, without a word, if a gradient is not finite: what that means is asked for."""
         engine = self.deepspeed_engine
-        writes = self._unseen_writes
-        assert writes is not None
 
         # DeepSpeed steps a copy of this rank's part in fp32, and writes that over the parameters. So between the
         # closure and the step, what hooks have written to parameters goes into the copy, or, where that is not
@@ -239,17 +236,16 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
         def written() -> Any:
             result = closure()
             if not take_up_writes(engine):
-                writes.require_none()
+                self._unseen_writes.require_none()
             return result
 
         result = super().optimizer_step(optimizer, written, model, **kwargs)
-        writes.note()
+        self._unseen_writes.note()
         loss, self._loss = self._loss, 0.0
         if not engine.was_step_applied() and not engine.fp16_enabled():  # fp16 tries what is too large on purpose
-            assert dist.group.WORLD is not None
             own = {} if bool(loss.isfinite().all()) else {"the loss": str(loss.tolist())}
             found = NonFinite({"a parameter": "DeepSpeed does not say which"}, own)
-            self._checks.guard.left_out(diagnosis(found, self._checks.where(), dist.group.WORLD))
+            self._checks.guard.left_out(diagnosis(found, self._checks.where(), world()))
         return result
 
     # ---- checkpoints ----

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
+from lightning_smddp.communication.groups import world
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.patches import patched
@@ -173,7 +174,7 @@ class FabricDataParallel(FabricStrategy):
     def _look(self, optimizer: Any) -> None:
         if self._looks:  # between the backward pass and the step the script has had the gradients
             found = self._scheme.nonfinite(optimizer, changed=True)
-            self._guard.check(optimizer, found, "this step")
+            self._guard.check(optimizer, found, "this step", world())
 
     def clip_gradients_norm(
         self,

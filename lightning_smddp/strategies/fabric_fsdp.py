@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_smddp.communication.groups import world
 from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
 from lightning_smddp.pytree import tensors
 from lightning_smddp.sharding.optimizer_shards import all_parameters
@@ -224,7 +225,7 @@ class FabricFullyShardedParallel(FabricStrategy):
     def _look(self, stepped: SteppedOptimizer) -> None:
         if self._looks:
             with self._view.inside(False):
-                self._guard.check(stepped.optimizer, stepped.nonfinite(), "this step")
+                self._guard.check(stepped.optimizer, stepped.nonfinite(), "this step", world())
 
     def clip_gradients_norm(
         self,

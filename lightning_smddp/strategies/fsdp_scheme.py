@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_smddp._compat.fsdp import move_undivided
 from lightning_smddp.communication.consistency import require_compressible
+from lightning_smddp.communication.groups import world
 from lightning_smddp.communication.nonfinite import NonFinite, bad_gradients
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.sharded_collectives import ShardedCollectives
@@ -115,10 +116,8 @@ class FSDPScheme:
         self.view = view
         self._broadcasts_buffers = True
         self.is_bad = False  # averages on any rank, behind the last backward pass
-        world = dist.group.WORLD
-        assert world is not None
         with view.inside(False):
-            broadcast_initial(module, world, device=device)
+            broadcast_initial(module, world(), device=device)
             seed = broadcast(torch.initial_seed(), group_src=0)
             self._divide(options, precision, seed, ranks_per_node, limit)
 
@@ -197,12 +196,11 @@ class FSDPScheme:
         Returns:
             See :meth:`FullySharded.close`; empty where there is no room.
         """
-        module, world = self.module, dist.group.WORLD
-        assert world is not None
+        module = self.module
         self.sharded.reshard()
         self.sharded.hold_memory(False)
         # Asked of all hosts: where one has no room, no rank gathers, as none can do so alone.
-        if not fits_on_hosts(module, world):
+        if not fits_on_hosts(module, world()):
             if dist.get_rank() == 0:
                 warnings.warn(
                     f"{type(module).__name__} stays divided: a host has too little memory for the whole of it on each "

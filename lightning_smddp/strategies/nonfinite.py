@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_smddp.communication.groups import world
 from lightning_smddp.communication.nonfinite import NonFinite, agreed, diagnosis, refuse
 from lightning_smddp.patches import patched
 
@@ -37,20 +38,14 @@ class NonFiniteGuard:
         """A backward pass of ``loss`` begins: it may tell which rank is the cause."""
         self._losses.append(loss.detach())
 
-    def check(
-        self,
-        optimizer: Any,
-        found: NonFinite | None,
-        where: str,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
+    def check(self, optimizer: Any, found: NonFinite | None, where: str, group: dist.ProcessGroup) -> None:
         """Before ``optimizer`` steps. Collective if gradients are bad.
 
         Args:
             optimizer: about to step.
             found: what is wrong on this rank; None if no rank of ``group`` has found anything.
             where: the step, in words.
-            group: the ranks that come here together; None is all.
+            group: the ranks that come here together.
 
         Raises:
             NonFiniteGradientError: on every rank of ``group``, with ``mode="error"``.
@@ -62,22 +57,15 @@ class NonFiniteGuard:
         # The text takes a collective, which all ranks of the group come to: they have skipped as many steps.
         text = ""
         if self.mode == "error" or not self.skipped:
-            text = self._diagnosis(found, losses, where, group)
+            own = dict(found.own)
+            for loss in losses:
+                if not bool(loss.isfinite().all()):
+                    own["the loss"] = str(float(loss.sum()))
+            text = diagnosis(NonFinite(found.averages, own), where, group)
         self.left_out(text)
         for parameters in optimizer.param_groups:
             for parameter in parameters["params"]:
                 parameter.grad = None  # optimizers pass by parameters without a gradient
-
-    def _diagnosis(
-        self, found: NonFinite, losses: Sequence[Tensor], where: str, group: dist.ProcessGroup | None
-    ) -> str:
-        group = group or dist.group.WORLD
-        assert group is not None
-        own = dict(found.own)
-        for loss in losses:
-            if not bool(loss.isfinite().all()):
-                own["the loss"] = str(float(loss.sum()))
-        return diagnosis(NonFinite(found.averages, own), where, group)
 
     def left_out(self, text: str) -> None:
         """All ranks leave out a step, for the reason ``text``, which is not needed but for the first one.
@@ -94,8 +82,7 @@ class NonFiniteGuard:
 
 def by_asking(found: NonFinite | None, device: torch.device) -> NonFinite | None:
     """Findings where ranks have different gradients; ``found``: None if this rank's are fine. Collective."""
-    assert dist.group.WORLD is not None
-    if not agreed(found is not None, dist.group.WORLD, device):
+    if not agreed(found is not None, world(), device):
         return None
     return found or NonFinite({})
 

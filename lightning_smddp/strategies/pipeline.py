@@ -26,6 +26,7 @@ from lightning_smddp._compat.trainer import around_hooks, keeps_user_samplers, r
 from lightning_smddp.bridge.loss_weights import LossWeight
 from lightning_smddp.bridge.partitioned_module import PartitionedModule, RunSetup
 from lightning_smddp.bridge.pipelined_module import PipelinedModule, require_whole
+from lightning_smddp.communication.groups import world
 from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError
@@ -160,13 +161,12 @@ class PipelineParallel(PipelineRanks):
         assert self.accelerator is not None
         assert self.model is not None
         module = self._module
-        assert self._groups is not None
         is_fit = trainer.state.fn == "fit"
         self.accelerator.setup(trainer)
         callbacks = callbacks_of(trainer)
         # Lightning takes every rank for a replica. With one replica all ranks have the same data: no sampler is needed,
         # and what ranks log is equal without `sync_dist`.
-        one_replica = self._groups.mesh.num_replicas == 1
+        one_replica = self._connected.mesh.num_replicas == 1
         if one_replica:
             self._changes.enter_context(keeps_user_samplers(trainer))
             warnings.filterwarnings("ignore", "It is recommended to use `self.log")
@@ -174,15 +174,14 @@ class PipelineParallel(PipelineRanks):
         require_whole(module)
         require_pipelinable(module, callbacks, is_fit)
         if is_fit and self._layer_sync and not one_replica:
-            torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.model, process_group=self._groups.data_parallel_group)
+            torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.model, process_group=self._connected.data_parallel_group)
         self.precision_plugin.convert_module(self.model)
-        assert dist.group.WORLD is not None
         # What no rank has values of yet, with `meta_init`, gets them from a seed when it is known who keeps it.
-        broadcast_initial(module, dist.group.WORLD, device=self.root_device)
+        broadcast_initial(module, world(), device=self.root_device)
         setup = RunSetup(
             module,
             self.options,
-            self._groups,
+            self._connected,
             self.root_device,
             self._step_context,
             self._session.limit(self._timeout),
@@ -327,19 +326,20 @@ class PipelineParallel(PipelineRanks):
         partitioned = self._last_pipelined().partitioned
         assert partitioned is not None
         found = partitioned.nonfinite(may_have_changed_gradients(self._trainer))
-        return found if self._nonfinite_group is not None else by_asking(found, self.root_device)
+        if self._nonfinite_group is self._connected.data_parallel_group:
+            return found
+        return by_asking(found, self.root_device)
 
     @property
     @override
-    def _nonfinite_group(self) -> dist.ProcessGroup | None:
+    def _nonfinite_group(self) -> dist.ProcessGroup:
         """Those of one stage: the others hear by the supervision, as asking them in each step costs more than looking.
 
         They may have taken the step by then; nothing is saved after it.
         """
-        assert self._groups is not None
         if self._reliability.on_nonfinite != "error" or self._supervision.supervisor is None:
-            return None
-        return self._groups.data_parallel_group
+            return world()
+        return self._connected.data_parallel_group
 
     @override
     def _require_outside_of_step(self) -> None:

@@ -32,11 +32,15 @@ class PipelineRanks(TrainerStrategy):
     _skips = False  # the training step of this batch returned None
 
     @property
+    def _connected(self) -> Groups:
+        assert self._groups is not None, "there is no process group yet"
+        return self._groups
+
+    @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """A pipeline is one replica to the sampler."""
-        assert self._groups is not None
-        return {"num_replicas": self._groups.mesh.num_replicas, "rank": self._groups.replica}
+        return {"num_replicas": self._connected.mesh.num_replicas, "rank": self._connected.replica}
 
     # In a step's code a rank is what it would be under `ddp`: one of as many as there are replicas, whose batches
     # differ. Around steps, in hooks, it is one of all. `is_global_zero` is the world's in both: one rank alone writes.
@@ -49,16 +53,16 @@ class PipelineRanks(TrainerStrategy):
         So it is when Lightning asks, once, behind a step that returned None on all ranks of the pipeline.
         """
         skips, self._skips = self._skips, False
-        if (self._in_step or skips) and self._groups is not None:
-            return self._groups.mesh.num_replicas
+        if self._in_step or skips:
+            return self._connected.mesh.num_replicas
         return super().world_size
 
     @property
     @override
     def global_rank(self) -> int:
         """This rank; within a step the replica's number."""
-        if self._in_step and self._groups is not None:
-            return self._groups.replica
+        if self._in_step:
+            return self._connected.replica
         return super().global_rank
 
     @property
@@ -95,8 +99,7 @@ class PipelineRanks(TrainerStrategy):
     @contextmanager
     def _step_context(self, hook: str) -> Iterator[None]:
         """Around the user's code of a step: precision, and ranks as ``ddp`` would have them, one for each replica."""
-        assert self._groups is not None
-        replicas = default_group(self._groups.data_parallel_group)
+        replicas = default_group(self._connected.data_parallel_group)
         precision = getattr(self.precision_plugin, _PRECISION_OF[hook])()
         before, self._in_step = self._in_step, True
         try:
@@ -108,11 +111,9 @@ class PipelineRanks(TrainerStrategy):
     @override
     def _training_starts(self) -> None:
         """Raise ``ValueError`` if a ``DistributedSampler`` of the user's takes each rank for a replica."""
-        assert self._groups is not None
-        require_samplers_of_replicas(self._trainer.train_dataloader, self._groups.mesh.num_replicas)
+        require_samplers_of_replicas(self._trainer.train_dataloader, self._connected.mesh.num_replicas)
 
     @property
     @override
     def _has_part_to_save(self) -> bool:
-        assert self._groups is not None
-        return self._groups.replica == 0
+        return self._connected.replica == 0

@@ -86,9 +86,7 @@ class SanityChecks:
         if found is None:
             return False
         left = self.strategy._find_nonfinite(optimizer)
-        group = self.strategy._nonfinite_group or dist.group.WORLD
-        assert group is not None
-        return agreed(left is not None, group, self.strategy.root_device)
+        return agreed(left is not None, self.strategy._nonfinite_group, self.strategy.root_device)
 
     def where(self) -> str:
         """The step that runs, in words."""

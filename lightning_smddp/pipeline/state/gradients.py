@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from lightning_smddp.communication.groups import create_group, new_name
+from lightning_smddp.communication.groups import create_group, new_name, world
 from lightning_smddp.communication.tensors import CPU, from_numbers, norm_over_ranks
 from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.mesh import Ownership
@@ -56,13 +56,12 @@ def create_tied_groups(
         timeout: of the groups' collectives.
         device: where the gradients are.
     """
-    assert dist.group.WORLD is not None
     groups = []
     # In the order of `shared`, which is the same on all ranks: so ranks of two sets come to both in one order.
     for ranks, names in ownership.shared().items():
         # Only the members of a group create it.
         members = [pipeline[rank] for rank in ranks]
-        name = new_name(dist.group.WORLD)
+        name = new_name(world())
         if dist.get_rank() in members:
             groups.append((create_group(members, f"{name}-tied-{members}", timeout, device), names))
     return groups
