@@ -223,8 +223,7 @@ def _partition_optimizer(before: Unpartitioned, partitioned: PartitionedModule) 
     own_part = partitioned.optimizer = OptimizerPartition(before.optimizer, names, ownership, rank)
     if before.shards is not None and stash.replicas is not None:
         # What several stages hold is stepped by each holder alike, so that it stays bit by bit the same on all.
-        held = stash.parameters.items()
-        own = [(name, parameter) for name, parameter in held if len(ownership.parameters[name]) == 1]
+        own = [parameter for name, parameter in stash.parameters.items() if len(ownership.parameters[name]) == 1]
         partitioned.sharded = ShardedOptimizers(own, [before.shards], stash.replicas.communicator)
         own_part.shards = before.shards
     if before.loaded is not None:

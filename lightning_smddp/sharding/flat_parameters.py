@@ -11,7 +11,7 @@ import math
 import mmap
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,6 @@ from lightning_smddp.communication.shared_segments import create_file
 from lightning_smddp.communication.tensors import broadcast_tensors
 from lightning_smddp.wording import counted
 
-Named = tuple[str, nn.Parameter]
-
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector of a CPU
 
 
@@ -33,7 +31,6 @@ _ALIGNMENT = 64  # bytes: a cache line, and the widest vector of a CPU
 class Slot:
     """A parameter's place in the row: elements [start, stop)."""
 
-    name: str
     parameter: nn.Parameter
     start: int
 
@@ -73,29 +70,29 @@ class FlatLayout:
                 yield slot, low - slot.start, high - slot.start
 
 
-def lay_out(named: Sequence[Named], shares: int, splits: bool) -> list[FlatLayout]:
+def lay_out(parameters: Iterable[nn.Parameter], shares: int, splits: bool) -> list[FlatLayout]:
     """A layout for each type, device and ``requires_grad``.
 
     Frozen parameters have shares of their own: a model that is mostly frozen is still cut evenly where it is trained.
 
     Args:
-        named: parameters that :func:`movable` says can be laid in a row.
+        parameters: that :func:`movable` says can be laid in a row.
         shares: how many.
         splits: shares are equal, and may begin within a parameter; else each has whole parameters, and they are
             balanced by size.
     """
-    kinds: dict[Any, list[Named]] = {}
-    for name, parameter in named:
+    kinds: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
         kind = (parameter.dtype, parameter.device, parameter.requires_grad)
-        kinds.setdefault(kind, []).append((name, parameter))
+        kinds.setdefault(kind, []).append(parameter)
     layouts = []
     for (dtype, *_), members in kinds.items():
         slots: list[Slot] = []
         bounds = [0]
         for part in [members] if splits else _balanced(members, shares):
             end = bounds[-1]
-            for name, parameter in part:
-                slots.append(Slot(name, parameter, end))
+            for parameter in part:
+                slots.append(Slot(parameter, end))
                 end = _aligned(slots[-1].stop, dtype)
             bounds.append(end)
         if splits:
@@ -106,16 +103,16 @@ def lay_out(named: Sequence[Named], shares: int, splits: bool) -> list[FlatLayou
     return layouts
 
 
-def movable(named: Sequence[Named]) -> list[Named]:
-    """The parameters whose values can be moved to other memory: dense ones of their own memory.
+def movable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Those whose values can be moved to other memory: dense ones of their own memory.
 
     Views of one memory, subclasses of tensors, sparse ones, single numbers and empty ones stay, and are stepped by each
     rank.
     """
     # Views of one memory stay there: moved by itself, a parameter would no longer change with the others.
-    plain = [(name, parameter) for name, parameter in named if _is_plain(parameter)]
-    users = Counter(parameter.untyped_storage().data_ptr() for _, parameter in plain)
-    return [each for each in plain if users[each[1].untyped_storage().data_ptr()] == 1]
+    plain = [parameter for parameter in parameters if _is_plain(parameter)]
+    users = Counter(parameter.untyped_storage().data_ptr() for parameter in plain)
+    return [parameter for parameter in plain if users[parameter.untyped_storage().data_ptr()] == 1]
 
 
 def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
@@ -144,13 +141,13 @@ def _aligned(position: int, dtype: torch.dtype) -> int:
     return math.ceil(position / step) * step
 
 
-def _balanced(members: Sequence[Named], shares: int) -> list[list[Named]]:
+def _balanced(members: Sequence[nn.Parameter], shares: int) -> list[list[nn.Parameter]]:
     """The members of each share: the largest first, each to the share that has least so far."""
     loads = [0] * shares  # elements of each share
-    chosen: list[list[Named]] = [[] for _ in range(shares)]
-    for member in sorted(members, key=lambda member: -member[1].numel()):
+    chosen: list[list[nn.Parameter]] = [[] for _ in range(shares)]
+    for member in sorted(members, key=nn.Parameter.numel, reverse=True):
         share = loads.index(min(loads))
-        loads[share] += member[1].numel()
+        loads[share] += member.numel()
         chosen[share].append(member)
     return chosen
 
@@ -160,7 +157,6 @@ class FlatParameters:
 
     Args:
         layouts: all of them.
-        num_shares: in how many shares each is cut.
         share: the one that this rank steps; None if it steps none, as its node has more ranks than another one.
         group: the ranks, of neighbouring shares in their order, that exchange these by the backend; None if nobody.
         mesh: of the node's ranks, to share memory; None leaves parameters where they are.
@@ -172,13 +168,11 @@ class FlatParameters:
     def __init__(
         self,
         layouts: list[FlatLayout],
-        num_shares: int,
         share: int | None,
         group: dist.ProcessGroup | None = None,
         mesh: NodeMesh | None = None,
     ) -> None:
         self.layouts = layouts
-        self.num_shares = num_shares
         self.share = share
         self._group = group
         self._mesh = mesh
@@ -232,21 +226,9 @@ class FlatParameters:
         return in_memory_order(parameter, parameter)[low:high]
 
     def begin_step(self) -> None:
-        """Before a step: parameters that were given other memory (``parameter.data = ...``) keep its values alone.
-
-        Raises:
-            ValueError: their shape or type is another one now.
-        """
-        for layout in self.layouts:
-            for slot in layout.slots:
-                parameter = slot.parameter
-                home = self._homes[parameter]
-                if parameter.data_ptr() == home.data_ptr():
-                    continue
-                if parameter.shape != home.shape or parameter.dtype != home.dtype:
-                    raise ValueError(
-                        f"{slot.name} has another shape or type than before, which shard='optimizer' does not allow."
-                    )
+        """Before a step: parameters that were given other memory (``parameter.data = ...``) keep its values alone."""
+        for parameter, home in self._homes.items():
+            if parameter.data_ptr() != home.data_ptr():
                 parameter.data = home.copy_(parameter.detach())
 
     def end_step(self) -> None:

@@ -258,13 +258,13 @@ class LocalSteps(StepsParts):
         share: Any = parameter.to_local().detach()
         share.requires_grad_(parameter.requires_grad)
         if parameter.grad is not None:
-            share.grad = _local(parameter.grad)
+            share.grad = local_of(parameter.grad)
         if parameter in self.optimizer.state:
             # The step has to find state by the share, as it would by the parameter. Tensors in it are the same memory,
             # so what it writes in place is written to the state of the parameter as well; `restore` looks only for new
             # objects.
             state = self.optimizer.state.pop(parameter)
-            of_share = {name: _local(value) for name, value in state.items()}
+            of_share = {name: local_of(value) for name, value in state.items()}
             self._known[parameter] = (state, dict(of_share))  # a copy: the step puts its new objects into the other
             self.optimizer.state[share] = of_share
         return share  # type: ignore[no-any-return]
@@ -337,7 +337,8 @@ def _closure_called(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return (optimizer, *others), given
 
 
-def _local(value: Any) -> Any:
+def local_of(value: Any) -> Any:
+    """This rank's share of a divided tensor; anything else as it is."""
     if isinstance(value, DTensor):
         with torch.no_grad():
             return value.to_local()

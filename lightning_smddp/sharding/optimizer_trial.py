@@ -31,6 +31,7 @@ from torch.optim import (
     Rprop,
 )
 
+from lightning_smddp.communication.tensors import CPU
 from lightning_smddp.sharding.optimizer_shards import all_parameters
 
 # Exactly these classes: what a class derived from one of them does in a step is not known.
@@ -39,7 +40,6 @@ _STEPS = 12  # some optimizers begin to do more than they did only after some st
 _LEARNING_RATE = 1e-2  # at least: a schedule may begin with zero
 _LARGEST = 3  # elements of small copies in each dimension
 _TOLERANCE = 1e-6
-_CPU = torch.device("cpu")
 
 
 def why_not_elementwise(optimizer: Optimizer) -> str | None:
@@ -72,8 +72,8 @@ def why_not_one_by_one(optimizer: Optimizer) -> str | None:
         return "what it does to one parameter cannot be told from what it does to all, as it has no second one"
     half = count // 2
     try:
-        together = _stepped(optimizer, 0, count)
-        apart = [*_stepped(optimizer, 0, half).items(), *_stepped(optimizer, half, count).items()]
+        together = _stepped(optimizer, range(count))
+        apart = [*_stepped(optimizer, range(half)).items(), *_stepped(optimizer, range(half, count)).items()]
     except Exception as error:  # whatever the reason is
         return f"a trial of its step failed with {type(error).__name__}: {error}"
     for place, value in apart:
@@ -82,8 +82,8 @@ def why_not_one_by_one(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _stepped(optimizer: Optimizer, begin: int, end: int) -> dict[Any, Tensor]:
-    """What some steps make of a small copy, of whose parameters those from ``begin`` to ``end`` are stepped alone.
+def _stepped(optimizer: Optimizer, numbers: range) -> dict[Any, Tensor]:
+    """What some steps make of a small copy, of whose parameters those of some ``numbers`` are stepped alone.
 
     These parameters, by number, and the numbers that their groups have: what an optimizer finds out of all gradients,
     such as D-Adaptation, may change a parameter only many steps later.
@@ -92,17 +92,17 @@ def _stepped(optimizer: Optimizer, begin: int, end: int) -> dict[Any, Tensor]:
     small = [_small(parameter, number) for number, parameter in enumerate(originals)]
     stand_ins = {id(original): copied for original, copied in zip(originals, small, strict=True)}
     clone = copy_with(optimizer, stand_ins)
-    chosen = {id(small[number]): number for number in range(begin, end)}
+    chosen = {id(small[number]) for number in numbers}
     for group in clone.param_groups:
         group["params"] = [parameter for parameter in group["params"] if id(parameter) in chosen]
     first_values = [parameter.detach().clone() for parameter in small]
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed the GPUs for good
         for step in range(_STEPS):
-            for number in chosen.values():
+            for number in numbers:
                 small[number].grad = _gradient(first_values[number], number, step)
             type(clone).step(clone)
-    found: dict[Any, Tensor] = {number: small[number].detach() for number in chosen.values()}
+    found: dict[Any, Tensor] = {number: small[number].detach() for number in numbers}
     for index, group in enumerate(clone.param_groups):
         for key, value in group.items():
             is_number = isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
@@ -115,7 +115,7 @@ def _small(parameter: Tensor, number: int) -> nn.Parameter:
     """A parameter of as many dimensions."""
     shape = [min(size, _LARGEST) for size in parameter.shape]
     values = torch.linspace(-1, 1, math.prod(shape)).reshape(shape) + 0.1 * number
-    device = _CPU if parameter.is_meta else parameter.device
+    device = CPU if parameter.is_meta else parameter.device
     return nn.Parameter(values.to(device, parameter.dtype), parameter.requires_grad)
 
 

@@ -18,7 +18,7 @@ from lightning_smddp.pipeline.partition.microbatches import looks_at_other_rows
 from lightning_smddp.pytree import leaves
 from lightning_smddp.sharding.optimizer_shards import all_parameters, unwrapped
 from lightning_smddp.sharding.optimizer_trial import why_not_elementwise, why_not_one_by_one
-from lightning_smddp.sharding.sharded_optimizers import refuse_own_sharding, require_shareable
+from lightning_smddp.sharding.sharded_optimizers import shards_itself
 from lightning_smddp.wording import USE_INSTEAD, counted
 
 if TYPE_CHECKING:
@@ -42,14 +42,16 @@ def require_supported_by_fsdp(module: nn.Module, callbacks: Iterable[Any], is_fi
             "module divides them itself, in `configure_model`. Make a new module, and leave the dividing to "
             "strategy='smddp_fsdp'."
         )
+    if not is_fit:
+        return
     for name, part in module.named_modules():
-        if is_fit and isinstance(part, _SPARSE) and part.sparse:
+        if isinstance(part, _SPARSE) and part.sparse:
             raise ValueError(
                 f"{name} has sparse gradients (sparse=True), which FSDP2 does not sum. Use sparse=False, or "
                 "strategy='smddp'."
             )
     for callback in callbacks:
-        if is_fit and "ModelPruning" in _class_names(callback):
+        if "ModelPruning" in _class_names(callback):
             raise ValueError(
                 f"{type(callback).__name__} replaces parameters of the module while it trains, which "
                 "strategy='smddp_fsdp' has divided. Leave it out, or use strategy='smddp'."
@@ -130,18 +132,6 @@ def require_elementwise(optimizer: Optimizer) -> None:
         )
 
 
-def require_shardable(optimizers: Iterable[Any], shard: str | None) -> None:
-    """Raise ``ValueError`` for optimizers whose work replicas cannot share, or that send parameters by themselves."""
-    for optimizer in optimizers:
-        refuse_own_sharding(
-            optimizer,
-            "sends each parameter to all ranks, of which each has others in a pipeline. Return the optimizer that it "
-            "wraps from `configure_optimizers`: PipelineStrategy(shard='optimizer') shards it over the replicas.",
-        )
-        if shard is not None:
-            require_shareable(unwrapped(optimizer))
-
-
 def refusal_of_training(module: Any, callbacks: Iterable[Any], optimizers: Sequence[Any] = ()) -> str | None:
     """Why a pipeline cannot train ``module``, as far as that is known before its first batch; None if it can."""
     name = type(module).__name__
@@ -155,12 +145,18 @@ def refusal_of_training(module: Any, callbacks: Iterable[Any], optimizers: Seque
         return (
             f"{name} has {counted(len(optimizers), 'optimizer')}: a pipeline's step has one backward and one optimizer."
         )
-    for optimizer in optimizers:
-        if why_not_one_by_one(unwrapped(optimizer)) is not None:
+    for optimizer in map(unwrapped, optimizers):
+        if shards_itself(optimizer):
             return (
-                f"{type(optimizer).__name__} needs the gradients of all parameters in one place, or what it does "
-                "cannot be tried out, and a pipeline's stages hold them apart. AdamW and its kind treat parameters one "
-                "by one."
+                f"{type(optimizer).__name__} sends each parameter to all ranks, of which each has others in a "
+                "pipeline. Return the optimizer that it wraps from `configure_optimizers`: "
+                "PipelineStrategy(shard='optimizer') shards it over the replicas."
+            )
+        why = why_not_one_by_one(optimizer)
+        if why is not None:
+            return (
+                f"{type(optimizer).__name__} cannot step the parameters of each stage by themselves: {why}. AdamW and "
+                "its kind can."
             )
     for callback in callbacks:
         names = _class_names(callback)

@@ -21,6 +21,7 @@ from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.patches import patched
 from lightning_smddp.sharding.optimizer_shards import StepsParts, unwrapped
+from lightning_smddp.sharding.optimizer_states import load_whole_state_dict
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.checks import is_changed_hook, may_have_changed_gradients
 from lightning_smddp.strategies.ddp_scheme import DDPScheme
@@ -139,7 +140,7 @@ class DataParallel(TrainerStrategy):
         if self._scheme.options.shard is None or self._scheme.communicator is None:
             return
         optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
-        self._scheme.shard_optimizers(list(self._module.named_parameters()), optimizers)
+        self._scheme.shard_optimizers(self._module.parameters(), optimizers)
         # Clipping by norm reads every gradient. They are equal on all ranks, so each rank reads its share, and the
         # ranks add up. A plugin that clips in its own way goes on doing so.
         plugin = self.precision_plugin
@@ -147,15 +148,13 @@ class DataParallel(TrainerStrategy):
             self._changes.enter_context(patched([(vars(plugin), "clip_grad_by_norm", self._clip_by_norm)]))
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        plain = unwrapped(optimizer)
-        sharded = self._scheme.sharded_of(plain)
-        assert sharded is not None
-        sharded.clip_by_norm(plain, clip_val)
+        (sharded,) = self._scheme.sharded  # it has all optimizers
+        sharded.clip_by_norm(unwrapped(optimizer), clip_val)
 
     @property
     @override
     def _steps_parts(self) -> Sequence[StepsParts]:
-        return [shards for sharded in self._scheme.sharded for shards in sharded.shards]
+        return self._scheme.shards
 
     @override
     def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -185,5 +184,6 @@ class DataParallel(TrainerStrategy):
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         if not self._scheme.sharded:
             super()._load_optimizers(checkpoint)
-        for sharded in self._scheme.sharded:
-            sharded.load_whole_state_dicts(checkpoint["optimizer_states"])
+            return
+        for shards, state in zip(self._scheme.shards, checkpoint["optimizer_states"], strict=True):
+            load_whole_state_dict(shards, state)

@@ -7,7 +7,7 @@ where ``shard="optimizer"`` begins, in ``sharding/sharded_optimizers.py``.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,12 +24,13 @@ from lightning_smddp.communication.consistency import (
     require_initialized,
     require_same,
 )
+from lightning_smddp.communication.groups import world
 from lightning_smddp.communication.hook import GradientSynchronizer
 from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.report import CommunicationReport, Recorder
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
 from lightning_smddp.sharding.optimizer_states import whole_state_dict
-from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
+from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers, require_shareable
 from lightning_smddp.strategies.options import StrategyOptions
 from lightning_smddp.wording import counted
 
@@ -104,13 +105,11 @@ class DDPScheme:
     def _make_synchronizer(self, module: nn.Module, device: torch.device, limit: timedelta) -> GradientSynchronizer:
         """Check the model, and choose what averages its gradients."""
         require_initialized(module)
-        group = dist.group.WORLD
-        assert group is not None
         if self.communicator is None or self._recorder is None:
             self.sharded = []  # until now those of an ended run, whose state can be saved
             self._recorder = Recorder(device)
             size = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
-            self.communicator = Communicator(group, device, limit, self._recorder.on_wait, size)
+            self.communicator = Communicator(world(), device, limit, self._recorder.on_wait, size)
         # Each check is collective and raises on all ranks, so that none waits in the first all-reduce for one that
         # has left. Options come first, as they decide which messages follow.
         ours = self.options
@@ -162,15 +161,17 @@ class DDPScheme:
                 return found
         return None
 
-    def shard_optimizers(self, named: Sequence[tuple[str, nn.Parameter]], optimizers: Sequence[Optimizer]) -> None:
-        """Each rank steps a share of what ``optimizers`` have of ``named`` from here on. Collective.
+    def shard_optimizers(self, parameters: Iterable[nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+        """Each rank steps a share of what ``optimizers`` have of ``parameters`` from here on. Collective.
 
         Raises:
             ValueError: on every rank: an optimizer cannot be sharded.
         """
         assert self.communicator is not None
+        for optimizer in optimizers:
+            require_shareable(optimizer)
         shards = [OptimizerShards(optimizer) for optimizer in optimizers]
-        self.sharded.append(ShardedOptimizers(list(named), shards, self.communicator))
+        self.sharded.append(ShardedOptimizers(parameters, shards, self.communicator))
 
     def sharded_of(self, optimizer: Optimizer) -> ShardedOptimizers | None:
         """What ``optimizer`` is sharded by; None if it is not."""
@@ -179,18 +180,17 @@ class DDPScheme:
                 return sharded
         return None
 
-    def shards_of(self, optimizer: Optimizer) -> list[OptimizerShards]:
-        """This rank's share of ``optimizer``; empty if it is not sharded."""
-        sharded = self.sharded_of(optimizer)
-        return [] if sharded is None else [sharded.of(optimizer)]
+    @property
+    def shards(self) -> list[OptimizerShards]:
+        """This rank's share of each optimizer that is sharded."""
+        return [shards for sharded in self.sharded for shards in sharded.shards]
 
     # ---- states ----
 
     def optimizer_state(self, optimizer: Optimizer, device: torch.device) -> dict[str, Any]:
         """The state of a whole optimizer that is sharded, on the first rank. Collective."""
-        (shards,) = self.shards_of(optimizer)
-        assert dist.group.WORLD is not None
-        return whole_state_dict(shards, dist.group.WORLD, device)
+        (shards,) = [shards for shards in self.shards if shards.optimizer is optimizer]
+        return whole_state_dict(shards, world(), device)
 
     # ---- what users see, and the end ----
 

@@ -117,7 +117,6 @@ class FabricDataParallel(FabricStrategy):
         )
         self._scheme = DDPScheme(options)
         self._hold_options(options, self._scheme.close)
-        self._modules: list[nn.Module] = []  # that were set up
 
     @property
     def communication_report(self) -> CommunicationReport | None:
@@ -128,7 +127,6 @@ class FabricDataParallel(FabricStrategy):
         """Choose the communication and wrap ``module``. Collective; ``ValueError`` on every rank if models differ."""
         limit = self._session.limit(self._timeout)
         model = self._scheme.wrap(module, self.root_device, limit, self._ddp_kwargs, self._looks)
-        self._modules.append(module)
         self._print("smddp: data parallelism", self._scheme.describe())
         return model
 
@@ -146,14 +144,7 @@ class FabricDataParallel(FabricStrategy):
                 "With shard='optimizer' the module comes first: call `fabric.setup(module, optimizer)`, or "
                 "`fabric.setup_module(module)` before `fabric.setup_optimizers(optimizer)`."
             )
-        stepped = {id(parameter) for parameter in all_parameters(optimizer)}
-        named = []
-        for number, module in enumerate(self._modules):
-            prefix = f"{type(module).__name__} {number}: " if len(self._modules) > 1 else ""
-            for name, parameter in module.named_parameters():
-                if id(parameter) in stepped:
-                    named.append((f"{prefix}{name}", parameter))
-        self._scheme.shard_optimizers(named, [optimizer])
+        self._scheme.shard_optimizers(all_parameters(optimizer), [optimizer])
         self._print("smddp: data parallelism", self._scheme.sharded[-1].describe())
         return optimizer
 
@@ -168,7 +159,7 @@ class FabricDataParallel(FabricStrategy):
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Look at the gradients as the user's code, or a closure, has left them, then step."""
-        with before_step(optimizer, partial(self._look, optimizer)), around_step(self._scheme.shards_of(optimizer)):
+        with before_step(optimizer, partial(self._look, optimizer)), around_step(self._scheme.shards):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     def _look(self, optimizer: Any) -> None:
@@ -176,20 +167,13 @@ class FabricDataParallel(FabricStrategy):
             found = self._scheme.nonfinite(optimizer, changed=True)
             self._guard.check(optimizer, found, "this step", world())
 
-    def clip_gradients_norm(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
-    ) -> Tensor:
+    def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
         """Clip by norm; with ``shard="optimizer"`` each rank reads its share for it. Collective then."""
         sharded = self._scheme.sharded_of(optimizer)
         if sharded is None:
-            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+            return super().clip_gradients_norm(module, optimizer, *args, **kwargs)
         self.precision.unscale_gradients(optimizer)
-        return sharded.clip_by_norm(optimizer, max_norm, norm_type, error_if_nonfinite)
+        return sharded.clip_by_norm(optimizer, *args, **kwargs)
 
     # ---- states ----
 
@@ -202,7 +186,7 @@ class FabricDataParallel(FabricStrategy):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load states of whole optimizers: of a sharded one this rank's share."""
         # Fabric calls `optimizer.load_state_dict` with the whole state: meanwhile that takes this rank's share of it.
-        shards = [each for sharded in self._scheme.sharded for each in sharded.shards]
+        shards = self._scheme.shards
         loads = [(vars(each.optimizer), "load_state_dict", partial(load_whole_state_dict, each)) for each in shards]
         with patched(loads):
             return super().load_checkpoint(*args, **kwargs)

@@ -74,13 +74,9 @@ class DividedForward(nn.Module):
 class _SyncControl:
     """Without it Fabric refuses ``fabric.no_backward_sync``: it asks the strategy for this object."""
 
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+    def no_backward_sync(self, module: DividedForward, enabled: bool) -> AbstractContextManager[None]:
         """Gradients of backward passes in this context stay on their ranks."""
-        if not isinstance(module, DividedForward):
-            raise TypeError(f"{type(module).__name__} was not set up: call `model = fabric.setup(model)` before.")
-        if not enabled:
-            return nullcontext()
-        return module.scheme.sharded.accumulating()
+        return module.scheme.sharded.accumulating() if enabled else nullcontext()
 
 
 class FabricFullyShardedParallel(FabricStrategy):
@@ -227,19 +223,12 @@ class FabricFullyShardedParallel(FabricStrategy):
             with self._view.inside(False):
                 self._guard.check(stepped.optimizer, stepped.nonfinite(), "this step", world())
 
-    def clip_gradients_norm(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
-    ) -> Tensor:
+    def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
         """Clip by the norm of the gradients of all ranks' shares. Collective."""
         stepped = self._of(optimizer)
         with self._view.inside(False):
             self.precision.unscale_gradients(optimizer)
-            return stepped.clip_by_norm(max_norm, norm_type, error_if_nonfinite)
+            return stepped.clip_by_norm(*args, **kwargs)
 
     # ---- checkpoints: those of one process ----
 

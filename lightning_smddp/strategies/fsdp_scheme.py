@@ -29,7 +29,7 @@ from lightning_smddp.pipeline.partition.costs import fits_on_hosts
 from lightning_smddp.pipeline.state.meta_parameters import initialize_deferred
 from lightning_smddp.pipeline.state.state_dict import broadcast_initial
 from lightning_smddp.sharding.fully_sharded import FullySharded, ShardingPlan
-from lightning_smddp.sharding.optimizer_shards import LocalSteps, all_parameters, around_step
+from lightning_smddp.sharding.optimizer_shards import LocalSteps, all_parameters, around_step, local_of
 from lightning_smddp.sharding.optimizer_trial import why_not_elementwise
 from lightning_smddp.sharding.units import Wrap, find_units
 from lightning_smddp.sharding.whole_states import divided_optimizer_state, whole
@@ -247,7 +247,7 @@ class SteppedOptimizer:
         """``torch.nn.utils.clip_grad_norm_`` by the norm of all ranks' shares. Collective."""
         group, device = self.schemes[0].sharded.shard_group, self.schemes[0].device
         gradients = [p.grad for p in all_parameters(self.optimizer) if p.grad is not None]
-        local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+        local = [local_of(gradient) for gradient in gradients]
         # What all ranks have counts once.
         counts = [isinstance(gradient, DTensor) or group.rank() == 0 for gradient in gradients]
         norm = norm_over_ranks([*compress(local, counts)], group, norm_type, device, error_if_nonfinite)

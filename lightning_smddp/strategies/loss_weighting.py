@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lightning_smddp._compat.trainer import will_step
 from lightning_smddp.bridge.loss_weights import LossWeight, given_weight, labels_of
 from lightning_smddp.communication.objects import gather
+from lightning_smddp.sharding.optimizer_shards import local_of
 from lightning_smddp.strategies.tables import say
 
 _WORTH_A_LINE = 1e-3  # relative
@@ -90,9 +90,8 @@ class LossWeighting:
             return
         factor = accumulated * _positive(self._means[0]) / _positive(torch.stack(self._means).sum())
         for parameter in self._trainer.lightning_module.parameters():
-            gradient = parameter.grad
-            if gradient is not None:  # of FSDP this rank's share
-                gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            if parameter.grad is not None:
+                gradient = local_of(parameter.grad)
                 gradient.mul_(factor.to(gradient.device))
 
 

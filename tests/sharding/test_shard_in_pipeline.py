@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_smddp import PipelineStrategy
-from lightning_smddp.strategies.checks import require_shardable
+from lightning_smddp.sharding import optimizer_trial
+from lightning_smddp.strategies.checks import refuse_training
 from tests.ranks import run_trainer_ranks
 from tests.sharding.learners import GlobalNormOptimizer
 from tests.strategies.grouped import grouped
@@ -137,20 +138,42 @@ class ZeroRedundancyOptimizer(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    ("make", "shard", "message"),
+    ("make", "message"),
     [
-        (GlobalNormOptimizer, "optimizer", "cannot shard GlobalNormOptimizer: what it does to one .* on others"),
-        (
-            ZeroRedundancyOptimizer,
-            None,
-            "ZeroRedundancyOptimizer sends each parameter to all ranks, of which each has others",
-        ),
+        (GlobalNormOptimizer, "GlobalNormOptimizer cannot step .* by themselves: what it does to one .* on others"),
+        (ZeroRedundancyOptimizer, "ZeroRedundancyOptimizer sends each parameter to all ranks"),
     ],
 )
-def test_optimizers_that_cannot_be_shared_are_refused(make: Any, shard: str | None, message: str) -> None:
-    optimizer = make(Net().parameters())
+def test_optimizers_that_cannot_be_shared_are_refused(make: Any, message: str) -> None:
+    module = Net()
     with pytest.raises(ValueError, match=message):
-        require_shardable([optimizer], shard)
+        refuse_training(module, (), [make(module.parameters())])
+
+
+class Own(torch.optim.SGD):
+    """Not torch's class: what it does is tried."""
+
+    steps_of_copies = 0
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is None:
+            Own.steps_of_copies += 1
+        return super().step(closure)
+
+
+class OwnNet(Net):
+    def configure_optimizers(self) -> Any:
+        return Own(self.parameters(), lr=0.01)
+
+
+def fit_own() -> int:
+    make_trainer(PipelineStrategy(shard="optimizer", pipeline_parallel_size=1)).fit(OwnNet())
+    return Own.steps_of_copies
+
+
+def test_an_optimizer_is_tried_once() -> None:
+    one_trial = 3 * optimizer_trial._STEPS  # of all parameters, and of each half
+    assert run_trainer_ranks(fit_own, 2) == [one_trial, one_trial]
 
 
 def test_more_than_the_optimizer_is_refused() -> None:

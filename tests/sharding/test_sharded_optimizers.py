@@ -70,7 +70,7 @@ def sharing(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Sha
     assert dist.group.WORLD is not None
     communicator = Communicator(dist.group.WORLD, CPU, timedelta(seconds=20))
     try:
-        shards = ShardedOptimizers(list(module.named_parameters()), [OptimizerShards(optimizer)], communicator)
+        shards = ShardedOptimizers(module.parameters(), [OptimizerShards(optimizer)], communicator)
         yield shards
         shards.close()
     finally:
@@ -95,7 +95,7 @@ def pieces_of_a_mebibyte(fused: bool) -> int:
     weight = nn.Parameter(torch.zeros(1024, 256))
     shards = OptimizerShards(torch.optim.AdamW([nn.Parameter(torch.zeros(3)), weight], fused=fused))
     values = weight.detach().flatten()
-    layouts = lay_out([("weight", weight)], 1, True)
+    layouts = lay_out([weight], 1, True)
     flat = SimpleNamespace(layouts=layouts, share=0, values=lambda layout, slot, low, high: values[low:high])
     shards.cut(flat, True)
     return len(shards.parts_of(weight))

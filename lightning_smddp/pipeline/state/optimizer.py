@@ -12,22 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_smddp.communication.tensors import CPU, gather_structures
-from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.state.meta_parameters import AbsentParameter
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, StepsParts, all_parameters
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict
-from lightning_smddp.sharding.optimizer_trial import why_not_one_by_one
-
-
-def require_divisible(optimizer: Optimizer) -> None:
-    """Raise ``SplitError`` if ``optimizer`` needs all parameters in one place."""
-    if why_not_one_by_one(optimizer) is not None:
-        raise SplitError(
-            f"{type(optimizer).__name__} cannot be used with a pipeline: each step needs the gradients of all "
-            "parameters in one place, or what it does cannot be tried out. Use an optimizer that treats parameters one "
-            "by one, such as AdamW."
-        )
 
 
 class OwnSteps(StepsParts):
@@ -62,11 +50,10 @@ class OptimizerPartition:
         rank: this one, in the pipeline.
 
     Raises:
-        ValueError: the optimizer needs all parameters in one place, or has one that is not the module's.
+        ValueError: the optimizer has a parameter that is not the module's.
     """
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str], ownership: Ownership, rank: int) -> None:
-        require_divisible(optimizer)
         self.optimizer = optimizer
         self.ownership = ownership
         self.rank = rank
