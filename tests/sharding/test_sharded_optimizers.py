@@ -159,7 +159,7 @@ def clipped(make: Any, norm_type: float, max_norm: float, dtype: torch.dtype) ->
     with sharing(module, optimizer) as shards:
         module(torch.ones(4, 30, dtype=dtype)).square().mean().backward()
         total = sum(p.grad.numel() for p in module.parameters() if p.grad is not None)
-        read = sum(part.numel() for part in shards.of(optimizer).gradients(of_all=dist.get_rank() == 0))
+        read = sum(part.numel() for part in shards.shards[0].gradients(of_all=dist.get_rank() == 0))
         norm = shards.clip_by_norm(optimizer, max_norm, norm_type)
     return float(norm), [p.grad.clone() for p in module.parameters() if p.grad is not None], read / total
 
