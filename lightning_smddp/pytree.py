@@ -51,14 +51,19 @@ def map_leaves(function: Callable[[Any], Any], structure: Any) -> Any:
     return with_members(structure, [(key, map_leaves(function, member)) for key, member in members])
 
 
+def map_tensors(function: Callable[[Any], Any], structure: Any) -> Any:
+    """A copy of ``structure`` with ``function`` applied to each tensor, in order."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, structure)
+
+
 def copied(structure: Any) -> Any:
     """A copy of ``structure``, and of the tensors in it."""
-    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, structure)
+    return map_tensors(Tensor.clone, structure)
 
 
 def detached(structure: Any) -> Any:
     """``structure`` with its tensors off the graph."""
-    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, structure)
+    return map_tensors(Tensor.detach, structure)
 
 
 def with_members(container: Any, values: Members) -> Any:

@@ -27,7 +27,7 @@ from lightning_smddp.communication.tensors import CPU, broadcast_structure
 from lightning_smddp.patches import Patch, patched
 from lightning_smddp.pipeline.capture.tracer import open_modules
 from lightning_smddp.pipeline.runtime.remote_tensor import ACTIVE
-from lightning_smddp.pytree import detached, map_leaves, tensors
+from lightning_smddp.pytree import detached, map_leaves, map_tensors, tensors
 
 AnyMetric: TypeAlias = "Metric | MetricCollection"
 Plain: TypeAlias = Callable[[Any], Any]
@@ -150,12 +150,12 @@ class PipelineMetrics:
     def _call(self, name: str, metric: AnyMetric, method: str, original: Callable[..., Any], given: Any) -> Any:
         if self._plain is not None:
             given = self._plain(given)
-        given = map_leaves(lambda leaf: touch(leaf) if isinstance(leaf, Tensor) else leaf, given)
+        given = map_tensors(touch, given)
         if self._needed is None:
             text = f"What `self.{name}` returns is known where the step ends alone, and is read elsewhere."
             result = self._results.get((name, method))
             with without_torch_functions():
-                return map_leaves(lambda leaf: absent_tensor(text, leaf) if isinstance(leaf, Tensor) else leaf, result)
+                return map_tensors(functools.partial(absent_tensor, text), result)
         self._needed.append(given)
         run = ACTIVE.run
         if run is not None:  # before its first module a stage hands out placeholders of what it has received

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_smddp.pytree import map_leaves
+from lightning_smddp.pytree import map_tensors
 
 _SMALL = 1024  # bytes of a tensor that is pickled even where others go apart
 
@@ -112,7 +112,7 @@ def first(act: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any
 
 def to_cpu(value: Any) -> Any:
     """A copy of the structure ``value`` with its tensors on the CPU: those that are there, and copies of others."""
-    return map_leaves(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, value)
+    return map_tensors(lambda tensor: tensor.detach().cpu(), value)
 
 
 def pickled(value: Any, apart: list[Tensor] | None = None) -> bytes | str:

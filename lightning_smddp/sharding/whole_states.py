@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_smddp._compat.fsdp import call_as_is, divided_like
 from lightning_smddp._compat.torch import all_gather_single
-from lightning_smddp.pytree import map_leaves
+from lightning_smddp.pytree import map_tensors
 
 
 def whole(value: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def _gathered(values: Mapping[Any, Any], keeps: Keeps) -> dict[Any, Any]:
     # All ranks gather all of them, in the same order, and drop at once what others keep.
     kept = {}
     for number, (key, value) in enumerate(values.items()):
-        found = map_leaves(lambda leaf: whole(leaf) if isinstance(leaf, Tensor) else leaf, value)
+        found = map_tensors(whole, value)
         if keeps(number):
             kept[key] = found
     return kept
