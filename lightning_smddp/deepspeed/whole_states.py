@@ -144,8 +144,12 @@ class WholeStates:
         else:
             self.module.load_state_dict(state, strict=strict)
         for name, parameter in self.module.named_parameters():
-            if id(parameter) in self._flat_of:
-                self._set_full_precision(parameter, state.get(name))
+            if id(parameter) in self._flat_of:  # the copy in fp32 is what the optimizer steps
+                value = state.get(name)
+                if value is None:  # a hook may have loaded the parameter
+                    with _gathered(parameter):
+                        value = parameter.detach().clone()
+                self._set(parameter, value, None)
 
     def _load_cut_module(self, state: Mapping[str, Any], strict: bool) -> None:
         """Load into parameters of which each rank has a part."""
@@ -165,13 +169,6 @@ class WholeStates:
             for name, buffer in self.module.named_buffers():
                 if name in state:
                     buffer.copy_(state[name])
-
-    def _set_full_precision(self, parameter: nn.Parameter, value: Tensor | None) -> None:
-        """Set the copy in fp32 that the optimizer steps; None: from the parameter, which a hook has loaded."""
-        if value is None:
-            with _gathered(parameter):
-                value = parameter.detach().clone()
-        self._set(parameter, value, None)
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
         """Load what :meth:`whole_optimizer_state`, or the optimizer without DeepSpeed, has saved.

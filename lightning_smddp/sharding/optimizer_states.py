@@ -83,7 +83,7 @@ def load_whole_state_dict(shards: OptimizerShards, whole: Mapping[str, Any]) -> 
     for parameter, number in zip(all_parameters(shards.optimizer), numbers, strict=True):
         for part in shards.parts_of(parameter):
             if number in whole["state"]:
-                state[count] = _part_of_state(whole["state"][number], parameter, part, shards.splits)
+                state[count] = _part_of_state(whole["state"][number], parameter, part)
             count += 1
     with shards.as_pieces():
         pairs = zip(saved_groups, shards.optimizer.param_groups, strict=True)
@@ -117,12 +117,10 @@ def _add(whole: dict[str, Any], part: Mapping[str, Any], parameter: nn.Parameter
         flat[low:high] = value
 
 
-def _part_of_state(
-    whole: Mapping[str, Any], parameter: nn.Parameter, part: ShardedPiece, splits: bool
-) -> dict[str, Any]:
+def _part_of_state(whole: Mapping[str, Any], parameter: nn.Parameter, part: ShardedPiece) -> dict[str, Any]:
     """What of a parameter's state belongs to a part of it; values that are not one an element belong to each."""
     state = {}
-    is_cut = splits and part.parameter is not parameter
+    is_cut = part.parameter.shape != parameter.shape
     for key, value in whole.items():
         if is_cut and isinstance(value, Tensor) and value.shape == parameter.shape:
             flat = in_memory_order(value, parameter)

@@ -74,7 +74,7 @@ class WholeView:
                 target = kwargs.pop("out")
             # What else writes has to reach the shares themselves, which would not see what a gathered copy gets. All
             # others compute with gathered values.
-            if _writes(name) and not fills and _has_divided(written):
+            if _writes(name) and not fills and any(isinstance(leaf, DTensor) for leaf in leaves(written)):
                 shares = [_shares(operand, written) for operand in args[1:]]
                 return call_as_is(function, (written, *shares), kwargs)
             result = function(*map_leaves(_whole, args), **map_leaves(_whole, kwargs))
@@ -83,11 +83,6 @@ class WholeView:
 
 def _writes(name: str) -> bool:
     return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
-
-
-def _has_divided(written: Any) -> bool:
-    """Whether a divided tensor is written to, or a list with one."""
-    return any(isinstance(leaf, DTensor) for leaf in leaves(written))
 
 
 def _shares(value: Any, written: Any) -> Any:

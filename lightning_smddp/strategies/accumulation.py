@@ -217,7 +217,7 @@ class AccumulateMicroBatches(_Base):
     def _place_of_weights(self, batch: Any) -> Path | None:
         """Where the batch has what is counted: under its key; labels also where -100 is among integers."""
         name = "labels" if self.loss_weight in _LABELS else self.loss_weight
-        found = [(path, leaf) for path, leaf in items(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+        found = _with_rows(batch)
         places = [path for path, _ in found if path[-1:] == (name,)]
         if name == "labels":
             places += [path for path, leaf in found if not leaf.is_floating_point() and bool(leaf.eq(_IGNORED).any())]
@@ -297,10 +297,15 @@ def _is_loss(logged: _Logged) -> bool:
 # ---- rows of a batch -------------------------------------------------------------------------------------------------
 
 
+def _with_rows(batch: Any) -> list[tuple[Path, Tensor]]:
+    """The tensors of a batch that have dimensions."""
+    return [(path, leaf) for path, leaf in items(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+
+
 def _rows(batch: Any) -> int:
     """The length that most tensors of a batch have, but for those in inner lists, which may be of a row each."""
-    found = [(path, leaf) for path, leaf in items(batch) if isinstance(leaf, Tensor) and leaf.dim()]
-    return mode([len(leaf) for path, leaf in found if not any(isinstance(key, int) for key in path[1:])] or [1])
+    lengths = [len(leaf) for path, leaf in _with_rows(batch) if not any(isinstance(key, int) for key in path[1:])]
+    return mode(lengths or [1])
 
 
 def _take(value: Any, rows: int, part: slice) -> Any:

@@ -80,20 +80,17 @@ class HookView:
                 yield
         finally:
             self._depth -= 1
-        self._enter_late()
+        # A hook may have begun before the module was partitioned, which a step in it has done.
+        partitioned = self._partitioned()
+        if self._depth == 0 and self._waiting is not None and partitioned is not None:
+            self._waiting.enter_context(partitioned.inside_view())
+            self._waiting = None
 
     def settle(self) -> None:
         """Answer the first rank, if it is still in a hook. Collective if it may be."""
         partitioned = self._partitioned()
         if partitioned is not None and not self.strategy._interrupted:
             partitioned.view.settle()
-
-    def _enter_late(self) -> None:
-        """Enter the view for a hook that began before the module was partitioned, which a step in it has done."""
-        partitioned = self._partitioned()
-        if self._depth == 0 and self._waiting is not None and partitioned is not None:
-            self._waiting.enter_context(partitioned.inside_view())
-            self._waiting = None
 
     def _partitioned(self) -> PartitionedModule | None:
         pipelined: PipelinedModule | None = self.strategy._pipelined
@@ -130,7 +127,7 @@ class HookView:
     def _until_partitioned(self) -> Iterator[None]:
         """The first ``optimizer_step``: the module is partitioned by the step in it, and what follows sees the view."""
         with ExitStack() as stack:
-            # The hook is under way without a view, as there is none yet. The step in it makes one, `_enter_late` enters
+            # The hook is under way without a view, as there is none yet. The step in it makes one, `outside` enters
             # it on this stack, and it is left when the hook ends.
             before, self._waiting = self._waiting, stack
             try:
