@@ -132,7 +132,7 @@ def require_elementwise(optimizer: Optimizer) -> None:
         )
 
 
-def refusal_of_training(module: Any, callbacks: Iterable[Any], optimizers: Sequence[Any] = ()) -> str | None:
+def refusal_of_training(module: Any, callbacks: Iterable[Any], optimizers: Sequence[Any]) -> str | None:
     """Why a pipeline cannot train ``module``, as far as that is known before its first batch; None if it can."""
     name = type(module).__name__
     if not module.automatic_optimization:
@@ -170,19 +170,17 @@ def refusal_of_training(module: Any, callbacks: Iterable[Any], optimizers: Seque
     return None
 
 
-def refuse_training(module: Any, callbacks: Iterable[Any], optimizers: Sequence[Any] = ()) -> None:
+def refuse_training(module: Any, callbacks: Iterable[Any], optimizers: Sequence[Any]) -> None:
     """Raise ``ValueError`` if a pipeline cannot train ``module``, with what can."""
     reason = refusal_of_training(module, callbacks, optimizers)
     if reason is not None:
         raise ValueError(f"{reason} {USE_INSTEAD}")
 
 
-def require_pipelinable(module: LightningModule, callbacks: Iterable[Any], is_fit: bool) -> None:
+def require_pipelinable(module: LightningModule) -> None:
     """Raise ``ValueError`` for what no split can run."""
     name = type(module).__name__
     require_initialized(module)
-    if is_fit:
-        refuse_training(module, callbacks)
     for hook in ("training_step", "validation_step", "test_step", "predict_step"):
         step = getattr(module, hook)
         if step is not None and "dataloader_iter" in inspect.signature(step).parameters:

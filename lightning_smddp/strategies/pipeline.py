@@ -163,7 +163,6 @@ class PipelineParallel(PipelineRanks):
         module = self._module
         is_fit = trainer.state.fn == "fit"
         self.accelerator.setup(trainer)
-        callbacks = callbacks_of(trainer)
         # Lightning takes every rank for a replica. With one replica all ranks have the same data: no sampler is needed,
         # and what ranks log is equal without `sync_dist`.
         one_replica = self._connected.mesh.num_replicas == 1
@@ -172,7 +171,7 @@ class PipelineParallel(PipelineRanks):
             warnings.filterwarnings("ignore", "It is recommended to use `self.log")
             self._changes.callback(_remove_filter, warnings.filters[0])
         require_whole(module)
-        require_pipelinable(module, callbacks, is_fit)
+        require_pipelinable(module)
         if is_fit and self._layer_sync and not one_replica:
             torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.model, process_group=self._connected.data_parallel_group)
         self.precision_plugin.convert_module(self.model)
@@ -197,7 +196,7 @@ class PipelineParallel(PipelineRanks):
         # Optimizers are made of the whole module, as the user wrote it. When the first batch has shown who keeps what,
         # each steps the parameters of this rank.
         if is_fit:
-            refuse_training(module, (), self.optimizers)
+            refuse_training(module, callbacks_of(trainer), self.optimizers)
             self._pipelined.take_optimizer(unwrapped(self.optimizers[0]), self.precision_plugin)
         self._changes.enter_context(around_hooks(trainer, self._hook_view.around))
 
