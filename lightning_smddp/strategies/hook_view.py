@@ -53,8 +53,7 @@ def let_hooks_call(strategy: Any) -> None:
 def _outside(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def call(strategy: Any, *args: Any, **kwargs: Any) -> Any:
-        with strategy._hook_view.outside():
-            return method(strategy, *args, **kwargs)
+        return strategy._hook_view.call_outside(method, strategy, *args, **kwargs)
 
     return call
 
@@ -71,13 +70,12 @@ class HookView:
         self._waiting: ExitStack | None = None  # of a hook within which the module is partitioned
         self._depth = 0  # of calls of the strategy
 
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        """Around a call of the strategy's own code: outside of the view, which is entered again behind it."""
+    def call_outside(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call the strategy's own code outside of the view, and go back into it."""
         self._depth += 1
         try:
             with self._left():
-                yield
+                result = method(*args, **kwargs)
         finally:
             self._depth -= 1
         # A hook may have begun before the module was partitioned, which a step in it has done.
@@ -85,6 +83,7 @@ class HookView:
         if self._depth == 0 and self._waiting is not None and partitioned is not None:
             self._waiting.enter_context(partitioned.inside_view())
             self._waiting = None
+        return result
 
     def settle(self) -> None:
         """Answer the first rank, if it is still in a hook. Collective if it may be."""
@@ -127,8 +126,8 @@ class HookView:
     def _until_partitioned(self) -> Iterator[None]:
         """The first ``optimizer_step``: the module is partitioned by the step in it, and what follows sees the view."""
         with ExitStack() as stack:
-            # The hook is under way without a view, as there is none yet. The step in it makes one, `outside` enters
-            # it on this stack, and it is left when the hook ends.
+            # The hook is under way without a view, as there is none yet. The step in it makes one, `call_outside`
+            # enters it on this stack, and it is left when the hook ends.
             before, self._waiting = self._waiting, stack
             try:
                 yield
