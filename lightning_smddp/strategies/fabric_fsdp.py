@@ -132,7 +132,8 @@ class FabricFullyShardedParallel(FabricStrategy):
         """Divide ``module``. Collective; ``ValueError`` on every rank if models differ."""
         require_supported_by_fsdp(module, (), is_fit=True)
         device, limit = self.root_device, self._session.limit(self._timeout)
-        scheme = FSDPScheme(module, self._sharding, self.precision, self._view, device, self.num_processes, limit)
+        with self._view.inside(False):
+            scheme = FSDPScheme(module, self._sharding, self.precision, self._view, device, self.num_processes, limit)
         if not self._modules:  # from here on the script sees gathered values wherever it is
             self._changes.enter_context(self._view.installed())
             self._changes.enter_context(self._view.inside())

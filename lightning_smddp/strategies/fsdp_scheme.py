@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import chain, compress
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import torch
@@ -86,7 +86,7 @@ class ShardingOptions:
 
 
 class FSDPScheme:
-    """A module that is divided among ranks, from here to :meth:`close`. Creation is collective.
+    """A module that is divided among ranks, from here to :meth:`close`. Creation is collective, outside of the view.
 
     Args:
         module: equal on all ranks, with values or parameters on the meta device.
@@ -116,15 +116,8 @@ class FSDPScheme:
         self.view = view
         self._broadcasts_buffers = True
         self.is_bad = False  # averages on any rank, behind the last backward pass
-        with view.inside(False):
-            broadcast_initial(module, world(), device=device)
-            seed = broadcast(torch.initial_seed(), group_src=0)
-            self._divide(options, precision, seed, ranks_per_node, limit)
-
-    def _divide(
-        self, options: ShardingOptions, precision: Any, seed: int, ranks_per_node: int, limit: timedelta
-    ) -> None:
-        module, device = self.module, self.device
+        broadcast_initial(module, world(), device=device)
+        seed = broadcast(torch.initial_seed(), group_src=0)
         units = find_units(module, options.wrap)
         offload = OffloadPolicy()
         if options.cpu_offload and device.type == "cpu":
@@ -247,14 +240,13 @@ class SteppedOptimizer:
         """``torch.nn.utils.clip_grad_norm_`` by the norm of all ranks' shares. Collective."""
         group, device = self.schemes[0].sharded.shard_group, self.schemes[0].device
         gradients = [p.grad for p in all_parameters(self.optimizer) if p.grad is not None]
-        local = [local_of(gradient) for gradient in gradients]
         # What all ranks have counts once.
-        counts = [isinstance(gradient, DTensor) or group.rank() == 0 for gradient in gradients]
-        norm = norm_over_ranks([*compress(local, counts)], group, norm_type, device, error_if_nonfinite)
+        own = [local_of(gradient) for gradient in gradients if isinstance(gradient, DTensor) or group.rank() == 0]
+        norm = norm_over_ranks(own, group, norm_type, device, error_if_nonfinite)
         # Most steps need no scaling. That is known where the norm is; of a device it would have to be waited for.
         if device.type != "cpu" or not float(norm) + 1e-6 <= max_norm:
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's
-            for gradient in local:
+            for gradient in map(local_of, gradients):
                 gradient.mul_(factor.to(gradient.device))
         return norm
 
