@@ -74,10 +74,6 @@ def group_of(kind: type[_Group], value: _Group | Mapping[str, Any]) -> _Group:
     return value if isinstance(value, kind) else kind(**value)  # type: ignore[arg-type]
 
 
-def _names(kind: type[Any]) -> list[str]:
-    return [field.name for field in fields(kind)]
-
-
 # ---- arguments of strategies ----
 
 
@@ -109,7 +105,7 @@ def _require_known(strategy: Any, given: Iterable[str], known: Iterable[str]) ->
         hint = f"Valid: {', '.join(sorted(valid))}."
         for group, parameter in own.items():
             kind = type(parameter.default)
-            if is_dataclass(kind) and name in _names(kind):
+            if is_dataclass(kind) and name in arguments_of(kind):
                 hint = f"Write {group}={kind.__name__}({name}=...)."
         raise TypeError(f"{type(strategy).__name__} has no argument {name!r}. {hint}")
 
