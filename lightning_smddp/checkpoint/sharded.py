@@ -42,7 +42,7 @@ def is_sharded(path: AnyPath) -> bool:
 
 def is_ours(path: AnyPath) -> bool:
     """Whether a directory at a local path is one that :func:`save` has made."""
-    return os.path.exists(os.path.join(_existing(_local(path)), _REST))
+    return os.path.exists(os.path.join(_existing(local_path(path)), _REST))
 
 
 def save(
@@ -67,7 +67,7 @@ def save(
         OSError: on every rank, with ``path`` as its ``filename``.
         ValueError: on every rank: something has no values yet.
     """
-    final = _local(path)
+    final = local_path(path)
     new = files.temporary_of(final)
     group = group or dist.group.WORLD
     is_first = group is None or group.rank() == 0
@@ -141,7 +141,7 @@ def load(path: AnyPath, weights_only: bool | None = None) -> dict[str, Any]:
         CheckpointError: it is not complete, or has objects that are not plain data.
         FileNotFoundError: there is none.
     """
-    found = _existing(_local(path))
+    found = _existing(local_path(path))
     directory = _open(found)
     checkpoint: dict[str, Any] = files.load(os.path.join(found, _REST), "cpu", weights_only)
     if "state_dict" in checkpoint:
@@ -153,7 +153,7 @@ def load(path: AnyPath, weights_only: bool | None = None) -> dict[str, Any]:
 
 def verify(path: AnyPath) -> None:
     """Raise as :func:`load`. A flipped bit in a tensor is not found."""
-    _open(_existing(_local(path)))
+    _open(_existing(local_path(path)))
     files.verify(os.path.join(path, _REST))
 
 
@@ -175,7 +175,8 @@ def _existing(path: str) -> str:
     return previous if not os.path.lexists(path) and os.path.isdir(previous) else path
 
 
-def _local(path: AnyPath) -> str:
+def local_path(path: AnyPath) -> str:
+    """Where a directory is. Raises ``ValueError`` for a URL."""
     fs, name = files.locate(path)
     if fs is not None:
         raise ValueError(

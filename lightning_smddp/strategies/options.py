@@ -176,7 +176,7 @@ class ReliabilityOptions:
         stop_grace: seconds, or a timedelta, from SIGTERM to the end of the process, checkpoint included.
         on_nonfinite: when a gradient is NaN or infinite on any rank: ``"error"`` names step, parameter and,
             where it can be known, rank, ``"skip"`` leaves this step out on all ranks, ``"ignore"`` does not look.
-        async_save: write checkpoints in the background, from a copy.
+        async_save: write checkpoints in the background, from a copy in host memory.
         sharded: save a directory with a file of each rank, instead of one file gathered on rank 0.
 
     Raises:
@@ -192,11 +192,6 @@ class ReliabilityOptions:
     def __post_init__(self) -> None:
         require_bools(self)
         require_one_of(get_args(OnNonfinite), on_nonfinite=self.on_nonfinite)
-        if self.async_save and self.sharded:
-            raise ValueError(
-                "async_save=True cannot be used with sharded=True: all ranks write a sharded checkpoint together. "
-                "Choose one: with sharded=True each rank writes its own part only, which is quick."
-            )
         duration("init_timeout", self.init_timeout)
         duration("stop_grace", self.stop_grace)
 

@@ -9,7 +9,8 @@ The way of ``trainer.save_checkpoint(path)``:
 2. ``TrainerStrategy.save_checkpoint`` adds what an exact resume needs, and calls :meth:`Saving.save`.
 3. A plain file is written by the first rank: the CheckpointIO, :class:`SafeCheckpointIO` (in a thread with
    ``async_save``), ``checkpoint/files.py``. With ``sharded`` every rank writes to a directory:
-   ``checkpoint/sharded.py``, by ``torch.distributed.checkpoint``.
+   ``checkpoint/sharded.py``, by ``torch.distributed.checkpoint`` (in threads that have a group of their own with
+   ``async_save``).
 
 On resume Lightning calls ``load_checkpoint``, which takes either by what is there (:meth:`Saving.load`), then
 ``load_model_state_dict`` and ``load_optimizer_state_dict``. A checkpoint always has the names of the whole module, so
@@ -29,11 +30,14 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from lightning_smddp import pytree
+from lightning_smddp._compat.torch import new_group_among
 from lightning_smddp.checkpoint import files, sharded
 from lightning_smddp.checkpoint.files import CheckpointError
 from lightning_smddp.checkpoint.parts import names_of
+from lightning_smddp.communication.groups import new_name
 from lightning_smddp.communication.objects import first
 from lightning_smddp.sharding.optimizer_shards import unwrapped
 
@@ -61,6 +65,7 @@ class Saving:
     def __init__(self, strategy: TrainerStrategy) -> None:
         self.strategy = strategy
         self.loaded_from: Any = None
+        self._background: dist.ProcessGroup | None = None  # of threads that write directories
 
     # ---- the CheckpointIO ----
 
@@ -112,7 +117,8 @@ class Saving:
         """Save, by the CheckpointIO on the first rank or this rank's part. Errors are raised on every rank.
 
         Raises:
-            OSError, ValueError: see :func:`lightning_smddp.checkpoint.sharded.save`.
+            OSError, ValueError: see :func:`lightning_smddp.checkpoint.sharded.save`; with ``async_save`` later, by
+                :meth:`raise_failure`.
             TypeError: ``storage_options`` were given with ``sharded``.
         """
         strategy = self.strategy
@@ -130,7 +136,21 @@ class Saving:
         optimized = [strategy._optimized(unwrapped(optimizer)) for optimizer in optimizers]
         own_part = checkpoint if strategy._has_part_to_save else None
         order = list(module.state_dict(keep_vars=True)) if strategy.is_global_zero else ()
-        sharded.save(own_part, filepath, names_of(module, optimized), order=order)
+        write = partial(sharded.save, names=names_of(module, optimized), order=order)
+        path = sharded.local_path(filepath)
+        if strategy._reliability.async_save and self._has_own_io:
+            strategy.checkpoint_io.in_background(partial(write, group=self._background_group()), own_part, path)
+        else:
+            write(own_part, path)
+
+    def _background_group(self) -> dist.ProcessGroup | None:
+        """Where threads of all ranks meet, while training uses the others; None for one process. Collective."""
+        world = dist.group.WORLD
+        if self._background is None and world is not None:
+            timeout = self.strategy._session.limit(self.strategy._timeout)
+            ranks = list(range(world.size()))
+            self._background = new_group_among(ranks, new_name(world), timeout, backend="gloo")
+        return self._background
 
     def load(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
         """What a Trainer has saved, in whatever layout: a file by the CheckpointIO."""
@@ -148,7 +168,7 @@ class Saving:
         if not self.strategy.is_global_zero:
             return
         if self._is_ours(path):
-            files.remove(path)
+            self.afterwards(partial(files.remove, path))
         else:
             self.strategy.checkpoint_io.remove_checkpoint(path)
 
@@ -210,15 +230,24 @@ class SafeCheckpointIO(_Base):
                 f"storage_options={storage_options!r} cannot be used: loading a checkpoint takes none. "
                 "Set them in the environment or in fsspec's configuration, such as AWS_ENDPOINT_URL."
             )
-        self.teardown()  # before there are two in memory
         if self.asynchronous and "state_dict" in checkpoint:  # not the file by which `ddp_spawn` returns weights
-            fs, name = files.locate(path)
-            if fs is None:  # Lightning links to the file (`save_last="link"`) before it is there
-                os.makedirs(os.path.dirname(name), exist_ok=True)
-            self._thread = ThreadPoolExecutor(1, "checkpoint writer")
-            self._last = self._thread.submit(files.save, _snapshot(checkpoint), path)
+            self.in_background(files.save, checkpoint, path)
         else:
+            self.teardown()
             files.save(checkpoint, path)
+
+    def in_background(self, save: Callable[[Any, Path], None], checkpoint: Any, path: Path) -> None:
+        """Call ``save`` in a thread with a copy of ``checkpoint`` and ``path``, once the one before is written.
+
+        Raises:
+            Exception: of the one before.
+        """
+        self.teardown()  # before there are two in memory
+        fs, name = files.locate(path)
+        if fs is None:  # Lightning links to it (`save_last="link"`) before it is there
+            os.makedirs(os.path.dirname(name), exist_ok=True)
+        self._thread = ThreadPoolExecutor(1, "checkpoint writer")
+        self._last = self._thread.submit(save, _snapshot(checkpoint), path)
 
     def load_checkpoint(self, path: Path, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Verify and load, to the CPU unless ``map_location`` says otherwise.
@@ -261,7 +290,10 @@ class SafeCheckpointIO(_Base):
 def _snapshot(checkpoint: Any) -> Any:
     """A copy on the host, which nothing that training does changes."""
     # `deepcopy` would leave tensors on their device, and refuses those that have a graph.
-    own = {id(t): t.detach().to("cpu", copy=True) for t in pytree.tensors(checkpoint) if not (t.is_cpu and t.is_leaf)}
+    own = {}
+    for tensor in pytree.tensors(checkpoint):
+        if not (tensor.is_cpu and tensor.is_leaf) and not tensor.is_meta:
+            own[id(tensor)] = tensor.detach().to("cpu", copy=True)
     return copy.deepcopy(checkpoint, own)
 
 

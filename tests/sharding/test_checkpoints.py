@@ -32,7 +32,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "shard": lambda: sharded(find_unused_parameters=True),
     "fsdp": fully_sharded,
     "grad_op": lambda: fully_sharded(sharding="grad_op"),
-    "directory": lambda: fully_sharded(sharded=True),
+    "directory": lambda: fully_sharded(sharded=True, async_save=True),
     "auto": lambda: "auto",
 }
 AVERAGES: dict[str, Callable[[], Callback]] = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
 
@@ -19,9 +23,10 @@ from lightning_smddp import PipelineStrategy, SMDDPStrategy
 from lightning_smddp.checkpoint import sharded
 from lightning_smddp.checkpoint.sharded import is_sharded
 from lightning_smddp.cli import main
+from lightning_smddp.communication.objects import RankFailedError
 from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
-from tests.strategies.layouts import BETWEEN, LAYOUTS, STEPS, WITHIN, Model, Result, Run, execute
+from tests.strategies.layouts import BETWEEN, LAYOUTS, STEPS, WITHIN, Model, Result, Run, cloned, execute
 from tests.strategies.learners import make_trainer
 
 pytestmark = [
@@ -225,10 +230,59 @@ def of_the_users_own(directory: str) -> list[int]:
     return found
 
 
+class SavesBetween(Callback):
+    """Saves behind the first step; the second one ends before anything is written."""
+
+    def __init__(self, path: str, gate: threading.Event) -> None:
+        self.path, self.gate = path, gate
+        self.weights: dict[str, Tensor] = {}
+        self.was_there: bool | None = None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if trainer.global_step == 1:
+            self.weights = cloned(trainer.strategy.lightning_module_state_dict())
+            trainer.save_checkpoint(self.path)
+        elif trainer.global_step == 2:
+            self.was_there = os.path.exists(self.path)
+            self.gate.set()
+
+
+def in_background(directory: str) -> Any:
+    """Training goes on while all ranks write; what one of them cannot write ends them all."""
+    gate, write = threading.Event(), dcp.FileSystemWriter.write_data
+
+    def fit(name: str, write_data: Any) -> SavesBetween:
+        gate.clear()
+        dcp.FileSystemWriter.write_data = write_data  # type: ignore[method-assign]
+        saving = SavesBetween(f"{directory}/{name}.ckpt", gate)
+        strategy = PipelineStrategy(**grouped(verbose=False, sharded=True, async_save=True))
+        make_trainer(strategy, max_steps=50, callbacks=[saving]).fit(Model("net"))
+        return saving
+
+    def later(*args: Any) -> Any:
+        assert gate.wait(60)
+        return write(*args)
+
+    def never(*args: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return later(*args)
+
+    try:
+        saved = fit("saved", later)
+        try:
+            fit("lost", never)
+        except (OSError, RankFailedError) as error:
+            return saved.weights, saved.was_there, str(error), sorted(os.listdir(directory))
+    finally:
+        dcp.FileSystemWriter.write_data = write  # type: ignore[method-assign]
+
+
 def all_cases(directory: str) -> list[Any]:
     """In one process of a rank, as starting it takes longer than they do."""
     os.makedirs(f"{directory}/errors/empty.ckpt", exist_ok=True)
-    return [callbacks_case(f"{directory}/callbacks"), failing(f"{directory}/errors"), of_the_users_own(directory)]
+    found = [callbacks_case(f"{directory}/callbacks"), failing(f"{directory}/errors"), of_the_users_own(directory)]
+    return [*found, in_background(f"{directory}/background")]
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +319,7 @@ def test_checkpoint_callbacks(cases: Any) -> None:
 @pytest.mark.slow
 def test_errors_are_raised_on_every_rank(cases: Any) -> None:
     directory, results = cases
-    for _, found, _ in results:
+    for _, found, *_ in results:
         assert [is_system_error for is_system_error, _ in found] == [True, False, False]
         assert "could not save a checkpoint" in found[0][1]
         assert "storage_options={}" in found[1][1]
@@ -276,10 +330,18 @@ def test_errors_are_raised_on_every_rank(cases: Any) -> None:
 def test_directories_of_another_checkpoint_io(cases: Any) -> None:
     """Are left to it; those of ours are ours."""
     directory, results = cases
-    assert [found for *_, found in results] == [[2, 5]] * 2
+    assert [found for _, _, found, _ in results] == [[2, 5]] * 2
     assert not (directory / "own.ckpt").exists()
 
 
-def test_sharded_and_async_save_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="async_save=True cannot be used with sharded=True"):
-        SMDDPStrategy(**grouped(sharded=True, async_save=True))
+@pytest.mark.slow
+def test_in_the_background(cases: Any) -> None:
+    directory, results = cases
+    stored = sharded.load(directory / "background" / "saved.ckpt")["state_dict"]
+    for *_, (weights, was_there, failure, names) in results:
+        assert was_there is False
+        assert weights
+        for name, value in weights.items():
+            assert torch.equal(stored[name], value), name
+        assert "No space left" in failure
+        assert names == ["saved.ckpt"]

@@ -46,7 +46,6 @@ STRATEGIES: dict[str, tuple[type, set[str]]] = {
         (lambda: ReliabilityOptions(init_timeout=0), "init_timeout=0 has to be positive"),
         (lambda: ReliabilityOptions(stop_grace=timedelta(0)), "stop_grace=0.0 has to be positive"),
         (lambda: ReliabilityOptions(on_nonfinite="stop"), "on_nonfinite='stop' is unknown. Valid: 'error'"),  # type: ignore[arg-type]
-        (lambda: ReliabilityOptions(async_save=True, sharded=True), "Choose one"),
         (lambda: PartitionOptions(stages_per_rank=0), "stages_per_rank=0 has to be a number from 1, or 'auto'"),
         (lambda: PartitionOptions(placement="near"), "placement='near' is unknown"),
         (lambda: PartitionOptions(memory_limit_gb=0), "memory_limit_gb=0 has to be positive"),
