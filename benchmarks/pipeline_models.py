@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -54,10 +55,10 @@ class GPTModule(LightningModule):
 class MLPModule(LightningModule):
     """A plain ``nn.Sequential``."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, depth: int = 16) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(16)))
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         """Mean squared error of a batch."""
@@ -113,6 +114,14 @@ def mlp(rows: int) -> Workload:
     generator = torch.Generator().manual_seed(1)
     batch = [torch.randn(rows, WIDTH, generator=generator) for _ in range(2)]
     return Workload(MLPModule, mlp_optimizer, batch, F.mse_loss, [f"net.{layer}" for layer in range(16)])
+
+
+def tiny(rows: int) -> Workload:
+    """14 x (Linear(16), GELU), SGD: a step is next to nothing but overhead."""
+    generator = torch.Generator().manual_seed(1)
+    batch = [torch.randn(rows, 16, generator=generator) for _ in range(2)]
+    module = functools.partial(MLPModule, width=16, depth=14)
+    return Workload(module, mlp_optimizer, batch, F.mse_loss, [f"net.{layer}" for layer in range(14)])
 
 
 WORKLOADS: dict[str, Callable[[int], Workload]] = {"gpt": gpt, "mlp": mlp}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import statistics
 import sys
 import time
 import warnings
@@ -22,13 +21,11 @@ from typing import Any
 import torch.distributed as dist
 from common import Record, Stats, interleave, launch, parser, relative_error, table, target
 from pipeline_arms import DeepSpeed, Fit, HandWritten, OneProcess
-from pipeline_models import WORKLOADS, Workload
-from torch import Tensor, cat, nn
+from pipeline_models import WORKLOADS
+from torch import cat, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from lightning_smddp import CommunicationOptions, PipelineStrategy
-from lightning_smddp.pipeline.runtime.stage import RunningStep
-from lightning_smddp.pipeline.runtime.step_run import StageRun
 
 RANKS = 2
 OURS, AUTO = "smddp_pipeline", "smddp_pipeline, own cut"
@@ -101,7 +98,6 @@ def report(record: Record, args: argparse.Namespace, model: str) -> None:
         f"{max(result['errors'].values()):.0e} (relative, Euclidean norm).",
         f"Start: {result['divide_ms']:.0f} ms for the trace, the reference run and the cut; the first step took "
         f"{result['first_ms']:.0f} ms with the check.",
-        f"Overhead of the replay of a stage on a micro-batch (4 stages): {_describe(result['overhead_us'])}.",
         "\n".join(targets),
     )
 
@@ -144,54 +140,12 @@ def rank_main(model: str, rows: int, count: int, rounds: int) -> dict[str, Any]:
         "cut": "stage 1 begins with `" + "`, `".join(begins) + "`",
         "split": workload.names[cut],
         "errors": errors,
-        "overhead_us": _overhead(workload, count, rounds),
     }
 
 
-def _overhead(workload: Workload, count: int, rounds: int) -> dict[str, list[float]]:
-    """Microseconds of each replay that are not spent in what the stage computes, by stage. Collective."""
-    cuts = [workload.names[len(workload.names) * stage // (2 * RANKS)] for stage in range(1, 2 * RANKS)]
-    arm = Fit(workload, _strategy(count, cuts, "interleaved_1f1b"), RANKS)
-    arm()
-    arm()
-    found: dict[int, list[float]] = {}
-    inside = [0.0]
-    call, do = RunningStep.__call__, StageRun.do
-
-    def timed(self: RunningStep, stage: int, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        begin, inside[0] = time.perf_counter(), 0.0
-        sent = call(self, stage, index, received)
-        found.setdefault(stage, []).append(1e6 * (time.perf_counter() - begin - inside[0]))
-        return sent
-
-    def timed_unit(self: StageRun, function: Any, args: Any, kwargs: Any) -> Any:
-        begin = time.perf_counter()
-        result = do(self, function, args, kwargs)
-        inside[0] += time.perf_counter() - begin
-        return result
-
-    RunningStep.__call__ = timed  # type: ignore[method-assign]
-    StageRun.do = timed_unit  # type: ignore[method-assign]
-    for _ in range(rounds):
-        arm()
-    arm.close()
-    everyone: list[Any] = [None] * RANKS
-    dist.all_gather_object(everyone, found)
-    stages = {stage: times for theirs in everyone for stage, times in theirs.items()}
-    return {str(stage): stages[stage] for stage in sorted(stages)}
-
-
-def _describe(overhead: dict[str, list[float]]) -> str:
-    names = {"0": "first stage", str(len(overhead) - 1): "last stage"}
-    return ", ".join(
-        f"{names.get(stage, f'stage {stage}')} {statistics.median(times):.0f} us (best {min(times):.0f} us)"
-        for stage, times in overhead.items()
-    )
-
-
-def _strategy(count: int, split: list[str] | None, schedule: str = "1f1b") -> Any:
+def _strategy(count: int, split: list[str] | None) -> Any:
     communication = CommunicationOptions(verbose=False)
-    return PipelineStrategy(num_microbatches=count, split=split, schedule=schedule, communication=communication)
+    return PipelineStrategy(num_microbatches=count, split=split, communication=communication)
 
 
 def _milliseconds(arm: Callable[[], object]) -> float:
