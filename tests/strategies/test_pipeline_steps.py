@@ -6,12 +6,13 @@ import functools
 import random
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -229,3 +230,57 @@ def test_what_is_said() -> None:
     assert len(first) == 1  # once, and not where one micro-batch was asked for
     assert "batch is a tests.strategies.test_pipeline_steps.Opaque, which cannot be cut" in first[0]
     assert "split_batch(batch, num_microbatches)" in first[0]
+
+
+# ---- what ranks tell each other ----
+
+
+class Hookless(LightningModule):
+    """A hook of the user's would cost a collective of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net().net
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Batches:
+    """Notes the collectives of the fifth one's step; those of the first ones are compared."""
+
+    def __init__(self) -> None:
+        self.collectives: list[str] = []
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[Any]:
+        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        for index in range(len(self)):
+            if index == 4:
+                profiler.start()
+            if index == 5:
+                profiler.stop()
+                names = [event.name for event in profiler.events() if event.name.startswith("c10d::")]
+                self.collectives = [name for name in names if name not in ("c10d::send", "c10d::recv_")]
+            yield list(samples(8).tensors)
+
+
+def collectives() -> tuple[list[str], list[str]]:
+    plain, clipped = Batches(), Batches()
+    bench = Bench({"num_microbatches": 2})
+    bench.trainer(max_epochs=1).fit(Hookless(), plain)
+    bench.trainer(max_epochs=1, gradient_clip_val=0.1).fit(Hookless(), clipped)
+    return plain.collectives, clipped.collectives
+
+
+def test_a_step_takes_one_collective_and_clipping_another() -> None:
+    for plain, clipped in run_trainer_ranks(collectives, 2):
+        assert len(plain) == 1, plain
+        assert len(clipped) == 2, clipped

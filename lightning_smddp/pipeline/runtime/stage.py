@@ -214,7 +214,8 @@ class Stage:
             state.edges = [get_gradient_edge(outputs[0])]
             self._behind.put(fwd_chunk_id, [torch.ones_like(sent[0])])
             return sent[0]
-        state.edges = [_edge_of(outputs[position]) for position in self._outgoing[fwd_chunk_id].trained]
+        trained = [outputs[position] for position in self._outgoing[fwd_chunk_id].trained]
+        state.edges = [get_gradient_edge(output) if output.requires_grad else None for output in trained]
         next_rank = self.stage_index_to_group_rank[self.stage_index + 1]
         if next_rank != self.group_rank:  # else the schedule hands over what is returned
             state.outgoing = sent
@@ -316,8 +317,3 @@ def _without_values(spec: TensorSpec, device: torch.device) -> Tensor:
     """NaN, so that nobody takes it for a result; zeros of types without, which are indices that exist."""
     has_nan = spec.dtype.is_floating_point or spec.dtype.is_complex
     return spec.empty(device).fill_(math.nan if has_nan else 0)
-
-
-def _edge_of(output: Tensor) -> GradientEdge | None:
-    """Where a backward of ``output`` starts. It holds the graph, but not the memory of the output."""
-    return get_gradient_edge(output) if output.requires_grad else None

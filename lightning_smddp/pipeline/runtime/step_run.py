@@ -15,12 +15,12 @@ two stages, with other dropout, hooks that fire twice and buffers that are writt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_smddp._compat.torch import without_subclass_functions, wrapper_subclass
@@ -79,8 +79,11 @@ def run_stage(
         ReplayError: the step took another path than when it was traced.
     """
     run = StageRun(program, received, shapes, made, reads)
-    if run.keeps_all or reads is not None:
-        step = partial(_within, Watch(run) if run.keeps_all else Reads(run), step)
+    mode: AbstractContextManager[Any] = nullcontext()
+    if run.keeps_all:
+        mode = Watch(run)
+    elif reads is not None:
+        mode = Reads(run)
     if program.graph.calls_compiled:  # code between units would run through us unseen; units run compiled
         step = torch.compiler.set_stance("force_eager")(step)
     outer, ACTIVE.run = ACTIVE.run, run
@@ -88,7 +91,8 @@ def run_stage(
     try:
         if seed is not None:
             program.wrappers.generators.seed(seed)
-        result = step()
+        with mode:
+            result = step()
         run.check_end()
         if program.is_last:
             result = map_leaves(run.real, result)
@@ -98,11 +102,6 @@ def run_stage(
         ACTIVE.run = outer
         run.end()
     return run.to_send(), result if program.is_last else None
-
-
-def _within(mode: TorchFunctionMode, step: Callable[[], Any]) -> Any:
-    with mode:
-        return step()
 
 
 class StageRun:

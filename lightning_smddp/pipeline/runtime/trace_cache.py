@@ -92,6 +92,7 @@ class TraceCache:
     _parameters: list[nn.Parameter] = field(init=False)
     _known: dict[int, TracedPath] = field(default_factory=dict)  # by number
     _numbers: Iterator[int] = field(default_factory=count)
+    _told: Any = None  # the last such numbers, on their way to the other ranks
 
     def __post_init__(self) -> None:
         """Collect the parameters once: it takes longer than to look at them."""
@@ -122,8 +123,7 @@ class TraceCache:
             paths += self._find_known(step, microbatches, len(paths))
             index = len(paths)
             if index < len(microbatches):
-                new_path = self._discover(step, microbatches[index], index)
-                paths.append(new_path)
+                paths.append(self._discover(step, microbatches[index], index))
         return paths
 
     # ---- paths that are known ----
@@ -135,19 +135,18 @@ class TraceCache:
         all ranks hear of it behind the schedule. If each looked for itself, one that knows a path would begin the
         schedule, while another waits for it to be traced.
         """
-        groups = self.runtime.groups
-        is_first = groups.pipeline_rank == 0
-        numbers = [_FAILED]
-        try:
-            if is_first:
+        group = self.runtime.groups.host.group
+        # Rounded up: for ranks with another number of micro-batches, which is an error behind the schedule.
+        room = -(-len(microbatches) // _ROOM) * _ROOM
+        message = torch.full((room,), _FAILED)
+        if group.rank() == 0:
+            try:
                 numbers = self._look_up_all(step, microbatches, begin)
-        finally:
-            # Rounded up: for ranks with another number of micro-batches, which is an error behind the schedule.
-            message = torch.full((-(-len(microbatches) // _ROOM) * _ROOM,), _UNKNOWN)
-            message[: len(numbers)] = torch.tensor(numbers)
-            told = dist.broadcast(message, group=groups.host.group, group_src=0, async_op=True)
-            if not is_first:  # who knows goes on
-                told.wait()
+                message = torch.tensor(numbers + [_UNKNOWN] * (room - len(numbers)))
+            finally:  # it goes on; what it sends has to live until it has arrived
+                self._told = [dist.isend(message, group=group, group_dst=rank) for rank in range(1, group.size())]
+        else:
+            dist.recv(message, group=group, group_src=0)
         numbers = message.tolist()
         if numbers[0] == _FAILED:
             self._look_up_all(step, microbatches, begin)  # raises what was raised there
