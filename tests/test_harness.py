@@ -68,16 +68,10 @@ def test_threads_report_where_a_rank_hangs() -> None:
 # ---- processes ----
 
 
-def rank_environment(*names: str) -> tuple[bool, list[str | None]]:
-    return dist.is_initialized(), [os.environ.get(name) for name in names]
-
-
 def end_rank_one(how: str) -> None:
     if dist.get_rank() == 1:
         if how == "raise":
             raise ValueError("bad rank 1")
-        if how == "exit":
-            os._exit(3)
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(torch.ones(1))
 
@@ -96,15 +90,9 @@ def warn() -> None:
     warnings.warn("about to be deprecated", UserWarning, stacklevel=1)
 
 
-def node_identity() -> str:
-    from lightning_smddp.communication import topology
-
-    return topology.node_identity()
-
-
 @pytest.mark.parametrize(
     ("how", "report"),
-    [("raise", "bad rank 1"), ("exit", "exited with code 3"), ("kill", "was killed by SIGKILL")],
+    [("raise", "bad rank 1"), ("kill", "was killed by SIGKILL")],
 )
 def test_a_failed_rank_ends_the_run_and_is_reported(how: str, report: str) -> None:
     start = time.monotonic()
@@ -137,31 +125,6 @@ def test_ranks_have_the_warning_filters_of_the_test() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert run_ranks(warn, 1) == [None]
-
-
-def test_environment_and_simulated_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SET_BY_THE_TEST", "a")
-    names = (
-        "SET_BY_THE_TEST",
-        "SET_FOR_THE_RANKS",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-    )
-    expected = [
-        ["a", "b", "0", "3", "0", "1", "0"],
-        ["a", "b", "1", "3", "0", "2", "1"],
-        ["a", "b", "2", "3", "1", "2", "1"],
-    ]
-    results = run_ranks(
-        rank_environment, 3, *names, node_ids=["a", "b", "b"], env={"SET_FOR_THE_RANKS": "b"}, init=False
-    )
-    assert results == [(False, values) for values in expected]
-    assert run_ranks(node_identity, 2, node_ids=["a", "b"], init=False) == ["a", "b"]
-    with pytest.raises(ValueError, match="one name per rank"):
-        run_ranks(node_identity, 2, node_ids=["a"])
 
 
 # ---- leaks ----

@@ -23,7 +23,7 @@ def communicate() -> Communicator:
     return Communicator(dist.group.WORLD, torch.device("cpu"), timedelta(seconds=20))
 
 
-def chosen(cap: float | None, times: dict[str, float] | None) -> Choice:
+def chosen(cap: float | None = None, times: dict[str, float] | None = None) -> Choice:
     def time(name: str, _communicator: Any, _compression: Any, size: int) -> float:
         return times[name]
 
@@ -37,24 +37,27 @@ def chosen(cap: float | None, times: dict[str, float] | None) -> Choice:
 
 @pytest.mark.slow
 def test_all_ranks_measure_and_choose_the_same() -> None:
-    choices = run_ranks(chosen, 4, None, None, node_ids=list("abab"))
+    choices = run_ranks(chosen, 4, node_ids=list("abab"))
     assert all(choice == choices[0] for choice in choices)
     assert list(choices[0].seconds) == ["native", "hierarchical", "balanced"]
     assert min(choices[0].seconds.values()) > 0
     assert choices[0].algorithm == min(choices[0].seconds, key=choices[0].seconds.__getitem__)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "cap", "times", "choice"),
-    [
-        ("ab", None, TIMES, Choice("balanced", 4_000_000, TIMES)),
-        ("ab", 2.0, TIMES, Choice("balanced", 2 * 2**20, TIMES)),
-        ("ab", None, EQUAL, Choice("native", 4_000_000, EQUAL)),
-        ("a", None, {}, Choice("native")),  # nothing to choose
-    ],
-)
-def test_the_fastest_at_the_size_of_a_bucket(nodes: str, cap: Any, times: dict[str, float], choice: Choice) -> None:
-    assert run_ranks(chosen, len(nodes), cap, times, node_ids=list(nodes)) == [choice] * len(nodes)
+CASES = [
+    (None, TIMES, Choice("balanced", 4_000_000, TIMES)),
+    (2.0, TIMES, Choice("balanced", 2 * 2**20, TIMES)),
+    (None, EQUAL, Choice("native", 4_000_000, EQUAL)),
+]
+
+
+def chosen_of_each() -> list[Choice]:
+    return [chosen(cap, times) for cap, times, _ in CASES]
+
+
+def test_the_fastest_at_the_size_of_a_bucket() -> None:
+    assert run_ranks(chosen_of_each, 2, node_ids=list("ab")) == [[choice for *_, choice in CASES]] * 2
+    assert run_ranks(chosen, 1, None, {}) == [Choice("native")]  # nothing to choose
 
 
 def test_one_line_says_it() -> None:

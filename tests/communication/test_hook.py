@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_smddp.communication import node_mesh
 from lightning_smddp.communication.compression import Compression
 from lightning_smddp.communication.hook import _averaged
 from lightning_smddp.communication.objects import RankFailedError
@@ -132,13 +131,7 @@ CASES: dict[str, Case] = {  # tests/strategies/test_transparency.py has others, 
 }
 
 
-def refused(*_: object) -> bytes:
-    raise OSError("refused for a test")
-
-
-def compare_all(names: list[str], algorithms: list[str], exact: bool, shared: bool) -> None:
-    if not shared:
-        node_mesh._listen = refused
+def compare_all(names: list[str], algorithms: list[str], exact: bool) -> None:
     for name in names:
         try:
             compare(CASES[name], algorithms, exact)
@@ -166,18 +159,17 @@ TWO_LEVELS = ["hierarchical", "balanced"]
 
 
 @pytest.mark.parametrize(
-    ("nodes", "names", "algorithms", "shared"),
+    ("nodes", "names", "algorithms"),
     [
-        pytest.param("aa", NAMES[:3], ["native", "shared_memory", "hierarchical"], True, id="everyday"),
-        pytest.param("aa", NAMES[3:], ["shared_memory"], True, marks=SLOW, id="others"),
-        pytest.param("abab", NAMES[:1], TWO_LEVELS, True, id="two nodes"),
-        pytest.param("abab", ["unused parameters", "join"], TWO_LEVELS[:1], True, marks=SLOW, id="two nodes, others"),
-        pytest.param("abab", NAMES[:1], TWO_LEVELS, False, marks=SLOW, id="two nodes without shared memory"),
+        pytest.param("aa", NAMES[:3], ["native", "shared_memory", "hierarchical"], id="everyday"),
+        pytest.param("aa", NAMES[3:], ["shared_memory"], marks=SLOW, id="others"),
+        pytest.param("abab", NAMES[:1], TWO_LEVELS, id="two nodes"),
+        pytest.param("abab", ["unused parameters", "join"], TWO_LEVELS[:1], marks=SLOW, id="two nodes, others"),
     ],
 )
-def test_training_is_that_of_stock_ddp(nodes: str, names: list[str], algorithms: list[str], shared: bool) -> None:
-    """Bit by bit with two ranks."""
-    run_ranks(compare_all, len(nodes), names, algorithms, len(nodes) == 2, shared, node_ids=list(nodes))
+def test_training_is_that_of_stock_ddp(nodes: str, names: list[str], algorithms: list[str]) -> None:
+    """Bit by bit with two ranks. Without shared memory: `test_algorithms.py`."""
+    run_ranks(compare_all, len(nodes), names, algorithms, len(nodes) == 2, node_ids=list(nodes))
 
 
 # ---- what DDP is told to ignore ----
@@ -219,7 +211,7 @@ def train_until_a_rank_fails(algorithm: str) -> None:
                 raise RuntimeError(f"{type(error).__name__} after {seconds:.0f} s: {error}") from None
 
 
-@pytest.mark.parametrize("algorithm", ["shared_memory", "hierarchical", "balanced"])
+@pytest.mark.parametrize("algorithm", ["shared_memory", "hierarchical"])
 def test_the_rank_that_failed_is_named_by_its_neighbour_within_seconds(algorithm: str) -> None:
     nodes = "aa" if algorithm == "shared_memory" else "aab"
     with pytest.raises(RanksFailedError) as caught:

@@ -58,10 +58,6 @@ def means() -> None:
             assert torch.equal(tensor.cpu(), torch.full((numel,), value, dtype=dtype))
 
 
-def test_the_sum_of_halves_does_not_overflow_where_the_mean_does_not() -> None:
-    run_ranks(means, 2, backend="nccl")
-
-
 def calls_of_one_bucket() -> tuple[Any, list[Any]]:
     """Of ``native``, and of the exchange of a compressed shard."""
     group = dist.group.WORLD
@@ -83,12 +79,6 @@ def calls_of_one_bucket() -> tuple[Any, list[Any]]:
         return native == dist.ReduceOp.AVG, sizes
 
 
-def test_a_device_gets_few_passes_and_large_messages() -> None:
-    for averages, sizes in run_ranks(calls_of_one_bucket, 2, backend="nccl"):
-        assert averages
-        assert sizes == [2**20]
-
-
 def streams_that_wait() -> list[Any]:
     algorithm, waited = TwoLevel(1, ThreadPoolExecutor(1), None, None, None), []
     algorithm.all_reduce(on_device(1.0, 4), 0)
@@ -98,8 +88,16 @@ def streams_that_wait() -> list[Any]:
     return [stream is algorithm._stream for stream in waited]
 
 
-def test_nothing_is_read_before_the_stream_is_done() -> None:
-    assert run_ranks(streams_that_wait, 1, backend="nccl") == [[True]]
+def on_streams() -> tuple[Any, ...]:
+    means()
+    return *calls_of_one_bucket(), streams_that_wait()
+
+
+def test_the_mean_of_halves_few_passes_and_large_messages_and_nothing_read_before_the_stream_is_done() -> None:
+    for averages, sizes, waited in run_ranks(on_streams, 2, backend="nccl"):
+        assert averages
+        assert sizes == [2**20]
+        assert waited == [True]
 
 
 # ---- what the report says, where the host only launches ----

@@ -13,9 +13,8 @@ from torch import nn
 
 from tests.ranks import run_trainer_ranks
 from tests.sharding.learners import Block, Convolution, Factored, Short, Tied, Validating, fully_sharded, sharded
-from tests.sharding.test_numbers import by_norm
 from tests.strategies.learners import Outcome, assert_equal, make_trainer, outcome, silent
-from tests.strategies.pipeline_learners import run_each
+from tests.strategies.pipeline_learners import once, run_each
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The run is not continued exactly")]
 
@@ -25,6 +24,11 @@ class Momentum(Tied):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.blocks.parameters(), lr=0.05, momentum=0.9)
+
+
+def by_norm(average: torch.Tensor, now: torch.Tensor, count: Any) -> torch.Tensor:
+    """A user's own, which looks at all of a parameter."""
+    return torch.lerp(average, now, min(1.0, 0.1 * now.norm().item()))
 
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
@@ -94,7 +98,11 @@ def parts_of(path: Path) -> tuple[list[list[str]], dict[str, Any]]:
 
 def check_ways(case: str, folder: Path, of_shard: tuple[float, float] = (1e-6, 1e-7)) -> None:
     """``of_shard``: how near ``shard="optimizer"`` comes to plain training, by results and by files."""
-    for results in run_trainer_ranks(train_and_go_on, 2, case, folder, timeout=110.0):
+    check(case, folder, run_trainer_ranks(train_and_go_on, 2, case, folder, timeout=110.0), of_shard)
+
+
+def check(case: str, folder: Path, of_ranks: list[Any], of_shard: tuple[float, float] = (1e-6, 1e-7)) -> None:
+    for results in of_ranks:
         whole = results.pop("smddp")
         for way, actual in results.items():
             expected = Outcome(whole.losses[-len(actual.losses) :], whole.weights, whole.metrics)
@@ -113,13 +121,24 @@ def check_ways(case: str, folder: Path, of_shard: tuple[float, float] = (1e-6, 1
             assert other.stat().st_size < 1.1 * plain.stat().st_size
 
 
+DONE: dict[Any, Any] = {}
+
+
+def train_all(folder: Path) -> list[Any]:
+    """In one process of a rank, as starting it takes longer than a case."""
+    return [train_and_go_on(case, folder / case) for case in WAYS]
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", WAYS)
-def test_they_are_the_same_and_each_strategy_goes_on(case: str, tmp_path: Path) -> None:
-    check_ways(case, tmp_path)
+def test_they_are_the_same_and_each_strategy_goes_on(case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.getbasetemp() / "ways"
+    everyones = once(DONE, None, lambda: run_trainer_ranks(train_all, 2, folder, timeout=280.0))
+    check(case, folder / case, [of_rank[list(WAYS).index(case)] for of_rank in everyones])
     if case == "tied":
-        parts = tmp_path / "directory" / "0.ckpt"
+        parts = folder / "tied" / "directory" / "0.ckpt"
         assert sorted(child.name for child in parts.glob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
-        go_on_in_other_numbers_of_ranks(tmp_path)
+        go_on_in_other_numbers_of_ranks(folder / "tied")
 
 
 OTHER_RANKS = {

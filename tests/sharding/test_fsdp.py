@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
@@ -12,39 +11,11 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lightning_smddp._compat.fsdp import whole_parameters
-from tests.ranks import RanksFailedError, run_trainer_ranks
-from tests.sharding.learners import AdamLearner, BadBatch, Tied, Validating, fully_sharded
+from tests.ranks import run_trainer_ranks
+from tests.sharding.learners import Tied, Validating, fully_sharded
 from tests.strategies.learners import Learner, make_trainer
-from tests.strategies.pipeline_learners import run_each
+from tests.strategies.pipeline_learners import Cases, call
 from tests.strategies.test_options import parse
-
-
-def fit_bad() -> None:
-    make_trainer(fully_sharded()).fit(BadBatch())
-
-
-def test_bad_gradients_end_the_run():
-    with pytest.raises(RanksFailedError, match=r"on rank 0 .* the loss \(nan\)"):
-        run_trainer_ranks(fit_bad, 2)
-
-
-class Dying(AdamLearner):
-    def on_before_zero_grad(self, *_: Any) -> None:
-        if self.global_rank == 1 and self.global_step == 2:
-            os._exit(3)
-
-
-def fit_dying() -> None:
-    make_trainer(fully_sharded()).fit(Dying())
-
-
-def test_a_rank_that_dies_is_named():
-    with pytest.raises(RanksFailedError) as caught:
-        run_trainer_ranks(fit_dying, 2)
-    assert "exited with code 3" in caught.value.tracebacks[1]
-    assert "RankFailedError" in caught.value.tracebacks[0]
-    assert "ank 1 (host" in caught.value.tracebacks[0]
-    assert not caught.value.hung
 
 
 def train_root_alone() -> list[Tensor]:
@@ -59,7 +30,7 @@ def train_root_alone() -> list[Tensor]:
 
 
 def test_compression_is_of_parameters_outside_of_units_too() -> None:
-    for exact, compressed in run_trainer_ranks(train_root_alone, 2):
+    for exact, compressed in EVERYDAY.results((train_root_alone,)):
         assert not torch.equal(exact, compressed)
         torch.testing.assert_close(exact, compressed, rtol=0.05, atol=1e-2)
 
@@ -87,9 +58,9 @@ def memory_held(sharding: str) -> tuple[dict[str, set[int]], int]:
     return holding.seen, sum(p.numel() * p.itemsize for p in model.parameters())
 
 
-@pytest.mark.slow
 def test_memory_stays_between_steps_where_all_of_it_is_needed_again():
-    ((seen, size), (seen_in_full, _)), _ = run_trainer_ranks(run_each, 2, memory_held, [("grad_op",), ("full",)])
+    (seen, size), _ = EVERYDAY.results((memory_held, "grad_op"))
+    (seen_in_full, _), _ = EVERYDAY.results((memory_held, "full"))
     assert min(seen["train"]) >= size
     assert seen["validation"] == {0}
     assert seen_in_full == {"train": {0}, "validation": {0}}
@@ -104,8 +75,13 @@ def table(wrap: Any = None, cpu_offload: bool = False) -> str:
     return "\n".join(said)
 
 
+GIVEN = table, ["net.0", nn.Embedding], True
+HELD = [(memory_held, "grad_op"), (memory_held, "full")]
+EVERYDAY = Cases(call, [(train_root_alone,), *HELD, (table,), GIVEN])
+
+
 def test_the_table_says_what_is_whole_when():
-    first, other = run_trainer_ranks(table, 2)
+    first, other = EVERYDAY.results((table,))
     assert other == ""
     for text in ("2 on cpu, 2 to a copy", "net.0 ... blocks.2", "gathered for forward and again", "shared memory"):
         assert text in first
@@ -117,7 +93,7 @@ def test_ranks_of_each_node_share_memory():
 
 
 def test_units_that_are_given():
-    first, _ = run_trainer_ranks(table, 2, ["net.0", nn.Embedding], True)
+    first, _ = EVERYDAY.results(GIVEN)
     assert "1 (net.0), gathered" in first
     assert "embed stays with the root" in first
     assert "cpu_offload=True changes nothing" in first

@@ -6,8 +6,7 @@ import math
 from typing import Any
 
 import pytest
-import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 
 from tests.ranks import run_trainer_ranks
 from tests.sharding.learners import (
@@ -37,15 +36,11 @@ from tests.sharding.learners import (
     sharded,
 )
 from tests.strategies.learners import Outcome, assert_equal, make_trainer, outcome, silent
+from tests.strategies.pipeline_learners import run_each
 from tests.strategies.test_pipeline_features import scaled
 
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients are not finite")
 BY_VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
-
-
-def by_norm(average: torch.Tensor, now: torch.Tensor, count: Any) -> torch.Tensor:
-    """A user's own, which looks at all of a parameter."""
-    return torch.lerp(average, now, min(1.0, 0.1 * now.norm().item()))
 
 
 def averaging(callback: Any) -> dict[str, Any]:
@@ -80,11 +75,9 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "a group that comes later": (LastLayer, {"callbacks": lambda: [Adding()]}),
     "unused parameters": (Unused, {}),
     "a skipped step": (BadBatch, {}),
-    "validation": (Validating, {}),
     "two optimizers": (Adversaries, {}),
     "closures": (Closures, {}),
     "an average": (Validating, averaging(lambda: EMAWeightAveraging(decay=0.7))),
-    "an average by an own function": (Validating, averaging(lambda: WeightAveraging(avg_fn=by_norm))),
     "stochastic weight averaging": (
         Validating,
         averaging(lambda: StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1)),
@@ -132,9 +125,10 @@ EVERYDAY = ["groups and a schedule", "clipping by norm", "blocks in attributes"]
 ELSEWHERE = ["tied weights", "accumulation", "outside of units", "layouts of memory"]
 OTHERS = [
     "16-bit", "mixed", "hooks that write, clipping by value", "looking at gradients", "whole parameters",
-    "all parameters", "other optimizers", "unfreezing", "unused parameters", "a skipped step", "validation",
-    "two optimizers", "closures", "an average", "an average by an own function", "stochastic weight averaging",
+    "all parameters", "other optimizers", "unfreezing", "unused parameters", "a skipped step", "two optimizers",
+    "closures",
 ]  # fmt: skip
+# Averages of weights, and validation: `test_checkpoints.py`.
 # Whose units stay whole, and of whose parameters three ranks have unequal parts.
 WHOLE_MEANWHILE = ["layouts of memory", "looking at gradients", "two optimizers", "closures"]
 GRAD_OP, HYBRID = {"sharding": "grad_op"}, {"sharding": "hybrid", "shard_size": 2}
@@ -142,33 +136,35 @@ SLOW, REST = pytest.mark.slow, pytest.mark.exhaustive
 ON_DEVICES = [SLOW, pytest.mark.simulated_cuda]
 
 
-@pytest.mark.parametrize(
-    ("kind", "nodes", "cases", "options"),
-    [
-        pytest.param("shard", "aa", SHARD_EVERYDAY, {}, id="shard"),
-        pytest.param("shard", "aa", SHARD_OTHERS, {}, marks=SLOW, id="shard, others"),
-        pytest.param("shard", "aaa", UNEVEN, {}, marks=SLOW, id="shard, uneven"),
-        pytest.param("shard", "aabb", UNEVEN[:2], {}, marks=SLOW, id="shard, two nodes"),
-        pytest.param("fsdp", "aa", EVERYDAY, {}, id="fsdp"),
-        pytest.param("fsdp", "aa", OTHERS, {}, marks=SLOW, id="fsdp, others"),
-        pytest.param("fsdp", "aaa", WHOLE_MEANWHILE, GRAD_OP, marks=SLOW, id="fsdp, grad_op"),
-        pytest.param("fsdp", "aaa", ELSEWHERE, GRAD_OP, marks=REST, id="fsdp, grad_op, elsewhere"),
-        pytest.param("fsdp", "aaaa", ["accumulation"], HYBRID, marks=SLOW, id="fsdp, hybrid"),
-        pytest.param("fsdp", "abba", ["groups and a schedule", "mixed"], {}, marks=SLOW, id="fsdp, over nodes"),
-        pytest.param("fsdp", "abc", ["tied weights"], GRAD_OP, marks=SLOW, id="fsdp, over single ranks"),
-        pytest.param("fsdp", "aabb", EVERYDAY[:1], HYBRID, marks=REST, id="fsdp, replicas between nodes"),
-        pytest.param("fsdp", "abab", EVERYDAY[:1], HYBRID, marks=REST, id="fsdp, replicas in nodes"),
-        pytest.param("fsdp", "aa", ["clipping by norm", "an average"], {}, marks=ON_DEVICES, id="fsdp, devices"),
-    ],
-)
-def test_the_numbers_of_data_parallelism(kind: str, nodes: str, cases: list[str], options: dict[str, Any]) -> None:
-    default = 1e-5 if kind == "fsdp" else 1e-6 if nodes == "aabb" else 1e-7
-    for results in run_trainer_ranks(train_both, len(nodes), kind, cases, options, node_ids=list(nodes), timeout=110.0):
-        for case, (expected, actual) in results.items():
-            try:
-                assert_equal(actual, expected, tolerance=TOLERANCES.get(case, default))
-            except AssertionError as error:
-                raise AssertionError(f"{case}: {error}") from None
+# Ranks of as many nodes, with what they train in one start.
+RUNS: dict[str, tuple[str, list[tuple[str, list[str], dict[str, Any]]], Any]] = {
+    "everyday": ("aa", [("shard", SHARD_EVERYDAY, {}), ("fsdp", EVERYDAY, {})], []),
+    "others": ("aa", [("shard", SHARD_OTHERS, {}), ("fsdp", OTHERS, {})], SLOW),
+    "three ranks": ("aaa", [("shard", UNEVEN, {}), ("fsdp", WHOLE_MEANWHILE, GRAD_OP)], SLOW),
+    "three ranks, rest": ("aaa", [("fsdp", ELSEWHERE, GRAD_OP)], REST),
+    "two nodes": ("aabb", [("shard", UNEVEN[:2], {})], SLOW),
+    "replicas": ("aaaa", [("fsdp", ["accumulation"], HYBRID)], SLOW),
+    "over nodes": ("abba", [("fsdp", ["groups and a schedule", "mixed"], {})], SLOW),
+    "over single ranks": ("abc", [("fsdp", ["tied weights"], GRAD_OP)], SLOW),
+    "replicas between nodes": ("aabb", [("fsdp", EVERYDAY[:1], HYBRID)], REST),
+    "replicas in nodes": ("abab", [("fsdp", EVERYDAY[:1], HYBRID)], REST),
+    "devices": ("aa", [("fsdp", ["clipping by norm", "an average"], {})], ON_DEVICES),
+}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("run", [pytest.param(run, marks=marks) for run, (_, _, marks) in RUNS.items()])
+def test_the_numbers_of_data_parallelism(run: str) -> None:
+    nodes, trained, _ = RUNS[run]
+    everyones = run_trainer_ranks(run_each, len(nodes), train_both, trained, node_ids=list(nodes), timeout=220.0)
+    for of_rank in everyones:
+        for (kind, *_), results in zip(trained, of_rank, strict=True):
+            default = 1e-5 if kind == "fsdp" else 1e-6 if nodes == "aabb" else 1e-7
+            for case, (expected, actual) in results.items():
+                try:
+                    assert_equal(actual, expected, tolerance=TOLERANCES.get(case, default))
+                except AssertionError as error:
+                    raise AssertionError(f"{kind}, {case}: {error}") from None
 
 
 @pytest.mark.slow

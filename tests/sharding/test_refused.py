@@ -89,29 +89,21 @@ CASES: list[tuple[Any, dict[str, Any], Any, list[Any], str]] = [
 ]
 
 
-def fit_each() -> list[str]:
-    """What each is told."""
+def fit_each() -> tuple[list[str], list[Any]]:
+    """What each is told; gradients of gradients where parameters stay whole, and without sharding."""
     said = []
     for strategy, options, make, callbacks, _ in CASES:
         with pytest.raises((ValueError, RuntimeError, TypeError, AssertionError)) as caught:
             make_trainer(strategy(**options), callbacks=callbacks).fit(make())
         said.append(str(caught.value))
-    return said
+    return said, [fit(strategy, Penalized()) for strategy in (silent(), fully_sharded(sharding="grad_op"))]
 
 
-def test_what_cannot_be_is_an_error_on_every_rank() -> None:
-    for said in run_trainer_ranks(fit_each, 2):
+def test_what_cannot_be_is_an_error_on_every_rank_and_what_can_be_has_the_numbers_of_smddp() -> None:
+    for said, (expected_outcome, actual) in run_trainer_ranks(fit_each, 2):
+        assert_equal(actual, expected_outcome, tolerance=1e-5)
         for message, (*_, expected) in zip(said, CASES, strict=True):
             assert re.search(expected, message), message
-
-
-def fit_penalized() -> tuple[Any, Any]:
-    return tuple(fit(strategy, Penalized()) for strategy in (silent(), fully_sharded(sharding="grad_op")))
-
-
-def test_gradients_of_gradients_where_parameters_stay_whole() -> None:
-    for expected, actual in run_trainer_ranks(fit_penalized, 2):
-        assert_equal(actual, expected, tolerance=1e-5)
 
 
 def test_arguments() -> None:

@@ -56,10 +56,6 @@ def fail(folder: str) -> tuple[bool, bool]:
     return is_own, grouped == {id(p) for p in model.parameters()}
 
 
-def test_after_an_error_module_and_optimizer_are_whole_and_no_half_checkpoint_is_written(tmp_path):
-    assert run_trainer_ranks(fail, 2, str(tmp_path)) == [(True, True)] * 2
-
-
 def ask_for_state() -> tuple[list[int], str]:
     """How many parameters have a state in the whole one, and what the optimizer itself says."""
     trainer = make_trainer(sharded(), max_epochs=1)
@@ -70,8 +66,14 @@ def ask_for_state() -> tuple[list[int], str]:
     return list(whole["state"]), str(refused.value)
 
 
-def test_the_whole_state_is_asked_of_the_strategy():
-    results = run_trainer_ranks(ask_for_state, 2)
-    assert [numbers for numbers, _ in results] == [[0, 1, 2, 3], []]
-    for _, message in results:
+def ask_and_fail(folder: str) -> tuple[Any, ...]:
+    return *ask_for_state(), fail(folder)
+
+
+def test_the_whole_state_is_asked_of_the_strategy_and_all_is_whole_after_an_error(tmp_path):
+    """And no half checkpoint is written."""
+    results = run_trainer_ranks(ask_and_fail, 2, str(tmp_path))
+    assert [numbers for numbers, *_ in results] == [[0, 1, 2, 3], []]
+    for _, message, are_whole in results:
         assert "With shard='optimizer' this rank has a share of AdamW's state" in message
+        assert are_whole == (True, True)
