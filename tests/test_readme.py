@@ -96,13 +96,7 @@ def test_the_first_program_trains_on_two_ranks(page: Path, said: list[str], tmp_
 
 
 FRAGMENTS = [text for page in PAGES for text in snippets(page, "python") if ".fit(" not in text]
-MIGRATING = snippets(ROOT / "docs" / "migrating.md", "python")  # tests/sagemaker/test_migrating.py runs them
-FITTING = [
-    text
-    for page in PAGES
-    for text in snippets(page, "python")
-    if ".fit(" in text and "__main__" not in text and text not in MIGRATING
-]
+FITTING = [text for page in PAGES for text in snippets(page, "python") if ".fit(" in text and "__main__" not in text]
 
 
 @pytest.mark.parametrize("text", FRAGMENTS, ids=lambda text: text.strip().splitlines()[-1][:40])
@@ -339,5 +333,5 @@ def test_names_that_contributing_gives_exist() -> None:
 def test_no_snippet_is_left_out() -> None:
     programs = [snippets(README, "python")[0], snippets(PIPELINE_GUIDE, "python")[0]]
     everything = [text for page in PAGES for text in snippets(page, "python")]
-    left = [text for text in everything if text not in FRAGMENTS + FITTING + MIGRATING + programs]
+    left = [text for text in everything if text not in FRAGMENTS + FITTING + programs]
     assert left == []

@@ -31,9 +31,8 @@ SCENARIO = Scenario(accumulate=2, validate=2, epochs=2)
 SPLIT = ["net.3"]  # two runs that measure their modules may find two splits
 
 
-def strategy(pipeline: bool) -> Any:
-    options: dict[str, Any] = {"verbose": False, "algorithm": "native", "resume": "auto"}
-    return PipelineStrategy(**grouped(split=SPLIT, **options)) if pipeline else SMDDPStrategy(**grouped(**options))
+def strategy(make: Any, **options: Any) -> Any:
+    return make(**grouped(verbose=False, algorithm="native", resume="auto", **options))
 
 
 class KillAt(Callback):
@@ -45,27 +44,26 @@ class KillAt(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def script(directory: str, pipeline: bool, kill: KillAt | None = None, resume: bool = True) -> Run:
+def script(directory: str, kill: KillAt | None = None, resume: bool = True) -> Run:
     """What is started again and again: it knows nothing of the starts before."""
     callbacks = [ModelCheckpoint(directory, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max")]
-    kind = strategy(pipeline) if resume else ({"split": SPLIT} if pipeline else "smddp")
+    kind = strategy(PipelineStrategy, split=SPLIT) if resume else {"split": SPLIT}
     return run(kind, SCENARIO, callbacks=[*callbacks, kill] if kill else callbacks)
 
 
-def last_start(directory: str, pipeline: bool) -> tuple[int, int, list[str]]:
+def last_start(directory: str) -> tuple[int, int, list[str]]:
     """Batches of the last start and of a run that nobody killed, and what differs."""
-    resumed = script(f"{directory}/killed", pipeline)
-    unbroken = script(f"{directory}/unbroken", pipeline, resume=False)
+    resumed = script(f"{directory}/killed")
+    unbroken = script(f"{directory}/unbroken", resume=False)
     return len(resumed.seen), len(unbroken.seen), differences(resumed, unbroken)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pipeline", [False, True], ids=["smddp", "pipeline"])
-def test_killed_and_started_again(pipeline: bool, tmp_path: Path) -> None:
+def test_a_pipeline_is_killed_and_started_again(tmp_path: Path) -> None:
     """Weights are as if nothing had happened."""
     with pytest.raises(RanksFailedError):
-        run_trainer_ranks(script, 2, str(tmp_path / "killed"), pipeline, KillAt(4, 1))
-    for trained, all_batches, found in run_trainer_ranks(last_start, 2, str(tmp_path), pipeline):
+        run_trainer_ranks(script, 2, str(tmp_path / "killed"), KillAt(4, 1))
+    for trained, all_batches, found in run_trainer_ranks(last_start, 2, str(tmp_path)):
         assert found == []
         assert 0 < trained < all_batches
 
@@ -79,7 +77,7 @@ def fit(
     """Steps, batches trained in this start, and the name of the checkpoint that it went on from."""
     model, saved = Learner(), ModelCheckpoint(directory, "{epoch}", save_top_k=-1, save_last=save_last)
     options = {"callbacks": [saved], "enable_checkpointing": True, "default_root_dir": directory}
-    trainer = make_trainer(strategy(False), max_epochs=epochs, **options)
+    trainer = make_trainer(strategy(SMDDPStrategy), max_epochs=epochs, **options)
     trainer.fit(model, ckpt_path=ckpt_path)
     return trainer.global_step, len(model.losses), trainer.ckpt_path and Path(trainer.ckpt_path).name
 
@@ -117,6 +115,7 @@ def chosen(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_trainer_ranks(choices, 2, str(tmp_path_factory.mktemp("chosen")))
 
 
+@pytest.mark.slow
 def test_newest_one(chosen: list[Any]) -> None:
     """None at first; then the newest; nothing to do for a run that has finished; a given one has precedence."""
     for (first, second, third, given), _, _ in chosen:
@@ -127,11 +126,13 @@ def test_newest_one(chosen: list[Any]) -> None:
         assert given == (18, 12, "epoch=0.ckpt")
 
 
+@pytest.mark.slow
 def test_passes_over_broken_ones(chosen: list[Any]) -> None:
     for _, found, _ in chosen:
         assert found == (12, 6, "epoch=0.ckpt")
 
 
+@pytest.mark.slow
 def test_directories_that_are_not_shared(chosen: list[Any]) -> None:
     """A rank that cannot read what rank 0 has chosen says so, and is named."""
     others, own = (found for _, _, found in chosen)

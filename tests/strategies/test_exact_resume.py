@@ -65,18 +65,17 @@ def test_one_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_two_ranks(tmp_path: Path) -> None:
-    """Without workers and with them."""
-    kinds = [("smddp", replace(KINDS[name], epochs=2)) for name in ("accumulation", "workers", "stream in workers")]
-    assert run_trainer_ranks(all_from_each, 2, kinds, str(tmp_path), 2, timeout=110) == [{}, {}]
+    """Without workers and with them; of a pipeline, each stage of which draws its own dropout.
 
-
-@pytest.mark.slow
-def test_pipeline(tmp_path: Path) -> None:
-    """Each stage draws its own dropout; also where, without a check, evaluation is traced while it counts."""
+    Also where, without a check, evaluation is traced while it counts.
+    """
+    kinds: list[tuple[Any, Scenario]] = []
+    kinds += [("smddp", replace(KINDS[name], epochs=2)) for name in ("accumulation", "workers", "stream in workers")]
     unchecked = Scenario(epochs=1, count=16, validate=3)
-    kinds = [({}, replace(OFTEN, epochs=2, count=18)), ({"check": False}, unchecked)]
-    assert run_trainer_ranks(all_from_each, 2, kinds, str(tmp_path), 2, timeout=110) == [{}, {}]
+    kinds += [({}, replace(OFTEN, epochs=2, count=18)), ({"check": False}, unchecked)]
+    assert run_trainer_ranks(all_from_each, 2, kinds, str(tmp_path), 2, timeout=200) == [{}, {}]
 
 
 @pytest.mark.exhaustive
@@ -177,9 +176,9 @@ def in_another_layout(directory: str) -> Any:
 
 
 @pytest.mark.slow
-def test_another_layout(tmp_path: Path) -> None:
+def test_another_layout(on_two: list[Any]) -> None:
     """In the middle of the second epoch: its data begin anew, and one rank says so."""
-    first, other = run_trainer_ranks(in_another_layout, 2, str(tmp_path))
+    first, other = [layout for layout, *_ in on_two]
     [text] = first[2]
     assert "those of the checkpoint's data [2, 2, 'cpu']. So this epoch's samples begin anew" in text
     assert other[2] == []
@@ -316,21 +315,21 @@ class StopInValidation(Callback):
                 os.kill(os.getpid(), signal.SIGTERM)
 
 
-def stopped_and_resumed(scenario: Scenario, step: int) -> Any:
+def stopped_and_resumed(directory: str) -> Any:
     """How many batches validation did not come to; whether samples go on; what the validation gave that is due."""
+    scenario, step = Scenario(epochs=1, validate=3, count=32, validated=64), 3
     unbroken, callback = run("smddp", scenario), StopInValidation(step, rank=1)
-    with pytest.raises(SIGTERMException):
-        run("smddp", scenario, callbacks=[callback], enable_checkpointing=False)
-    resumed = run("smddp", scenario, ckpt_path=STOP_CHECKPOINT)
+    with contextlib.chdir(directory):
+        with pytest.raises(SIGTERMException):
+            run("smddp", scenario, callbacks=[callback], enable_checkpointing=False)
+        resumed = run("smddp", scenario, ckpt_path=STOP_CHECKPOINT)
     return callback.left, resumed.seen == unbroken.seen[step:], resumed.validation
 
 
 @pytest.mark.slow
-def test_stops_in_a_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stops_in_a_validation(on_two: list[Any]) -> None:
     """It need not come to its end, and begins anew."""
-    monkeypatch.chdir(tmp_path)
-    scenario = Scenario(epochs=1, validate=3, count=32, validated=64)
-    for left, goes_on, validation in run_trainer_ranks(stopped_and_resumed, 2, scenario, 3):
+    for left, goes_on, validation in (stop for _, stop, _ in on_two):
         assert left > 1
         assert goes_on
         assert validation is not None
@@ -382,9 +381,19 @@ def stopped_while_writing(directory: str) -> list[Any]:
     return found
 
 
+def on_two_ranks(directory: str) -> tuple[Any, ...]:
+    """In one process of a rank, as starting it takes longer than they do."""
+    return in_another_layout(f"{directory}/layout"), stopped_and_resumed(directory), stopped_while_writing(directory)
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_trainer_ranks(on_two_ranks, 2, str(tmp_path_factory.mktemp("two")))
+
+
 @pytest.mark.slow
-def test_a_stop_waits_for_what_is_written_in_the_background(tmp_path: Path) -> None:
-    for rank, (slow, failing) in enumerate(run_trainer_ranks(stopped_while_writing, 2, str(tmp_path))):
+def test_a_stop_waits_for_what_is_written_in_the_background(on_two: list[Any]) -> None:
+    for rank, (slow, failing) in enumerate(writing for *_, writing in on_two):
         assert slow[0] == "SIGTERMException"
         assert slow[3] == [True] * (rank == 0)
         assert failing[0] == "OSError"

@@ -88,27 +88,3 @@ def test_compressed_gradients_and_their_report() -> None:
     (first, steps), (second, _) = run_trainer_ranks(train_compressed, 2, node_ids=["a", "b"])
     assert torch.equal(first, second)
     assert steps == 6
-
-
-def train_two_modules() -> tuple[Tensor, Tensor]:
-    """Two modules, set up one after the other, whose backward passes interleave."""
-    results = []
-    for strategy in ("ddp", new_strategy(None)):
-        fabric = make_fabric(strategy)
-        fabric.launch()
-        torch.manual_seed(6)
-        modules = [network(), nn.Linear(CLASSES, CLASSES, bias=False)]
-        wrapped = [fabric.setup(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in modules]
-        for inputs, targets in fabric.setup_dataloaders(DataLoader(samples(48), batch_size=4)):
-            hidden = wrapped[0][0](inputs)
-            fabric.backward(F.cross_entropy(wrapped[1][0](hidden), targets))
-            for _, optimizer in wrapped:
-                optimizer.step()
-                optimizer.zero_grad()
-        results.append(torch.cat([weights(m) for m in modules]))
-    return results[0], results[1]
-
-
-def test_two_modules() -> None:
-    for expected, actual in run_trainer_ranks(train_two_modules, 2):
-        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)

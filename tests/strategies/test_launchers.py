@@ -1,4 +1,7 @@
-"""Every way in which Lightning starts ranks, with real processes: scripts, spawn, fork, torchrun, and the CLI."""
+"""Every way in which Lightning starts ranks, with real processes: scripts, spawn, fork, torchrun.
+
+`tests/test_readme.py` starts the script of a pipeline, and `tests/test_examples.py` LightningCLI.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from tests.programs import ROOT, run_program
-from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import Learner, fit
 from tests.strategies.pipeline_learners import Evaluated
 from tests.test_registration import NAMES, NO_IMPORT
@@ -95,34 +96,3 @@ def test_torchrun(tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run_script(tmp_path, "smddp_find_unused_parameters_true", *launcher)
     assert_learned(tmp_path, ["rank0.pt", "rank1.pt"])
-
-
-@pytest.mark.slow
-def test_a_pipelines_script_starts_itself_again(tmp_path: Path) -> None:
-    run_script(tmp_path, "smddp_pipeline")
-    assert_learned(tmp_path, ["rank0.pt", "rank1.pt"], pipeline=True)
-
-
-# ---- LightningCLI ----
-
-
-def fit_with_cli(path: str) -> dict[str, torch.Tensor]:
-    from lightning.pytorch.cli import LightningCLI
-
-    trainer = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, "logger": False, "enable_checkpointing": False}
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
-    rank_path = Path(f"{path}.{os.environ['RANK']}")
-    rank_path.write_text(yaml.safe_dump({"trainer": {**trainer, **quiet, "strategy": "smddp"}}))
-    sys.argv = ["train.py", "fit", "--config", str(rank_path)]
-    cli = LightningCLI(Learner, seed_everything_default=False, save_config_callback=None)
-    return {name: value.clone() for name, value in cli.model.state_dict().items()}
-
-
-@pytest.mark.slow
-def test_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Options in groups: ``test_options.py``."""
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # it warns of Lightning's use of it
-    model = Learner(batch_size=8)
-    fit("auto", model, max_epochs=1)
-    for weights in run_trainer_ranks(fit_with_cli, 2, str(tmp_path / "config.yaml")):
-        torch.testing.assert_close(weights, dict(model.state_dict()), rtol=1e-5, atol=1e-6)

@@ -25,8 +25,9 @@ from lightning_smddp import (
     SMDDPStrategy,
 )
 from lightning_smddp.bridge.loss_weights import IGNORED
-from tests.ranks import RanksFailedError, run_trainer_ranks
+from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import make_trainer
+from tests.strategies.pipeline_learners import Cases, call
 
 WORDS, WIDTH, LENGTH = 11, 8, 7
 
@@ -148,40 +149,54 @@ def body(
 SHARDED = functools.partial(SMDDPStrategy, shard="optimizer")
 
 
+KINDS = [SMDDPStrategy, SHARDED, SMDDPFSDPStrategy]
+# Weight, batches of ranks, the loss of one process, module.
+WEIGHTS: list[tuple[Any, Any, Any, type]] = [
+    ("labels", of_sampler, by_labels, Model),
+    (count_labels, uneven, by_labels, Model),
+    ("rows", uneven, by_rows, RowsModel),
+    ("sum", uneven, summed, SumModel),
+]
+
+
+def trained(weight: tuple[Any, Any, Any, type], accumulated: int) -> Any:
+    loss_weight, split, _, model_class = weight
+    return body, KINDS, loss_weight, split, accumulated, model_class
+
+
 @pytest.mark.parametrize("accumulated", [1, 2])
-@pytest.mark.parametrize(
-    ("loss_weight", "split", "loss", "model_class"),
-    [
-        ("labels", of_sampler, by_labels, Model),
-        (count_labels, uneven, by_labels, Model),
-        ("rows", uneven, by_rows, RowsModel),
-        ("sum", uneven, summed, SumModel),
-    ],
-)
-def test_ranks_make_the_gradient_of_one_process(
-    loss_weight: Any, split: Any, loss: Any, model_class: type, accumulated: int
-) -> None:
+@pytest.mark.parametrize("weight", WEIGHTS, ids=lambda weight: weight[3].__name__)
+def test_ranks_make_the_gradient_of_one_process(weight: tuple[Any, Any, Any, type], accumulated: int) -> None:
+    _, split, loss, _ = weight
     expected = whole(split, accumulated, loss)
-    kinds = [SMDDPStrategy, SHARDED, SMDDPFSDPStrategy]
-    for of_rank in run_trainer_ranks(body, 2, kinds, loss_weight, split, accumulated, model_class):
+    for of_rank in EVERYDAY.results(trained(weight, accumulated)):
         for found in of_rank:
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+LEFT = body, [SMDDPStrategy], count_labels, uneven, 2, LeavingModel, 2
+
+
 def test_a_batch_whose_gradient_is_dropped_counts_in_no_other_step() -> None:
-    kinds = [SMDDPStrategy]
-    ((found,), _) = run_trainer_ranks(body, 2, kinds, count_labels, uneven, 2, LeavingModel, 2)
+    ((found,), _) = EVERYDAY.results(LEFT)
     torch.testing.assert_close(found, whole(uneven, 2, by_labels), rtol=1e-5, atol=1e-5)
+
+
+def with_deepspeed() -> tuple[dict[str, Tensor], str]:
+    """Parameters, and the error of accumulation."""
+    kinds = [functools.partial(SMDDPDeepSpeedStrategy, stage=2)]
+    [found] = body(kinds, "labels", of_sampler, 1, Model)
+    with pytest.raises(ValueError, match="accumulate_grad_batches=2 and strategy") as caught:
+        body(kinds, "labels", of_sampler, 2, Model)
+    return found, str(caught.value)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_deepspeed_weighs_batches_and_refuses_to_accumulate_them() -> None:
-    kinds = [functools.partial(SMDDPDeepSpeedStrategy, stage=2)]
-    ((found,), _) = run_trainer_ranks(body, 2, kinds, "labels", of_sampler, 1, Model)
+    (found, error), (_, other_error) = run_trainer_ranks(with_deepspeed, 2)
     torch.testing.assert_close(found, whole(of_sampler, 1, by_labels), rtol=1e-5, atol=1e-5)
-    with pytest.raises(RanksFailedError, match="accumulate_grad_batches=2 and strategy"):
-        run_trainer_ranks(body, 2, kinds, "labels", of_sampler, 2, Model)
+    assert error == other_error
 
 
 def say_what_labels_would_change() -> list[str]:
@@ -195,8 +210,14 @@ def say_what_labels_would_change() -> list[str]:
     return said
 
 
+EVERYDAY = Cases(
+    call,
+    [*(trained(weight, count) for weight in WEIGHTS for count in (1, 2)), LEFT, (say_what_labels_would_change,)],
+)
+
+
 def test_the_first_step_says_what_labels_would_change() -> None:
-    first, second = run_trainer_ranks(say_what_labels_would_change, 2)
+    first, second = EVERYDAY.results((say_what_labels_would_change,))
     rows = [texts()[rows] for rows in uneven(0)[:1] + uneven(1)[:1]]
     model = Model(uneven)
     losses = [model.loss(*of_rank).item() for of_rank in rows]

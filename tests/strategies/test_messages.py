@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import os
+import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +19,13 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_smddp import CommunicationMonitor
 from lightning_smddp.strategies import tables
-from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import Learner, make_trainer, silent
+from tests.strategies.pipeline_learners import Cases, call
 
 
 def fit_and_read(strategy_options: dict[str, Any]) -> tuple[list[str], Any]:
     """What fit prints, as lines without runs of blanks, and the report."""
+    os.environ["COLUMNS"] = "200"
     trainer = make_trainer(silent(**strategy_options), accumulate_grad_batches=3)
     with contextlib.redirect_stdout(io.StringIO()) as text:
         trainer.fit(Learner())
@@ -41,11 +44,11 @@ ROWS = [
 
 
 OPTIONS = {"verbose": True, "algorithm": "hierarchical", "compression": "bf16", "bucket_cap_mb": 2}
+AUTO = {"verbose": True, "compression": "int8"}
 
 
-def test_table_and_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    (lines, report), (others, same) = run_trainer_ranks(fit_and_read, 2, OPTIONS, node_ids=["a", "b"])
+def test_table_and_report() -> None:
+    (lines, report), (others, same) = ON_TWO_NODES.results((fit_and_read, OPTIONS))
     assert others == []  # on the first rank only
     table = [line for line in lines if line in ROWS]
     assert table == ROWS
@@ -58,9 +61,8 @@ def test_table_and_report(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(report).splitlines()[0] == "gradient communication over 4 steps"
 
 
-def test_auto_says_what_it_measured_and_notes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    (lines, _), _ = run_trainer_ranks(fit_and_read, 2, {"verbose": True, "compression": "int8"})
+def test_auto_says_what_it_measured_and_notes() -> None:
+    (lines, _), _ = ON_ONE_NODE.results((fit_and_read, AUTO))
     (algorithm,) = [line for line in lines if line.startswith("algorithm ")]
     assert "(measured at " in algorithm
     assert "native " in algorithm
@@ -88,21 +90,24 @@ def test_what_cannot_be_printed_fails_no_run(capfd: pytest.CaptureFixture[str]) 
 # ---- the monitor ----
 
 
-def fit_with_monitor(directory: str, strategy: Any) -> None:
-    trainer = make_trainer(
-        silent(algorithm="hierarchical") if strategy is None else strategy,
-        callbacks=[CommunicationMonitor()],
-        logger=CSVLogger(directory, name="", version="logs"),
-        log_every_n_steps=2,
-        accumulate_grad_batches=2,
-    )
-    trainer.fit(Learner())
+def fit_with_monitor() -> list[dict[str, str]]:
+    """What the first rank's logger wrote."""
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = make_trainer(
+            silent(algorithm="hierarchical"),
+            callbacks=[CommunicationMonitor()],
+            logger=CSVLogger(directory, name="", version="logs"),
+            log_every_n_steps=2,
+            accumulate_grad_batches=2,
+        )
+        trainer.fit(Learner())
+        written = Path(directory, "logs", "metrics.csv")
+        return list(csv.DictReader(written.read_text().splitlines())) if written.exists() else []
 
 
-def test_monitor(tmp_path: Path) -> None:
-    run_trainer_ranks(fit_with_monitor, 2, str(tmp_path), None, node_ids=["a", "b"])
-    with (tmp_path / "logs" / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
+def test_monitor() -> None:
+    rows, others = ON_TWO_NODES.results((fit_with_monitor,))
+    assert others == []
     assert [row["step"] for row in rows] == ["2", "4", "6"]
     for row in rows:
         assert float(row["smddp/exposed_ms"]) > 0
@@ -130,4 +135,8 @@ def broadcast_both() -> list[Any]:
 
 
 def test_strategies_broadcast_anything() -> None:
-    assert run_trainer_ranks(broadcast_both, 2) == [[["version", 0], 1, [1.0, 1.0]]] * 2
+    assert ON_ONE_NODE.results((broadcast_both,)) == [[["version", 0], 1, [1.0, 1.0]]] * 2
+
+
+ON_ONE_NODE = Cases(call, [(broadcast_both,), (fit_and_read, AUTO)])  # the first one begins without a group
+ON_TWO_NODES = Cases(call, [(fit_and_read, OPTIONS), (fit_with_monitor,)], node_ids=["a", "b"])

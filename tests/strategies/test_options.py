@@ -52,6 +52,8 @@ STRATEGIES: dict[str, tuple[type, set[str]]] = {
         (lambda: CommunicationOptions(verbose="no"), "verbose='no' is unknown. Valid: False, True"),  # type: ignore[arg-type]
         (lambda: ReliabilityOptions(sharded="false"), "sharded='false' is unknown"),  # type: ignore[arg-type]
         (lambda: PartitionOptions(check="no"), "check='no' is unknown"),  # type: ignore[arg-type]
+        (lambda: PipelineStrategy(num_microbatches=0), "num_microbatches=0"),
+        (lambda: PipelineStrategy(pipeline_parallel_size=-1), "pipeline_parallel_size=-1"),
         (lambda: PipelineStrategy(meta_init="no"), "meta_init='no' is unknown"),  # type: ignore[typeddict-item]
         (lambda: PipelineStrategy(split="net.2").options.grid(2), "split='net.2' makes 6 stages, but there are 2"),
         (lambda: SMDDPFSDPStrategy(cpu_offload="no"), "cpu_offload='no' is unknown"),  # type: ignore[typeddict-item]
@@ -163,6 +165,11 @@ def test_cli_shows_groups_and_arguments_of_ddp(package: str, capsys: pytest.Capt
         assert ("--trainer.strategy.find_unused_parameters " in text) == (strategy == "SMDDPStrategy")
         assert absent not in text
         assert "print a table at the" in text  # the docstring of a group
+
+
+def test_cli_knows_our_names() -> None:
+    made = parse("--trainer.strategy=smddp", "--trainer.accelerator=cpu", "--trainer.logger=false")
+    assert type(made) is SMDDPStrategy
 
 
 CONFIG = """

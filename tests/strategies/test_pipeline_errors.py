@@ -13,11 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_smddp import PipelineStrategy
-from tests.ranks import run_trainer_ranks
-from tests.strategies.grouped import grouped
 from tests.strategies.learners import samples
-from tests.strategies.pipeline_learners import Bench, Cases, Evaluated, Net, run_each
+from tests.strategies.pipeline_learners import Bench, Cases, Evaluated, Net
 
 
 def refused(make: Any, options: dict[str, Any], trainer_options: dict[str, Any]) -> str:
@@ -84,7 +81,6 @@ MODULES = [
     ("multiple optimizers is only supported with manual", TwoOptimizers, {}),
 ]
 LAYOUTS = [
-    ("makes 3 stages, but there are 2", Net, {"split": ["net.2", "net.4"]}),
     ("net.99", Net, {"split": ["net.99"]}),
     ("stages", Net, {"schedule": "interleaved_1f1b", "stages_per_rank": 5}),
     ("use stages_per_rank=1", Net, {"schedule": "1f1b", "stages_per_rank": 2}),
@@ -98,7 +94,11 @@ CURED: list[tuple[type[Net], list[str]]] = [
 ]
 AT_START = Cases(
     refused,
-    [*((make, options, {}) for _, make, options in (*MODULES, *LAYOUTS)), *((make, {}, {}) for make, _ in CURED)],
+    [
+        *((make, options, {}) for _, make, options in (*MODULES, *LAYOUTS)),
+        *((make, {}, {}) for make, _ in CURED),
+        PRUNING,
+    ],
 )
 
 
@@ -118,10 +118,11 @@ def test_what_cannot_be_cut_has_its_place_and_what_to_use(make: Any, parts: list
 
 
 def test_a_callback() -> None:
-    for error in RUNNING.results(PRUNING):
+    for error in AT_START.results(PRUNING):
         assert "ModelPruning replaces parameters of the module" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("expected", "options"),
     [("Use num_microbatches=3", {"num_microbatches": 2}), ("pipeline_parallel_size=2", {"pipeline_parallel_size": 2})],
@@ -129,18 +130,6 @@ def test_a_callback() -> None:
 def test_three_ranks(expected: str, options: dict[str, Any]) -> None:
     for error in ON_THREE.results((Net, options, {})):
         assert expected in error
-
-
-@pytest.mark.parametrize(
-    ("expected", "options"),
-    [
-        ("num_microbatches=0", {"num_microbatches": 0}),
-        ("pipeline_parallel_size=-1", {"pipeline_parallel_size": -1}),
-    ],
-)
-def test_arguments(expected: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=expected):
-        PipelineStrategy(**grouped(**options))
 
 
 # ---- while running ----
@@ -200,16 +189,15 @@ ON_THREE = Cases(
 )
 
 
-SHORT = {"limit_val_batches": 2, "limit_train_batches": 2}
+LATE = (FailingLate, {}, {"limit_val_batches": 2, "limit_train_batches": 2})
 
 
 @pytest.mark.slow
 def test_an_exception_that_only_the_last_stage_meets() -> None:
     """And one in a hook, of all ranks."""
-    cases = [(FailingHook, {}, {}), (FailingLate, {}, SHORT)]
-    (hook, first), (others_hook, last) = run_trainer_ranks(run_each, 2, refused, cases)
-    assert "ZeroDivisionError: the user's own" in hook
-    assert "ZeroDivisionError: the user's own" in others_hook
+    for error in RUNNING.results((FailingHook, {}, {})):
+        assert "ZeroDivisionError: the user's own" in error
+    first, last = RUNNING.results(LATE)
     assert last.startswith("ZeroDivisionError: the user's own")
     assert re.fullmatch(
         r"RankFailedError: Rank 1 \(host .*, process \d+\) failed at step \d+ \(\w+\): " + re.escape(last), first
@@ -229,7 +217,7 @@ class ByRank(Net):
 @pytest.mark.slow
 def test_a_course_that_depends_on_the_rank() -> None:
     """No rank waits for messages of another path: all say the same."""
-    first, second = run_trainer_ranks(refused, 2, ByRank, {}, {}, timeout=60)
+    first, second = RUNNING.results((ByRank, {}, {}))
     assert first == second
     assert first.startswith("ReplayError: The step came to mul at ")
 
@@ -254,4 +242,5 @@ def finder() -> Any:
 
 
 FINDER = (WithRate, {}, {"callbacks": finder, "max_epochs": 1})
-RUNNING = Cases(refused, [FINDER, PRUNING])
+# The last one ends with its process, which the other one waits for.
+RUNNING = Cases(refused, [FINDER, (FailingHook, {}, {}), (ByRank, {}, {}), LATE])

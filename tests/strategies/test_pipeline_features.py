@@ -96,6 +96,7 @@ def own_hooks_of_optimization(bench: Bench) -> Any:
 
 
 def bf16_mixed(bench: Bench) -> Any:
+    """For `tests/gpu`; on CPUs `test_pipeline_precision.py` has it."""
     return bench.fit(Net(), precision="bf16-mixed")
 
 
@@ -266,7 +267,6 @@ def something_was_compiled(bench: Bench) -> Any:
 CASES = [
     own_hooks_of_optimization,
     hooks_on_parameters,
-    bf16_mixed,
     fp16_with_overflow,
     scheduled,
     finetuning,

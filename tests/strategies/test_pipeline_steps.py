@@ -29,41 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The loss of:UserWarning"),  # rows are mixed with others
 ]
 
-# ---- batches of any structure ----
-
-
-def rows_in(collate: Callable[[Tensor, Tensor], Any]) -> Any:
-    def collated(rows: list[Any]) -> Any:
-        return collate(torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows]))
-
-    return DataLoader(samples(24), batch_size=6, collate_fn=collated)
-
-
-class Dicts(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        assert batch["tag"] == "train"
-        assert len(batch["names"]) == len(batch["target"])
-        self.names.extend(batch["names"])
-        return self.loss([batch["input"]["x"], batch["target"]])
-
-    def train_dataloader(self) -> Any:
-        def collate(x: Tensor, y: Tensor) -> Any:
-            names = [f"row {int(t)}" for t in y]
-            return {"input": {"x": x}, "target": y, "names": names, "size": len(x), "tag": "train"}
-
-        return rows_in(collate)
-
-
-def dicts(bench: Bench) -> Any:
-    model = Dicts()
-    options = {"num_microbatches": 3, "batch_size_fn": lambda batch: len(batch["target"])}
-    return bench.fit(model, options, max_epochs=1), model.names
-
-
 # ---- data that differ between ranks: the first one's count ----
 
 
@@ -152,7 +117,7 @@ def endless(bench: Bench) -> str:
 
 
 PLAIN, WITH_DROPOUT = (functools.partial(behind_runs, dropout=dropout) for dropout in (0.0, 0.5))
-CASES: list[Case] = [dicts, shuffled, forgotten, PLAIN, selected]
+CASES: list[Case] = [shuffled, forgotten, PLAIN, selected]
 TWO = Matrix([*CASES, WITH_DROPOUT, endless])
 
 
@@ -173,6 +138,13 @@ def test_more_paths_than_can_be_traced_are_refused_on_all_ranks() -> None:
 
 
 # ---- what is said of batches ----
+
+
+def rows_in(collate: Callable[[Tensor, Tensor], Any]) -> Any:
+    def collated(rows: list[Any]) -> Any:
+        return collate(torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows]))
+
+    return DataLoader(samples(24), batch_size=6, collate_fn=collated)
 
 
 class Opaque:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import (
     CLASSES,
     Learner,
@@ -26,7 +25,7 @@ from tests.strategies.learners import (
     outcome,
     samples,
 )
-from tests.strategies.pipeline_learners import Cases, run_each
+from tests.strategies.pipeline_learners import Cases, call
 
 # Lightning's advice on integers is no reason not to reduce them.
 pytestmark = pytest.mark.filterwarnings("ignore:You called `self.log:UserWarning")
@@ -172,7 +171,7 @@ def stop_early(strategy: str) -> int:
 
 @pytest.mark.slow
 def test_early_stopping_stops_all_ranks_at_once() -> None:
-    assert run_trainer_ranks(stop_early, 2, "smddp") == [3, 3]
+    assert SLOW.results((stop_early, "smddp")) == [3, 3]
 
 
 def evaluate(strategy: str) -> tuple[float, float, list[int], Outcome]:
@@ -189,7 +188,8 @@ def evaluate(strategy: str) -> tuple[float, float, list[int], Outcome]:
 
 @pytest.mark.slow
 def test_validate_fit_test_predict_and_fit_again() -> None:
-    for (*expected, trained), (*actual, ours_trained) in run_trainer_ranks(run_each, 2, evaluate, [["ddp"], ["smddp"]]):
+    of_ranks = zip(SLOW.results((evaluate, "ddp")), SLOW.results((evaluate, "smddp")), strict=True)
+    for (*expected, trained), (*actual, ours_trained) in of_ranks:
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
         assert_equal(ours_trained, trained)
         assert len(trained.losses) == 24
@@ -228,7 +228,8 @@ def fit_with_pytorch_lightning(strategy: str) -> Outcome:
     return outcome(model, trainer)
 
 
-PACKAGE = Cases(fit_with_pytorch_lightning, [("smddp",), ("smddp_pipeline",)])
+OTHERS = [(fit_with_pytorch_lightning, "smddp"), (fit_with_pytorch_lightning, "smddp_pipeline")]
+SLOW = Cases(call, [(stop_early, "smddp"), (evaluate, "ddp"), (evaluate, "smddp"), *OTHERS])
 
 
 @pytest.mark.slow
@@ -236,9 +237,9 @@ PACKAGE = Cases(fit_with_pytorch_lightning, [("smddp",), ("smddp_pipeline",)])
 def test_pytorch_lightning(strategy: str) -> None:
     if strategy == "smddp":
         (expected, _), _ = EVERYDAY.results(("plain",))
-        assert_equal(PACKAGE.results((strategy,))[0], expected)
+        assert_equal(SLOW.results(OTHERS[0])[0], expected)
         return
     expected = fit_with_pytorch_lightning("auto")
-    for result in PACKAGE.results((strategy,)):
+    for result in SLOW.results(OTHERS[1]):
         result.losses = expected.losses  # in a pipeline the step keeps one for each micro-batch
         assert_equal(result, expected, 1e-5)
