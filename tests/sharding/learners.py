@@ -82,16 +82,6 @@ class AllAtOnce(Short):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
-class GlobalNormOptimizer(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if gradients:
-            norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-            for gradient in gradients:
-                gradient.div_(norm)
-        return super().step(closure)
-
-
 class Zero(Short):
     def configure_optimizers(self) -> Any:
         with warnings.catch_warnings():

@@ -66,18 +66,20 @@ def test_memory_stays_between_steps_where_all_of_it_is_needed_again():
     assert seen_in_full == {"train": {0}, "validation": {0}}
 
 
-def table(wrap: Any = None, cpu_offload: bool = False) -> str:
+def table(**options: Any) -> str:
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_smddp.strategies.tables.say", lambda text, _: said.append(text))
-        strategy = fully_sharded(verbose=True, wrap=wrap, cpu_offload=cpu_offload)
-        make_trainer(strategy, max_epochs=1).fit(Tied())
+        make_trainer(fully_sharded(verbose=True, **options), max_epochs=1).fit(Tied())
     return "\n".join(said)
 
 
-GIVEN = table, ["net.0", nn.Embedding], True
+def table_of_given_units() -> str:
+    return table(wrap=["net.0", nn.Embedding], cpu_offload=True, sharding="grad_op")
+
+
 HELD = [(memory_held, "grad_op"), (memory_held, "full")]
-EVERYDAY = Cases(call, [(train_root_alone,), *HELD, (table,), GIVEN])
+EVERYDAY = Cases(call, [(train_root_alone,), *HELD, (table,), (table_of_given_units,)])
 
 
 def test_the_table_says_what_is_whole_when():
@@ -93,8 +95,8 @@ def test_ranks_of_each_node_share_memory():
 
 
 def test_units_that_are_given():
-    first, _ = EVERYDAY.results(GIVEN)
-    assert "1 (net.0), gathered" in first
+    first, _ = EVERYDAY.results((table_of_given_units,))
+    assert "1 (net.0), gathered for forward, kept for backward" in first.replace("\n", "")
     assert "embed stays with the root" in first
     assert "cpu_offload=True changes nothing" in first
 

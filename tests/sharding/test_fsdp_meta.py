@@ -69,25 +69,25 @@ def fit_and_go_on(path: str) -> list[tuple[Outcome, int, int]]:
     return [fit_late(True, save=path), fit_late(False, path), fit_late(True, path)]
 
 
-@pytest.mark.slow
-def test_no_rank_ever_holds_the_whole(tmp_path):
-    first, second = run_trainer_ranks(fit_and_go_on, 2, str(tmp_path / "late.ckpt"))
-    for _, most, total in (first[0], second[0]):
-        assert most < 0.75 * total  # its half, what has memory from the start, and a block
-    torch.testing.assert_close(first[0][0].weights, second[0][0].weights, rtol=0, atol=0)
-    (plain, *_), (meta, *_) = first[1:]
-    assert_equal(meta, plain)
-
-
-@pytest.mark.slow
-def test_first_values_do_not_depend_on_the_number_of_ranks():
-    two, three = (run_trainer_ranks(first_values, ranks)[0] for ranks in (2, 3))
-    torch.testing.assert_close(two, three, rtol=0, atol=0)
-    assert all(value.abs().sum() > 0 for name, value in two.items() if "mix" in name)
-
-
 def first_values() -> Any:
     seed_everything(5, verbose=False)
     model = Late()
     make_trainer(fully_sharded(meta_init=True)).predict(model, model.train_dataloader())
     return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def on_two(path: str) -> tuple[Any, Any]:
+    return fit_and_go_on(path), first_values()
+
+
+@pytest.mark.slow
+def test_no_rank_ever_holds_the_whole_and_first_values_do_not_depend_on_the_number_of_ranks(tmp_path):
+    (first, two), (second, _) = run_trainer_ranks(on_two, 2, str(tmp_path / "late.ckpt"))
+    for _, most, total in (first[0], second[0]):
+        assert most < 0.75 * total  # its half, what has memory from the start, and a block
+    torch.testing.assert_close(first[0][0].weights, second[0][0].weights, rtol=0, atol=0)
+    (plain, *_), (meta, *_) = first[1:]
+    assert_equal(meta, plain)
+    three, *_ = run_trainer_ranks(first_values, 3)
+    torch.testing.assert_close(two, three, rtol=0, atol=0)
+    assert all(value.abs().sum() > 0 for name, value in two.items() if "mix" in name)

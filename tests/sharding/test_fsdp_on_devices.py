@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from tests.ranks import RanksFailedError, run_trainer_ranks
+from tests.ranks import run_trainer_ranks
 from tests.sharding.learners import AdamLearner, fully_sharded
 from tests.strategies.learners import Outcome, assert_equal, fit, make_trainer, outcome, silent
 
@@ -33,12 +33,6 @@ class Overflowing(AdamLearner):
 def fit_overflowing() -> list[Outcome]:
     options = {"precision": "16-mixed", "gradient_clip_val": 0.1, "max_epochs": 1}
     return [fit(strategy, Overflowing(), **options) for strategy in (silent(), fully_sharded())]
-
-
-def test_a_step_that_overflows_on_one_rank_is_left_out_on_all():
-    for expected, actual in run_trainer_ranks(fit_overflowing, 2):
-        assert_equal(actual, expected, tolerance=0.01)
-        assert actual.losses[-5:] == [2.0**15, 2, 2, 2, 2]
 
 
 class Looking(Callback):
@@ -66,7 +60,8 @@ def fit_some(strategy: Any, epochs: int, path: str | None = None, save: str | No
     return outcome(model, trainer), looking
 
 
-def fit_offloaded(folder: str) -> None:
+def fit_offloaded(folder: str) -> list[Outcome]:
+    """Shares on the host, for which a gradient scaler is refused; and steps that overflow."""
     path = f"{folder}/first.ckpt"
     expected, seen = fit_some(silent(), 2)
     begun, first = fit_some(fully_sharded(cpu_offload=True), 1, save=path)
@@ -75,16 +70,12 @@ def fit_offloaded(folder: str) -> None:
     torch.testing.assert_close(first.norms + second.norms, seen.norms, rtol=1e-4, atol=1e-6)
     assert seen.seen == {"cuda"}
     assert first.seen == second.seen == {"cpu"}
+    with pytest.raises(ValueError, match="precision='16-mixed' cannot be used with cpu_offload=True"):
+        make_trainer(fully_sharded(cpu_offload=True), precision="16-mixed").fit(AdamLearner())
+    return fit_overflowing()
 
 
-def test_shares_on_the_host(tmp_path):
-    run_trainer_ranks(fit_offloaded, 2, str(tmp_path))
-
-
-def fit_scaled() -> None:
-    make_trainer(fully_sharded(cpu_offload=True), precision="16-mixed").fit(AdamLearner())
-
-
-def test_a_gradient_scaler_is_refused_where_shares_are_on_the_host():
-    with pytest.raises(RanksFailedError, match="precision='16-mixed' cannot be used with cpu_offload=True"):
-        run_trainer_ranks(fit_scaled, 2)
+def test_shares_on_the_host_and_a_step_that_overflows_on_one_rank_is_left_out_on_all(tmp_path):
+    for expected, actual in run_trainer_ranks(fit_offloaded, 2, str(tmp_path)):
+        assert_equal(actual, expected, tolerance=0.01)
+        assert actual.losses[-5:] == [2.0**15, 2, 2, 2, 2]

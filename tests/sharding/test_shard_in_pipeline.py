@@ -16,7 +16,6 @@ from lightning_smddp import PipelineStrategy
 from lightning_smddp.sharding import optimizer_trial
 from lightning_smddp.strategies.checks import refuse_training
 from tests.ranks import run_trainer_ranks
-from tests.sharding.learners import GlobalNormOptimizer
 from tests.strategies.grouped import grouped
 from tests.strategies.layouts import WITHIN, Run, execute
 from tests.strategies.learners import make_trainer
@@ -137,17 +136,10 @@ class ZeroRedundancyOptimizer(torch.optim.SGD):
         """By which Lightning knows such optimizers."""
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (GlobalNormOptimizer, "GlobalNormOptimizer cannot step .* by themselves: what it does to one .* on others"),
-        (ZeroRedundancyOptimizer, "ZeroRedundancyOptimizer sends each parameter to all ranks"),
-    ],
-)
-def test_optimizers_that_cannot_be_shared_are_refused(make: Any, message: str) -> None:
+def test_optimizers_that_cannot_be_shared_are_refused() -> None:
     module = Net()
-    with pytest.raises(ValueError, match=message):
-        refuse_training(module, (), [make(module.parameters())])
+    with pytest.raises(ValueError, match="ZeroRedundancyOptimizer sends each parameter to all ranks"):
+        refuse_training(module, (), [ZeroRedundancyOptimizer(module.parameters())])
 
 
 class Own(torch.optim.SGD):

@@ -104,13 +104,14 @@ class Labels:
         return Labels(self.classes[rows])
 
 
-def test_objects_are_cut_by_slices() -> None:
+def test_objects_and_lists_with_an_entry_for_each_row_are_cut_by_slices() -> None:
     def step(model: Model, batch: Any) -> Tensor:
+        assert (len(batch["names"]), batch["tag"]) == (len(batch["x"]), "train")
         return loss_of(model, [batch["x"], batch["y"].classes])
 
     batches = list(DataLoader(samples(COUNT), batch_size=ROWS))
-    model, _ = train(step, 2, [{"x": x, "y": Labels(y)} for x, y in batches])
-    assert_same_weights(model, train(loss_of, 2, batches)[0])
+    named = [{"x": x, "y": Labels(y), "names": [*map(str, y)], "tag": "train"} for x, y in batches]
+    assert_same_weights(train(step, 2, named)[0], train(loss_of, 2, batches)[0])
 
 
 def test_gradients_are_those_of_lightnings_accumulation() -> None:
@@ -182,15 +183,6 @@ def test_logs_and_metrics_are_those_of_a_loop() -> None:
     found = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert found == pytest.approx({**expected, "accuracy": expected["accuracy_epoch"]})
     assert set(trainer.progress_bar_metrics) == {"shown"}
-
-
-def test_labels_may_all_count_in_a_later_batch() -> None:
-    batch = next(iter(DataLoader(samples(ROWS), batch_size=ROWS)))
-    padded = [batch[0], batch[1].clone()]
-    padded[1][1:] = -100
-    model, _ = train(loss_of, 2, [padded, batch], {"loss_weight": "labels"})
-    whole, _ = train(loss_of, 0, [padded, batch])
-    assert_same_weights(model, whole)
 
 
 def test_what_cannot_run_is_refused() -> None:

@@ -13,6 +13,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -190,7 +191,7 @@ def test_a_metric_in_the_loss_has_to_say_that_it_is_differentiable() -> None:
 
 
 def timeline(directory: str) -> int:
-    callback = PipelineTimeline([Path(directory) / name for name in ("t.svg", "t.json")], batch_idx=1)
+    callback = PipelineTimeline([Path(directory) / name for name in ("t.svg", "t.png", "t.json")], batch_idx=1)
     Bench({"num_microbatches": 4}).fit(Net(), callbacks=[callback], max_epochs=1)
     return len(callback.spans)
 
@@ -199,7 +200,10 @@ def timeline(directory: str) -> int:
 def test_the_timeline_of_a_step(tmp_path: Path) -> None:
     counts = run_trainer_ranks(timeline, 2, str(tmp_path))
     assert counts[0] == counts[1] > 0
-    assert (tmp_path / "t.svg").read_text().startswith("<?xml")
+    picture = (tmp_path / "t.svg").read_text()
+    ElementTree.fromstring(picture)
+    assert [text for text in ("rank 1", "forward", "backward", "send", "wait") if f"<!-- {text}" not in picture] == []
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     names = [event["name"] for event in events if event["ph"] == "X"]
     assert {name.split()[0] for name in names} == {"forward", "backward", "send", "wait"}
