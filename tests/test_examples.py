@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import run_program
+from tests.programs import free_port, run_program
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -147,12 +146,6 @@ def run_on_each(commands: list[list[str]], environments: list[dict[str, str]], d
         assert result.returncode == 0, result.stderr
     assert (shared / "last.ckpt").exists()
     return [result.stdout + result.stderr for result in results]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @pytest.mark.slow

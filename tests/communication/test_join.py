@@ -16,15 +16,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_smddp.communication.rendezvous import JOB, RankInfo, StartError, join, read, versions, wait_for_ranks
+from tests.programs import free_port
 from tests.ranks import run_ranks
 
 VERSIONS = {"torch": "2.13.0", "lightning": "2.6.6", "lightning_smddp": "0.1.0"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def come(port: int, limit: float, rank: int, world: int, **changes: Any) -> tuple[str, float]:

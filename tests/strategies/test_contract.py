@@ -119,11 +119,8 @@ def count_labels(part: dict[str, Tensor]) -> Tensor:
     return part["labels"].ne(-100).sum()
 
 
-WEIGHTS = ["labels", "shifted_labels", "sum", "mask"]
-
-
-def weighted(bench: Bench, kind: str) -> Any:
-    return watched(bench, Tokens(kind), {**THREE, "loss_weight": kind})
+def weighted_by_name(bench: Bench) -> Any:
+    return watched(bench, Tokens("mask"), {**THREE, "loss_weight": "mask"})
 
 
 def weighted_by_function(bench: Bench) -> Any:
@@ -165,6 +162,9 @@ def skipping(bench: Bench, whole: int) -> Any:
 
 
 # ---- 2. "auto" finds the weight by one trial of the first batch ----
+
+
+FOUND = ["labels", "shifted_labels", "sum"]
 
 
 def found(bench: Bench, kind: str) -> Any:
@@ -667,26 +667,6 @@ class Deciding(Net):
 # ---- 14. evaluation ----
 
 
-class Generating(Evaluated):
-    """Calls its modules as often as the values say: in lockstep."""
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        x = self.net[:2](batch[0])
-        while bool((x.norm(dim=1) > 0.5).any()):
-            x = torch.where(x.norm(dim=1, keepdim=True) > 0.5, torch.tanh(self.net[2](x)) / 2, x)
-        logits = self.net[4:](x)
-        self.log("val_loss", F.cross_entropy(logits, batch[1]))
-        return logits
-
-
-def generating(bench: Bench) -> Any:
-    model = Generating(layers=5)
-    with caught() as said:
-        result = watched(Bench(bench.pipeline), model, THREE if bench.pipeline is not None else None, max_epochs=1)
-    assert_said_once(bench, said, "`validation_step` runs in lockstep")
-    return {"seen": [each for each in result["seen"] if isinstance(each, Tensor)], "metrics": result["metrics"]}
-
-
 def evaluated(bench: Bench) -> Any:
     model, trainer = Evaluated(), bench.trainer(THREE, **SHORT)
     trainer.fit(model)
@@ -757,9 +737,9 @@ def partial(case: Any, **options: Any) -> Any:
 
 
 RULES: dict[str, list[Any]] = {
-    "1 one weight for losses and means": [*(partial(weighted, kind=kind) for kind in WEIGHTS), weighted_by_function],
+    "1 one weight for losses and means": [weighted_by_name, weighted_by_function],
     "1b what has no loss does not count": [partial(skipping, whole=whole) for whole in (0, 2)],
-    "2 auto finds the weight": [*(partial(found, kind=kind) for kind in WEIGHTS[:3]), left_to_chance],
+    "2 auto finds the weight": [*(partial(found, kind=kind) for kind in FOUND), left_to_chance],
     "3 logs are reduced over micro-batches": [logging],
     "4 metrics are called for each micro-batch": [measured],
     "5 outputs are put together": [returning],
@@ -771,10 +751,9 @@ RULES: dict[str, list[Any]] = {
     "13 paths by what all ranks know are found before the schedule": [branching],
     "14 evaluation has the same contract": [evaluated],
 }  # fmt: skip
-AS_WHOLE_BATCHES = [ragged, generating]
 HOOKED = [partial(hooked, model=model) for model in ("Evaluated", "Net")]
 CASES = [case for cases in RULES.values() for case in cases]
-TWO = Matrix([*CASES, *AS_WHOLE_BATCHES, stopping, *HOOKED], timeout=300.0)
+TWO = Matrix([*CASES, ragged, stopping, *HOOKED], timeout=300.0)
 SEVERAL_STAGES = Matrix([logging, measured, counting], pipeline={"schedule": "interleaved_1f1b"})
 
 
@@ -785,15 +764,16 @@ def test_rule(case: Any) -> None:
     TWO.compare(case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SEVERAL_STAGES.cases, ids=name_of)
 def test_3_4_6_also_where_a_rank_has_several_stages(case: Any) -> None:
     SEVERAL_STAGES.compare(case)
 
 
-@pytest.mark.parametrize("case", AS_WHOLE_BATCHES, ids=name_of)
-def test_5_14_evaluation_runs_whole_batches_or_in_lockstep_where_it_cannot_be_cut(case: Any) -> None:
-    results = TWO.results(case)
-    expected = case(Bench(None))
+def test_5_evaluation_runs_whole_batches_where_outputs_cannot_be_put_together() -> None:
+    """In lockstep, where it cannot be cut: `test_pipeline_hooks.py`."""
+    results = TWO.results(ragged)
+    expected = ragged(Bench(None))
     for result in results:
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
