@@ -31,23 +31,24 @@ BEFORE = pytest.StashKey[Snapshot]()
 LAST_PATIENCE_S = 15.0
 # The longest files first: handed out later, one would keep one worker alone busy.
 LONGEST = [
+    "tests/test_examples.py",
     "tests/strategies/test_contract.py",
     "tests/strategies/test_launchers.py",
-    "tests/test_examples.py",
-    "tests/test_registration.py",
+    "tests/sharding/test_numbers.py",
+    "tests/test_readme.py",
+    "tests/strategies/test_exact_resume.py",
+    "tests/sharding/test_checkpoints.py",
+    "tests/communication/test_join.py",
     "tests/strategies/test_device_faults.py",
     "tests/pipeline/test_step_run.py",
     "tests/pipeline/test_transformers.py",
     "tests/faults/test_deaths.py",
-    "tests/strategies/test_edges.py",
-    "tests/strategies/test_pipeline_hooks.py",
-    "tests/test_readme.py",
-    "tests/strategies/test_nonfinite.py",
-    "tests/sharding/test_numbers.py",
-    "tests/sharding/test_checkpoints.py",
     "tests/strategies/test_pipeline_features.py",
+    "tests/strategies/test_layouts.py",
+    "tests/strategies/test_pipeline_hooks.py",
+    "tests/strategies/test_edges.py",
+    "tests/strategies/test_nonfinite.py",
     "tests/faults/test_nodes.py",
-    "tests/strategies/test_exact_resume.py",
     "tests/pipeline/test_replay.py",
 ]
 

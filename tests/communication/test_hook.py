@@ -228,7 +228,6 @@ def test_the_rank_that_failed_is_named_by_its_neighbour_within_seconds(algorithm
 
 SHAPES = [(24, 20), (7,), (30, 20), (40,)]
 METHODS = {
-    "bf16": Compression("bf16"),
     "int8": Compression("int8", block_size=16),
     "powersgd": Compression("powersgd", rank=2),
 }
@@ -270,20 +269,16 @@ def compress_steps(method: str, algorithm: str, scope: str) -> tuple[float, floa
 @pytest.mark.parametrize(
     ("method", "algorithm", "scope", "nodes"),
     [
-        ("bf16", "hierarchical", "inter_node", "ab"),
-        pytest.param("bf16", "balanced", "inter_node", "aabb", marks=pytest.mark.exhaustive),
         ("int8", "hierarchical", "inter_node", "abab"),
         pytest.param("int8", "native", "all", "aa", marks=pytest.mark.slow),
-        pytest.param("int8", "balanced", "inter_node", "abb", marks=pytest.mark.slow),
         ("powersgd", "native", "inter_node", "ab"),
-        pytest.param("powersgd", "native", "all", "aaa", marks=pytest.mark.slow),
     ],
 )
 def test_nothing_is_lost_over_steps(method: str, algorithm: str, scope: str, nodes: str) -> None:
-    rounding = 0.05 if (method, algorithm) == ("bf16", "hierarchical") else 1e-3  # a ring rounds on its way, too
+    """Of other exchanges: `test_compression.py`."""
     for before, after in run_ranks(compress_steps, len(nodes), method, algorithm, scope, node_ids=list(nodes)):
         assert before > 1e-4
-        assert after < min(rounding, before)
+        assert after < min(1e-3, before)
 
 
 def average_odd_shapes() -> tuple[list[bool], bool]:

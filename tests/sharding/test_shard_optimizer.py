@@ -12,26 +12,6 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from tests.ranks import run_trainer_ranks
 from tests.sharding.learners import AdamLearner, sharded
 from tests.strategies.learners import make_trainer
-from tests.strategies.resuming import Scenario, resume_from_each
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning")
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")  # resumed without callbacks
-@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning")
-@pytest.mark.parametrize(
-    ("kind", "ranks", "chosen"),
-    [
-        pytest.param("sharded", 2, 3, id="smddp"),
-        pytest.param(
-            {"pipeline_parallel_size": 2, "shard": "optimizer"}, 4, 1, marks=pytest.mark.exhaustive, id="pipeline"
-        ),
-    ],
-)
-def test_a_run_goes_on_to_the_bit(kind: Any, ranks: int, chosen: int, tmp_path: Path) -> None:
-    """From within an epoch, within accumulation, and at its end; with dropout."""
-    body, scenario = resume_from_each, Scenario(accumulate=2, validate=2, epochs=2)
-    assert run_trainer_ranks(body, ranks, kind, scenario, str(tmp_path), chosen, timeout=110) == [{}] * ranks
 
 
 class Failing(AdamLearner):

@@ -190,7 +190,6 @@ def test_a_number_of_ranks_that_torchrun_did_not_start_is_an_error(devices: int,
     [
         (lambda: SMDDPStrategy(algoritm="native"), "no argument 'algoritm'. Valid: .*algorithm.*static_graph"),
         (lambda: SMDDPFabricStrategy(resume="auto"), "has no argument 'resume'. Valid: .*reliability"),
-        (lambda: PipelineStrategy(shard_size=2), "has no argument 'shard_size'. Valid: "),
         (
             lambda: PipelineStrategy(find_unused_parameters=True),
             "PipelineStrategy has no argument 'find_unused_parameters'. Valid",

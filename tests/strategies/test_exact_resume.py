@@ -67,12 +67,13 @@ def test_one_rank(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_two_ranks(tmp_path: Path) -> None:
-    """Without workers and with them; of a pipeline, each stage of which draws its own dropout.
+    """Without workers and with them; of a sharded optimizer; of a pipeline, each stage of which draws its own dropout.
 
     Also where, without a check, evaluation is traced while it counts.
     """
     kinds: list[tuple[Any, Scenario]] = []
     kinds += [("smddp", replace(KINDS[name], epochs=2)) for name in ("accumulation", "workers", "stream in workers")]
+    kinds.append(("sharded", replace(OFTEN, epochs=2)))
     unchecked = Scenario(epochs=1, count=16, validate=3)
     kinds += [({}, replace(OFTEN, epochs=2, count=18)), ({"check": False}, unchecked)]
     assert run_trainer_ranks(all_from_each, 2, kinds, str(tmp_path), 2, timeout=200) == [{}, {}]
