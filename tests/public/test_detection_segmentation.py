@@ -1,4 +1,4 @@
-"""Masks and boxes: lists of images with targets, matching, dice losses."""
+"""Masks and boxes: lists of images with targets, dice losses."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.public.cases import MARKS, WHOLE, Built, Case, HuggingFace, check, table
+from tests.public.cases import MARKS, WHOLE, Built, Case, check, table
 
-transformers = pytest.importorskip("transformers")
 torchvision = pytest.importorskip("torchvision")
 detection = pytest.importorskip("torchvision.models.detection")
 smp = pytest.importorskip("segmentation_models_pytorch")
@@ -143,45 +142,6 @@ class FasterRcnn(Detector):
         )
 
 
-class Detr(HuggingFace):
-    """Hungarian matching inside the model's loss; labels are a list of dicts."""
-
-    rows = 4
-    rate = 0.01
-
-    def build(self) -> Any:
-        sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "num_queries": 5}
-        sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32}
-        backbone = transformers.ResNetConfig(
-            embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", out_features=["stage2"]
-        )
-        config = transformers.DetrConfig(
-            use_timm_backbone=False, backbone=None, backbone_config=backbone, use_pretrained_backbone=False,
-            num_labels=2, decoder_ffn_dim=32, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, **sizes,
-        )  # fmt: skip
-        return transformers.DetrForObjectDetection(config)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        out = self.model(pixel_values=batch["pixel_values"], pixel_mask=batch["pixel_mask"], labels=batch["labels"])
-        self.log("train_loss", out.loss)
-        for name, value in out.loss_dict.items():
-            self.log(f"train_{name}", value)
-        return out.loss
-
-    def data(self) -> Any:
-        rows = []
-        for image, _, box in squares():
-            centred = torch.cat([(box[:2] + box[2:]) / 2, box[2:] - box[:2]]) / 32
-            rows.append((image, {"class_labels": torch.tensor([1]), "boxes": centred[None]}))
-        return rows
-
-    @staticmethod
-    def collate(rows: Any) -> Any:
-        images = torch.stack([image for image, _ in rows])
-        mask = torch.ones(images.shape[0], *images.shape[2:], dtype=torch.long)
-        return {"pixel_values": images, "pixel_mask": mask, "labels": [labels for _, labels in rows]}
-
-
-@table(Case(SmpUnet, WHOLE), Case(FasterRcnn, WHOLE), Case(Detr, WHOLE))
+@table(Case(SmpUnet, WHOLE), Case(FasterRcnn, WHOLE))
 def test_detection_segmentation(case: Case) -> None:
     check(case)

@@ -1,20 +1,18 @@
-"""Time series: models of pytorch-forecasting and gluonts."""
+"""Time series: models of pytorch-forecasting."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
 
-from tests.public.cases import MARKS, WHOLE, Case, check, loader, table
+from tests.public.cases import MARKS, WHOLE, Case, check, table
 
 np = pytest.importorskip("numpy")
 pandas = pytest.importorskip("pandas")
 forecasting = pytest.importorskip("pytorch_forecasting")
 forecasting_data = pytest.importorskip("pytorch_forecasting.data")
 forecasting_metrics = pytest.importorskip("pytorch_forecasting.metrics")
-gluonts_deepar = pytest.importorskip("gluonts.torch.model.deepar.lightning_module")
 
 pytestmark = MARKS
 
@@ -60,46 +58,8 @@ def DeepAr() -> Any:  # noqa: N802
     return of_forecasting("DeepAR", data, hidden_size=8, rnn_layers=2, dropout=0.0)
 
 
-def rows_of(length: int) -> Any:
-    """With the names that gluonts' transformations give them."""
-    generator = torch.Generator().manual_seed(0)
-    rows = []
-    for _ in range(24):
-        value = torch.randn(length, generator=generator).cumsum(0) / 5 + 3
-        time = torch.linspace(-0.5, 0.5, length)[:, None]
-        rows.append(
-            {
-                "past_target": value[:-FUTURE],
-                "future_target": value[-FUTURE:],
-                "past_observed_values": torch.ones(length - FUTURE),
-                "future_observed_values": torch.ones(FUTURE),
-                "past_time_feat": time[:-FUTURE],
-                "future_time_feat": time[-FUTURE:],
-                "feat_static_cat": torch.zeros(1, dtype=torch.long),
-                "feat_static_real": torch.zeros(1),
-            }
-        )
-    return rows
-
-
-class GluontsDeepAr(gluonts_deepar.DeepARLightningModule):
-    def __init__(self) -> None:
-        sizes = {"freq": "D", "prediction_length": FUTURE, "context_length": PAST, "hidden_size": 8}
-        super().__init__(model_kwargs={**sizes, "dropout_rate": 0.0, "lags_seq": [1, 2, 3], "num_layers": 2})
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.005)
-
-    def train_dataloader(self) -> Any:
-        return loader(rows_of(self.model._past_length + FUTURE))
-
-    def val_dataloader(self) -> Any:
-        return loader(rows_of(self.model._past_length + FUTURE)[:8])
-
-
 @table(
     Case(TemporalFusion, WHOLE),
-    Case(GluontsDeepAr),
     Case(DeepAr, WHOLE, refused=r"SplitError: 2 stages were asked for.* 'rnn' is opened, as the size of .* values"),
 )
 def test_forecasting(case: Case) -> None:

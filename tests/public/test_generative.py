@@ -1,4 +1,4 @@
-"""Diffusion, flows, vector quantisation, differential equations."""
+"""Diffusion, flows, vector quantisation, Gaussian processes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from tests.public.cases import MARKS, WHOLE, Case, Learner, check, integers, num
 from tests.public.test_vision import digits
 
 diffusers = pytest.importorskip("diffusers")
-denoising = pytest.importorskip("denoising_diffusion_pytorch")
 vq = pytest.importorskip("vector_quantize_pytorch")
 zuko = pytest.importorskip("zuko")
-torchdiffeq = pytest.importorskip("torchdiffeq")
 gpytorch = pytest.importorskip("gpytorch")
 
 pytestmark = MARKS
@@ -66,18 +64,6 @@ class Unet2dSampling(Unet2d):
         self.log("sample_mean", image.mean())
 
 
-class DenoisingDiffusion(Generative):
-    """lucidrains' package draws noise inside its own forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        unet = denoising.Unet(dim=8, dim_mults=(1, 2), channels=1, flash_attn=False, attn_heads=2, attn_dim_head=8)
-        self.model = denoising.GaussianDiffusion(unet, image_size=16, timesteps=20, sampling_timesteps=2)
-
-    def loss(self, batch: Any) -> Tensor:
-        return self.model(batch[0])
-
-
 class VectorQuantised(Generative):
     """Codes learned by an exponential average: buffers that the step changes."""
 
@@ -104,21 +90,6 @@ class SplineFlow(Generative):
 
     def data(self) -> Any:
         return list(zip(numbers(24, 3), numbers(24, 4, seed=1), strict=True))
-
-
-class NeuralOde(SplineFlow):
-    """A solver calls the module as often as it needs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 4)
-        self.field = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4))
-        self.last = nn.Linear(4, 4)
-
-    def loss(self, batch: Any) -> Tensor:
-        times = torch.tensor([0.0, 1.0])
-        end = torchdiffeq.odeint(lambda t, y: self.field(y), self.first(batch[0]), times, method="rk4")[-1]
-        return F.mse_loss(self.last(end), batch[1])
 
 
 class DeepKernel(SplineFlow):
@@ -150,10 +121,8 @@ class Process(gpytorch.models.ApproximateGP):
 
 @table(
     Case(Unet2dSampling),
-    Case(DenoisingDiffusion),
     Case(VectorQuantised, {**WHOLE, "split": ["codes"]}),
     Case(SplineFlow),
-    Case(NeuralOde),
     Case(DeepKernel, WHOLE, refused=r"SplitError: The step takes another path each time that it is run on the same"),
 )
 def test_generative(case: Case) -> None:

@@ -1,4 +1,4 @@
-"""Batches that are objects: graphs of PyTorch Geometric, molecules, TensorDicts."""
+"""Batches that are objects: graphs of PyTorch Geometric, TensorDicts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
-from tests.public.cases import MARKS, WHOLE, Case, Learner, check, numbers, table
+from tests.public.cases import MARKS, Case, Learner, check, numbers, table
 
 geometric_data = pytest.importorskip("torch_geometric.data")
 geometric_loader = pytest.importorskip("torch_geometric.loader")
 gnn = pytest.importorskip("torch_geometric.nn")
-chemprop = pytest.importorskip("chemprop")
 tensordict = pytest.importorskip("tensordict")
 
 pytestmark = MARKS
@@ -55,32 +54,6 @@ class Gcn(Learner):
         return F.cross_entropy(self.head(gnn.global_mean_pool(x, batch.batch)), batch.y)
 
 
-SMILES = ["CCO", "CCN", "CCC", "c1ccccc1", "CC(=O)O", "CCCl", "CO", "CCCC", "CN", "c1ccncc1", "C1CCC1", "CCOC"]
-
-
-def molecules(rows: int) -> Any:
-    points = [chemprop.data.MoleculeDatapoint.from_smi(smi, [len(smi) / 5.0]) for smi in SMILES]
-    return chemprop.data.build_dataloader(chemprop.data.MoleculeDataset(points), batch_size=rows, shuffle=False)
-
-
-class Chemprop(chemprop.models.MPNN):
-    """A LightningModule of the package itself: its batch is a named tuple with a graph object."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            chemprop.nn.BondMessagePassing(d_h=16, depth=2), chemprop.nn.MeanAggregation(),
-            chemprop.nn.RegressionFFN(input_dim=16, hidden_dim=16), batch_norm=False, warmup_epochs=1,
-        )  # fmt: skip
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-    def train_dataloader(self) -> Any:
-        return molecules(6)
-
-    val_dataloader = train_dataloader
-
-
 class OfTensorDict(Learner):
     """The batch is a TensorDict with another one in it, as torchrl's replay buffers make them."""
 
@@ -102,7 +75,6 @@ class OfTensorDict(Learner):
 
 @table(
     Case(Gcn),
-    Case(Chemprop, WHOLE),
     Case(OfTensorDict, {"num_microbatches": 4}),
 )
 def test_graphs(case: Case) -> None:

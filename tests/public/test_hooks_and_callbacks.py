@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -13,18 +12,16 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.public.cases import EXACT, MARKS, WHOLE, Case, Learner, check, table
+from tests.public.cases import MARKS, WHOLE, Case, Learner, check, table
 from tests.public.test_vision import digits
 
 timm = pytest.importorskip("timm")
-optimizers = pytest.importorskip("pytorch_optimizer")
 schedulefree = pytest.importorskip("schedulefree")
 
 pytestmark = MARKS
 
 # Cuts at measured times differ from run to run, and some put everything that belongs together on one rank.
 CUT = {"split": ["model.blocks.2"]}
-APART = {"split": ["teacher"]}
 
 
 class Vit(Learner):
@@ -35,7 +32,7 @@ class Vit(Learner):
     def __init__(self) -> None:
         super().__init__()
         sizes = {"img_size": 16, "patch_size": 8, "in_chans": 1, "embed_dim": 16, "depth": 4, "num_heads": 2}
-        sizes["qkv_bias"] = False  # the bias of keys has no gradient but rounding, whose sign Lion would follow
+        sizes["qkv_bias"] = False  # the bias of keys has no gradient but rounding
         self.model = timm.models.VisionTransformer(**sizes, num_classes=10)
         self.shown: list[Any] = []
 
@@ -44,25 +41,6 @@ class Vit(Learner):
 
     def data(self) -> Any:
         return digits(size=16, channels=1)
-
-
-class MeanTeacher(Vit):
-    """The loop over pairs that everybody writes; the teacher's answers are part of the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
-
-    @torch.no_grad()
-    def on_train_batch_end(self, *args: Any) -> None:
-        for slow, fast in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
-            slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
-
-    def loss(self, batch: Any) -> Tensor:
-        scores = self.model(batch[0])
-        with torch.no_grad():
-            wanted = self.teacher(batch[0]).softmax(1)
-        return F.cross_entropy(scores, batch[1]) + F.mse_loss(scores.softmax(1), wanted)
 
 
 class EmaCallback(Callback):
@@ -94,13 +72,6 @@ class ClippedByHand(Vit):
         self.log("total", torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5))
         self.log_dict(grad_norm(self, norm_type=2))
         self.log("weights", sum(weight.detach().pow(2).sum() for weight in self.parameters()).sqrt())
-
-
-class Lion(Vit):
-    """Moves by signs: compared in double precision."""
-
-    def configure_optimizers(self) -> Any:
-        return optimizers.Lion(self.parameters(), lr=0.001)
 
 
 class ScheduleFree(Vit):
@@ -142,10 +113,8 @@ def unfreeze_all_at_one() -> Callback:
 
 
 @table(
-    Case(MeanTeacher, APART),
     Case(Vit, CUT, trainer={"callbacks": [EmaCallback]}),
     Case(ClippedByHand, CUT),
-    Case(Lion, CUT, trainer=EXACT),
     Case(ScheduleFree, CUT, refused="SGDScheduleFree needs .* or what it does cannot be tried out"),
     Case(Finetuned, WHOLE, trainer={"callbacks": [unfreeze_all_at_one], "max_epochs": 3}),
 )

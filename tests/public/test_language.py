@@ -8,19 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.public.cases import (
-    INTERLEAVED,
-    MARKS,
-    REPLICAS,
-    WHOLE,
-    ZERO_BUBBLE,
-    Case,
-    HuggingFace,
-    check,
-    integers,
-    numbers,
-    table,
-)
+from tests.public.cases import INTERLEAVED, MARKS, WHOLE, Case, HuggingFace, check, integers, numbers, table
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -63,13 +51,6 @@ class Causal(HuggingFace):
         return sentences(side=self.side)
 
 
-class Gpt2Right(Causal):
-    def build(self) -> Any:
-        sizes = {"n_layer": 4, "n_embd": 32, "n_head": 2, "vocab_size": VOCABULARY, "n_positions": 32}
-        drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drop, bos_token_id=1, eos_token_id=1))
-
-
 class LlamaRight(Causal):
     def build(self) -> Any:
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=2, **SMALL))
@@ -77,12 +58,6 @@ class LlamaRight(Causal):
 
 class LlamaLeft(LlamaRight):
     side = "left"
-
-
-class LlamaUnpadded(LlamaRight):
-    """Every row as long as the others, so that replicas weigh the same."""
-
-    side = "none"
 
 
 class LlamaLora(LlamaRight):
@@ -103,19 +78,6 @@ class MixtralExperts(Causal):
     def build(self) -> Any:
         routing = {"num_local_experts": 4, "output_router_logits": True, "num_key_value_heads": 2}
         return transformers.MixtralForCausalLM(transformers.MixtralConfig(**routing, **SMALL))
-
-
-class Generating(Gpt2Right):
-    """Generates texts in validation, as summarisation examples do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shown: list[Any] = []
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        texts = self.model.generate(batch["input_ids"][:, :4], max_new_tokens=4, do_sample=False, pad_token_id=0)
-        self.log("val_sum", texts.float().mean())
 
 
 class T5Beams(Causal):
@@ -172,13 +134,9 @@ class Wav2Vec2LayerDrop(Wav2Vec2):
 @table(
     Case(LlamaRight, INTERLEAVED, variant="interleaved"),
     Case(LlamaLeft, {"split": ["model.model.layers.1.self_attn.o_proj"]}, variant="inside_a_layer"),
-    Case(LlamaUnpadded, REPLICAS, ranks=4, variant="replicas"),
-    Case(LlamaUnpadded, ZERO_BUBBLE, variant="zero_bubble"),
     Case(LlamaLora),
     Case(MixtralExperts, WHOLE),
-    Case(Generating),
     Case(T5Beams),
-    Case(Wav2Vec2),
     Case(Wav2Vec2SpecAugment),
     Case(Wav2Vec2LayerDrop),
 )

@@ -1,4 +1,4 @@
-"""Image classifiers, with mixup, label smoothing, augmentation and batch norm."""
+"""Image classifiers, with mixup, and pairs of images and texts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from tests.public.cases import MARKS, REPLICAS, WHOLE, ZERO_BUBBLE, Built, Case, Learner, check, integers, table
@@ -15,7 +15,6 @@ timm = pytest.importorskip("timm")
 timm_losses = pytest.importorskip("timm.loss")
 transformers = pytest.importorskip("transformers")
 torchvision = pytest.importorskip("torchvision")
-kornia = pytest.importorskip("kornia")
 open_clip = pytest.importorskip("open_clip")
 datasets = pytest.importorskip("sklearn.datasets")
 
@@ -72,19 +71,6 @@ class TimmMixup(TimmVit):
         self.log("val_accuracy", (self.model(images).argmax(1) == labels).float().mean())
 
 
-class KorniaAugmented(TimmVit):
-    """kornia's augmentation in the step, which draws torch's random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.augment = nn.Sequential(
-            kornia.augmentation.RandomHorizontalFlip(p=0.5), kornia.augmentation.RandomAffine(degrees=10.0, p=0.7)
-        )
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step([self.augment(batch[0]), batch[1]], batch_idx)
-
-
 class OpenClip(Learner):
     """Image and text towers; the loss compares all rows of a batch."""
 
@@ -112,7 +98,6 @@ class OpenClip(Learner):
     Case(TimmVit, REPLICAS, ranks=4, variant="replicas"),
     Case(TimmSwin, ZERO_BUBBLE, variant="zero_bubble"),
     Case(TimmMixup, WHOLE),
-    Case(KorniaAugmented),
     Case(OpenClip, WHOLE),
 )
 def test_vision(case: Case) -> None:
