@@ -13,17 +13,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests import warm
-from tests.multinode.namespaces import Node, two_nodes
+from tests.multinode.namespaces import Node, two_nodes, write_hosts
 
 PORT = 29511
 BLINK_S = 1.0
 
 
 class Nodes:
-    """Two nodes of a job; ``mains``: a process outside of each that ends with its code."""
+    """Nodes of a job, which may have ``names``; ``mains``: a process outside of each that ends with its code."""
 
-    def __init__(self, nodes: Sequence[Node], where: Path) -> None:
-        self._nodes, self._where = nodes, where
+    def __init__(self, nodes: Sequence[Node], where: Path, names: Sequence[str] = ()) -> None:
+        self._nodes, self._where, self._names = nodes, where, names
         self.mains: list[int] = []
 
     def torchrun(self, index: int) -> list[str]:
@@ -56,29 +56,39 @@ class Nodes:
         code = 70
         (self._where / "proc").mkdir(exist_ok=True)
         try:
-            self._nodes[index].enter(f"node{index}")
+            self._nodes[index].enter(self._names[index] if self._names else f"node{index}")
             first = os.fork()
             if first == 0:
-                _be_first(command, environment, self._where / "proc")
+                self._be_first(index, command, environment)
             (self._where / f"node-{index}").write_text(str(first))
             code = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
         finally:
             os._exit(code if code >= 0 else 128 - code)
 
+    def _be_first(self, index: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        code: int | None = None
+        try:
+            Node.mount_own_proc(self._where / "proc")
+            if self._names:
+                Node.mount_hosts(write_hosts(self._nodes, self._names, self._where / f"hosts-{index}"))
+            main = warm.fork(command, environment)
+            while True:
+                pid, status = os.wait()
+                if pid == main:
+                    code = os.waitstatus_to_exitcode(status)
+        except ChildProcessError:
+            code = 70 if code is None else code
+        finally:
+            os._exit(70 if code is None else code if code >= 0 else 128 - code)
 
-def _be_first(command: Sequence[str], environment: Mapping[str, str], outer_proc: Path) -> None:
-    code: int | None = None
-    try:
-        Node.mount_own_proc(outer_proc)
-        main = warm.fork(command, environment)
-        while True:
-            pid, status = os.wait()
-            if pid == main:
-                code = os.waitstatus_to_exitcode(status)
-    except ChildProcessError:
-        code = 70 if code is None else code
-    finally:
-        os._exit(70 if code is None else code if code >= 0 else 128 - code)
+    def be_apart(self, index: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """:meth:`be` in a session of its own, where programs are forked; what they print goes to ``output-INDEX``."""
+        os.setsid()
+        file = os.open(self._where / f"output-{index}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        for target in (1, 2):
+            os.dup2(file, target)
+        warm.fork_programs()
+        self.be(index, command, environment)
 
 
 @contextmanager

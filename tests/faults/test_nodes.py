@@ -45,7 +45,7 @@ ONE_OF_NODE_1 = ((2, 3), CUT, [0, 1])  # each side of a cut names a rank of the 
         row("oom", two_nodes("oom_kill", 3, 4), ([3], SIGKILL)),
         row("raise", two_nodes("raise", 1, 2), ([1], MESSAGE)),
         # Nobody who lives has seen how it ended.
-        row("alone", two_nodes("kill", 1, 2, strategy=PP), ([1], CUT), everyday=True),
+        row("alone", two_nodes("kill", 1, 2, strategy=PP), ([1], CUT)),
         # On its own node the others see how.
         row("rank 0", two_nodes("kill", 0, 4), ([0], SIGKILL, [1]), ([0], ENDED, [2, 3])),
         row("node 0", two_nodes("node", 0, 4), ([0], ENDED, [2, 3])),

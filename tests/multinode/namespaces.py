@@ -66,6 +66,11 @@ class Node:
         _system("mount", b"/proc", bytes(outer), None, MS_BIND | MS_REC, None)
         _system("mount", b"proc", b"/proc", b"proc", 0, None)
 
+    @staticmethod
+    def mount_hosts(hosts: Path) -> None:
+        """And after that: this file instead of ``/etc/hosts``."""
+        _system("mount", bytes(hosts), b"/etc/hosts", None, MS_BIND, None)
+
 
 @contextmanager
 def two_nodes(rate: str = "1gbit") -> Iterator[tuple[Node, Node]]:

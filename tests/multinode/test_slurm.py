@@ -81,7 +81,7 @@ def cluster(where: Path) -> Iterator[Machines]:
 
 
 def _wait(there: Machines, daemons: list[subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + 15.0
+    deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline and all(daemon.poll() is None for daemon in daemons):
         states = slurm(there, "sinfo", "--noheader", "--format=%D %t")
         if states.split() == ["2", "idle"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
 from tests.faults.nodes import PORT, Nodes
 from tests.multinode import job
 from tests.multinode.namespaces import Node, nodes_at_a_switch
@@ -55,7 +53,7 @@ class Job:
         environment[job.ACCIDENT] = self.accident
         if self.accident != job.NONE:
             environment |= REPLACEABLE
-        self.agents[index] = forked(_be_node, self, index, command, environment)
+        self.agents[index] = forked(Nodes(self.nodes, self.where).be_apart, index, command, environment)
 
     def wait(self) -> list[int | None]:
         """Until all have ended; their exit codes."""
@@ -76,18 +74,6 @@ class Job:
     @property
     def output(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.where.glob("output-*")))
-
-    def __reduce__(self) -> tuple[type[Job], tuple[object, ...]]:
-        return Job, (self.where, self.nodes, self.rendezvous, self.devices, self.accident)
-
-
-def _be_node(one: Job, index: int, command: list[str], environment: dict[str, str]) -> None:
-    os.setsid()
-    file = os.open(one.where / f"output-{index}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for target in (1, 2):
-        os.dup2(file, target)
-    warm.fork_programs()
-    Nodes(one.nodes, one.where).be(index, command, environment)
 
 
 @contextmanager
