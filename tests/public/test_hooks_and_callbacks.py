@@ -1,4 +1,4 @@
-"""What people write around the step: averages of weights, clipping, norms, other optimizers, freezing, samples."""
+"""What people write around the step: averages of weights, clipping, norms, other optimizers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.utilities import grad_norm
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from tests.public.cases import MARKS, WHOLE, Case, Learner, check, table
+from tests.public.cases import MARKS, Case, Learner, check, table
 from tests.public.test_vision import digits
 
 timm = pytest.importorskip("timm")
@@ -90,33 +89,10 @@ class ScheduleFree(Vit):
         self.optimizers().optimizer.train()
 
 
-class Finetuned(Vit):
-    """Lightning's BackboneFinetuning: batch norm that is frozen first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = timm.create_model("resnet10t", num_classes=0, in_chans=1)
-        self.model = nn.Linear(512, 10)
-
-    def loss(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self.model(self.backbone(batch[0])), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.02)
-
-    def data(self) -> Any:
-        return digits(size=32, channels=1)
-
-
-def unfreeze_all_at_one() -> Callback:
-    return BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_ratio_lr=0.1, train_bn=False)
-
-
 @table(
     Case(Vit, CUT, trainer={"callbacks": [EmaCallback]}),
     Case(ClippedByHand, CUT),
     Case(ScheduleFree, CUT, refused="SGDScheduleFree needs .* or what it does cannot be tried out"),
-    Case(Finetuned, WHOLE, trainer={"callbacks": [unfreeze_all_at_one], "max_epochs": 3}),
 )
 def test_hooks_and_callbacks(case: Case) -> None:
     check(case)
