@@ -1,4 +1,4 @@
-"""Image classifiers, with mixup, and pairs of images and texts."""
+"""Image classifiers, with mixup."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.public.cases import MARKS, REPLICAS, WHOLE, ZERO_BUBBLE, Built, Case, Learner, check, integers, table
+from tests.public.cases import MARKS, REPLICAS, WHOLE, ZERO_BUBBLE, Built, Case, check, table
 
 timm = pytest.importorskip("timm")
 timm_losses = pytest.importorskip("timm.loss")
-transformers = pytest.importorskip("transformers")
-torchvision = pytest.importorskip("torchvision")
-open_clip = pytest.importorskip("open_clip")
 datasets = pytest.importorskip("sklearn.datasets")
 
 pytestmark = MARKS
@@ -71,34 +68,10 @@ class TimmMixup(TimmVit):
         self.log("val_accuracy", (self.model(images).argmax(1) == labels).float().mean())
 
 
-class OpenClip(Learner):
-    """Image and text towers; the loss compares all rows of a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        vision = {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8}
-        text = {"context_length": 8, "vocab_size": 50, "width": 32, "heads": 2, "layers": 2}
-        self.model = open_clip.CLIP(embed_dim=16, vision_cfg=vision, text_cfg=text)
-        self.criterion = open_clip.ClipLoss()
-
-    def loss(self, batch: Any) -> Tensor:
-        images, texts = batch
-        return self.criterion(*self.model(images, texts))
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        with torch.no_grad():
-            self.model.logit_scale.clamp_(0, 2.6)
-
-    def data(self) -> Any:
-        texts = integers(1, 50, 24, 8, seed=3)
-        return [(image, text) for (image, _), text in zip(digits(), texts, strict=True)]
-
-
 @table(
     Case(TimmVit, REPLICAS, ranks=4, variant="replicas"),
     Case(TimmSwin, ZERO_BUBBLE, variant="zero_bubble"),
     Case(TimmMixup, WHOLE),
-    Case(OpenClip, WHOLE),
 )
 def test_vision(case: Case) -> None:
     check(case)
