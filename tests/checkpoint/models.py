@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_smddp.checkpoint import files
+from tests.pipeline.models import assert_same
 
 DTYPES = [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.bool, torch.int8, torch.float8_e5m2]
 
@@ -74,18 +75,10 @@ class Malicious:
 
 def assert_equal(actual: Any, expected: Any) -> None:
     """Bit for bit; what is read when it is asked for is as good as a dict."""
-    if isinstance(expected, dict):
-        assert list(actual) == list(expected)
-        for key in expected:
-            assert_equal(actual[key], expected[key])
-        return
-    assert type(actual) is (Tensor if isinstance(expected, Tensor) else type(expected))
-    if isinstance(expected, Tensor):
-        assert actual.dtype == expected.dtype
-        assert torch.equal(actual, expected)
-    elif isinstance(expected, (list, tuple)):
-        assert len(actual) == len(expected)
-        for one, other in zip(actual, expected, strict=True):
-            assert_equal(one, other)
-    else:
-        assert actual == expected
+    assert_same(_in_dicts(actual), expected)
+
+
+def _in_dicts(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _in_dicts(item) for key, item in value.items()}
+    return [_in_dicts(item) for item in value] if type(value) is list else value

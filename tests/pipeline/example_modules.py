@@ -155,9 +155,6 @@ def structures() -> nn.Module:
     )
 
 
-# ---- random numbers ----
-
-
 # ---- changes in place ----
 
 

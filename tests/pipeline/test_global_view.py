@@ -211,13 +211,14 @@ def on_rank(hook: Hook, times: int = 2) -> Any:
 
 
 def all_cases() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    """Of each case, and of those below, in which ranks do different things."""
+    found: dict[str, Any] = {"different": differing(DIFFERENT), "refused": differing(list(REFUSED)), "kept": kept()}
     for hook in CASES:
         try:
             found[hook.__name__] = on_rank(hook)
         except Exception:
             found[hook.__name__] = traceback.format_exc()
-    return found
+    return {**found, "messages": collectives_of_hooks()}  # which counts them from here on
 
 
 @pytest.fixture(scope="module")
@@ -333,9 +334,12 @@ def differing(hooks: list[Any]) -> list[Any]:
     return found
 
 
-def test_values_for_one_rank_alone_and_then_for_all() -> None:
-    for rank, found in enumerate(run_ranks(differing, 2, [on_first_rank, first_rank_and_all])):
-        assert_equal(found, [on_first_rank(Net(), rank), first_rank_and_all(Net(), rank)])
+DIFFERENT = [on_first_rank, first_rank_and_all]
+
+
+def test_values_for_one_rank_alone_and_then_for_all(ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(ranks):
+        assert_equal(found["different"], [hook(Net(), rank) for hook in DIFFERENT])
 
 
 CHANGED_LAST = "do different things in a hook or callback: rank 0 has changed"
@@ -351,9 +355,9 @@ REFUSED = {
 }
 
 
-def test_what_ranks_do_differently_is_an_error_on_all() -> None:
-    for found in run_ranks(differing, 2, list(REFUSED)):
-        for text, error in zip(REFUSED.values(), found, strict=True):
+def test_what_ranks_do_differently_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        for text, error in zip(REFUSED.values(), found["refused"], strict=True):
             assert text in error
             assert "test_global_view.py:" in error
 
@@ -379,9 +383,9 @@ def kept() -> Any:
     return message, kinds, average, dict(clone.state_dict())
 
 
-def test_what_hooks_keep() -> None:
+def test_what_hooks_keep(ranks: list[dict[str, Any]]) -> None:
     whole = Net()
-    for message, kinds, average, state in run_ranks(kept, 2):
+    for message, kinds, average, state in (found["kept"] for found in ranks):
         assert "whose values are on rank 0 of the pipeline" in message
         assert "test_global_view.py:" in message
         assert kinds == {Tensor, nn.Parameter}
@@ -420,9 +424,9 @@ def collectives_of_hooks() -> list[Counter[str]]:
     return counts
 
 
-def test_messages_of_hooks() -> None:
+def test_messages_of_hooks(ranks: list[dict[str, Any]]) -> None:
     """Hooks that read and write nothing cost one small message together, and only where training goes on."""
-    first, second = run_ranks(collectives_of_hooks, 2)
+    first, second = (found["messages"] for found in ranks)
     assert first[:6] == second[:6] == [{}, {}, {"all_gather": 1}, {}, {"all_gather": 1}, {}]
     reading, _, going_on = first[6:]
     assert sum(reading.values()) > 2  # of the first rank alone, which the other serves where it goes on

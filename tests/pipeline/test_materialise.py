@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ from lightning_smddp.bridge.partitioning import _first_values
 from lightning_smddp.pipeline.mesh import held_parameters
 from lightning_smddp.pipeline.state.meta_parameters import initialize_deferred, parameters_on_meta
 from tests.pipeline.models import OWNERSHIP, Tied, assert_same
+from tests.pipeline.test_transformers import gpt2, llama
 
 CPU = torch.device("cpu")
 
@@ -159,23 +159,11 @@ def test_what_other_ranks_hold_needs_no_initialiser() -> None:
     assert model[1].weight.is_meta
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_models_of_transformers(family: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    common = {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0}
-    if family == "gpt2":
-        config = transformers.GPT2Config(n_layer=1, n_embd=64, n_head=2, n_positions=16, **common)
-        kind = transformers.GPT2LMHeadModel
-    else:
-        sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-        config = transformers.LlamaConfig(**sizes, **common)
-        kind = transformers.LlamaForCausalLM
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = on_meta(lambda: kind(config))
+@pytest.mark.parametrize("build", [gpt2, llama])
+def test_models_of_transformers(build: Callable[[], nn.Module]) -> None:
+    model, expected = on_meta(build), build()
     assert all(parameter.is_meta for parameter in model.parameters())
     initialize_deferred(model, all_names(model), CPU, seed=0)
-    expected = kind(config)
     for (name, parameter), reference in zip(model.named_parameters(), expected.parameters(), strict=True):
         assert close(parameter, reference), name
     with torch.no_grad():

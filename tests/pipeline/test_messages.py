@@ -1,15 +1,30 @@
-"""What one stage sends to the next: small tensors share a message, and arrive as tensors of their own."""
+"""What stages send each other, and, where a step ends, its results; how a failure on one rank ends it on all."""
 
 from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_smddp.communication.objects import RankFailedError
 from lightning_smddp.pipeline.capture.records import TensorSpec
+from lightning_smddp.pipeline.mesh import Channel
+from lightning_smddp.pipeline.runtime import step_exchange
 from lightning_smddp.pipeline.runtime.messages import Layout, Neighbour
+from lightning_smddp.pipeline.runtime.remote_tensor import ReplayError
+from lightning_smddp.pipeline.runtime.step_exchange import Failure, StepExchange
+from tests.pipeline.models import count_collectives
 from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+# ---- small tensors share a message, and arrive as tensors of their own ----
 
 MANY = [
     torch.tensor([True, False, True]),
@@ -31,7 +46,7 @@ def exchanged(ahead: bool) -> list[tuple[list[Tensor], int]]:
     found = []
     for sent, _ in CASES:
         rank = dist.get_rank()
-        neighbour = Neighbour(dist.group.WORLD, 1 - rank, torch.device("cpu"), ahead)
+        neighbour = Neighbour(dist.group.WORLD, 1 - rank, CPU, ahead)
         layout = Layout.of(list(map(TensorSpec.of, sent)))
         neighbour.begin_step([layout] * 2)
         for microbatch in (0, 1):
@@ -53,3 +68,100 @@ def test_tensors_arrive_as_they_were_sent(ahead: bool) -> None:
             assert copy.dtype == tensor.dtype
             assert torch.equal(copy, tensor.resolve_conj())
             assert copy.untyped_storage().nbytes() == copy.nbytes  # one that is changed in place changes no other
+
+
+# ---- results and failures ----
+
+
+@dataclass
+class Shown:
+    logs: list[tuple[str, Any]] = field(default_factory=list)
+    output: Any = None
+
+
+def of_step(step: int) -> Shown:
+    logs = [("loss", torch.tensor(1.5 * step)), ("lr", 0.1 * step), ("rows", step), ("is_odd", step % 2 == 1)]
+    return Shown(logs, {"rows": torch.arange(step * 3.0).view(step, 3), "name": "x", "none": None, "big": 2**70})
+
+
+def exchange() -> tuple[StepExchange, bool]:
+    """And whether results are from this rank."""
+    group = dist.group.WORLD
+    assert group is not None
+    last = group.size() - 1
+    return StepExchange(Channel(group, CPU), Channel(group, CPU), last), group.rank() == last
+
+
+def received() -> list[Any]:
+    """Results outgrow the word and fit into it again."""
+    meeting, is_last = exchange()
+    found = []
+    for step in (1, 1, 2, 2, 3000, 3000, 2):
+        found.append(meeting.run(of_step(step) if is_last else None, batch=step))
+    found.append(meeting.run("a word" if is_last else None))
+    found.append(meeting.run([math.inf, torch.empty(0)] if is_last else None))
+    return found
+
+
+def test_every_rank_has_the_results_of_the_last() -> None:
+    for found in run_ranks(received, 3):
+        for step, shown in zip((1, 1, 2, 2, 3000, 3000, 2), found, strict=False):
+            wanted = of_step(step)
+            assert isinstance(shown, Shown)
+            assert [(name, type(value)) for name, value in shown.logs] == [(n, type(v)) for n, v in wanted.logs]
+            assert [float(value) for _, value in shown.logs] == [float(value) for _, value in wanted.logs]
+            assert torch.equal(shown.output["rows"], wanted.output["rows"])
+            assert {**shown.output, "rows": 0} == {**wanted.output, "rows": 0}
+        assert found[-2] == "a word"
+        assert found[-1][0] == math.inf
+        assert found[-1][1].shape == (0,)
+
+
+def collectives() -> list[int]:
+    calls = count_collectives("all_gather_into_tensor", "broadcast", "all_gather_object")
+    gathers = count_collectives("all_gather_single", module=step_exchange)
+    meeting, _ = exchange()
+    counts = []
+    for _ in range(3):
+        calls.clear()
+        gathers.clear()
+        meeting.run(of_step(2))
+        counts.append(len(calls) + len(gathers))
+    return counts
+
+
+def test_it_is_one_collective() -> None:
+    assert run_ranks(collectives, 2) == [[1, 1, 1]] * 2
+
+
+def failures() -> list[str]:
+    """Stage 1 fails at micro-batch 2, and stage 2 thereupon; then batches differ; then results cannot be sent."""
+    meeting, is_last = exchange()
+    rank = dist.get_rank()
+    here = {
+        1: [Failure(2, 1, "no rows", IndexError("no rows"), diverged=False)],
+        2: [Failure(2, 2, "another path", ReplayError("another path"), diverged=True)],
+    }
+    cases: list[dict[str, Any]] = [
+        {"failures": here.get(rank, [])},
+        {"failures": here.get(rank, []) if rank == 2 else []},
+        {"batch": 7 + (rank == 1)},
+        {"results": threading.Lock() if is_last else None},
+    ]
+    texts = []
+    for case in cases:
+        with pytest.raises((ReplayError, RankFailedError, IndexError, ValueError, TypeError)) as raised:
+            meeting.run(**{"results": 1, **case})
+        texts.append(repr(raised.value))
+    assert meeting.run(3 if is_last else None) == 3  # a failed step leaves nothing behind
+    return texts
+
+
+def test_all_ranks_raise_the_cause() -> None:
+    first, second, third = run_ranks(failures, 3)
+    assert first[0] == third[0] == "RankFailedError('Rank 1 failed in stage 1: no rows')"
+    assert second[0] == "IndexError('no rows')"
+    for texts in (first, second, third):
+        assert texts[1] == "ReplayError('another path')"
+        assert "have different batches" in texts[2]
+        assert "cannot" in texts[3]

@@ -23,6 +23,7 @@ from lightning_smddp.pipeline.partition.microbatches import (
     signature,
 )
 from tests.pipeline.models import assert_same
+from tests.strategies.test_accumulation import Labels
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -176,24 +177,11 @@ def test_signature_tells_structure_and_shapes_only() -> None:
     assert signature(Sample(rows(2), True)) == "Sample(image=float32[2], name=bool)"
 
 
-class Sized:
-    """Tensors that are cut together by slices."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, part: Any) -> Sized:
-        return Sized(self.x[part])
-
-
 def test_objects_are_cut_by_slices() -> None:
-    first, second = (part.value for part in split({"y": rows(5), "sized": Sized(rows(5)), "range": range(5)}, 2))
-    assert first["sized"].x.equal(rows(5)[:3])
+    first, second = (part.value for part in split({"y": rows(5), "own": Labels(rows(5)), "range": range(5)}, 2))
+    assert first["own"].classes.equal(rows(5)[:3])
     assert second["range"] == range(3, 5)
-    assert sizes(split(Sized(rows(5)), 2)) == [3, 2]
+    assert sizes(split(Labels(rows(5)), 2)) == [3, 2]
 
 
 X = rows(5, 6)

@@ -1,4 +1,4 @@
-"""What may be a unit, where a step may be cut, and what is refused."""
+"""What may be a unit, where a step may be cut, what crosses a cut, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.capture.boundaries import cut_into_stages, possible_cuts, reason_not_to_cut
+from lightning_smddp.pipeline.capture.boundaries import StagePlan, cut_into_stages, possible_cuts, reason_not_to_cut
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
 from lightning_smddp.pipeline.capture.tracer import trace
@@ -123,6 +123,54 @@ def test_what_is_made_of_chosen_rows_may_have_a_size_of_its_own() -> None:
     found = build_graph(record, Modules(record, root), "abc")
     assert {names(found)[item.index] for item in found.nodes if item.varies} == {"__getitem__", "square"}
     assert [found.nodes[cut].name for cut in possible_cuts(found)] == ["c"]
+
+
+# ---- what crosses a cut: enough, and no more than needed ----
+
+
+def second_stage(graph: StepGraph, name: str) -> StagePlan:
+    begin = next(node.index for node in graph.nodes if node.name.startswith(name))
+    return cut_into_stages(graph, [begin])[1]
+
+
+def test_a_residual_sum_crosses_as_one_tensor() -> None:
+    def body(s: Net, x: Tensor) -> Tensor:
+        for layer in (s.a, s.b, s.c, s.d):
+            x = x + layer(x)
+        return x.mean()
+
+    graph = graph_of(body)
+    for name in ("net.b", "net.c", "net.d"):
+        assert [graph.values[v].spec.shape for v in second_stage(graph, name).receives] == [(4, D)]
+
+
+def test_a_mask_crosses_before_it_is_expanded() -> None:
+    def body(s: Net, x: Tensor) -> Tensor:
+        mask = s.a(x).mean(-1, keepdim=True)
+        wide = mask.expand(-1, D).exp() * torch.ones(8, 1, 1)
+        h = s.b(x) * wide
+        return s.c(h * wide.sum(0)).mean()
+
+    graph = graph_of(body)
+    second = second_stage(graph, "net.b")
+    assert [graph.values[v].spec.shape for v in second.receives] == [(4, 1)]
+    assert {names(graph)[index] for index in second.recomputed} == {"expand", "exp", "mul"}
+    needed = sum(graph.values[value].nbytes for value in graph.needed_after(second.begin))
+    assert sum(graph.values[value].nbytes for value in second.receives) < needed
+
+
+def test_random_values_and_watched_ones_are_sent() -> None:
+    def body(s: Net, x: Tensor) -> Tensor:
+        small = s.a(x).mean(-1, keepdim=True)
+        noisy = torch.nn.functional.dropout(small.expand(-1, D), 0.5)
+        watched = small.expand(-1, D) * 2
+        watched.register_hook(lambda g: g * 2)
+        return (s.b(x) * noisy * watched).mean()
+
+    graph = graph_of(body)
+    second = second_stage(graph, "net.b")
+    assert len(second.receives) == 2
+    assert not second.recomputed
 
 
 # ---- times ----

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_smddp.pipeline.capture.boundaries import possible_cuts, reason_not_to_cut
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.runtime.step_run import StageRun
-from tests.pipeline.example_modules import Cube
+from tests.pipeline.example_modules import Cube, Layer, batch
+from tests.pipeline.example_modules import Net as Layers
 from tests.pipeline.stage_emulation import (
     assert_transparent,
     assert_transparent_apart,
@@ -201,17 +202,6 @@ def test_changes_in_place(between: Between, before: Before | None) -> None:
     check(Net(between, before=before))
 
 
-def test_a_sum_that_no_module_sees_is_sent() -> None:
-    def loss(root: nn.Module) -> Tensor:
-        x, aux = X, torch.zeros(())
-        for block in root.net.blocks:
-            x = block(x)
-            aux = aux + x.pow(2).mean()
-        return F.cross_entropy(root.net.head(x).flatten(0, 1), Y.flatten()) + 0.1 * aux
-
-    check(Net(), loss)
-
-
 # ---- random numbers ----
 
 
@@ -299,37 +289,27 @@ def test_a_hook_that_is_registered_late_sees_the_whole_gradient() -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
-class ClampsItsInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.requires_grad:
-            x.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
-        return self.linear(x)
+def clamps_its_input(layer: Layer, x: Tensor) -> Tensor:
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    return layer.linear(x)
 
 
-class UsesAnInputTwice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.a2, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), ClampsItsInput(), nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x)
-        k = self.a2(h)
-        return self.c(self.b(h) + k)
+def twice_used(net: Layers, x: Tensor) -> Tensor:
+    h = net.a(x)
+    k = net.b(h)
+    return net.c(net.clamps(h) + k).sum()
 
 
 def test_a_hook_that_a_unit_registers_on_its_input_sees_the_whole_gradient() -> None:
     """Before the unit's first operation: no stage begins at that unit, which would have a part of the gradient."""
     torch.manual_seed(0)
-    net, x = UsesAnInputTwice(), torch.randn(3, 4)
-    units = {"a", "a2", "b", "c"}
-    graph = program_of(net, lambda: net(x).sum(), units.__contains__)
-    (clamped,) = [node.index for node in graph.nodes if node.module == "b"]
+    units, x = {"a", "b", "c", "clamps"}, batch()
+    net = Layers(twice_used, clamps=Layer(clamps_its_input))
+    graph = program_of(net, lambda: net(x), units.__contains__)
+    (clamped,) = [node.index for node in graph.nodes if node.module == "clamps"]
     assert reason_not_to_cut(graph, clamped) is not None
-    assert_transparent(net, lambda root: lambda: root(x).sum(), units.__contains__, each_cut)
+    assert_transparent(net, lambda root: lambda: root(x), units.__contains__, each_cut)
 
 
 # ---- compiled code between units, which sees no run of ours ----
@@ -345,47 +325,21 @@ def compiled_between(x: Tensor) -> Tensor:
     return torch.tanh(x) * 2
 
 
-class DrawsBetweenCompiled(nn.Module):
-    """Opened; it draws, as a module in it does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.dropout = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return compiled_between(self.b(compiled_between(self.dropout(self.a(x)))))
-
-
-class CompiledAroundDropout(nn.Module):
-    """A unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout(0.5)
-        self.compiled = torch.compile(self._inner, backend=as_it_is)
-
-    def _inner(self, x: Tensor) -> Tensor:
-        return self.dropout(self.linear(x)).tanh()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.compiled(x) * 2
+def draws_between_compiled(layer: Layer, x: Tensor) -> Tensor:
+    return compiled_between(layer.last(compiled_between(layer.dropout(layer.linear(x)))))
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler reads it
-@pytest.mark.parametrize(("kind", "is_opened"), [(DrawsBetweenCompiled, True), (CompiledAroundDropout, False)])
-def test_compiled_code_beside_a_module_that_draws(kind: Callable[[], nn.Module], is_opened: bool) -> None:
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.body, self.last = nn.Linear(4, 4), kind(), nn.Linear(4, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.body(compiled_between(self.first(x))))
-
+@pytest.mark.parametrize("is_opened", [True, False])
+def test_compiled_code_beside_a_module_that_draws(is_opened: bool) -> None:
+    """Opened, it and a module in it draw; a unit compiles what draws."""
     torch.manual_seed(0)
-    net, x = Whole(), torch.randn(3, 4)
-    assert_transparent(net, lambda root: lambda: root(x).sum(), lambda name: name != "body" or not is_opened, each_cut)
+    layer = Layer(draws_between_compiled if is_opened else lambda s, x: s.compiled(x) * 2)
+    layer.dropout, layer.last = nn.Dropout(0.5), nn.Linear(len(batch()[0]), len(batch()[0]))
+    layer.compiled = torch.compile(lambda x: layer.dropout(layer.linear(x)).tanh(), backend=as_it_is)
+    net = Layers(lambda s, x: s.b(s.layer(compiled_between(s.a(x)))).sum(), layer=layer)
+    assert_transparent(net, lambda root: lambda: root(batch()), lambda name: name != "layer" or not is_opened, each_cut)
 
 
 # ---- checkpoints ----
