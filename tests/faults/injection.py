@@ -26,7 +26,6 @@ MESSAGE = "the user's own"
 PEERS_WAIT_S = 0.3  # by then the other ranks have come to the collective
 TWICE_AFTER_S = 1.5
 NAP_S = 7.0
-IN_CGROUP_S = 4.0  # others have seen by then in which cgroup it is, as they have long before in a real job
 FILE_LIMIT = 200_000  # bytes, below the size of the model's checkpoint
 
 
@@ -159,7 +158,6 @@ def _out_of_memory(trainer: Any) -> NoReturn:
 
 def _be_killed_for_memory(trainer: Any) -> None:
     memory.enter_cgroup(journal.directory())
-    time.sleep(IN_CGROUP_S)
     hoard = []
     while True:
         hoard.append(b"x" * 2**20)

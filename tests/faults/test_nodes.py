@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.faults import memory
 from tests.faults.case import Case
 from tests.faults.checks import BOUND_S, assert_ended, assert_named
 from tests.faults.injection import MESSAGE, NAP_S, Fault
@@ -42,7 +41,6 @@ ONE_OF_NODE_1 = ((2, 3), CUT, [0, 1])  # each side of a cut names a rank of the 
         # Known on both nodes.
         row("kill", two_nodes("kill", 3, 4), ([3], SIGKILL), everyday=True),
         row("torchrun", two_nodes("kill", 3, 4, launcher="torchrun"), ([3], SIGKILL)),
-        row("oom", two_nodes("oom_kill", 3, 4), ([3], SIGKILL)),
         row("raise", two_nodes("raise", 1, 2), ([1], MESSAGE)),
         # Nobody who lives has seen how it ended.
         row("alone", two_nodes("kill", 1, 2, strategy=PP), ([1], CUT)),
@@ -59,8 +57,6 @@ ONE_OF_NODE_1 = ((2, 3), CUT, [0, 1])  # each side of a cut names a rank of the 
     ],
 )
 def test_who_is_named(case: Case, named: Any, tmp_path: Path) -> None:
-    if case.faults[0].kind == "oom_kill" and (reason := memory.no_cgroups()):
-        pytest.skip(f"memory cgroups are not permitted here: {reason}")
     result = run(case, tmp_path)
     assert_ended(result, bound_s=min(BOUND_S, case.timeout + 5.0))
     for ranks, cause, *survivors in named:
