@@ -43,14 +43,15 @@ CASES: dict[str, tuple[int, list[tuple[Any, ...]]]] = {
     "two ranks": (2, [(name, count, STEPS) for name, count in DEFAULTS.items()]),
     "one rank": (1, [(name, count, STEPS) for name, count in DEFAULTS.items()]),
     "other stages": (1, [("interleaved_1f1b", 3, FEW_STEPS), ("interleaved_zero_bubble", 1, FEW_STEPS)]),
-    "three stages": (2, [("looped_bfs", 3, FEW_STEPS), ("interleaved_zero_bubble", 3, FEW_STEPS)]),
-    "frozen stages": (2, FROZEN),
+    "three stages, frozen stages": (
+        2,
+        [("looped_bfs", 3, FEW_STEPS), ("interleaved_zero_bubble", 3, FEW_STEPS), *FROZEN],
+    ),
     "four ranks": (4, [(name, DEFAULTS[name], FEW_STEPS) for name in ON_FOUR]),
     "more on four": (4, [(name, DEFAULTS[name], FEW_STEPS) for name in SCHEDULES if name not in ON_FOUR]),
 }
 MARKS = {
-    "three stages": [pytest.mark.slow],
-    "frozen stages": [pytest.mark.slow],
+    "three stages, frozen stages": [pytest.mark.slow],
     "four ranks": [pytest.mark.slow],
     "more on four": [pytest.mark.exhaustive],
 }
@@ -63,7 +64,11 @@ def test_ranks_equal_one_process(case: str) -> None:
         assert found == []
 
 
-def with_early_receives(name: str) -> tuple[list[str], list[int]]:
+def with_early_receives(*names: str) -> list[tuple[list[str], list[int]]]:
+    return [early_receives_of(name) for name in names]
+
+
+def early_receives_of(name: str) -> tuple[list[str], list[int]]:
     """The second micro-batch has no loss; differences, and micro-batches whose messages nobody has taken."""
     reference, batches = pipeline_chains.network(3), pipeline_chains.batches_of(0, (1,) * 5, 3)
     model, left = copy.deepcopy(reference), []
@@ -88,9 +93,8 @@ def with_early_receives(name: str) -> tuple[list[str], list[int]]:
     return pipeline_chains.differences(engine, model, reference), left
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_receives_that_are_started_early_are_all_taken(name: str) -> None:
-    assert run_ranks(with_early_receives, 3, name) == [([], [])] * 3
+def test_receives_that_are_started_early_are_all_taken() -> None:
+    assert run_ranks(with_early_receives, 3, "gpipe", "1f1b") == [[([], [])] * 2] * 3
 
 
 class Token:
@@ -108,6 +112,10 @@ class Held(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
+
+
+def all_kept(*names: str) -> list[tuple[int, int, int]]:
+    return [kept(name, 6) for name in names]
 
 
 def kept(name: str, microbatches: int) -> tuple[int, int, int]:
@@ -140,6 +148,5 @@ def kept(name: str, microbatches: int) -> tuple[int, int, int]:
 
 @pytest.mark.slow
 def test_nothing_is_held_longer_than_the_schedule_needs() -> None:
-    assert run_ranks(kept, 2, "1f1b", 6) == [(2, 0, 0), (1, 0, 0)]
-    assert run_ranks(kept, 2, "gpipe", 6) == [(6, 0, 0), (6, 0, 0)]
+    assert run_ranks(all_kept, 2, "1f1b", "gpipe") == [[(2, 0, 0), (6, 0, 0)], [(1, 0, 0), (6, 0, 0)]]
     assert run_ranks(kept, 1, "interleaved_zero_bubble", 6)[0][1:] == (0, 0)

@@ -59,9 +59,21 @@ def exchanged(ahead: bool) -> list[tuple[list[Tensor], int]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[Any, Any]]:
+    return run_ranks(all_of_it, 3)
+
+
+def all_of_it() -> dict[Any, Any]:
+    found: dict[Any, Any] = {"results": received(), "failures": failures()}
+    if dist.get_rank() < 2:
+        found |= {ahead: exchanged(ahead) for ahead in (False, True)}
+    return {**found, "collectives": collectives()}  # which counts them from here on
+
+
 @pytest.mark.parametrize("ahead", [False, True])
-def test_tensors_arrive_as_they_were_sent(ahead: bool) -> None:
-    sender, receiver = run_ranks(exchanged, 2, ahead)
+def test_tensors_arrive_as_they_were_sent(ahead: bool, ranks: list[dict[Any, Any]]) -> None:
+    sender, receiver = (rank[ahead] for rank in ranks[:2])
     for (sent, messages), (_, number), (received, _) in zip(CASES, sender, receiver, strict=True):
         assert number == messages
         for tensor, copy in zip(sent, received, strict=True):
@@ -103,8 +115,8 @@ def received() -> list[Any]:
     return found
 
 
-def test_every_rank_has_the_results_of_the_last() -> None:
-    for found in run_ranks(received, 3):
+def test_every_rank_has_the_results_of_the_last(ranks: list[dict[Any, Any]]) -> None:
+    for found in (rank["results"] for rank in ranks):
         for step, shown in zip((1, 1, 2, 2, 3000, 3000, 2), found, strict=False):
             wanted = of_step(step)
             assert isinstance(shown, Shown)
@@ -130,8 +142,8 @@ def collectives() -> list[int]:
     return counts
 
 
-def test_it_is_one_collective() -> None:
-    assert run_ranks(collectives, 2) == [[1, 1, 1]] * 2
+def test_it_is_one_collective(ranks: list[dict[Any, Any]]) -> None:
+    assert [rank["collectives"] for rank in ranks] == [[1, 1, 1]] * 3
 
 
 def failures() -> list[str]:
@@ -157,8 +169,8 @@ def failures() -> list[str]:
     return texts
 
 
-def test_all_ranks_raise_the_cause() -> None:
-    first, second, third = run_ranks(failures, 3)
+def test_all_ranks_raise_the_cause(ranks: list[dict[Any, Any]]) -> None:
+    first, second, third = (rank["failures"] for rank in ranks)
     assert first[0] == third[0] == "RankFailedError('Rank 1 failed in stage 1: no rows')"
     assert second[0] == "IndexError('no rows')"
     for texts in (first, second, third):

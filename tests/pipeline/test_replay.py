@@ -14,17 +14,7 @@ from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.runtime.remote_tensor import ReplayError
 from lightning_smddp.pipeline.runtime.stage_program import Shapes
 from lightning_smddp.pipeline.runtime.step_run import run_stage
-from tests.pipeline.example_modules import (
-    EXAMPLES,
-    Cube,
-    Layer,
-    Net,
-    batch,
-    children,
-    example,
-    leaf_modules,
-    step_of,
-)
+from tests.pipeline.example_modules import EXAMPLES, Cube, Layer, Net, batch, children, example, leaf_modules, step_of
 from tests.pipeline.stage_emulation import (
     assert_transparent,
     assert_transparent_apart,
