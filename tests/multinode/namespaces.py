@@ -1,4 +1,4 @@
-"""Nodes of a test: network namespaces of this machine, joined by virtual Ethernet devices."""
+"""Nodes of a test: network namespaces of this machine, joined by virtual Ethernet devices; and machines with names."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import os
 import secrets
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x4000000, 0x20000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 # The first process of a machine: its children end when it is killed.
@@ -117,6 +119,50 @@ def write_hosts(nodes: Sequence[Node], names: Sequence[str], path: Path) -> Path
     lines = [f"{node.address} {name}" for node, name in zip(nodes, names, strict=True)]
     path.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
     return path
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Nodes with names that they know each other by, on which launchers start interpreters of their own.
+
+    Attributes:
+        names: of the nodes.
+        nodes: their networks.
+        where: a directory that all see.
+    """
+
+    names: Sequence[str]
+    nodes: Sequence[Node]
+    where: Path
+
+    def command(self, name: str, *words: str, prepare: str = ":") -> list[str]:
+        """``words`` as a command on machine ``name``; each command has process ids and mounts of its own."""
+        return self.nodes[self.names.index(name)].machine(name, self.where / "hosts", *words, prepare=prepare)
+
+    def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
+        """For a command of a machine. Nobody is told which network interface is the right one."""
+        skipped = ("PYTEST_", "GLOO_", "SLURM_", "MASTER_", "OMPI_")
+        own = {key: text for key, text in os.environ.items() if not key.startswith(skipped)}
+        path = f"{Path(sys.executable).parent}:{own['PATH']}:/usr/sbin"
+        ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": path}
+        return {**own, **ours, **(more or {})}
+
+    def run(
+        self, name: str, words: Sequence[str], environment: Mapping[str, str] | None = None, timeout: float = 100.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program on machine ``name`` to its end; stdout has stderr too."""
+        return subprocess.run(
+            self.command(name, *words), env=self.environment(environment), cwd=self.where, timeout=timeout,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
+
+
+@contextmanager
+def machines(names: Sequence[str], where: Path) -> Iterator[Machines]:
+    """Machines of these names; everything is gone afterwards but what still runs."""
+    with nodes_at_a_switch(len(names)) as nodes:
+        write_hosts(nodes, names, where / "hosts")
+        yield Machines(names, nodes, where)
 
 
 def _set_up(node: Node) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.multinode import job
-from tests.multinode.machines import Machines, machines
+from tests.multinode.namespaces import Machines, machines
 
 MPIRUN = shutil.which("mpirun")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.multinode import job
-from tests.multinode.machines import Machines, machines
+from tests.multinode.namespaces import Machines, machines
 
 NEEDED = [shutil.which(name, path="/usr/sbin:/usr/bin:/usr/local/bin") for name in ("slurmctld", "slurmd", "sbatch")]
 pytestmark = [

@@ -1,4 +1,4 @@
-"""Ranks that trace a step together: nobody waits for one that has failed; and what a resumed run takes over."""
+"""Before training: ranks that trace a step together, what a resumed run takes over, and what the check finds."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.partition import plan
 from lightning_smddp.pipeline.partition.costs import LOOPBACK, cluster_of
 from lightning_smddp.pipeline.partition.plan import OnAllRanks, Trial, make_plan
+from lightning_smddp.pipeline.partition.self_check import EXACT, VerificationError, require_equal
 from lightning_smddp.pipeline.runtime.remote_tensor import RemoteTensor
 from tests.ranks import run_in_threads
 
@@ -157,3 +158,24 @@ def test_a_resumed_run_keeps_its_stages_if_the_step_is_the_same() -> None:
     ((cut, kept, runs),) = run_in_threads(divided_again, 1)
     assert kept == [0, cut]
     assert runs == 5  # a trace each, and a measurement where the stages are not known
+
+
+# ---- what the comparison before training takes for a difference ----
+
+
+def compare(expected: float, actual: float) -> None:
+    """Of a bias whose gradient is small beside the whole one's."""
+    nodes: Any = [SimpleNamespace(module=name, parameters=(f"{name}.p",)) for name in ("layer", "last")]
+    norms, other = ({"layer.p": value, "last.p": 0.1} for value in (expected, actual))
+    require_equal(nodes, (1.0, norms), (1.0, other), EXACT)
+
+
+@pytest.mark.parametrize("actual", [3.1e-08, 0.0, 9e-08])
+def test_what_rounding_leaves_of_a_gradient_is_no_difference(actual: float) -> None:
+    compare(1.5e-08, actual)
+
+
+@pytest.mark.parametrize(("expected", "actual"), [(1e-2, 1.002e-2), (0.0, 1e-6), (1e-5, 1.1e-5), (0.05, float("nan"))])
+def test_small_gradients_may_not_differ(expected: float, actual: float) -> None:
+    with pytest.raises(VerificationError, match="the gradient of 'layer' has norm"):
+        compare(expected, actual)

@@ -1,9 +1,11 @@
-"""Which ranks are a pipeline, which are replicas, what messages between them cost, and whether there is room."""
+"""Which ranks are a pipeline, which hold which parameters, what messages between them cost, and what has room."""
 
 from __future__ import annotations
 
+import copy
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 
 from lightning_smddp.pipeline.mesh import Groups, Ownership, PipelineMesh
 from lightning_smddp.pipeline.partition import costs
+from lightning_smddp.pipeline.partition.assignment import follow, parameter_stages_of
 from lightning_smddp.pipeline.partition.costs import (
     LOOPBACK,
     NETWORK,
@@ -22,10 +25,12 @@ from lightning_smddp.pipeline.partition.costs import (
     fits_on_hosts,
     links_between,
 )
-from lightning_smddp.pipeline.state.meta_parameters import release
+from lightning_smddp.pipeline.state.meta_parameters import AbsentParameterError, release
 from lightning_smddp.pipeline.state.state_dict import unshard
 from lightning_smddp.pipeline.view.view import GlobalView
 from lightning_smddp.planner.problem import Link
+from tests.pipeline.models import OWNERSHIP, tied
+from tests.pipeline.stage_emulation import program_of
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -77,6 +82,114 @@ def test_groups_follow_the_grid() -> None:
 def test_links_are_those_of_the_slowest_pipeline(hosts: str, device_type: str, expected: tuple[Link, ...]) -> None:
     pipelines = PipelineMesh.of(4, 2).pipelines
     assert links_between([0, 1, 1, 0], pipelines, hosts, device_type) == expected
+
+
+# ---- who holds what: those of other ranks have no memory, and cannot be used by mistake ----
+
+
+def placed(used: list[str], names: list[str], begin: int) -> dict[str, tuple[int, ...]]:
+    """Stages of parameters: those in ``used`` are used in this order, and the second stage begins at ``begin``."""
+    graph: Any = SimpleNamespace(nodes=[SimpleNamespace(parameters=(name,)) for name in used])
+    first = SimpleNamespace(stage=0, begin=0, end=begin)
+    stages: Any = [first, SimpleNamespace(stage=1, begin=begin, end=len(used))]
+    return parameter_stages_of(graph, stages, names)
+
+
+@pytest.mark.parametrize(
+    ("unused", "stage"),
+    [
+        ("copy.0.weight copy.1.weight", (0, 1)),  # beside its twin
+        ("other.1.weight other.2.weight", (1, 1)),  # of `net` only one has such a name
+        ("net.2.weight", (1,)),  # a layer that was left out: behind `net.1`
+        ("net.1.own.0.weight net.1.own.1.weight", (1, 1)),  # of a layer: not beside a part of `net` with such names
+        ("extra", (1,)),
+        ("net.0.extra", (0,)),
+    ],
+)
+def test_what_the_step_does_not_use_is_beside_its_twin_or_its_neighbours(unused: str, stage: tuple[int, ...]) -> None:
+    names = ["net.0.weight", "net.1.weight", *unused.split(), "head.weight"]
+    found = placed(["net.0.weight", "net.1.weight", "head.weight"], names, begin=1)
+    assert list(found) == names
+    assert tuple(place for name in unused.split() for place in found[name]) == stage
+
+
+@pytest.mark.parametrize("left_out", ["encoder.1", "encoder.layers.1 encoder.layers.2"])
+def test_a_layer_that_was_left_out_is_no_twin_of_one_in_another_stack(left_out: str) -> None:
+    """As layer drop leaves out layers of an encoder, and other layers have the same names, or some of them."""
+    used = ["features.1.norm.weight", "encoder.norm.weight", "decoder.1.norm.weight", "decoder.2.norm.weight"]
+    names = [f"{layer}.{name}.weight" for layer in left_out.split() for name in ("attention", "norm")]
+    found = placed(used, [*used[:2], *names, *used[2:]], begin=1)
+    assert {found[name] for name in names} == {(1,)}
+
+
+@pytest.mark.parametrize(("owner", "begin"), [(0, "2"), (1, "1")])
+def test_another_step_changes_buffers_where_they_are_owned(owner: int, begin: str) -> None:
+    root = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False), nn.Linear(2, 2))
+    graph = program_of(root, lambda: root(torch.ones(4, 2)).sum(), bool)
+    parameters = {"0.weight": (0,), "0.bias": (0,), "2.weight": (1,), "2.bias": (1,)}
+    ownership = Ownership(parameters, {name: owner for name, _ in root.named_buffers()})
+    _, second = follow(graph, parameters, ownership, [0, 1])
+    assert graph.nodes[second.begin].module == begin
+
+
+def test_a_module_that_changed_after_it_was_divided_is_refused() -> None:
+    model = tied()
+    model.late = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"Tied's parameters changed .*\['late.bias', 'late.weight'\] came or went"):
+        release(model, OWNERSHIP, 0)
+
+
+def test_release_keeps_objects_and_drops_values() -> None:
+    model = tied()
+    model.head.bias.requires_grad_(False)
+    model.body.weight.note = "kept"
+    parameters = dict(model.named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    buffer = model.norm.running_mean
+    release(model, OWNERSHIP, 1)
+    release(model, OWNERSHIP, 1)  # again: nothing changes
+    assert dict(model.named_parameters()) == parameters
+    assert all(a is b for a, b in zip(model.parameters(), parameters.values(), strict=True))
+    assert model.head.weight is model.embedding.weight
+    assert model.favourites[1] is model.body.weight
+    assert optimizer.param_groups[0]["params"][1] is model.body.weight
+    for name, parameter in parameters.items():
+        mine = OWNERSHIP.is_mine(name, 1)
+        assert parameter.is_meta is not mine
+        assert (parameter.grad is None) is not mine
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.requires_grad is (name != "head.bias")
+    assert model.body.weight.shape == (6, 6)
+    assert model.body.weight.note == "kept"
+    assert model.norm.running_mean is buffer
+    assert not buffer.is_meta
+
+
+def divided() -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    parameters = {name: (0,) if name.startswith("0") else (1,) for name, _ in net.named_parameters()}
+    release(net, Ownership(parameters, {}), 0)
+    return net
+
+
+def test_what_would_do_nothing_is_an_error_with_its_place() -> None:
+    net = divided()
+    average = torch.zeros(2, 4)
+    for use in (
+        lambda: average.add_(net[1].weight.data),
+        lambda: average.lerp_(net[1].weight, 0.5),
+        lambda: torch._foreach_add_([average], [net[1].weight]),
+        lambda: net[1].weight.norm(),
+        lambda: net(torch.ones(1, 3)),
+        lambda: copy.deepcopy(net),
+        lambda: net.state_dict(),
+    ):
+        with pytest.raises(AbsentParameterError, match=r":\d+ uses parameter '1\.") as error:
+            use()
+        assert "on rank 1 of the pipeline" in str(error.value)
+    assert not average.any()
 
 
 # ---- whether a module has room: all ranks answer alike ----

@@ -26,7 +26,7 @@ SMALL = {
 }
 
 
-def sentences(count: int = 24, side: str = "right", pad_labels: bool = True) -> list[dict[str, Tensor]]:
+def sentences(count: int = 24, side: str = "right") -> list[dict[str, Tensor]]:
     """Token rows of very different lengths, padded to one."""
     generator = torch.Generator().manual_seed(0)
     rows = []
@@ -39,8 +39,7 @@ def sentences(count: int = 24, side: str = "right", pad_labels: bool = True) -> 
         if padding and side == "left":
             mask[:padding] = 0
         ids = ids * mask
-        labels = ids.masked_fill(mask == 0, -100) if pad_labels else ids
-        rows.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+        rows.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
     return rows
 
 

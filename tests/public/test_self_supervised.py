@@ -1,4 +1,4 @@
-"""Losses between rows: lightly's examples, in the shape of its documentation, and triplets."""
+"""Losses between rows: lightly's examples, in the shape of its documentation."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ import pytest
 from torch import Tensor, nn
 
 from tests.public.cases import EXACT, MARKS, WHOLE, Case, Learner, check, numbers, table
-from tests.public.test_vision import digits
 
 lightly = pytest.importorskip("lightly")
 lightly_loss = pytest.importorskip("lightly.loss")
 heads = pytest.importorskip("lightly.models.modules.heads")
 model_utils = pytest.importorskip("lightly.models.utils")
 scheduler = pytest.importorskip("lightly.utils.scheduler")
-losses = pytest.importorskip("pytorch_metric_learning.losses")
-miners = pytest.importorskip("pytorch_metric_learning.miners")
 
 pytestmark = MARKS
 
@@ -113,29 +110,9 @@ class ByolHook(Byol):
         self.update()
 
 
-class TripletMined(Learner):
-    """Which rows are compared depends on values."""
-
-    rows = 16
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
-        self.miner = miners.MultiSimilarityMiner()
-        self.criterion = losses.TripletMarginLoss()
-
-    def loss(self, batch: Any) -> Tensor:
-        embeddings = self.net(batch[0].flatten(1))
-        return self.criterion(embeddings, batch[1], self.miner(embeddings, batch[1]))
-
-    def data(self) -> Any:
-        return digits(48, size=8, channels=1)
-
-
 @table(
     Case(SimClr, WHOLE, EXACT),
     Case(ByolHook, APART),
-    Case(TripletMined, WHOLE),
     Case(Byol, WHOLE, refused=r"SplitError: .* parameter 'backbone_momentum\S+' .*on_train_batch_end"),
 )
 def test_self_supervised(case: Case) -> None:
