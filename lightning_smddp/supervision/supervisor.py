@@ -27,7 +27,7 @@ NOTE_HANG_S = 60.0  # all wait for one rank: it is said
 STORE_S = (3.0, 30.0)  # the least and the most that the store may take to answer: `timeout` in between
 ASK_DEVICE_S = 10.0  # the training thread stands in one call: no graph is captured, so a stream may be asked
 _POLL_S = 0.05  # while the training thread waits for other ranks
-_DOUBT_S = 2.0  # who is not heard meanwhile is silent
+_DOUBT_LOOKS = 4  # who is not heard for as long as these take is silent
 
 
 class Supervisor:
@@ -77,6 +77,7 @@ class Supervisor:
         self._lost = False  # the store is not used any more
         self._wake, self._closed = threading.Event(), threading.Event()
         self._period = LOOK_S * max(1.0, world_size / RANKS_PER_LOOK)
+        self._doubt_s = _DOUBT_LOOKS * self._period
         self._board = Board(store, rank, world_size, self._own_beat())
         local = self._board.local
         self._neighbours = {*local[:NEIGHBOURS], 0} & {*local}
@@ -137,7 +138,7 @@ class Supervisor:
         if late == self.rank:
             stack = "".join(traceback.format_stack(sys._current_frames()[self.shutdown.thread]))
             text += f"It is here:\n{stack}"
-        elif self.rank == 0 and self._waited_s > NOTE_HANG_S + _DOUBT_S:
+        elif self.rank == 0 and self._waited_s > NOTE_HANG_S + self._doubt_s:
             text += "It says nothing: code in C holds its interpreter.\n"
         else:
             return
@@ -159,14 +160,14 @@ class Supervisor:
                 for signum, again in self.stops.read_signals():
                     if again:
                         self.stop_signal = self.stop_signal or signum
-                        self._force(f"{name_of(signum)} came again")
+                        self._end_stop(f"{name_of(signum)} came again")
                     elif failure is None:  # behind one it may be the launcher's
                         self._stop_asked(signum)
             if failure is not None:
                 if self.shutdown.due():
                     self._force(failure.text)
             elif self.stop_signal is not None and time.monotonic() - self._stop_at > self.grace:
-                self._force(f"it did not stop within {self.grace:g} s of {name_of(self.stop_signal)}")
+                self._end_stop(f"it did not stop within {self.grace:g} s of {name_of(self.stop_signal)}")
 
     def _look_around(self, passed: float) -> None:
         for rank in self._neighbours:
@@ -264,7 +265,7 @@ class Supervisor:
         def silent() -> list[int]:
             return [rank for rank, beat in enumerate(self._board.beats) if beat.number == numbers[rank]]
 
-        self._wait(lambda: not silent(), _DOUBT_S)
+        self._wait(lambda: not silent(), self._doubt_s)
         text = f"waited for it: {text}"
         if left := [rank for rank, beat in enumerate(self._board.beats) if beat.over]:
             self._declare(left[0], "left", f"it ended its run while {self._board.name(self.rank)} {text}")
@@ -321,6 +322,16 @@ class Supervisor:
                 text = f"all ranks stop at one of the next steps, within {self.grace:g} s"
                 write_stderr(f"lightning-smddp: {name_of(signum)}: {text}. A second signal ends a rank at once.\n")
 
+    def _unheard(self) -> list[int]:
+        """Ranks that have not said where they can stop."""
+        return [rank for rank, beat in enumerate(self._board.beats) if beat.answer == 0 and beat.over < 2]
+
+    def _end_stop(self, reason: str) -> None:
+        """By force, before all have come to one step. Who runs no Python would be left behind."""
+        for rank in {*self._unheard()} & {*self._board.local}:
+            self._board.who[rank].kill()
+        self._force(reason)
+
     def _agree(self, signum: int, decision: str) -> None:
         """Answer, and decide if all have. A rank that does not answer in time has failed."""
         self._stop_asked(signum)
@@ -328,14 +339,15 @@ class Supervisor:
         if self.stops.answer == 0:
             # The training thread may have passed the gate of this step already, without a look at `attention`.
             self.stops.answer = min(self.stops.step + 1, END)
-        beats = self._board.beats
-        silent = [rank for rank, beat in enumerate(beats) if beat.answer == 0 and beat.over < 2]
-        limit = self.grace / 4  # a call into C may keep a rank's interpreter for long
+        silent = self._unheard()
+        # A call into C may keep a rank's interpreter for long. Others look at the store now and then only: with a grace
+        # of no more than a few looks nobody is blamed, and what has not stopped when it is over is ended.
+        limit = max(self.grace / 4, self._doubt_s)
         if not decision and not silent:
-            decision = self._board.set_once("decision", str(max(beat.answer for beat in beats)))
+            decision = self._board.set_once("decision", str(max(beat.answer for beat in self._board.beats)))
         if decision:
             self.stops.decision = int(decision)
-        elif time.monotonic() - self._stop_at > limit:
+        elif limit < time.monotonic() - self._stop_at < self.grace:
             text = f"it did not say within {limit:g} s of {name_of(signum)} where it can stop, and runs no Python"
             self._declare(silent[0], "fell silent", text)
 
@@ -399,7 +411,7 @@ class Supervisor:
         self._closed.set()
         self._wake.set()
         for thread in self._threads:
-            thread.join(_DOUBT_S)
+            thread.join(self._doubt_s)
         atexit.unregister(self.close)
         return self.failure
 

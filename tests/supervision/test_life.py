@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -89,11 +90,18 @@ def test_an_interpreter_that_ends_without_a_goodbye_does_not_abort() -> None:
     assert ends == ["", ""]
 
 
+def work(begun: Event) -> None:
+    begun.set()
+    time.sleep(30)
+
+
 def forked_worker(rank: Rank) -> list[int | None]:
     """As a DataLoader's: SIGTERM to it ends it, and is no request to the job."""
-    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+    context = multiprocessing.get_context("fork")
+    begun = context.Event()
+    worker = context.Process(target=work, args=(begun,))
     worker.start()
-    time.sleep(0.2)
+    begun.wait()
     worker.terminate()
     worker.join(5.0)
     time.sleep(0.5)
@@ -142,9 +150,11 @@ def last_hook(rank: Rank) -> None:
     if rank.rank == 1:
         time.sleep(1.0)
         rank.supervisor.close(0.0)
+        (rank.directory / "gone").touch()
         return
     rank.supervisor._period = 10.0
-    time.sleep(2.5)
+    while not (rank.directory / "gone").exists():
+        time.sleep(0.1)
     processes = rank.supervisor._board.who
     processes[1] = processes[1]._replace(start="")  # another one has its id
     time.sleep(1.5)
