@@ -123,7 +123,7 @@ def call_costs(repeats: int = 200_000) -> dict[str, float]:
     def notes(step: int) -> None:
         supervisor.begin_batch(step, step)
         for phase in ("forward", "backward", "optimizer", "data"):
-            supervisor.phase = phase
+            supervisor.begin(phase)
 
     costs = {}
     for name, call in (("gate", supervisor.gate), ("progress of a step", notes)):

@@ -104,12 +104,6 @@ class TrainerStrategy(_Base):
         with super().tensor_init_context(empty_init=empty_init), parameters_on_meta(self._meta_init):
             yield
 
-    @contextmanager
-    def explained_errors(self) -> Iterator[None]:
-        """Around a run: an error that another rank caused names that rank and the cause; a stop ends the process so."""
-        with self._supervision.explained_errors():
-            yield
-
     @override
     def setup_environment(self) -> None:
         """Start the process group and all that needs it."""

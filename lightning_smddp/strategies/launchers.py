@@ -50,16 +50,9 @@ def may_be_ended() -> bool:
     return multiprocessing is not None and multiprocessing.parent_process() is not None
 
 
-def _as_rank(strategy: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a launcher runs in each rank: ``function``; an error that another rank caused names that rank."""
-    with strategy.explained_errors():
-        return function(*args, **kwargs)
-
-
-def _ranked(function: Callable[..., Any], trainer: Any) -> Callable[..., Any]:
-    if trainer is None:
-        return function
-    return partial(_as_rank, trainer.strategy, function)
+def _supervised(function: Callable[..., Any], trainer: Any) -> Callable[..., Any]:
+    """What a launcher runs in each rank."""
+    return function if trainer is None else partial(trainer.strategy._supervision.run, function)
 
 
 class ScriptLaunching:
@@ -93,7 +86,7 @@ class ScriptLaunching:
 
             watcher = threading.Thread(target=_watch_start, args=(has_joined, self.procs), daemon=True)
             watcher.start()
-        run = _ranked(function, trainer)
+        run = _supervised(function, trainer)
         try:
             return run(*args, **kwargs)
         except BaseException as error:
@@ -117,7 +110,7 @@ class SpawnLaunching:
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Run ``function`` in each rank; signals to this process go to the ranks."""
         received: list[int] = []
-        run = _ranked(function, trainer)
+        run = _supervised(function, trainer)
         with _signals_to(self._pass_on, received):
             try:
                 return super().launch(run, *args, trainer=trainer, **kwargs)  # type: ignore[misc]

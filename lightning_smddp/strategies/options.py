@@ -193,7 +193,8 @@ class ReliabilityOptions:
         require_bools(self)
         require_one_of(get_args(OnNonfinite), on_nonfinite=self.on_nonfinite)
         duration("init_timeout", self.init_timeout)
-        duration("stop_grace", self.stop_grace)
+        if duration("stop_grace", self.stop_grace) is None:
+            raise ValueError("stop_grace=None has to be seconds or a timedelta.")
 
     @property
     def start_limit(self) -> timedelta | None:
@@ -202,7 +203,7 @@ class ReliabilityOptions:
 
     @property
     def stop_limit_s(self) -> float:
-        """``stop_grace`` in seconds."""
+        """Seconds from a request to stop to the end of the process, and for a user's own ``on_exception``."""
         grace = self.stop_grace
         return grace.total_seconds() if isinstance(grace, timedelta) else grace
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,7 @@ class RunSupervision:
         self.supervisor: Supervisor | None = None
         self._lightnings = ExitStack()  # gives Lightning back what stops have changed
         self._stopped = False  # by a signal
-        self._runs = False  # inside of explained_errors
+        self._runs = False  # inside of `run`
         self._place = 0  # to stop at, where this rank is: the same numbers on all ranks
         self._stops_within = False  # a validation: all ranks have equally many batches of it
 
@@ -87,15 +87,15 @@ class RunSupervision:
 
     # ---- errors ----
 
-    @contextmanager
-    def explained_errors(self) -> Iterator[None]:
-        """Around a run: an error that another rank caused names that rank and the cause; a stop ends the process so."""
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What launchers call in each rank: an error that another one caused names that; a stop ends the process so."""
         self._stopped = False
         self._runs = True
         self.strategy._session.failed = False
         try:
-            yield
+            result = function(*args, **kwargs)
             self._end_run()
+            return result
         except BaseException as error:
             explained = self._explain(error)
             self.strategy._session.failed = not self._stopped or not is_stop(explained)
@@ -174,7 +174,7 @@ class RunSupervision:
         So a step is not taken whose gradients came from collectives that were aborted.
         """
         if self.supervisor is not None:
-            self.supervisor.phase = name
+            self.supervisor.begin(name)
             if name != "teardown":
                 self.supervisor.raise_failure()
 
@@ -190,17 +190,17 @@ class RunSupervision:
     def validation_starts(self) -> None:
         """Ranks that came to the end of an epoch wait for each other before validation."""
         trainer = self.strategy._trainer
-        trains = trainer.state.fn == "fit" and not trainer.sanity_checking
-        if trains and no_batch_follows(trainer):
-            self._end_epoch()
-        elif trains and self.supervisor is not None:
-            self.supervisor.go_on()
-        self.phase("validation")
         # A place to stop at has to be one that all ranks come to: within a validation only if all have as many batches.
         self._stops_within = False
-        if self.supervisor is not None and trains and will_step(trainer):
-            lengths = set(gather(sum(trainer.num_val_batches)))
-            self._stops_within = len(lengths) == 1 and float("inf") not in lengths
+        if self.supervisor is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:
+            if no_batch_follows(trainer):
+                self._end_epoch()
+            else:
+                self.supervisor.own.epoch[1] += 1  # no rank at the end of the epoch can wait for this one
+            if will_step(trainer):
+                lengths = set(gather(sum(trainer.num_val_batches)))
+                self._stops_within = len(lengths) == 1 and float("inf") not in lengths
+        self.phase("validation")
 
     def validation_ends(self) -> None:
         """Validation inside of fit is a place to stop at, too."""
@@ -232,11 +232,10 @@ class RunSupervision:
         """Outside of training this is where to stop."""
         if self.supervisor is None:
             return
-        self.supervisor.moves += 1
-        self.supervisor.raise_failure()
         trainer = self.strategy._trainer
-        if trainer.state.fn != "fit":
-            self.phase(str(trainer.state.fn))
+        is_fit = trainer.state.fn == "fit"
+        self.phase(self.supervisor.own.phase if is_fit else str(trainer.state.fn))
+        if not is_fit:
             self._look_for_stop()
         elif trainer.validating and self._stops_within:
             self._look_for_stop(within=True)  # Lightning ends the run behind this batch

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType
 from typing import Any, NamedTuple, cast
@@ -28,29 +29,30 @@ _COMMUNICATE = ("torch.distributed", "torch.nn.parallel", "torch.autograd.graph"
 _ORDER = ["", "setup", "forward", "backward", "optimizer", "data", "validation", "checkpoint"]
 
 
-class Beat(NamedTuple):
+@dataclass
+class Beat:
     """How far a rank is, as it says twice a second. Travels as JSON: a list of the attributes.
 
     Attributes:
         number: of this beat.
-        step, phase: see ``Supervisor``.
-        ends: of epochs, each counted when the rank comes to it, and when it goes on.
-        batches: begun in the present epoch.
+        step: number of finished optimizer steps; -1 before the first batch.
+        phase: what the training thread does in it.
+        epoch: two numbers: of ends of epochs, each counted when the rank comes to it, and when it goes on; and of what
+            is begun in the present one: a batch, a validation.
         waited_s: for how long its training thread waits for other ranks, or for its device; 0: it does not.
         has_work: it is its device that it waits for, which has work left.
-        answer: see ``Stops``.
+        answer: the first place at which this rank can stop; 0 until it is asked.
         over: 1: its run is over; 2: it needs the store no more, or knows of the failure.
     """
 
-    number: int
-    step: int
-    phase: str
-    ends: int
-    batches: int
-    waited_s: float
-    has_work: bool
-    answer: int
-    over: int
+    number: int = 0
+    step: int = -1
+    phase: str = "setup"
+    epoch: list[int] = field(default_factory=lambda: [0, 0])
+    waited_s: float = 0.0
+    has_work: bool = False
+    answer: int = 0
+    over: int = 0
 
 
 class Failure(NamedTuple):
@@ -80,19 +82,20 @@ class Board:
         store: shared by the ranks. It is cloned: a connection of its own.
         rank: this global rank.
         world_size: number of ranks.
-        beat: this rank's first one.
 
     Attributes:
+        own: how far this rank is. Threads write it as things go on.
         who: the process of each rank.
         local: other ranks of this host, those behind this one first.
-        beats: how far each rank is, as it was seen last.
+        beats: how far each rank is, as it was seen last; ``own`` among them.
 
     Raises:
         torch.distributed.DistStoreError: not all ranks came in time; the message says who is missing.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, beat: Beat) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self._rank, self._ranks = rank, range(world_size)
+        self.own = Beat()
         number = store.add(f"smddp/supervision/starts/{rank}", 1)  # the same on all ranks
         connection = cast(Any, store).clone()  # which torch's type hints do not know
         self._store = dist.PrefixStore(f"smddp/supervision/{number}", connection)
@@ -100,37 +103,32 @@ class Board:
         for key in ("failure", "stop", "decision", "hang"):
             self.set_once(key, "")  # there from now on: a look waits for no key
         own = Process.own()
-        self.tell(beat)
+        self.tell()
         self._store.set(f"who/{rank}", json.dumps(own))
         self.who = [Process(*json.loads(self._store.get(f"who/{other}"))) for other in self._ranks]
         others = [*range(rank + 1, world_size), *range(rank)]
         self.local = [other for other in others if self.who[other].namespace == own.namespace != ""]
         self.look()
 
-    def tell(self, beat: Beat) -> None:
+    def tell(self) -> None:
         """How far this rank is."""
-        self._store.set(f"beat/{self._rank}", json.dumps(beat))
+        self.own.number += 1
+        self._store.set(f"beat/{self._rank}", json.dumps([*vars(self.own).values()]))
 
     def look(self) -> tuple[str, str, str]:
         """Read all beats; returns ``failure``, ``stop`` and ``decision``."""
         keys = ["failure", "stop", "decision", *(f"beat/{rank}" for rank in self._ranks)]
-        failure, stop, decision, *beats = self._store.multi_get(keys)
-        self.beats = [Beat(*json.loads(beat)) for beat in beats]
+        failure, stop, decision, *said = self._store.multi_get(keys)
+        beats = [Beat(*json.loads(beat)) for beat in said]
+        beats[self._rank] = self.own
+        self.beats = beats
         return failure.decode(), stop.decode(), decision.decode()
 
-    def where(self, rank: int) -> str:
-        """`` at step 7 (backward)``, as it was seen last; -1, before the first step, is left out."""
-        beat = self.beats[rank]
-        return f" at step {beat.step} ({beat.phase})" if beat.step >= 0 else f" ({beat.phase})"
-
-    def name(self, rank: int) -> str:
-        """``rank 1 (host a) at step 7 (backward)``."""
-        return f"rank {rank} (host {self.who[rank].host}){self.where(rank)}"
-
-    def failure(self, rank: int, kind: str, message: str) -> Failure:
-        """Of a rank at the place where it was seen last."""
-        process = f"host {self.who[rank].host}, process {self.who[rank].pid}"
-        return Failure(rank, kind, f"Rank {rank} ({process}) {kind}{self.where(rank)}: {message}")
+    def name(self, rank: int, verb: str = "") -> str:
+        """``rank 1 (host a, process 12) died at step 7 (backward)``, as it was seen last; without a step before it."""
+        who, beat = self.who[rank], self.beats[rank]
+        step = f" at step {beat.step}" if beat.step >= 0 else ""
+        return f"rank {rank} (host {who.host}, process {who.pid}){verb}{step} ({beat.phase})"
 
     def set_once(self, key: str, value: str) -> str:
         """Fill an empty key; returns what is there then: of whoever was first."""
@@ -181,7 +179,6 @@ def may_follow(error: BaseException) -> bool:
     Gloo's errors have no type of their own. torch's other ones (NCCL, the store) derive from ``DistError``. Of an
     error in a callback a ``torch.futures.Future`` keeps the text only.
     """
-    names = [cls.__name__ for cls in type(error).__mro__]  # `DistError` itself would have to be imported from torch
-    if isinstance(error, RankFailedError) or "DistError" in names:
+    if isinstance(error, (RankFailedError, dist.DistError)):
         return True
     return type(error) is RuntimeError and any(word in str(error) for word in _WORDS)

@@ -45,14 +45,12 @@ class Stops:
     Attributes:
         step: that the training thread is at.
         attention: there is a failure or a request to stop, which the training thread has to wait for.
-        answer: the first step at which this rank can stop; 0 until it is asked.
         decision: the step at which all do.
     """
 
     def __init__(self) -> None:
         self.step = 0
         self.attention = False
-        self.answer = 0
         self.decision: int | None = None
         self._wakeup = -1
         self._pipe = (-1, -1)
@@ -151,7 +149,9 @@ class Shutdown:
         now = time.monotonic()
         if self._began == 0.0:
             self._began = now
-            threading.Thread(target=_release, daemon=True).start()
+            release = threading.Timer(RELEASE_AFTER_S, abort_groups)  # the training thread, if it waits for NCCL
+            release.daemon = True
+            release.start()
         limit = UNWIND_S if self.is_handled else GRACE_S
         return now > self._began + limit and now > self._not_before
 
@@ -171,12 +171,6 @@ class Shutdown:
         # At once: `sys.exit` would only end this thread, and an orderly exit waits for threads that may wait for a
         # peer.
         os._exit(code)
-
-
-def _release() -> None:
-    """Set the training thread free if it waits for NCCL."""
-    time.sleep(RELEASE_AFTER_S)
-    abort_groups()
 
 
 def write_stderr(text: str) -> None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from lightning_smddp.supervision.board import Beat, Board, Failure, behind, may_follow, text_of, waited_for, waits
+from lightning_smddp.supervision.board import Board, Failure, behind, may_follow, text_of, waited_for, waits
 from lightning_smddp.supervision.processes import name_of
 from lightning_smddp.supervision.stop import END, Shutdown, Stops, write_stderr
 from lightning_smddp.wording import counted
@@ -45,8 +45,7 @@ class Supervisor:
         parent: a launcher's process, without which this rank must not go on. None: a user has started this one, say.
 
     Attributes:
-        step, phase: set these as training goes on, and call :meth:`begin_batch`.
-        moves: add one for each batch, also of a validation.
+        own: how far this rank is.
         has_work: whether the device has; set it where collectives that time out raise nothing, as NCCL's.
         failure: the first failure of the job, as all ranks agree on it; None if there is none.
         stop_signal: by which the job was asked to stop; None if it was not.
@@ -58,27 +57,22 @@ class Supervisor:
     ) -> None:
         self.rank, self.timeout, self.grace = rank, timeout, grace
         self._parent = parent
-        self.step, self.phase = -1, "setup"
-        self.moves = 0
-        self._epoch = (0, 0)  # `ends` and `batches` of a `Beat`, which are read together
         self.has_work: Callable[[], bool] | None = None
         self.failure: Failure | None = None
         self.stop_signal: int | None = None
         self.shutdown = Shutdown()
         self.stops = Stops()
-        self._number = self._over = 0  # of a `Beat`
-        self._suspects: dict[int, Failure] = {}  # by rank, before all ranks know of one
+        self._suspect: Failure | None = None  # before all ranks know of it
         self._stopped_s: dict[int, float] = {}  # for how long processes of this host are stopped
-        self._place: object = None  # where the training thread was at the last look
-        self._call: object = None  # and the call that it was in
-        self._waits_for_device = False
-        self._waited_s = self._still_s = self._unanswered_s = self._stop_at = 0.0
+        self._call: object = None  # that the training thread was in at the last look; None: it waited for other ranks
+        self._stands_s = self._unanswered_s = self._stop_at = 0.0
         self._has_noted_hang = False
         self._lost = False  # the store is not used any more
         self._wake, self._closed = threading.Event(), threading.Event()
         self._period = LOOK_S * max(1.0, world_size / RANKS_PER_LOOK)
         self._doubt_s = _DOUBT_LOOKS * self._period
-        self._board = Board(store, rank, world_size, self._own_beat())
+        self._board = Board(store, rank, world_size)
+        self.own = self._board.own
         local = self._board.local
         self._neighbours = {*local[:NEIGHBOURS], 0} & {*local}
         atexit.register(self.close, 0.0)  # a thread that comes out of C++ when the interpreter has ended would abort it
@@ -96,21 +90,21 @@ class Supervisor:
                 self._wake.wait(self._period)
                 self._wake.clear()
             if not self._lost:
-                self._over = 2
-                self._board.tell(self._own_beat())
+                self.own.over = 2
+                self._board.tell()
         except dist.DistError:
             self._lost = True
 
     def _tick(self) -> None:
         """Say how far this rank is, and look at what the others have said."""
-        self._board.tell(self._own_beat())
+        self._board.tell()
         failure, stop, decision = self._board.look()
         self._unanswered_s = 0.0
-        for rank, suspect in list(self._suspects.items()):
-            if suspect.kind == "died" and self._board.beats[rank].over:  # it said goodbye before
-                del self._suspects[rank]
-            else:
-                failure = failure or self._board.set_once("failure", json.dumps(suspect))
+        suspect = self._suspect
+        if suspect is not None and suspect.kind == "died" and self._board.beats[suspect.rank].over:
+            self._suspect = None  # it said goodbye before
+        elif suspect is not None:
+            failure = failure or self._board.set_once("failure", json.dumps(suspect))
         if failure:
             self._record(Failure(*json.loads(failure)))
         elif stop or self.stop_signal is not None:
@@ -118,14 +112,10 @@ class Supervisor:
         else:
             self._note_hang()
 
-    def _own_beat(self) -> Beat:
-        self._number += 1
-        where = (self.step, self.phase, *self._epoch, self._waited_s, self._waits_for_device)
-        return Beat(self._number, *where, self.stops.answer, self._over if self.failure is None else 2)
-
     def _record(self, failure: Failure) -> None:
         if failure.kind == "fell silent" and failure.rank in self._board.local:
             self._board.who[failure.rank].kill()  # nobody runs its Python
+        self.own.over = 2
         self.stops.attention = True
         self.failure = self.failure or failure
 
@@ -138,7 +128,7 @@ class Supervisor:
         if late == self.rank:
             stack = "".join(traceback.format_stack(sys._current_frames()[self.shutdown.thread]))
             text += f"It is here:\n{stack}"
-        elif self.rank == 0 and self._waited_s > NOTE_HANG_S + self._doubt_s:
+        elif self.rank == 0 and self.own.waited_s > NOTE_HANG_S + self._doubt_s:
             text += "It says nothing: code in C holds its interpreter.\n"
         else:
             return
@@ -156,18 +146,18 @@ class Supervisor:
                 self._look_at_training(period)
             failure = self.failure
             period = _POLL_S if failure or self.stop_signal else LOOK_S
-            if failure is not None or not self._suspects:  # else they wait for what is known of these in a moment
+            if failure is not None or self._suspect is None:  # else they wait for what is known of it in a moment
                 for signum, again in self.stops.read_signals():
                     if again:
                         self.stop_signal = self.stop_signal or signum
-                        self._end_stop(f"{name_of(signum)} came again")
+                        self._force(f"{name_of(signum)} came again")
                     elif failure is None:  # behind one it may be the launcher's
                         self._stop_asked(signum)
             if failure is not None:
                 if self.shutdown.due():
                     self._force(failure.text)
             elif self.stop_signal is not None and time.monotonic() - self._stop_at > self.grace:
-                self._end_stop(f"it did not stop within {self.grace:g} s of {name_of(self.stop_signal)}")
+                self._force(f"it did not stop within {self.grace:g} s of {name_of(self.stop_signal)}")
 
     def _look_around(self, passed: float) -> None:
         for rank in self._neighbours:
@@ -186,34 +176,31 @@ class Supervisor:
         if self._unanswered_s > limit and not self._board.beats[0].over:
             self._lost = True  # so nobody can tell the others any more
             how = "its process or its connection ended, its host is down, or the network between the hosts is cut"
-            self._declare(0, "fell silent", f"the job's store is lost: {how}")
-            self._record(self._suspects.get(self.rank) or self._suspects[0])
+            self._record(self._declare(0, "fell silent", f"the job's store is lost: {how}"))
 
     def _look_at_training(self, passed: float) -> None:
         """How long it waits: where ranks communicate, or in one call, while its device has work left."""
         frame = sys._current_frames().get(self.shutdown.thread)
         if frame is None:  # the thread has ended
             return
-        place, call = (self.phase, self.moves), (id(frame), frame.f_lasti)
-        stays = place == self._place
-        self._still_s = self._still_s + passed if stays and call == self._call else 0.0
-        self._place, self._call = place, call
-        self._waits_for_device = False
-        if stays and waits(frame):
-            self._waited_s += passed
-        else:
-            if self.has_work is not None and self._still_s >= min(ASK_DEVICE_S, self.timeout / 2):
-                with suppress(RuntimeError):  # the device has failed, as the training thread will see
-                    self._waits_for_device = self.has_work()
-            self._waited_s = self._still_s if self._waits_for_device else 0.0
-        if self.has_work is not None and self._waited_s > self.timeout:
-            self._declare_behind(f"waited {self._waited_s:.0f} s for it")
+        waiting, has_work = waits(frame), False
+        call = None if waiting else (id(frame), frame.f_lasti)
+        self._stands_s = self._stands_s + passed if call == self._call else 0.0
+        self._call = call
+        if not waiting and self.has_work is not None and self._stands_s >= min(ASK_DEVICE_S, self.timeout / 2):
+            with suppress(RuntimeError):  # the device has failed, as the training thread will see
+                has_work = self.has_work()
+        self.own.has_work = has_work
+        self.own.waited_s = self._stands_s if waiting or has_work else 0.0
+        if self.has_work is not None and self.own.waited_s > self.timeout:
+            self._declare_behind(f"waited {self.own.waited_s:.0f} s for it")
 
-    def _declare(self, rank: int, kind: str, message: str) -> None:
+    def _declare(self, rank: int, kind: str, message: str) -> Failure:
         """For any thread: let all ranks know. The first one counts."""
-        self._board.beats[self.rank] = self._own_beat()
-        self._suspects.setdefault(rank, self._board.failure(rank, kind, message))
+        name = self._board.name(rank, f" {kind}")
+        self._suspect = self._suspect or Failure(rank, kind, f"R{name[1:]}: {message}")
         self._wake.set()
+        return self._suspect
 
     def _declare_behind(self, text: str) -> None:
         """Whoever it is that this rank and others wait for."""
@@ -227,6 +214,9 @@ class Supervisor:
             self._declare(late, "did not come", f"{text}; {why}")
 
     def _force(self, reason: str) -> None:
+        if self.failure is None:  # of a stop: who runs no Python would be left behind
+            for rank in {*self._unheard()} & {*self._board.local}:
+                self._board.who[rank].kill()
         code = 1 if self.stop_signal is None else 128 + self.stop_signal
         self.shutdown.force(code, self._board.name(self.rank), reason)
 
@@ -308,7 +298,7 @@ class Supervisor:
         if not self.stops.attention:
             return False
         stops = self.stops
-        self._wait(lambda: self._lost or stops.decision is not None or step < stops.answer, self.grace)
+        self._wait(lambda: self._lost or stops.decision is not None or step < self.own.answer, self.grace)
         self.raise_failure()
         return stops.decision is not None and step >= stops.decision
 
@@ -326,19 +316,13 @@ class Supervisor:
         """Ranks that have not said where they can stop."""
         return [rank for rank, beat in enumerate(self._board.beats) if beat.answer == 0 and beat.over < 2]
 
-    def _end_stop(self, reason: str) -> None:
-        """By force, before all have come to one step. Who runs no Python would be left behind."""
-        for rank in {*self._unheard()} & {*self._board.local}:
-            self._board.who[rank].kill()
-        self._force(reason)
-
     def _agree(self, signum: int, decision: str) -> None:
         """Answer, and decide if all have. A rank that does not answer in time has failed."""
         self._stop_asked(signum)
         self.stops.attention = True
-        if self.stops.answer == 0:
+        if self.own.answer == 0:
             # The training thread may have passed the gate of this step already, without a look at `attention`.
-            self.stops.answer = min(self.stops.step + 1, END)
+            self.own.answer = min(self.stops.step + 1, END)
         silent = self._unheard()
         # A call into C may keep a rank's interpreter for long. Others look at the store now and then only: with a grace
         # of no more than a few looks nobody is blamed, and what has not stopped when it is over is ended.
@@ -353,15 +337,16 @@ class Supervisor:
 
     # ---- epochs ----
 
+    def begin(self, phase: str) -> None:
+        """The training thread does something else from here on."""
+        self.own.phase = phase
+        self._stands_s = 0.0
+
     def begin_batch(self, step: int, batches: int) -> None:
         """At optimizer step ``step`` a batch is begun, with which ``batches`` of this epoch are."""
-        self.step, self.phase = step, "forward"
-        self._epoch = (self._epoch[0], batches)
-
-    def go_on(self) -> None:
-        """Something else of this epoch begins, such as a validation, which no rank at its end can wait for."""
-        ends, batches = self._epoch
-        self._epoch = (ends, batches + 1)
+        self.own.step = step
+        self.own.epoch[1] = batches
+        self.begin("forward")
 
     def end_of_epoch(self, epoch: int) -> None:
         """Wait until every rank is at the end of its epoch, with as many batches. Collective.
@@ -371,26 +356,28 @@ class Supervisor:
         Raises:
             RankFailedError: a rank failed, had another number of batches, or ended its run.
         """
-        begin, batches = self._epoch
-        end = begin + 1
+        begin, batches = self.own.epoch
         if batches == 0:
             return
-        self._epoch = (end, batches)
+        end = begin + 1
+        self.own.epoch = [end, batches]
         own = f"it ended epoch {epoch} after {counted(batches, 'batch')}"
+        cure = "Give all equally many batches, and set `trainer.should_stop` on all"
 
-        def all_have() -> bool:
+        def all_are_here() -> bool:
             beats = self._board.beats
             for rank, beat in enumerate(beats):
-                has_more = beat.ends in (begin, end) and beat.batches > batches  # who has fewer finds out itself
-                if has_more or (beat.ends <= end and beat.over):
-                    text = f"{own}, and rank {rank} has begun {beat.batches} ({beat.phase}). Give all equally many "
-                    self._declare(self.rank, "left", f"{text}batches, and set `trainer.should_stop` on all")
-            return all(beat.ends > end or (beat.ends, beat.batches) == (end, batches) for beat in beats)
+                ends, begun = beat.epoch
+                has_more = ends in (begin, end) and begun > batches  # who has fewer finds out itself
+                if has_more or (ends <= end and beat.over):
+                    text = f"{own}, and rank {rank} has begun {begun} ({beat.phase}). {cure}"
+                    self._declare(self.rank, "left", text)
+            return all(beat.epoch >= [end, batches] for beat in beats)
 
-        if not self._wait(all_have, self.timeout):
+        if not self._wait(all_are_here, self.timeout):
             self._judge(f"it waited {self.timeout:g} s at the end of epoch {epoch}")
         self.raise_failure()
-        self._epoch = (end + 1, 0)
+        self.own.epoch = [end + 1, 0]
 
     # ---- end ----
 
@@ -406,7 +393,7 @@ class Supervisor:
             return self.failure
         self.shutdown.take_over()
         self.stops.restore_signals()
-        self._over = 1
+        self.own.over = max(self.own.over, 1)
         self._wait(self._may_leave, patience)
         self._closed.set()
         self._wake.set()

@@ -7,8 +7,8 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_smddp import PipelineStrategy, SMDDPStrategy
+from lightning_smddp.strategies.run_supervision import RunSupervision
 from tests.faults import journal
 from tests.faults.case import Case
 from tests.faults.injection import Fault, Injection
@@ -29,23 +30,17 @@ from tests.strategies.grouped import grouped
 INPUTS, WIDTH, CLASSES, BATCH = 8, 160, 2, 4
 
 
-class Recorded:
+_run = RunSupervision.run
+
+
+@wraps(_run)  # it is pickled by its name
+def recorded_run(self: RunSupervision, *args: Any, **kwargs: Any) -> Any:
     """Notes what a rank raises in the end: with ``spawn`` nobody else sees that."""
-
-    global_rank: int
-
-    @contextmanager
-    def explained_errors(self) -> Iterator[None]:
-        with journal.noted_error(self.global_rank, "explained"), super().explained_errors():  # type: ignore[misc]
-            yield
+    with journal.noted_error(self.strategy.global_rank, "explained"):
+        return _run(self, *args, **kwargs)
 
 
-class RecordedDataParallel(Recorded, SMDDPStrategy):
-    pass
-
-
-class RecordedPipeline(Recorded, PipelineStrategy):
-    pass
+RunSupervision.run = recorded_run  # type: ignore[method-assign]
 
 
 def rows(count: int) -> list[tuple[Tensor, int]]:
@@ -148,7 +143,7 @@ def make_strategy(case: Case) -> Any:
     method = methods[case.launcher]
     if case.strategy == "ddp":
         return DDPStrategy(timeout=timedelta(seconds=case.timeout), start_method=method)  # type: ignore[arg-type]
-    kind = RecordedDataParallel if case.strategy == "smddp" else RecordedPipeline
+    kind = SMDDPStrategy if case.strategy == "smddp" else PipelineStrategy
     quiet = {"verbose": False, "collective_timeout": case.timeout, "start_method": method}
     return kind(**grouped(**{**quiet, **case.options}))
 

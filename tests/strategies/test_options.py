@@ -45,6 +45,7 @@ STRATEGIES: dict[str, tuple[type, set[str]]] = {
         (lambda: CommunicationOptions(collective_timeout=-1), "collective_timeout=-1 has to be positive"),
         (lambda: ReliabilityOptions(init_timeout=0), "init_timeout=0 has to be positive"),
         (lambda: ReliabilityOptions(stop_grace=timedelta(0)), "stop_grace=0.0 has to be positive"),
+        (lambda: ReliabilityOptions(stop_grace=None), "stop_grace=None has to be seconds"),  # type: ignore[arg-type]
         (lambda: ReliabilityOptions(on_nonfinite="stop"), "on_nonfinite='stop' is unknown. Valid: 'error'"),  # type: ignore[arg-type]
         (lambda: PartitionOptions(stages_per_rank=0), "stages_per_rank=0 has to be a number from 1, or 'auto'"),
         (lambda: PartitionOptions(placement="near"), "placement='near' is unknown"),

@@ -35,13 +35,13 @@ class Rank:
         """Steps with a collective in each, before which ``acts`` come. Returns the step where all stop."""
         supervisor = self.supervisor
         for step in range(steps):
-            supervisor.step, supervisor.phase = step, "forward"
+            supervisor.begin_batch(step, step + 1)
             if supervisor.gate(step):
                 return step
             time.sleep(pause)
             if step in acts:
                 acts[step](self)
-            supervisor.phase = "backward"
+            supervisor.begin("backward")
             dist.all_reduce(torch.ones(1))
         return -1
 

@@ -170,7 +170,8 @@ def stand(has_work: bool, rank: Rank) -> float:
         asked.append(time.monotonic())
         return has_work
 
-    rank.supervisor.step, rank.supervisor.phase = 3 - rank.rank, "backward"
+    rank.supervisor.begin_batch(3 - rank.rank, 1)
+    rank.supervisor.begin("backward")
     rank.supervisor.has_work = ask
     begin = time.monotonic()
     time.sleep(30.0 if has_work else 6.0)

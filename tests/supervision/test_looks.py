@@ -63,7 +63,7 @@ def test_a_stopped_process_is_seen_and_killed_and_a_later_one_is_another() -> No
 
 
 def beat(step: int, phase: str, waited_s: float = 0.0) -> Beat:
-    return Beat(1, step, phase, 0, 0, waited_s, False, 0, 0)
+    return Beat(step=step, phase=phase, waited_s=waited_s)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,6 @@ def test_one_rank_is_waited_for_if_all_others_wait_for_long() -> None:
     assert waited_for([waiting, beat(5, "forward"), waiting], 60.0) == 1
     assert waited_for([waiting, beat(5, "forward"), beat(5, "forward")], 60.0) is None
     assert waited_for([waiting, beat(5, "forward", 59.0)], 60.0) is None
-    assert waited_for([waiting._replace(waited_s=59.0), beat(5, "forward")], 60.0) is None
+    assert waited_for([beat(5, "backward", 59.0), beat(5, "forward")], 60.0) is None
     assert waited_for([waiting, waiting], 60.0) is None
     assert waited_for([beat(5, "forward")], 60.0) is None
