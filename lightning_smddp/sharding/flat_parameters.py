@@ -226,10 +226,20 @@ class FlatParameters:
         return in_memory_order(parameter, parameter)[low:high]
 
     def begin_step(self) -> None:
-        """Before a step: parameters that were given other memory (``parameter.data = ...``) keep its values alone."""
+        """Before a step: parameters that were given other memory (``parameter.data = ...``) keep its values alone.
+
+        Raises:
+            ValueError: their shape or type is another one now.
+        """
         for parameter, home in self._homes.items():
-            if parameter.data_ptr() != home.data_ptr():
-                parameter.data = home.copy_(parameter.detach())
+            if parameter.data_ptr() == home.data_ptr():
+                continue
+            if parameter.shape != home.shape or parameter.dtype != home.dtype:
+                raise ValueError(
+                    f"A parameter of shape {tuple(home.shape)} ({home.dtype}) was given {tuple(parameter.shape)} "
+                    f"({parameter.dtype}) as its `data`: with shard='optimizer' both stay as they are."
+                )
+            parameter.data = home.copy_(parameter.detach())
 
     def end_step(self) -> None:
         """After a step: all ranks have all shares when it returns. Collective."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from torch import nn
 
-from lightning_smddp.sharding.flat_parameters import in_memory_order, lay_out, movable
+from lightning_smddp.sharding.flat_parameters import FlatParameters, in_memory_order, lay_out, movable
 
 
 def of_sizes(*sizes):
@@ -67,3 +68,15 @@ def test_memory_order_is_that_of_the_parameter():
     same = torch.empty_like(weight)
     in_memory_order(same, weight).fill_(3.0)
     assert torch.equal(same, torch.full((1, 2, 3, 4), 3.0))
+
+
+@pytest.mark.parametrize("other", [torch.zeros(1), torch.zeros(4, dtype=torch.float64)], ids=["shape", "type"])
+def test_a_parameter_of_another_shape_or_type_is_an_error(other):
+    (parameter,) = of_sizes(4)
+    flat = FlatParameters(lay_out([parameter], 1, splits=True), 0, None)
+    parameter.data = torch.ones(4)
+    flat.begin_step()
+    assert parameter.tolist() == [1.0] * 4
+    parameter.data = other
+    with pytest.raises(ValueError, match="with shard='optimizer' both stay as they are"):
+        flat.begin_step()
