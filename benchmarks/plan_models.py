@@ -46,6 +46,22 @@ class Learner(LightningModule):
         return DataLoader(Repeated(self.tensors(self.rows), 4 * STEPS), batch_size=self.rows)
 
 
+class Small(Learner):
+    """Two layers, whose memory is next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def tensors(self, count: int) -> tuple[Tensor, ...]:
+        """Rows of 8 numbers."""
+        return (torch.randn(count, 8),)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """Squares."""
+        return self.net(batch[0]).pow(2).mean()
+
+
 class MLP(Learner):
     """Eight layers of 1,536; most of its memory is parameters and what belongs to them."""
 
@@ -155,4 +171,4 @@ class LSTM(Learner):
         return F.cross_entropy(self.head(hidden).flatten(0, 1), text[:, 1:].flatten())
 
 
-MODELS = {model.__name__: model for model in (MLP, LSTM, CNN, BERT, GPT2)}
+MODELS: dict[str, type[Learner]] = {model.__name__: model for model in (MLP, LSTM, CNN, BERT, GPT2)}

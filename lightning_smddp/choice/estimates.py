@@ -16,8 +16,8 @@ class Sizes:
     Attributes:
         parameters, buffers: as they are.
         gradients: of all parameters that are trained.
-        state: that optimizers keep.
-        optimizer_temporary: that a step of an optimizer needs for a moment.
+        state: that the optimizer keeps.
+        optimizer_temporary: that a step of it needs for a moment.
         batch: one batch of a rank.
     """
 
@@ -36,7 +36,7 @@ class Memory:
     Attributes:
         parameters: with buffers.
         gradients: in ``smddp`` they lie in the buckets that ranks exchange.
-        optimizer_state: of all optimizers.
+        optimizer_state: what it keeps of parameters.
         activations: what the forward keeps for the backward; of a pipeline for all micro-batches in flight.
         communication: second buckets, received tensors.
         temporary: for a moment, while the rest is there.

@@ -39,7 +39,7 @@ def estimate_pipelines(
     Args:
         first: the module at its first batch.
         sizes: of the whole module.
-        state: bytes that optimizers keep, by parameter's id.
+        state: bytes that the optimizer keeps, by parameter's id.
         ranks: of the pipeline.
         limit: bytes of a rank.
     """
@@ -55,9 +55,11 @@ def estimate_pipelines(
         except SplitError as error:
             notes.append(str(error))
         else:
-            # Before training the first rank runs a micro-batch through the whole module, for the times of its nodes.
+            # Before training the first rank runs two micro-batches through the whole module, forward and backward, to
+            # compare the pipeline with them: in the second backward it has all gradients.
             start = Memory(
                 parameters=sizes.parameters + sizes.buffers,
+                gradients=sizes.gradients,
                 activations=sizes.batch + whole.kept,
                 temporary=whole.temporary,
             )
@@ -66,8 +68,6 @@ def estimate_pipelines(
                 notes.append("make layers in `configure_model`: at the start each rank would have all of them")
             else:
                 memory = fullest([memory, start])
-            if len(microbatches) == 1:
-                notes.append("each batch is one micro-batch: stages do not overlap")
         strategy = f"PipelineStrategy({', '.join(options)})" if options else '"smddp_pipeline"'
         estimates.append(Estimate(name, strategy, memory, notes=tuple(notes)))
     return estimates
@@ -93,8 +93,8 @@ def _training(
 ) -> tuple[Memory, StepProfile]:
     """What the fullest rank holds in training, and the profile of one micro-batch through the whole module.
 
-    A stage keeps all that is made in its modules; with checkpointing their inputs alone, and for a moment what is made
-    in one of them.
+    Of what the whole module keeps a stage has as large a part as of what is made; with checkpointing it keeps the
+    inputs of its modules alone, and for a moment what is made in one of them.
 
     Raises:
         SplitError: a pipeline cannot train the module.
@@ -108,6 +108,7 @@ def _training(
     stages = cut_into_stages(graph, cuts)
     named = dict(first.module.named_parameters())
     users = parameter_stages_of(graph, stages, list(named))
+    made = sum(node.activation_bytes for node in graph.nodes)
     moments = []
     for plan in stages:
         own = [named[name] for name in named if plan.stage in users[name]]  # a tied one is on each rank that uses it
@@ -117,18 +118,23 @@ def _training(
             optimizer_state=sum(state.get(id(parameter), 0) for parameter in own),
             activations=sizes.batch,
         )
-        kept, again = graph.nbytes(plan.receives), 0
+        received, sent = graph.nbytes(plan.receives), graph.nbytes(plan.sends)
+        kept, again, passing = received, 0, 0
         for node in graph.nodes[plan.begin : plan.end]:
+            # The backward of a node has the gradient of what the node made, and makes that of what it used.
+            passing = max(passing, graph.nbytes(node.inputs) + graph.nbytes(node.outputs))
             if checkpointing and node.module is not None:
                 kept += graph.nbytes(node.inputs)
                 again = max(again, node.activation_bytes)
             else:
-                kept += node.activation_bytes
+                kept += whole.kept * node.activation_bytes // made
         running = replace(
             held,
             activations=sizes.batch + flights[plan.stage] * kept,
-            communication=graph.nbytes(plan.sends),  # torch's schedule holds the last output until it has the next one
-            temporary=whole.temporary + again,
+            # Of each neighbour: what was sent to it last, which torch's schedule holds until there is the next one,
+            # and what comes from it for the next micro-batch, for which there is memory already.
+            communication=2 * (received + sent),
+            temporary=max(whole.temporary, passing) + again,
         )
         moments += [running, replace(held, temporary=sizes.optimizer_temporary)]
     return fullest(moments), whole

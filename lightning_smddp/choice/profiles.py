@@ -1,4 +1,4 @@
-"""The memory of one training step in one process, and of a step of its optimizers: that of strategies follows from it.
+"""The memory of one training step in one process, and of a step of its optimizer: that of strategies follows from it.
 
 An optimizer is tried on one parameter of each kind. In the training step gradients are dropped as soon as they are
 complete: they are counted by themselves, and this process need not hold all of them. So what is seen is the rest: what
@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -151,17 +151,17 @@ def _without_stderr() -> Iterator[None]:
         os.close(saved)
 
 
-# ---- optimizers -----------------------------------------------------------------------------------------------------
+# ---- the optimizer --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class OptimizerProfile:
-    """Of all optimizers of a module.
+    """Of the optimizer of a module.
 
     Attributes:
-        state: bytes that they keep, by parameter's id.
+        state: bytes that it keeps, by parameter's id.
         temporary: bytes that a step needs for a moment.
-        notes: what could not be tried.
+        notes: why it could not be tried.
     """
 
     state: dict[int, int]
@@ -169,40 +169,33 @@ class OptimizerProfile:
     notes: tuple[str, ...] = ()
 
 
-def profile_optimizers(optimizers: Sequence[Optimizer]) -> OptimizerProfile:
-    """Step a copy of each optimizer on one parameter of each shape, with gradients of zero. Nothing of them changes."""
+def profile_optimizer(optimizer: Optimizer) -> OptimizerProfile:
+    """Step copies of the optimizer on one parameter of each shape, with gradients of zero. Nothing of it changes."""
+    trained = _trained(optimizer)
     state: dict[int, int] = {}
-    temporary = 0
-    notes = []
-    for optimizer in optimizers:
-        try:
-            temporary = max(temporary, _profile(optimizer, state))
-        except Exception as error:  # whatever a user's optimizer raises
-            for _, parameter in _trained(optimizer):
-                state[id(parameter)] = _FALLBACK_COPIES * parameter.nbytes
-            notes.append(
-                f"{type(optimizer).__name__} cannot be tried on one parameter ({type(error).__name__}: {error}): "
-                "counted with two numbers for each of a parameter"
-            )
-    return OptimizerProfile(state, temporary, tuple(notes))
-
-
-def _profile(optimizer: Optimizer, state: dict[int, int]) -> int:
-    """Fill ``state``; returns the bytes that a step needs for a moment."""
     tried: dict[tuple[int, torch.Size, torch.dtype], tuple[int, int]] = {}  # by group, shape and type
     # A step with `foreach` has the results of all parameters at once, another one those of one parameter.
     together = 0
     alone = 0
-    for number, parameter in _trained(optimizer):
-        kind = (number, parameter.shape, parameter.dtype)
-        if kind not in tried:
-            tried[kind] = _try(optimizer, number, parameter)
-        state[id(parameter)], temporary = tried[kind]
-        if optimizer.param_groups[number].get("foreach"):
-            together += temporary
-        else:
-            alone = max(alone, temporary)
-    return max(alone, together)
+    try:
+        for number, parameter in trained:
+            kind = (number, parameter.shape, parameter.dtype)
+            if kind not in tried:
+                tried[kind] = _try(optimizer, number, parameter)
+            state[id(parameter)], temporary = tried[kind]
+            if optimizer.param_groups[number].get("foreach"):
+                together += temporary
+            else:
+                alone = max(alone, temporary)
+    except Exception as error:  # whatever a user's optimizer raises
+        note = (
+            f"{type(optimizer).__name__} cannot be tried on one parameter ({type(error).__name__}: {error}): counted "
+            "with two numbers for each of a parameter"
+        )
+        return OptimizerProfile(
+            {id(parameter): _FALLBACK_COPIES * parameter.nbytes for _, parameter in trained}, 0, (note,)
+        )
+    return OptimizerProfile(state, max(alone, together))
 
 
 def _trained(optimizer: Optimizer) -> list[tuple[int, Tensor]]:

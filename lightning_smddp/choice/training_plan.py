@@ -13,7 +13,7 @@ from lightning_smddp.bridge.step import loss_of
 from lightning_smddp.choice.estimates import Estimate, Sizes, data_parallel, fully_sharded
 from lightning_smddp.choice.first_batch import FirstBatch, UnplannableError, look_at_first_batch
 from lightning_smddp.choice.pipelines import estimate_pipelines
-from lightning_smddp.choice.profiles import StepProfile, profile_optimizers, profile_step
+from lightning_smddp.choice.profiles import StepProfile, profile_optimizer, profile_step
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pytree import tensors
 from lightning_smddp.sharding.optimizer_trial import why_not_one_by_one
@@ -113,13 +113,14 @@ def plan(module: Any, devices: int, memory_gb: float, datamodule: Any = None, pr
 def _planned(first: FirstBatch, devices: int, memory_gb: float) -> TrainingPlan:
     module = first.module
     limit = memory_gb * _GIB
-    optimizers = profile_optimizers(first.optimizers)
+    optimizer = first.optimizers[0]  # Lightning steps no other one, where it optimizes
+    profile = profile_optimizer(optimizer)
     sizes = Sizes(
         parameters=_bytes(module.parameters()),
         buffers=_bytes(module.buffers()),
         gradients=_bytes(parameter for parameter in module.parameters() if parameter.requires_grad),
-        state=sum(optimizers.state.values()),
-        optimizer_temporary=optimizers.temporary,
+        state=sum(profile.state.values()),
+        optimizer_temporary=profile.temporary,
         batch=_bytes(tensors(first.batch)),
     )
     step = _profile(first)
@@ -129,10 +130,9 @@ def _planned(first: FirstBatch, devices: int, memory_gb: float) -> TrainingPlan:
         'SMDDPStrategy(shard="optimizer")',
         data_parallel(sizes, step, devices, shards_state=True),
     )
-    for optimizer in first.optimizers:
-        why = why_not_one_by_one(optimizer)
-        if why is not None:
-            shared = replace(shared, memory=None, notes=(f"{type(optimizer).__name__} cannot be shared: {why}",))
+    why = why_not_one_by_one(optimizer)
+    if why is not None:
+        shared = replace(shared, memory=None, notes=(f"{type(optimizer).__name__} cannot be shared: {why}",))
     zero2 = fully_sharded(sizes, step, devices, units, reshard=False)
     zero3 = fully_sharded(sizes, step, devices, units, reshard=True)
     estimates = [  # the simplest first
@@ -142,9 +142,9 @@ def _planned(first: FirstBatch, devices: int, memory_gb: float) -> TrainingPlan:
         Estimate("smddp_fsdp, full", '"smddp_fsdp"', zero3),
     ]
     if devices > 1:
-        estimates += estimate_pipelines(first, sizes, optimizers.state, devices, limit)
+        estimates += estimate_pipelines(first, sizes, profile.state, devices, limit)
     judged = [replace(one, fits=one.memory is not None and one.memory.total <= limit) for one in estimates]
-    return TrainingPlan(type(module).__name__, devices, memory_gb, tuple(judged), optimizers.notes)
+    return TrainingPlan(type(module).__name__, devices, memory_gb, tuple(judged), profile.notes)
 
 
 def _profile(first: FirstBatch) -> StepProfile:

@@ -40,6 +40,17 @@ class Small(Wide):
         super().__init__(width, 8)
 
 
+class Halves(Wide):
+    """Two modules, of which two stages have one each, and an optimizer that keeps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 8)
+        self.net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 class WithoutData(LightningModule):
     def __init__(self) -> None:
         super().__init__()

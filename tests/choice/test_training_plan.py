@@ -20,10 +20,10 @@ from lightning_smddp.choice.estimates import (
     fully_sharded,
 )
 from lightning_smddp.choice.first_batch import UnplannableError
-from lightning_smddp.choice.profiles import MemoryRecord, StepProfile, profile_optimizers, profile_step
+from lightning_smddp.choice.profiles import MemoryRecord, StepProfile, profile_optimizer, profile_step
 from lightning_smddp.choice.training_plan import TrainingPlan
 from lightning_smddp.cli import main
-from tests.choice.modules import ByHand, Empty, Penalised, Small, Summing, WithLBFGS
+from tests.choice.modules import ByHand, Empty, Halves, Penalised, Small, Summing, WithLBFGS
 
 MODULES = "tests.choice.modules"
 
@@ -79,7 +79,7 @@ def test_what_optimizers_keep(make: Any, numbers: float) -> None:
     frozen = nn.Parameter(torch.zeros(7), requires_grad=False)
     parameters = [nn.Parameter(torch.zeros(100, 100)), nn.Parameter(torch.zeros(100, 100)), frozen]
     optimizer = make(parameters)
-    state = profile_optimizers([optimizer]).state
+    state = profile_optimizer(optimizer).state
     assert set(state) == {id(parameter) for parameter in parameters[:2]}
     assert sum(state.values()) == pytest.approx(numbers * 80000, abs=100)
     assert not optimizer.state
@@ -87,7 +87,7 @@ def test_what_optimizers_keep(make: Any, numbers: float) -> None:
 
 def test_an_optimizer_that_cannot_be_tried_is_said() -> None:
     parameter = nn.Parameter(torch.zeros(100))
-    profile = profile_optimizers([torch.optim.LBFGS([parameter])])
+    profile = profile_optimizer(torch.optim.LBFGS([parameter]))
     assert profile.state == {id(parameter): 800}
     assert "LBFGS cannot be tried on one parameter" in profile.notes[0]
 
@@ -134,6 +134,18 @@ def test_a_plan_of_a_small_module() -> None:
     of_stages = found.estimates[-2].memory
     assert of_stages.parameters <= whole
     assert "predicted from a CPU trace" in str(found)
+
+
+def test_a_pipeline_starts_with_the_whole_module_and_its_gradients_on_the_first_rank() -> None:
+    whole = 4 * 2 * (64 * 64 + 64)
+    start = lightning_smddp.plan(Halves(), 2, 1.0).estimates[-2].memory
+    assert (start.parameters, start.gradients) == (whole, whole)
+
+    # What has no room for that begins with layers that have no memory yet.
+    found = lightning_smddp.plan(Halves(), 2, (start.total - 1) / 2**30).estimates[-2]
+    assert found.strategy == "PipelineStrategy(meta_init=True)"
+    assert found.fits
+    assert (found.memory.parameters, found.memory.gradients) == (whole / 2, whole / 2)
 
 
 def test_optimizers_that_cannot_be_shared_are_said() -> None:
