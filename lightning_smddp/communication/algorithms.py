@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_smddp._compat.torch import all_gather_single, is_nccl, reduce_scatter_single
-from lightning_smddp.communication.inter_node import InterNodeReduce
+from lightning_smddp.communication.inter_node import InterNodeReduce, padded
 from lightning_smddp.communication.shared_memory import SharedMemory, sum_dtype
 
 AlgorithmName = Literal["auto", "native", "shared_memory", "hierarchical", "balanced"]
@@ -126,7 +126,7 @@ class IntraNodeGroup:
     def reduce_scatter(self, tensor: Tensor, slot: int, scale: float) -> Tensor:
         """``scale`` times the sum of this rank's shard over the local ranks, in ``tensor`` itself."""
         shard, width = self._shard(tensor)
-        sent = _padded(tensor, width * self.size)
+        sent = padded(tensor, width * self.size)
         if tensor.is_cuda:
             if tensor.dtype == torch.float16:
                 # NCCL sums fp16 in fp16, and the sum may overflow where the mean does not: so scale before.
@@ -153,7 +153,7 @@ class IntraNodeGroup:
             all_gather_single(tensor, shard.clone(), self.group)
             return
         gathered = tensor.new_empty(width * self.size)
-        all_gather_single(gathered, _padded(shard, width), self.group)
+        all_gather_single(gathered, padded(shard, width), self.group)
         tensor.copy_(gathered[: tensor.numel()])
 
     def _shard(self, tensor: Tensor) -> tuple[Tensor, int]:
@@ -164,12 +164,6 @@ class IntraNodeGroup:
 
     def close(self) -> None:
         """Nothing to free: the group belongs to the caller."""
-
-
-def _padded(tensor: Tensor, numel: int) -> Tensor:
-    """``tensor`` with zeros behind it, up to ``numel`` elements; itself if it needs none."""
-    missing = numel - tensor.numel()
-    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
 
 IntraNodeReduce = SharedMemory | IntraNodeGroup
@@ -213,20 +207,14 @@ class TwoLevel:
         if tensor.is_cuda:
             return self._on_stream(tensor, slot)
         complete = self._begin(tensor, slot)
-        future: Future[Any] = Future()
 
-        def run() -> None:
-            try:
-                if self._closed:
-                    raise RuntimeError("closed before the gradients were exchanged")
-                complete()
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(tensor)
+        def end() -> Tensor:
+            if self._closed:
+                raise RuntimeError("closed before the gradients were exchanged")
+            complete()
+            return tensor
 
-        self._thread.submit(run)
-        return future
+        return in_thread(self._thread, end)
 
     def close(self) -> None:
         """See :meth:`Algorithm.close`. Waits until nothing is in flight; of a device, lets the current stream wait."""
@@ -276,4 +264,18 @@ def completed(tensor: Tensor) -> Future[Any]:
     """A future whose value is there: ``tensor``."""
     future: Future[Any] = Future(devices=[tensor.device] if tensor.is_cuda else [])
     future.set_result(tensor)
+    return future
+
+
+def in_thread(thread: ThreadPoolExecutor, act: Callable[[], Tensor]) -> Future[Any]:
+    """What ``act`` returns, or raises, in ``thread``."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(act())
+        except Exception as error:
+            future.set_exception(error)
+
+    thread.submit(run)
     return future

@@ -91,17 +91,12 @@ class Communicator:
             if left is not None:
                 raise left
         except (OSError, RuntimeError, ValueError) as error:
-            self._close_meshes()
+            self.interrupt()
             self.notes.append(f"no shared memory: {error}")
             return str(error)
         if lacking > 0:
             self.notes.append(f"gradients are copied, /dev/shm lacks {lacking / 2**20:.0f} MiB. {HOW_TO_RAISE}")
         return None
-
-    def _close_meshes(self) -> None:
-        for mesh in self._meshes:
-            mesh.close()
-        self._meshes = []
 
     def _self_test(self) -> RankFailedError | None:
         """Raise ``RuntimeError`` if a sum in shared memory is wrong; returns which peer did not come."""
@@ -111,7 +106,7 @@ class Communicator:
         try:
             memory.all_reduce(summed, slot=0)
         except Exception as error:
-            self._close_meshes()  # peers that wait for this rank go on
+            self.interrupt()  # peers that wait for this rank go on
             if isinstance(error, RankFailedError):  # that rank tells the cause, if it has one
                 return error
             raise
@@ -167,8 +162,8 @@ class Communicator:
         ranks: tuple[int, ...] = ()
         if is_flat:
             ranks = tuple(range(self.world_size))
-        elif topology.num_nodes > 1 and topology.local_rank < topology.num_shards:
-            ranks = topology.shard_owners(topology.local_rank)
+        elif topology.num_nodes > 1:
+            ranks = topology.partners
         exchange = self._exchange(name, ranks, compression, feedback) if ranks else None
         return TwoLevel(self.world_size, self.thread, scatter, gather, exchange)
 
@@ -231,20 +226,20 @@ class Communicator:
         return self._groups[key]
 
     def partners(self, purpose: str) -> dist.ProcessGroup | None:
-        """A group of the ranks of equal local rank, one a node; None where a node has no such rank. Collective."""
-        topology = self.topology
-        if topology.local_rank >= topology.num_shards:
-            return None
-        return self._new_group(purpose, topology.shard_owners(topology.local_rank))
+        """A group of :attr:`Topology.partners`; None where a node has none. Collective over them."""
+        ranks = self.topology.partners
+        return self._new_group(purpose, ranks) if ranks else None
 
     def interrupt(self) -> None:
-        """Make what waits for this node's ranks fail, here and on them: before :meth:`close` in mid-collective."""
-        self._close_meshes()
+        """Close sockets: what waits for this node's ranks fails, here and on them. Before :meth:`close`, too."""
+        for mesh in self._meshes:
+            mesh.close()
+        self._meshes = []
 
     def close(self) -> None:
         """Close sockets and groups, after the algorithms. Not collective."""
         self.thread.shutdown()  # first: what it still does goes over meshes and groups
-        self._close_meshes()
+        self.interrupt()
         for group in self._groups.values():
             close_group(group)
         self._groups.clear()

@@ -116,9 +116,7 @@ class BalancedExchange:
         part = -(-numel // (size * codec.block_size)) * codec.block_size
         if feedback is not None:
             feedback.add_to(shard, slot)
-        padding = part * size - numel
-        padded = torch.nn.functional.pad(shard, (0, padding)) if padding else shard
-        sent = codec.encode(padded)
+        sent = codec.encode(padded(shard, part * size))
         if feedback is not None:
             feedback.remember(shard, codec.decode(sent, numel, dtype), slot)
         received = torch.empty_like(sent)
@@ -145,3 +143,9 @@ class BalancedExchange:
             shard.copy_(sums)
 
         return finish
+
+
+def padded(tensor: Tensor, numel: int) -> Tensor:
+    """``tensor`` with zeros behind it, up to ``numel`` elements; itself if it needs none."""
+    missing = numel - tensor.numel()
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor

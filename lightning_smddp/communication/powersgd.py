@@ -12,6 +12,7 @@ from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
 
+from lightning_smddp.communication.algorithms import in_thread
 from lightning_smddp.communication.compression import Compression
 
 _FIRST_STEP = 2  # DDP makes its buckets anew behind the first; torch's hook wants one more
@@ -76,16 +77,7 @@ class PowerSGD:
             return powerSGD_hook(self._state, matrices).then(lambda done: self._kept(number, done.value()))
         # In a thread, and one bucket after the other: each of the hook's steps blocks one of gloo's two threads until
         # the other one has done the next message.
-        future: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(self._kept(number, powerSGD_hook(self._state, matrices).wait()))
-            except Exception as error:
-                future.set_exception(error)
-
-        self._thread.submit(run)
-        return future
+        return in_thread(self._thread, lambda: self._kept(number, powerSGD_hook(self._state, matrices).wait()))
 
     def close(self) -> None:
         """The group belongs to the caller, and is kept for a while all the same.

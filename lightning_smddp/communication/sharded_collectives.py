@@ -134,7 +134,7 @@ class _UnitCollective:
         self._partners = partners
         topology = segments.mesh.topology
         self._rank, self._size = topology.rank, topology.world_size
-        self._owners = topology.shard_owners(topology.local_rank)  # the partners; on one node this rank alone
+        self._owners = topology.partners  # on one node this rank alone
 
 
 class SharedAllGather(_UnitCollective):

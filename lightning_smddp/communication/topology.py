@@ -81,10 +81,12 @@ class Topology:
         """In how many shards a bucket is cut between nodes: as many as the smallest node has ranks."""
         return min(len(ranks) for ranks in self.nodes)
 
-    def shard_owners(self, shard: int) -> tuple[int, ...]:
-        """The global ranks, one a node, that exchange shard number ``shard``."""
-        # With nodes (0, 2) and (1, 3, 4) there are two shards: the owners are (0, 1) and (2, 3), and rank 4 has none.
-        return tuple(ranks[shard] for ranks in self.nodes)
+    @property
+    def partners(self) -> tuple[int, ...]:
+        """The global ranks of this rank's local rank, one a node, that exchange a shard; none if it has no shard."""
+        # With nodes (0, 2) and (1, 3, 4) there are two shards: partners are (0, 1) and (2, 3), and rank 4 has none.
+        local_rank = self.local_rank
+        return tuple(ranks[local_rank] for ranks in self.nodes) if local_rank < self.num_shards else ()
 
     def describe(self, rank: int) -> str:
         """``rank 3 (host b, local rank 1)``, for messages."""

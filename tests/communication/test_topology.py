@@ -27,11 +27,13 @@ def test_equal_identities_share_a_node(identities: list[str], nodes: tuple[tuple
 
 
 def test_places_of_a_rank_on_interleaved_nodes() -> None:
-    topology = Topology.from_identities(["x/1", "y/1", "x/1", "y/1", "x/1"], rank=3)
+    identities = ["x/1", "y/1", "x/1", "y/1", "x/1"]
+    topology = Topology.from_identities(identities, rank=3)
     assert (topology.world_size, topology.num_nodes) == (5, 2)
     assert (topology.node_rank, topology.local_rank, topology.local_ranks) == (1, 1, (1, 3))
     assert topology.num_shards == 2
-    assert [topology.shard_owners(shard) for shard in range(2)] == [(0, 1), (2, 3)]
+    partners = [Topology.from_identities(identities, rank).partners for rank in range(5)]
+    assert partners == [(0, 1), (0, 1), (2, 3), (2, 3), ()]
     assert topology.hosts == ("x", "y")
 
 
