@@ -15,20 +15,16 @@ from torch.utils.checkpoint import checkpoint
 from lightning_smddp import Compression
 from tests.devices import kinds, on_gpus
 from tests.ranks import RanksFailedError, run_trainer_ranks
-from tests.strategies.learners import Learner, make_trainer, silent
+from tests.strategies.learners import RESUMING, AllSteps, Learner, make_trainer, overflow_in_third_batch, silent
 from tests.strategies.pipeline_learners import assert_same
 from tests.strategies.resuming import Scenario, resume_from_each
 from tests.strategies.test_nonfinite import fails, skips
 from tests.strategies.test_pipeline_features import scaled
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),  # resumed without callbacks
-    pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning"),
-]
+pytestmark = RESUMING
 
 
-class Classifier(Learner):
+class Classifier(AllSteps, Learner):
     """All four steps; a rank's batch is its share of one process's."""
 
     def __init__(self, ranks: int, recomputes: bool = False) -> None:
@@ -41,29 +37,10 @@ class Classifier(Learner):
         hidden = checkpoint(self.net[:2], batch[0], use_reentrant=False)
         return torch.nn.functional.cross_entropy(self.net[2](hidden), batch[1])
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch), sync_dist=True)
-
-    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("accuracy", (self.net(batch[0]).argmax(1) == batch[1]).float().mean(), sync_dist=True)
-
-    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self.net(batch[0])
-
-    def val_dataloader(self) -> Any:
-        return self.train_dataloader()
-
-    test_dataloader = predict_dataloader = val_dataloader
-
 
 class Overflowing(Classifier):
-    """The gradient of its first layer overflows in the third batch."""
-
     def on_train_start(self) -> None:
-        def overflow(gradient: Tensor) -> Tensor:
-            return gradient * float("inf") if self.trainer.fit_loop.batch_idx == 2 else gradient
-
-        self.net[0].weight.register_hook(overflow)
+        overflow_in_third_batch(self)
 
 
 @dataclass(frozen=True)

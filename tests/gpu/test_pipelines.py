@@ -8,24 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_smddp import Compression
 from tests.devices import kinds, on_gpus
 from tests.ranks import run_trainer_ranks
-from tests.strategies.pipeline_learners import Bench, Case, Matrix, assert_same, name_of
+from tests.strategies.learners import IN_ANOTHER_LAYOUT, RESUMING
+from tests.strategies.pipeline_learners import Case, Matrix, assert_same, name_of
 from tests.strategies.test_pipeline_checkpoints import best_and_last, tied
 from tests.strategies.test_pipeline_features import TOLERANCE, bf16_mixed, fp16_with_overflow, gpt
-from tests.strategies.test_pipeline_memory import Configured
+from tests.strategies.test_pipeline_memory import assert_in_parts, saved
 from tests.strategies.test_pipeline_replicas import replicas
 from tests.strategies.test_pipeline_schedules import everything, training
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The run is not continued exactly:UserWarning"),  # in another layout
-    pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning"),
-    pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning"),  # right with replicas
-]
+pytestmark = [*RESUMING, IN_ANOTHER_LAYOUT]
 
 
 def schedule(name: str, **options: Any) -> Case:
@@ -81,31 +76,15 @@ def test_the_same_training(matrix: Matrix, case: Case, device: str, tmp_path_fac
     matrix.compare(case, str(directory), TOLERANCES.get(case, 1e-5))
 
 
-def meta_init(bench: Bench, directory: str) -> Any:
-    """Metrics, names of the parameters that this rank has, and whether any rank ever had the whole module."""
-    torch.manual_seed(7)
-    module, checkpoint = Configured(), ModelCheckpoint(directory)
-    trainer = bench.trainer({"meta_init": True}, callbacks=[checkpoint], enable_checkpointing=True, max_epochs=1)
-    trainer.fit(module)
-    here = [name for name, parameter in module.named_parameters() if not parameter.is_meta]
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}, here, module.born_whole
-
-
-def trained_with_meta_init(directory: str) -> Any:
-    return meta_init(Bench({"num_microbatches": 4}), directory)
-
-
 @pytest.mark.slow
 @on_gpus(2)
 def test_meta_init(device: str, tmp_path: Path) -> None:
     """Equal to the run with all stages on one rank."""
-    files = {ranks: str(tmp_path / str(ranks)) for ranks in (1, 2)}
-    ((expected, *_),) = run_trainer_ranks(trained_with_meta_init, 1, files[1])
-    results = run_trainer_ranks(trained_with_meta_init, 2, files[2])
-    names = [name for _, here, _ in results for name in here]
-    assert len(names) == len(set(names)) == 5 * Configured.depth + 2
-    for metrics, _, born_whole in results:
-        assert not born_whole
+    options = {"meta_init": True}, {"max_epochs": 1}
+    [(expected, _, _, one)] = run_trainer_ranks(saved, 1, str(tmp_path / "one"), *options)
+    results = run_trainer_ranks(saved, 2, str(tmp_path / "two"), *options)
+    assert_in_parts(results)
+    for metrics, *_ in results:
         assert_same(metrics, expected)
-    one, two = (torch.load(next(Path(files[ranks]).glob("*.ckpt")), weights_only=True) for ranks in (1, 2))
-    assert_same(two["state_dict"], one["state_dict"])
+    states = [torch.load(path, weights_only=True)["state_dict"] for path in (results[0][3], one)]
+    assert_same(*states)

@@ -23,15 +23,10 @@ from lightning_smddp.sagemaker.folders import Folders, failure_file, point_at, p
 from lightning_smddp.strategies import sagemaker_job
 from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
-from tests.strategies.learners import Learner, make_trainer
+from tests.strategies.learners import RESUMING, Learner, make_trainer
 from tests.strategies.pipeline_learners import Net
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
-    pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning"),
-]
+pytestmark = RESUMING
 STEPS = 6  # of an epoch of two ranks
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.strategies.grouped import grouped
-from tests.strategies.learners import Learner, silent
+from tests.strategies.learners import Learner, overflow_in_third_batch, silent
 
 
 def fully_sharded(**options: Any) -> Any:
@@ -226,7 +226,7 @@ class Attributes(AllAdam):
 
 
 class Looking(Outside):
-    """Measures gradients in a hook, as many do."""
+    """Measures gradients in a hook, as many do, and writes to parameters in all ways."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.losses.append(math.sqrt(sum(p.grad.norm().item() ** 2 for p in self.parameters())))
@@ -235,6 +235,12 @@ class Looking(Outside):
         with torch.no_grad():
             self.net[0].weight[0] = 0.5
             self.net[2].weight.copy_(torch.ones(3, 16))
+            torch.mul(self.net[0].weight, 1.1, out=self.net[0].weight)
+            nn.init.constant_(self.blocks[0].norm.bias, 0.2)
+            torch.manual_seed(self.global_step)
+            nn.init.trunc_normal_(self.net[0].bias, std=0.1)
+            self.blocks[1].mix.bias.uniform_(-0.1, 0.1)
+            self.blocks[1].norm.weight.add_(self.blocks[0].norm.weight, alpha=0.1)
 
 
 class Regularized(AdamLearner):
@@ -267,13 +273,8 @@ class Writing(Regularized):
 
 
 class Overflowing(AdamLearner):
-    """A gradient overflows in the third batch: a scaler leaves that step out."""
-
     def on_train_start(self) -> None:
-        def overflow(gradient: Any) -> Any:
-            return gradient * float("inf") if self.trainer.fit_loop.batch_idx == 2 else gradient
-
-        self.net[0].weight.register_hook(overflow)
+        overflow_in_third_batch(self)
 
 
 class StepHooks(AdamLearner):

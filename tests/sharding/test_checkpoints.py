@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.ranks import run_trainer_ranks
 from tests.sharding.learners import Block, Convolution, Factored, Short, Tied, Validating, fully_sharded, sharded
-from tests.strategies.learners import Outcome, assert_equal, make_trainer, outcome, silent
+from tests.strategies.learners import AllSteps, Outcome, assert_equal, make_trainer, outcome, silent
 from tests.strategies.pipeline_learners import once, run_each
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The run is not continued exactly")]
@@ -155,24 +155,17 @@ def go_on_in_other_numbers_of_ranks(folder: Path) -> None:
             assert_equal(actual, expected, tolerance=1e-6 if strategy == saving == "shard" else 1e-4)
 
 
-class Evaluated(Short):
+class Evaluated(AllSteps, Short):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.blocks = nn.Sequential(Block(8), Block(8))
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("value", self.loss(batch), sync_dist=True)
-
-    test_step = validation_step
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return self.blocks(batch[0])
 
     def loss(self, batch: Any) -> Any:
         return super().loss([self.blocks(batch[0]), batch[1]])
-
-    val_dataloader = Short.train_dataloader
 
 
 def evaluate(strategy: str) -> list[Any]:

@@ -31,7 +31,7 @@ from lightning_smddp.strategies.checks import (
 )
 from tests.ranks import run_trainer_ranks
 from tests.sharding.learners import AdamLearner
-from tests.strategies.learners import Learner, make_trainer, silent
+from tests.strategies.learners import AllSteps, Learner, make_trainer, silent
 
 RANKS, BATCH = 2, 4  # of `Short`
 
@@ -52,17 +52,8 @@ class SgdLearner(Logging):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-class Evaluating(Logging):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("validated", self.loss(batch), sync_dist=True)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("tested", self.loss(batch), sync_dist=True)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.net(batch[0]).float()
-
-    val_dataloader = test_dataloader = predict_dataloader = Logging.train_dataloader
+class Evaluating(AllSteps, Logging):
+    pass
 
 
 class Configured(Evaluating):
@@ -155,7 +146,7 @@ def train(strategy: Any, case: str, batch_size: int, folder: Path) -> dict[str, 
     trainer.save_checkpoint(path)
     saved = parts_of(path)
     if case.startswith("evaluation"):
-        metrics["tested"] = trainer.test(model, verbose=False)[0]["tested"]
+        metrics["tested"] = trainer.test(model, verbose=False)[0]["test_loss"]
         (metrics["again"],) = trainer.validate(model, ckpt_path=path, verbose=False)[0].values()
         metrics["predicted"] = len(trainer.predict(model))
     return {"saved": saved, "metrics": metrics}

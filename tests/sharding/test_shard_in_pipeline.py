@@ -18,7 +18,7 @@ from lightning_smddp.strategies.checks import refuse_training
 from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.layouts import WITHIN, Run, execute
-from tests.strategies.learners import make_trainer
+from tests.strategies.learners import IN_ANOTHER_LAYOUT, RESUMING, make_trainer
 from tests.strategies.pipeline_learners import Gpt, Net, assert_same, outcome
 from tests.strategies.test_layouts import BETWEEN, check, check_start
 
@@ -114,12 +114,7 @@ def test_the_same_numbers_as_without_sharding(case: str, nodes: str) -> None:
 
 
 class TestCheckpoints:
-    pytestmark = [
-        pytest.mark.slow,
-        pytest.mark.filterwarnings("ignore:The run is not continued exactly:UserWarning"),  # other replicas
-        pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning"),
-        pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),
-    ]
+    pytestmark = [pytest.mark.slow, *RESUMING, IN_ANOTHER_LAYOUT]
 
     def test_a_file_goes_on_with_it_and_a_directory_without(self, tmp_path: Path) -> None:
         file = Run("net", "2x2 shard", tmp_path)

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import registry
@@ -22,6 +23,19 @@ from tests.strategies.grouped import grouped
 registry.entry_points = functools.cache(registry.entry_points)
 
 INPUTS, CLASSES = 8, 3
+# Lightning's advice where a run goes on from checkpoints; and ours where it does so with another number of ranks.
+RESUMING = [
+    pytest.mark.filterwarnings(f"ignore:{text}:UserWarning")
+    for text in (
+        "Checkpoint directory .* is not empty",
+        "The dirpath has changed",
+        "Be aware that when using `ckpt_path`",
+        "It is recommended to use `self.log",
+        "Found [0-9]+ module.*in eval mode",
+        "The checkpoint was saved in the middle of an epoch without",
+    )
+]
+IN_ANOTHER_LAYOUT = pytest.mark.filterwarnings("ignore:The run is not continued exactly:UserWarning")
 QUIET = {
     "accelerator": "cpu",
     "logger": False,
@@ -69,6 +83,33 @@ class Learner(Learning, LightningModule):
     def __init__(self, batch_size: int = 4, count: int = 48) -> None:
         super().__init__()
         self.build(batch_size, count)
+
+
+class AllSteps:
+    """Beside a ``Learner``'s training: validation, test and prediction, on the same data."""
+
+    def validation_step(self: Any, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self: Any, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self: Any, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+    def val_dataloader(self: Any) -> Any:
+        return self.train_dataloader()
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+def overflow_in_third_batch(module: Any) -> None:
+    """From now on the gradient of its first layer does, so that a scaler leaves that step out."""
+
+    def overflow(gradient: Tensor) -> Tensor:
+        return gradient * float("inf") if module.trainer.fit_loop.batch_idx == 2 else gradient
+
+    module.net[0].weight.register_hook(overflow)
 
 
 @dataclass

@@ -16,16 +16,10 @@ from lightning_smddp.checkpoint import files
 from lightning_smddp.resume.auto_resume import STOP_CHECKPOINT, checkpoint_locations, stop_checkpoint
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.grouped import grouped
-from tests.strategies.learners import Learner, make_trainer
+from tests.strategies.learners import RESUMING, Learner, make_trainer
 from tests.strategies.resuming import Run, Scenario, differences, run
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
-    pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Found [0-9]+ module.*in eval mode:UserWarning"),
-]
+pytestmark = RESUMING
 
 SCENARIO = Scenario(accumulate=2, validate=2, epochs=2)
 SPLIT = ["net.3"]  # two runs that measure their modules may find two splits

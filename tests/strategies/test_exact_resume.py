@@ -28,15 +28,10 @@ from lightning_smddp.resume.auto_resume import STOP_CHECKPOINT
 from lightning_smddp.resume.exact_resume import CHECKPOINT_KEY
 from lightning_smddp.resume.resumable_loader import RandomStates, ResumableLoader
 from tests.ranks import run_trainer_ranks
-from tests.strategies.learners import Learner, make_trainer, samples, silent
+from tests.strategies.learners import RESUMING, Learner, make_trainer, samples, silent
 from tests.strategies.resuming import Dropping, Scenario, all_from_each, resume_from_each, run
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),  # resumed without callbacks
-    pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Found [0-9]+ module.*in eval mode:UserWarning"),
-]
+pytestmark = RESUMING
 
 OFTEN = Scenario(accumulate=2, validate=2)
 KINDS: dict[str, Scenario] = {

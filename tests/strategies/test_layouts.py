@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,32 +27,9 @@ from lightning_smddp.communication.objects import RankFailedError
 from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.layouts import BETWEEN, LAYOUTS, STEPS, WITHIN, Model, Result, Run, cloned, execute
-from tests.strategies.learners import make_trainer
+from tests.strategies.learners import IN_ANOTHER_LAYOUT, RESUMING, make_trainer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The run is not continued exactly:UserWarning"),  # random numbers, unused here
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The checkpoint was saved in the middle of an epoch without:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks:UserWarning"),
-]
-
-
-def assert_bits(actual: Any, expected: Any, where: str) -> None:
-    """Equal, to the bit; of dicts in any order."""
-    if isinstance(expected, Tensor):
-        assert torch.equal(actual, expected), where
-        assert actual.dtype == expected.dtype, where
-    elif isinstance(expected, Mapping):
-        assert sorted(map(str, actual)) == sorted(map(str, expected)), where
-        for key, value in expected.items():
-            assert_bits(actual[key], value, f"{where}[{key!r}]")
-    elif isinstance(expected, (list, tuple)):
-        assert len(actual) == len(expected), where
-        for index, value in enumerate(expected):
-            assert_bits(actual[index], value, f"{where}[{index}]")
-    else:
-        assert actual == expected, where
+pytestmark = [*RESUMING, IN_ANOTHER_LAYOUT]
 
 
 def check(run: Run, result: Result, unbroken: Result) -> None:
@@ -69,8 +46,9 @@ def check_start(run: Run, result: Result) -> Any:
     assert path is not None
     saved = sharded.load(path) if is_sharded(path) else torch.load(path, weights_only=True)
     assert list(saved["state_dict"]) == list(Model(run.kind).state_dict())
-    assert_bits(result.state_dict, saved["state_dict"], run.name)
-    assert_bits(result.optimizer, saved["optimizer_states"][0], run.name)
+    expected = saved["state_dict"], saved["optimizer_states"][0]
+    for found, value in zip((result.state_dict, result.optimizer), expected, strict=True):
+        torch.testing.assert_close(found, value, rtol=0, atol=0, msg=lambda text: f"{run.name}: {text}")
     return saved
 
 

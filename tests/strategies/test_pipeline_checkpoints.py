@@ -16,15 +16,10 @@ from lightning_smddp import PipelineStrategy
 from lightning_smddp.resume.exact_resume import CHECKPOINT_KEY
 from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
-from tests.strategies.learners import CLASSES, make_trainer
+from tests.strategies.learners import CLASSES, IN_ANOTHER_LAYOUT, RESUMING, make_trainer
 from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Gpt, Matrix, assert_same, name_of, outcome
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The run is not continued exactly:UserWarning"),  # in another layout
-    pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning"),
-    pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning"),  # right with replicas
-]
+pytestmark = [*RESUMING, IN_ANOTHER_LAYOUT]
 
 
 class Trained(Evaluated):

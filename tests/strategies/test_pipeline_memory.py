@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_smddp.pipeline.partition import costs
 from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
-from tests.strategies.learners import QUIET
+from tests.strategies.learners import make_trainer
 from tests.strategies.pipeline_learners import Bench, Evaluated, Net, assert_same
 
 RANK = "RANK"
@@ -156,12 +156,9 @@ def saved(
 
     torch.manual_seed(7)
     module, checkpoint = Configured(), ModelCheckpoint(directory, save_top_k=-1)
-    trainer = Trainer(
-        strategy=PipelineStrategy(**grouped(num_microbatches=4, verbose=False, **options)),
-        devices=int(os.environ["WORLD_SIZE"]),
-        callbacks=[checkpoint],
-        **{**QUIET, "enable_checkpointing": True, "max_epochs": 2, "limit_val_batches": 1, **(trainer_options or {})},
-    )
+    strategy = PipelineStrategy(**grouped(num_microbatches=4, verbose=False, **options))
+    more = {"enable_checkpointing": True, "limit_val_batches": 1, **(trainer_options or {})}
+    trainer = make_trainer(strategy, callbacks=[checkpoint], **more)
     trainer.fit(module, ckpt_path=ckpt_path)
     here = [name for name, parameter in module.named_parameters() if not parameter.is_meta]
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -174,6 +171,13 @@ def saved_and_resumed(directory: str, ckpt_path: str) -> tuple[Any, Any]:
     return whole, saved(f"{directory}/rest", {"meta_init": True}, WITHOUT_SANITY_CHECK, ckpt_path)
 
 
+def assert_in_parts(results: list[Any]) -> None:
+    """Each parameter is on one rank, from the start to the end."""
+    assert not any(born_whole for _, _, born_whole, _ in results)
+    names = [name for _, here, _, _ in results for name in here]
+    assert len(names) == len(set(names)) == 4 * 5 + 2
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")  # where a run goes on in another number of stages
 @pytest.mark.filterwarnings("ignore:The run is not continued exactly")
@@ -183,10 +187,8 @@ def test_a_model_without_memory_is_the_same_for_any_number_of_stages_and_resumes
     first = next(path for path in (tmp_path / "two").iterdir() if "epoch=0" in path.name)
     on_three = run_trainer_ranks(saved_and_resumed, 3, str(tmp_path / "three"), str(first))
     three = [whole for whole, _ in on_three]
-    for results in (on_two, three):
-        assert not any(born_whole for _, _, born_whole, _ in results)
-        names = [name for _, here, _, _ in results for name in here]
-        assert len(names) == len(set(names)) == 4 * 5 + 2  # each parameter on one rank, to the end
+    assert_in_parts(on_two)
+    assert_in_parts(three)
     for metrics, *_ in [*on_two, *three, *(resumed for _, resumed in on_three)]:
         torch.testing.assert_close(metrics, on_two[0][0], rtol=1e-5, atol=1e-6)
     states = [torch.load(results[0][3], weights_only=True) for results in (on_two, three)]

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.strategies.learners import (
     CLASSES,
+    AllSteps,
     Learner,
     Learning,
     Outcome,
@@ -145,22 +146,14 @@ def test_equals_ddp_and_one_process(name: str) -> None:
 # ---- callbacks, evaluation, several runs ----
 
 
-class Evaluated(Logging):
+class Evaluated(AllSteps, Logging):
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         # From the second epoch on it is better on rank 0, and worse on rank 1 and in their mean.
         worse = self.current_epoch * (self.global_rank - 0.25)
         self.log("val_loss", self.loss(batch).detach() * 0 + 1 + worse, sync_dist=True)
 
-    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("test_loss", self.loss(batch), sync_dist=True)
-
     def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return self.net(batch[0]).argmax(1)
-
-    def val_dataloader(self) -> Any:
-        return self.train_dataloader()
-
-    test_dataloader = predict_dataloader = val_dataloader
 
 
 def stop_early(strategy: str) -> int:
