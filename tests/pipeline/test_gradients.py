@@ -1,4 +1,4 @@
-"""Gradients of tied parameters, the norm over all stages, and loss scaling."""
+"""Gradients of tied parameters, the norm over all stages, and overflows on any of them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from torch import Tensor, nn
 
 from lightning_smddp.communication.tensors import norm_over_ranks
 from lightning_smddp.pipeline.mesh import Ownership, held_parameters
-from lightning_smddp.pipeline.state.gradients import TiedGradients, clip_by_norm, overflow_of, overflow_shared
+from lightning_smddp.pipeline.state.gradients import TiedGradients, clip_by_norm, overflow_of
 from lightning_smddp.pipeline.state.meta_parameters import release
-from lightning_smddp.pipeline.state.optimizer import OptimizerPartition
-from lightning_smddp.sharding.optimizer_shards import all_parameters
-from tests.pipeline.models import OWNERSHIP, seeded, tied, train_step
+from tests.pipeline.models import OWNERSHIP, tied, train_step
 from tests.ranks import run_in_threads
 
 CPU = torch.device("cpu")
@@ -107,50 +105,6 @@ def test_norm_is_that_of_one_process(norm_type: float, scale: float, spoil: floa
     expected = torch.nn.utils.get_total_norm(list(everything.values()), norm_type)
     for norm in run_in_threads(norm_of_all, 2, norm_type, scale, spoil):
         torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0, equal_nan=True)
-
-
-def scaled_steps(group: dist.ProcessGroup, overflow_on: int | None, ownership: Ownership, fused: bool) -> list[float]:
-    """Steps of which the second overflows; as Lightning's precision plugin does them."""
-    rank = group.rank()
-    model = seeded(lambda: nn.Linear(3, 2))
-    reference = seeded(lambda: nn.Linear(3, 2))
-    names = {id(p): name for name, p in model.named_parameters()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
-    release(model, ownership, rank)
-    partition = OptimizerPartition(optimizer, names, ownership, rank)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-    scales = []
-    for step in range(4):
-        optimizer.zero_grad()
-        loss = scaler.scale(reference(torch.ones(1, 3)).square().sum())
-        reference.zero_grad()
-        loss.backward()
-        for name, parameter in held_parameters(model, ownership, rank).items():
-            parameter.grad = dict(reference.named_parameters())[name].grad.clone()
-        if step == 1 and overflow_on == rank:
-            partition.parameters[0].grad.view(-1)[0] = inf
-        before = [p.detach().clone() for p in partition.parameters]
-        with overflow_shared(scaler, CPU, group):
-            if not fused:  # which unscales in its step
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-        overflowed = step == 1 and overflow_on is not None
-        changed = any(not torch.equal(p, old) for p, old in zip(partition.parameters, before, strict=True))
-        assert changed is (not overflowed and bool(partition.parameters))
-        scaler.update()
-        scales.append(scaler.get_scale())
-    assert {id(p) for p in all_parameters(optimizer)} == names.keys()
-    assert {id(p) for p in optimizer.state} == {id(p) for p in partition.parameters}
-    return scales
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(("overflow_on", "bias_on"), [(None, 1), (0, 1), (1, 1), (0, 0)])
-def test_every_ranks_scaler_skips_the_same_step(overflow_on: int | None, bias_on: int, fused: bool) -> None:
-    """Also that of a rank without parameters."""
-    ownership = Ownership({"weight": (0,), "bias": (bias_on,)}, {})
-    expected = [8.0, 16.0, 16.0, 32.0] if overflow_on is None else [8.0, 4.0, 4.0, 8.0]
-    assert run_in_threads(scaled_steps, 2, overflow_on, ownership, fused) == [expected] * 2
 
 
 def mixed_overflow(group: dist.ProcessGroup, value: float) -> bool:

@@ -12,6 +12,7 @@ import os
 import random
 import re
 import warnings
+from collections import defaultdict, deque
 from contextlib import contextmanager
 from typing import Any
 
@@ -341,12 +342,22 @@ class Meter:
         self.count += count
 
 
+class Frozen(dict[str, int]):
+    """As configurations of diffusers are."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("a frozen dict")
+
+
 class Counting(Evaluated):
     shown = ("correct", "rows", "calls", "last", "total", "report")
 
     def __init__(self) -> None:
         super().__init__()
         self.meter, self.history = Meter(), []
+        self.config = Frozen(width=1)
+        self.long, self.recent, self.seen = [*range(2000)], deque(maxlen=2), set()
+        self.by_name: dict[str, Any] = defaultdict(list)
         self.correct, self.rows, self.calls, self.last = torch.tensor(0), 0, 0, torch.zeros(())
         self.total, self.trained = torch.zeros(()), torch.zeros(())
         self.report = {"trained": self.trained}  # the same tensor
@@ -363,6 +374,11 @@ class Counting(Evaluated):
         self.last = logits.detach()
         self.meter.update(loss.item(), len(batch[0]))
         self.history.append(loss.item())
+        self.long.append(batch_idx)
+        self.recent.append(loss.item())
+        self.seen.add((batch_idx, len(batch[0])))
+        self.by_name["loss"].append(loss.item())
+        self.by_name["last"] = batch_idx
         self.log("running", self.correct / self.rows)
         self.log("early", early.detach().mean())
         return loss
@@ -378,7 +394,8 @@ def counting(bench: Bench) -> Any:
     model = Counting()
     # The sanity check comes before there are stages, and runs whole batches.
     result = watched(bench, model, THREE, num_sanity_val_steps=0)
-    return {**result, "meter": (model.meter.sum, model.meter.count), "history": model.history}
+    kept = [model.history, model.long, list(model.recent), sorted(model.seen), dict(model.by_name)]
+    return {**result, "meter": (model.meter.sum, model.meter.count), "kept": kept, "kind": type(model.by_name)}
 
 
 class Stopping(Net):

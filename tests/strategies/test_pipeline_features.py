@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 
 from tests import devices
 from tests.strategies import pipeline_learners
+from tests.strategies.learners import overflow_in_third_batch
 from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Gpt, Matrix, assert_same, name_of, outcome
 
 pytestmark = pytest.mark.filterwarnings("ignore:The provided params to be frozen:UserWarning")
@@ -106,7 +107,16 @@ def scaled(**options: Any) -> MixedPrecision:
 
 
 class Scaled(Evaluated):
-    """The gradient of its first layer overflows in the third batch."""
+    """Overflows. A fused optimizer unscales in its step; with it the last layers are frozen."""
+
+    def __init__(self, fused: bool = False) -> None:
+        super().__init__()
+        self.fused = fused
+        self.net[4:].requires_grad_(not fused)
+
+    def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.SGD(trained, lr=0.1, momentum=0.9, fused=self.fused)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -114,10 +124,7 @@ class Scaled(Evaluated):
         return loss
 
     def on_train_start(self) -> None:
-        def overflow(gradient: Tensor) -> Tensor:
-            return gradient * float("inf") if self.trainer.fit_loop.batch_idx == 2 else gradient
-
-        self.net[0].weight.register_hook(overflow)
+        overflow_in_third_batch(self)
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.losses.append(self.trainer.precision_plugin.scaler.get_scale())
@@ -126,6 +133,11 @@ class Scaled(Evaluated):
 def fp16_with_overflow(bench: Bench) -> Any:
     plugin = scaled(init_scale=2.0**12, growth_interval=3)
     return bench.fit(Scaled(), plugins=[plugin], gradient_clip_val=0.5, accumulate_grad_batches=1)
+
+
+def fp16_where_a_stage_trains_nothing(bench: Bench) -> Any:
+    plugin = scaled(init_scale=2.0**12, growth_interval=3)
+    return bench.fit(Scaled(fused=True), {"split": ["net.4"]}, plugins=[plugin])
 
 
 def fp16_scale_too_large(bench: Bench) -> Any:
@@ -268,13 +280,14 @@ CASES = [
     own_hooks_of_optimization,
     hooks_on_parameters,
     fp16_with_overflow,
+    fp16_where_a_stage_trains_nothing,
     scheduled,
     finetuning,
     gpt,
     modules_checkpointed,
     whole,
 ]
-TOLERANCE = {bf16_mixed: 0.02, fp16_with_overflow: 5e-3}
+TOLERANCE = {bf16_mixed: 0.02, fp16_with_overflow: 5e-3, fp16_where_a_stage_trains_nothing: 5e-3}
 TWO = Matrix([*CASES, fp16_scale_too_large, something_was_compiled], timeout=200.0)
 
 
