@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import threading
 import time
 import warnings
 from multiprocessing import shared_memory
@@ -34,14 +33,10 @@ def test_the_longest_files_exist() -> None:
 
 
 def fail_on_rank_one(group: dist.ProcessGroup) -> None:
+    dist.barrier(group=group)  # who failed before another rank has connected to it would make that one fail there
     if group.rank() == 1:
         raise ValueError("bad rank 1")
     dist.all_reduce(torch.ones(1), group=group)
-
-
-def wait_on_rank_one(group: dist.ProcessGroup, event: threading.Event) -> None:
-    if group.rank() == 1:
-        event.wait(60)
 
 
 def test_threads_report_a_failure_and_end_the_collectives_of_the_others() -> None:
@@ -53,16 +48,6 @@ def test_threads_report_a_failure_and_end_the_collectives_of_the_others() -> Non
     assert list(caught.value.tracebacks) == [1, 0]
     assert "all_reduce" in caught.value.tracebacks[0]
     assert caught.value.hung == {}
-
-
-def test_threads_report_where_a_rank_hangs() -> None:
-    event = threading.Event()
-    with pytest.raises(RanksFailedError) as caught:
-        run_in_threads(wait_on_rank_one, 2, event, timeout=3.0)
-    event.set()  # an abandoned thread would leak its group's sockets
-    assert caught.value.tracebacks == {}
-    assert list(caught.value.hung) == [1]
-    assert "event.wait(60)" in caught.value.hung[1]
 
 
 # ---- processes ----

@@ -11,12 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_smddp.communication.consistency import (
-    check_same_lengths,
-    check_same_model,
-    check_same_optimizers,
-    require_compressible,
-)
+from lightning_smddp.communication.consistency import check_same_lengths, check_same_model, check_same_optimizers
 from tests.communication.errors import message_of
 from tests.ranks import run_in_threads
 
@@ -126,13 +121,3 @@ def test_numbers_of_batches(numbers: list[float], parts: list[str]) -> None:
     messages = run_in_threads(lengths, 3, numbers)
     assert len(set(messages)) == 1
     assert all(part in messages[0] for part in parts)
-
-
-def test_a_gradient_that_cannot_be_compressed_is_named() -> None:
-    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, dtype=torch.complex64))
-    require_compressible(model[0])
-    message = r"The gradient of '1.weight' is of torch.complex64 and cannot be compressed.*`compression=None`"
-    with pytest.raises(ValueError, match=message):
-        require_compressible(model)
-    model[1].requires_grad_(False)
-    require_compressible(model)

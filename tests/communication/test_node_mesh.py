@@ -72,23 +72,7 @@ def test_a_killed_peer_whose_child_holds_the_sockets_is_named_within_seconds() -
         run_ranks(die, 2)
     assert "SIGKILL" in caught.value.tracebacks[1]
     assert "rank 1 (host host, local rank 1) is gone" in caught.value.tracebacks[0]
-
-
-def leave(group: dist.ProcessGroup) -> str:
-    mesh = connect(group)
-    mesh.exchange()
-    if group.rank() == 1:
-        mesh.close()
-        return ""
-    message = message_of(RankFailedError, lambda: [mesh.exchange() for _ in range(2)])
-    mesh.close()
-    return message
-
-
-def test_a_peer_that_closed_its_mesh_is_named() -> None:
-    message = run_in_threads(leave, 2)[0]
-    assert message.startswith("rank 1 (host host, local rank 1) is gone")
-    assert message.endswith("while rank 0 (host host, local rank 0) waited.")
+    assert "while rank 0 (host host, local rank 0) waited." in caught.value.tracebacks[0]
 
 
 def stay_away(group: dist.ProcessGroup, done: threading.Event) -> tuple[float, str]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.communication.test_shared_memory import memory_of
-from tests.communication.training import hooked
-from tests.ranks import run_in_threads, run_ranks
+from tests.ranks import run_in_threads
 
 HUGE, INF, NAN = 3e38, float("inf"), float("nan")
 LAST = 150_002  # of a tensor with several chunks for each rank
@@ -63,45 +60,3 @@ def test_huge_numbers_are_no_false_alarm() -> None:
     for finite, tensor in run_in_threads(reduce_huge, 2):
         assert finite
         assert torch.equal(tensor, torch.full((300_000,), (torch.tensor(HUGE / 4) - 1.0).item() * 0.5))
-
-
-def step_through_ddp(bad: dict[int, dict[int, float]]) -> list[tuple[bool, dict[str, str]]]:
-    """Two layers, a bucket for each; after each step what is found."""
-    net = torch.nn.Sequential(torch.nn.Linear(512, 512, bias=False), torch.nn.Linear(512, 512, bias=False))
-    seen = []
-    with hooked("shared_memory") as wrapper:
-        ddp = wrapper.wrap(net, bucket_cap_mb=1, gradient_as_bucket_view=True)
-        synchronizer = wrapper.synchronizers[0]
-        synchronizer.watches = True
-        for step in range(4):
-            factor = torch.ones(512, 512)
-            if step == 2:
-                for index, value in bad.get(dist.get_rank(), {}).items():
-                    factor.view(-1)[index] = value
-            net.zero_grad()
-            handle = net[0].weight.register_hook(lambda gradient, factor=factor: factor)
-            ddp(torch.ones(1, 512)).sum().backward()
-            handle.remove()
-            found = synchronizer.nonfinite(net.parameters(), False)
-            seen.append((found is not None, {} if found is None else dict(found.own)))
-            assert bool(net[1].weight.grad.isfinite().all())
-            places = {index for of_rank in bad.values() for index in of_rank} if step == 2 else set()
-            assert set((~net[0].weight.grad.view(-1).isfinite()).nonzero().flatten().tolist()) == places
-    return seen
-
-
-BAD = [
-    ({1: {1: NAN, 260_000: INF}}, [{}, {"0.weight": "nan in 2 of 262144 elements"}]),  # one rank
-    ({0: {5: INF}, 1: {5: -INF}}, [{"0.weight": "inf in 1 of 262144 elements"}] * 2),
-    ({0: {5: HUGE}, 1: {5: HUGE}}, [{}, {}]),  # an overflow
-]
-
-
-def step_through_each() -> list[Any]:
-    return [step_through_ddp(bad) for bad, _ in BAD]
-
-
-def test_ranks_find_what_is_their_own_and_have_the_average() -> None:
-    for rank, results in enumerate(run_ranks(step_through_each, 2)):
-        for seen, (_, found) in zip(results, BAD, strict=True):
-            assert seen == [(False, {}), (False, {}), (True, found[rank]), (False, {})]

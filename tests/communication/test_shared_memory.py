@@ -23,6 +23,7 @@ from lightning_smddp.communication.shared_memory import SharedMemory
 from lightning_smddp.communication.topology import Topology
 from tests.communication.errors import message_of
 from tests.communication.training import reference_all_reduce
+from tests.leaks import Snapshot
 from tests.ranks import run_in_threads, run_ranks
 
 PATIENCE = timedelta(seconds=20)
@@ -287,8 +288,8 @@ def count_descriptors() -> list[int]:
 
 
 def test_descriptors_do_not_grow_and_all_are_closed_in_the_end() -> None:
-    before_shared = set(os.listdir("/dev/shm"))
+    before = Snapshot.take()
     for opened, early, late, closed in run_ranks(count_descriptors, 2):
         assert early == late
         assert closed == opened
-    assert set(os.listdir("/dev/shm")) <= before_shared
+    assert before.new_shared_memory() == set()

@@ -106,6 +106,7 @@ class DifferentShape(Learner):
 class Complex(Learner):
     def __init__(self) -> None:
         super().__init__()
+        self.frozen = nn.Parameter(torch.ones(3, dtype=torch.complex64), requires_grad=False)  # has no gradient
         self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
 
 
@@ -138,7 +139,7 @@ FIT: list[tuple[str, list[dict[str, Any]], type[Learner], list[str]]] = [
     ("smddp", [{"algorithm": "shared_memory"}], Learner, ["on 2. ", "algorithm='hierarchical'"]),
     ("smddp", [{}], DifferentShape, SHAPES),
     ("stages", [{}], DifferentShape, SHAPES[1:]),
-    ("smddp", [{"compression": "int8"}], Complex, ["'phase'", "torch.complex64", "compression=None"]),
+    ("smddp", [{"compression": "int8"}], Complex, ["'phase' is of torch.complex64", "compression=None"]),
     ("smddp", [{"process_group": "a group"}], Learner, ["`process_group`", "DDPStrategy"]),
     ("smddp", [{"device_mesh": "a mesh"}], Learner, ["`device_mesh`", "DDPStrategy"]),
     ("replicas", [{}], Uneven, ["batches in epoch 0 differ", "rank 0 has 4; rank 1 has 6. "]),

@@ -19,12 +19,13 @@ from tests.strategies.learners import Learner, make_trainer, samples
 from tests.strategies.pipeline_learners import Cases, call
 
 BAD_STEP = 2
+ALL = -1  # ranks
 EPOCH = {"max_epochs": 1}
 COMMON = {"verbose": False, "algorithm": "native"}
 
 
 class Spoiler(Learner):
-    """On one rank, in one step, one parameter's gradient is not finite; the loss is."""
+    """On one rank, or on all, in one step, one parameter's gradient is not finite, or too large; the loss is."""
 
     def __init__(self, rank: int, value: float) -> None:
         super().__init__()
@@ -40,7 +41,7 @@ class Spoiler(Learner):
 
     def spoil(self, gradient: Tensor) -> Tensor:
         trainer = self.trainer
-        if trainer.global_step == BAD_STEP and self.global_rank == self.rank:
+        if trainer.global_step == BAD_STEP and self.rank in (self.global_rank, ALL):
             gradient = gradient.clone()
             gradient[1] = self.value
         return gradient
@@ -80,13 +81,15 @@ NAMES = Cases(
     fails,
     [
         ("smddp", {"algorithm": "shared_memory"}, 0, float("-inf"), {}),
+        ("smddp", {"algorithm": "shared_memory"}, ALL, float("inf"), {}),
+        ("smddp", {"algorithm": "shared_memory"}, ALL, 3e38, {}),  # whose sum is too large: no rank brought that
         ("smddp", {}, 1, NAN, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}),
         ("smddp", {"gradient_as_bucket_view": False}, 1, float("inf"), {"accumulate_grad_batches": 2}),
     ],
 )
 
 
-@pytest.mark.parametrize("case", NAMES.cases, ids=["shared_memory", "native", "accumulating"])
+@pytest.mark.parametrize("case", NAMES.cases, ids=["one", "all", "overflow", "native", "accumulating"])
 def test_smddp_names_step_and_parameter_and_through_shared_memory_the_rank(case: Any) -> None:
     _, options, rank, value, _ = case
     results = NAMES.results(case)
@@ -96,9 +99,10 @@ def test_smddp_names_step_and_parameter_and_through_shared_memory_the_rank(case:
     kind = "nan" if value != value else "inf"
     assert f"step {BAD_STEP} (epoch 0, batch " in message
     assert f"in the averages net.2.bias ({kind} in 1 of 3 elements)" in message
-    named = f"on rank {rank} (host " in message and f"net.2.bias ({kind} in 1 of 3 elements); in the" in message
-    assert named == ("algorithm" in options)
-    assert f"on rank {1 - rank}" not in message
+    named = [other for other in range(2) if f"on rank {other} (host " in message]
+    bad = [other for other in range(2) if rank in (other, ALL)]
+    assert named == (bad if "algorithm" in options and value != 3e38 else [])
+    assert message.count(f"net.2.bias ({kind} in 1 of 3 elements)") == len(named) + 1
     assert "\n" not in message
 
 
