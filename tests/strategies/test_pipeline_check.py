@@ -205,8 +205,16 @@ def test_the_timeline_of_a_step(tmp_path: Path) -> None:
     assert [text for text in ("rank 1", "forward", "backward", "send", "wait") if f"<!-- {text}" not in picture] == []
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    names = [event["name"] for event in events if event["ph"] == "X"]
-    assert {name.split()[0] for name in names} == {"forward", "backward", "send", "wait"}
+    spans = [event for event in events if event["ph"] == "X"]
+    names = [event["name"] for event in spans]
+    assert len(spans) == counts[0]
+    assert {event["cat"] for event in spans} == {"forward", "backward", "send", "wait"}
+    assert all(event["name"] == f"{event['cat']} {event['args']['microbatch']}" for event in spans)
+    assert min(event["ts"] for event in spans) == 0
+    rows = {(event["pid"], event["args"]["stage"], event["cat"] == "send", event["tid"]) for event in spans}
+    assert rows == {(rank, rank, sends, int(sends)) for rank in (0, 1) for sends in (False, True)}
+    titles = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    assert titles == ["rank 0", "compute", "send", "rank 1", "compute", "send"]
     for microbatch in range(4):
         assert sum(name == f"forward {microbatch}" for name in names) == 2  # one for each stage
         assert sum(name == f"backward {microbatch}" for name in names) == 2
