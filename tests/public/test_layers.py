@@ -24,15 +24,13 @@ reformer = pytest.importorskip("reformer_pytorch")
 pytestmark = MARKS
 
 
-class Generative(Learner):
+class Unet2dSampling(Learner):
+    """diffusers' training example; noise and times come with the data.
+
+    Samples images at the end of each epoch: the model is called in a hook, again and again.
+    """
+
     rate = 0.01
-
-    def data(self) -> Any:
-        return digits(size=16, channels=1)
-
-
-class Unet2d(Generative):
-    """diffusers' training example; noise and times come with the data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,10 +50,6 @@ class Unet2d(Generative):
         noise, times = numbers(24, 1, 16, 16), integers(0, 20, 24)
         return [(image, *more) for (image, _), *more in zip(digits(size=16, channels=1), noise, times, strict=True)]
 
-
-class Unet2dSampling(Unet2d):
-    """Samples images at the end of each epoch: the model is called in a hook, again and again."""
-
     def on_train_epoch_end(self) -> None:
         generator = torch.Generator().manual_seed(0)
         image = torch.randn(2, 1, 16, 16, generator=generator)
@@ -68,8 +62,10 @@ class Unet2dSampling(Unet2d):
         self.log("sample_mean", image.mean())
 
 
-class SplineFlow(Generative):
+class SplineFlow(Learner):
     """zuko: the model returns a distribution."""
+
+    rate = 0.01
 
     def __init__(self) -> None:
         super().__init__()

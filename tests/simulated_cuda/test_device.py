@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import nn
 
 from tests import simulated_cuda
 from tests.ranks import run_ranks
-from tests.simulated_cuda import torch_cuda
 from tests.simulated_cuda.races import SimulatedRaceError
 from tests.simulated_cuda.synchronisations import counted
 
@@ -93,22 +91,10 @@ def draw_from_its_own_generator() -> None:
     assert all(torch.equal(one, other) for one, other in zip(draw(None), second, strict=True))
 
 
-def work_in_inference_mode() -> None:
-    """The streams' threads write what the host has made in this mode."""
-    own = device()
-    with torch.inference_mode():
-        gathered = torch.zeros(2, device=own)
-        torch_cuda._device.launch(torch.cuda.current_stream().stream_id, "a nap", lambda: time.sleep(0.1))
-        gathered.copy_(torch.ones(2, device=own) + 1, non_blocking=True)
-        torch.cuda.synchronize()
-    assert gathered.tolist() == [2, 2]
-
-
 def device_body() -> list[str]:
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         torch.ones(3, device=device()) + torch.ones(3)
     draw_from_its_own_generator()
-    work_in_inference_mode()
     kinds = count_waits()
     run_out_of_memory()
     return kinds
@@ -171,23 +157,12 @@ def waits_are_needed(own: torch.device) -> None:
     assert (total + 1).tolist() == [3.0] * 4
 
 
-def exchange_in_a_batch(own: torch.device) -> None:
-    """Send and receive coalesced, which one after the other would wait for each other."""
-    rank = dist.get_rank()
-    mine, other = torch.full((2,), float(rank), device=own), torch.empty(2, device=own)
-    operations = [dist.P2POp(dist.isend, mine, 1 - rank), dist.P2POp(dist.irecv, other, 1 - rank)]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    assert other.tolist() == [1.0 - rank] * 2
-
-
 def nccl_body() -> None:
     own = device()
     assert dist.get_backend() == "nccl"
     refuse_tensors(own)
     host_does_not_wait(own)
     waits_are_needed(own)
-    exchange_in_a_batch(own)
 
 
 def test_nccl() -> None:
