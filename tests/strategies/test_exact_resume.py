@@ -52,6 +52,7 @@ KINDS: dict[str, Scenario] = {
 # ---- runs ----
 
 
+@pytest.mark.slow
 def test_one_rank(tmp_path: Path) -> None:
     """From checkpoints in the middle and at the last batch of an epoch, and behind it: whatever the data."""
     names = ("map", "accumulation", "stream", "batch sampler", "two loaders", "one ended")
