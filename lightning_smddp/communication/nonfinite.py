@@ -11,9 +11,9 @@ it has brought.
 from __future__ import annotations
 
 import socket
+from cmath import inf, isfinite
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 
 import torch
 import torch.distributed as dist
@@ -57,10 +57,9 @@ def bad_gradients(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, str] | 
 
 def _all_finite(tensors: list[Tensor]) -> bool:
     """One look; finite values that are huge may count as not finite."""
-    if tensors[0].is_cuda:
+    if not tensors[0].is_cpu:
         return bool(get_total_norm(tensors, inf).isfinite())  # few kernels
-    totals = torch.stack([tensor.sum(dtype=sum_dtype(tensor.dtype)) for tensor in tensors])
-    return bool(totals.isfinite().all())
+    return all(isfinite(tensor.sum(dtype=sum_dtype(tensor.dtype)).item()) for tensor in tensors)
 
 
 def agreed(found: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
