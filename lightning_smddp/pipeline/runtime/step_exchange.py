@@ -93,7 +93,8 @@ class StepExchange:
             dist.broadcast(message, group=self._host, group_src=self._last_rank)
             content = message.numpy().tobytes()
         else:
-            content = words[self._last_rank][_HEAD.size :][:size]
+            start = self._last_rank * _WORD + _HEAD.size
+            content = words[start : start + size]
         specs, data = unpickled(content)
         if not is_last:
             for shape, dtype, is_on_host in specs:
@@ -104,13 +105,13 @@ class StepExchange:
             return results
         return unpickled(data, apart)
 
-    def _words(self, word: bytes) -> tuple[list[Any], list[bytes]]:
-        """The words of all ranks, and the numbers at their heads. Collective."""
+    def _words(self, word: bytes) -> tuple[list[Any], bytes]:
+        """The numbers at the heads of all ranks' words, and these words, one after the other. Collective."""
         own = torch.frombuffer(bytearray(word[:_WORD].ljust(_WORD, b"\0")), dtype=torch.uint8)
         gathered = torch.empty(self._host.size() * _WORD, dtype=torch.uint8)
         all_gather_single(gathered, own, self._host)
-        words = [part.numpy().tobytes() for part in gathered.split(_WORD)]
-        return [_HEAD.unpack_from(word) for word in words], words
+        words = gathered.numpy().tobytes()
+        return [_HEAD.unpack_from(words, start) for start in range(0, len(words), _WORD)], words
 
     def _require_no_failure(self, heads: Sequence[Any], failures: Sequence[Failure]) -> None:
         """Raise on all ranks where something is wrong on one. Collective then."""
