@@ -93,8 +93,7 @@ class StepExchange:
             dist.broadcast(message, group=self._host, group_src=self._last_rank)
             content = message.numpy().tobytes()
         else:
-            start = self._last_rank * _WORD + _HEAD.size
-            content = words[start : start + size]
+            content = words[self._last_rank * _WORD + _HEAD.size :][:size]
         specs, data = unpickled(content)
         if not is_last:
             for shape, dtype, is_on_host in specs:
