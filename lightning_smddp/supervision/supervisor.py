@@ -215,8 +215,10 @@ class Supervisor:
 
     def _force(self, reason: str) -> None:
         if self.failure is None:  # of a stop: who runs no Python would be left behind
-            for rank in {*self._unheard()} & {*self._board.local}:
-                self._board.who[rank].kill()
+            for rank in self._unheard():
+                reason += f"; {self._board.name(rank)} has not said where it can stop"
+                if rank in self._board.local:
+                    self._board.who[rank].kill()
         code = 1 if self.stop_signal is None else 128 + self.stop_signal
         self.shutdown.force(code, self._board.name(self.rank), reason)
 
@@ -308,32 +310,22 @@ class Supervisor:
             self._stop_at = time.monotonic()
             self.stop_signal = signum
             self._wake.set()
-            if self.rank == 0:  # once for the job: Ctrl+C reaches all ranks of a terminal
-                text = f"all ranks stop at one of the next steps, within {self.grace:g} s"
-                write_stderr(f"lightning-smddp: {name_of(signum)}: {text}. A second signal ends a rank at once.\n")
 
     def _unheard(self) -> list[int]:
         """Ranks that have not said where they can stop."""
         return [rank for rank, beat in enumerate(self._board.beats) if beat.answer == 0 and beat.over < 2]
 
     def _agree(self, signum: int, decision: str) -> None:
-        """Answer, and decide if all have. A rank that does not answer in time has failed."""
+        """Answer, and decide if all have. Who does not is ended when the time is over (``_force``)."""
         self._stop_asked(signum)
         self.stops.attention = True
         if self.own.answer == 0:
             # The training thread may have passed the gate of this step already, without a look at `attention`.
             self.own.answer = min(self.stops.step + 1, END)
-        silent = self._unheard()
-        # A call into C may keep a rank's interpreter for long. Others look at the store now and then only: with a grace
-        # of no more than a few looks nobody is blamed, and what has not stopped when it is over is ended.
-        limit = max(self.grace / 4, self._doubt_s)
-        if not decision and not silent:
+        if not decision and not self._unheard():
             decision = self._board.set_once("decision", str(max(beat.answer for beat in self._board.beats)))
         if decision:
             self.stops.decision = int(decision)
-        elif limit < time.monotonic() - self._stop_at < self.grace:
-            text = f"it did not say within {limit:g} s of {name_of(signum)} where it can stop, and runs no Python"
-            self._declare(silent[0], "fell silent", text)
 
     # ---- epochs ----
 

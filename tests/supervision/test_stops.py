@@ -73,8 +73,7 @@ def signal_twice(rank: Rank) -> int:
 def test_signals_within_a_second_are_one(tmp_path: Path) -> None:
     ended = run(signal_twice, 2, tmp_path)
     assert ended.results[0] == ended.results[1] >= 0
-    assert [text.count("all ranks stop at") for text in ended.written] == [1, 0]
-    assert "came again" not in "".join(ended.written)
+    assert ended.written == ["", ""]
 
 
 def replaced_wakeup(rank: Rank) -> int:
@@ -101,33 +100,6 @@ def stop_behind_others(rank: Rank) -> list[bool]:
 @pytest.mark.slow
 def test_a_rank_that_has_ended_its_run_need_not_answer(tmp_path: Path) -> None:
     assert run(stop_behind_others, 2, tmp_path).results[0][1:] == [True, True]
-
-
-def answers_late(seconds: float, rank: Rank) -> int:
-    """Looks are 1.5 s apart, as in a job of 384 ranks, and rank 1 sees the request some seconds late."""
-    rank.supervisor._doubt_s *= 3
-    board, heard = rank.supervisor._board, []
-    look = board.look
-
-    def late() -> tuple[str, str, str]:
-        failure, stop, decision = look()
-        if stop and rank.rank == 1:
-            heard.append(time.monotonic())
-            if time.monotonic() < heard[0] + seconds:
-                stop = decision = ""
-        return failure, stop, decision
-
-    board.look = late  # type: ignore[method-assign]
-    if rank.rank == 0:
-        terminate_self()
-    return rank.steps({}, steps=1000, pause=0.1)
-
-
-@pytest.mark.slow
-def test_a_slow_rank_has_not_failed_before_some_looks(tmp_path: Path) -> None:
-    """A quarter of a short grace is less than a look."""
-    first, second = run(partial(answers_late, 2.5), 2, tmp_path, grace=8.0).results
-    assert first == second >= 0
 
 
 class Endless(Dataset[int]):
