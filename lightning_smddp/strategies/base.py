@@ -222,12 +222,6 @@ class TrainerStrategy(_Base):
         super().on_validation_start()
 
     @override
-    def on_validation_end(self) -> None:
-        """Validation inside of fit is a place to stop at, too."""
-        super().on_validation_end()
-        self._supervision.validation_ends()
-
-    @override
     def on_train_end(self) -> None:
         """Say what communication cost; save the final model in a SageMaker job."""
         super().on_train_end()

@@ -50,8 +50,6 @@ class RunSupervision:
         self.strategy = strategy
         self.supervisor: Supervisor | None = None
         self._lightnings = ExitStack()  # gives Lightning back what stops have changed
-        self._stopped = False  # by a signal
-        self._runs = False  # inside of `run`
         self._place = 0  # to stop at, where this rank is: the same numbers on all ranks
         self._stops_within = False  # a validation: all ranks have equally many batches of it
 
@@ -74,14 +72,15 @@ class RunSupervision:
     def take_over(self, trainer: Trainer) -> None:
         """From here on signals stop the run by agreement, and epochs end together."""
         if self.supervisor is not None:
-            self._lightnings.close()
-            take_signals = self.supervisor.stops.take_signals
-            self._lightnings.enter_context(own_stops(trainer, take_signals, self._end_epoch))
+            self._lightnings.enter_context(own_stops(trainer, self.supervisor.stops.take_signals, self._end_epoch))
 
     def let_go(self) -> None:
-        """Give Lightning back what stops have changed. Hooks follow, so the others are watched until the run's end."""
+        """Give Lightning back what stops have changed. Hooks follow, so the others are watched until the run's end.
+
+        Behind an error this comes behind ``run``.
+        """
         self._lightnings.close()
-        if not self._runs and self.supervisor is not None:
+        if self.supervisor is not None and self.supervisor.shutdown.is_handled:
             self.supervisor.close()
             self.supervisor = None
 
@@ -89,8 +88,6 @@ class RunSupervision:
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What launchers call in each rank: an error that another one caused names that; a stop ends the process so."""
-        self._stopped = False
-        self._runs = True
         self.strategy._session.failed = False
         try:
             result = function(*args, **kwargs)
@@ -98,12 +95,10 @@ class RunSupervision:
             return result
         except BaseException as error:
             explained = self._explain(error)
-            self.strategy._session.failed = not self._stopped or not is_stop(explained)
+            self.strategy._session.failed = not is_stop(explained)
             if explained is error:
                 raise
             raise explained from error
-        finally:
-            self._runs = False
 
     def _end_run(self) -> None:
         """Say goodbye to the other ranks. What came too late for a step to see it counts: a failure, a stop."""
@@ -124,12 +119,11 @@ class RunSupervision:
         supervisor = self.supervisor
         if supervisor is None or is_control_flow(error):
             return error
-        supervisor.shutdown.postpone(self.hooks_after_exception_s(self.strategy._trainer))
-        if supervisor.stop_signal is not None and is_stop(error):
-            supervisor.shutdown.take_over(error)
-            supervisor.shutdown.postpone(supervisor.grace)  # a node may go before another one has saved
+        supervisor.shutdown.take_over(error, self.hooks_after_exception_s(self.strategy._trainer))
+        if supervisor.own.signal and is_stop(error):
+            supervisor.shutdown.take_over(error, supervisor.grace)  # a node may go before another one has saved
             try:
-                self._end_by_stop(error, supervisor.stop_signal)
+                self._end_by_stop(error, supervisor.own.signal)
                 return error
             except Exception as failed:
                 error = failed
@@ -156,7 +150,7 @@ class RunSupervision:
         """Save what is needed to go on, give the exception the exit code of a stop, and say what is left."""
         trainer = self.strategy._trainer
         text = "nothing is saved: no training was under way any more"
-        if self._stopped and trainer.state.fn == "fit":
+        if trainer.received_sigterm and trainer.state.fn == "fit":
             path = stop_checkpoint(trainer)
             trainer.save_checkpoint(path)
             self.strategy._saving.finish()
@@ -196,17 +190,11 @@ class RunSupervision:
             if no_batch_follows(trainer):
                 self._end_epoch()
             else:
-                self.supervisor.own.epoch[1] += 1  # no rank at the end of the epoch can wait for this one
+                self.supervisor.own.begun += 1  # no rank at the end of the epoch can wait for this one
             if will_step(trainer):
                 lengths = set(gather(sum(trainer.num_val_batches)))
                 self._stops_within = len(lengths) == 1 and float("inf") not in lengths
         self.phase("validation")
-
-    def validation_ends(self) -> None:
-        """Validation inside of fit is a place to stop at, too."""
-        trainer = self.strategy._trainer
-        if not trainer.sanity_checking and trainer.state.fn == "fit" and will_step(trainer):
-            self._look_for_stop()
 
     def _look_for_stop(self, within: bool = False) -> None:
         """Lightning ends a run at the end of the batch (and its validation) if a stop was received."""
@@ -216,15 +204,14 @@ class RunSupervision:
         # Behind a validation it is the same, too, where a loader had fewer batches than its length says.
         self._place = self._place + 1 if within else (self._place // _WITHIN + 1) * _WITHIN
         trainer = self.strategy._trainer
-        if self.supervisor is not None and self.supervisor.gate(self._place) and not self._stopped:
-            self._stopped = True
+        if self.supervisor is not None and self.supervisor.gate(self._place):
             received_stop(trainer)
             if trainer.state.fn != "fit":
                 raise stop_exception(trainer)
 
     def _end_epoch(self) -> None:
         """Ranks with other numbers of batches would average gradients of different epochs from here on."""
-        if self.supervisor is not None and not self._stopped:
+        if self.supervisor is not None and not self.strategy._trainer.received_sigterm:
             self.strategy._epoch_ends()
             self.supervisor.end_of_epoch(self.strategy._trainer.current_epoch)
 

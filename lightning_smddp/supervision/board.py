@@ -1,16 +1,14 @@
 """What the ranks of a job tell each other, in torch's store: how far they are, who waits for whom, who failed first.
 
-Keys, below a prefix of the run: ``who/R``: process of rank R; ``beat/R``: how far it is; ``failure``, ``stop``,
-``decision``, ``hang``: empty from the start, and set once.
+Keys, below a prefix of the run: ``who/R``: process of rank R; ``beat/R``: how far it is; ``failure``, ``hang``: empty
+from the start, and set once.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
-from types import FrameType
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
@@ -18,13 +16,12 @@ import torch.distributed as dist
 from lightning_smddp.communication.objects import RankFailedError
 from lightning_smddp.supervision.processes import Process
 
-START_S = 60.0  # for the others' supervisors: all ranks have met just before
 # In errors of communication that are plain RuntimeErrors: gloo's and NCCL's have its name in a path, mostly; the last
 # two come from the callback of a future.
 _WORDS = ("gloo", "pair closure", "NCCL", "RankFailedError: ", "RankTimeoutError: ")
 MAX_MESSAGE_CHARACTERS = 2000
 # Modules whose functions wait for other ranks: torch's collectives, DDP's backward pass, and this package.
-_COMMUNICATE = ("torch.distributed", "torch.nn.parallel", "torch.autograd.graph", "lightning_smddp")
+COMMUNICATE = ("torch.distributed", "torch.nn.parallel", "torch.autograd.graph", "lightning_smddp")
 # The phases in the order in which a step comes to them. Other ones count as later than all of these.
 _ORDER = ["", "setup", "forward", "backward", "optimizer", "data", "validation", "checkpoint"]
 
@@ -37,10 +34,11 @@ class Beat:
         number: of this beat.
         step: number of finished optimizer steps; -1 before the first batch.
         phase: what the training thread does in it.
-        epoch: two numbers: of ends of epochs, each counted when the rank comes to it, and when it goes on; and of what
-            is begun in the present one: a batch, a validation.
+        begun: number of batches begun in this run; one more in a validation in the middle of an epoch.
+        ended: how many of them at the end of the epoch that it came to last.
         waited_s: for how long its training thread waits for other ranks, or for its device; 0: it does not.
         has_work: it is its device that it waits for, which has work left.
+        signal: by which it knows that the job is to stop; 0: it is not.
         answer: the first place at which this rank can stop; 0 until it is asked.
         over: 1: its run is over; 2: it needs the store no more, or knows of the failure.
     """
@@ -48,9 +46,11 @@ class Beat:
     number: int = 0
     step: int = -1
     phase: str = "setup"
-    epoch: list[int] = field(default_factory=lambda: [0, 0])
+    begun: int = 0
+    ended: int = 0
     waited_s: float = 0.0
     has_work: bool = False
+    signal: int = 0
     answer: int = 0
     over: int = 0
 
@@ -86,7 +86,7 @@ class Board:
     Attributes:
         own: how far this rank is. Threads write it as things go on.
         who: the process of each rank.
-        local: other ranks of this host, those behind this one first.
+        local: other ranks of this host.
         beats: how far each rank is, as it was seen last; ``own`` among them.
 
     Raises:
@@ -99,15 +99,13 @@ class Board:
         number = store.add(f"smddp/supervision/starts/{rank}", 1)  # the same on all ranks
         connection = cast(Any, store).clone()  # which torch's type hints do not know
         self._store = dist.PrefixStore(f"smddp/supervision/{number}", connection)
-        self._store.set_timeout(timedelta(seconds=START_S))
-        for key in ("failure", "stop", "decision", "hang"):
+        for key in ("failure", "hang"):
             self.set_once(key, "")  # there from now on: a look waits for no key
         own = Process.own()
         self.tell()
         self._store.set(f"who/{rank}", json.dumps(own))
         self.who = [Process(*json.loads(self._store.get(f"who/{other}"))) for other in self._ranks]
-        others = [*range(rank + 1, world_size), *range(rank)]
-        self.local = [other for other in others if self.who[other].namespace == own.namespace != ""]
+        self.local = [other for other in self._ranks if other != rank and self.who[other].namespace == own.namespace]
         self.look()
 
     def tell(self) -> None:
@@ -115,14 +113,13 @@ class Board:
         self.own.number += 1
         self._store.set(f"beat/{self._rank}", json.dumps([*vars(self.own).values()]))
 
-    def look(self) -> tuple[str, str, str]:
-        """Read all beats; returns ``failure``, ``stop`` and ``decision``."""
-        keys = ["failure", "stop", "decision", *(f"beat/{rank}" for rank in self._ranks)]
-        failure, stop, decision, *said = self._store.multi_get(keys)
+    def look(self) -> str:
+        """Read all beats; returns ``failure``."""
+        failure, *said = self._store.multi_get(["failure", *(f"beat/{rank}" for rank in self._ranks)])
         beats = [Beat(*json.loads(beat)) for beat in said]
         beats[self._rank] = self.own
         self.beats = beats
-        return failure.decode(), stop.decode(), decision.decode()
+        return failure.decode()
 
     def name(self, rank: int, verb: str = "") -> str:
         """``rank 1 (host a, process 12) died at step 7 (backward)``, as it was seen last; without a step before it."""
@@ -138,28 +135,11 @@ class Board:
 # ---- who waits for whom ----
 
 
-def waits(frame: FrameType) -> bool:
-    """Whether a thread's innermost frame is where one waits for other ranks."""
-    module: str = frame.f_globals.get("__name__", "")
-    return module.startswith(_COMMUNICATE)
-
-
 def behind(beats: Sequence[Beat]) -> int | None:
     """The rank that the others wait for: who does not wait itself, else who is least far; None if all are as far."""
-    places = [(beat.step, [*_ORDER, beat.phase].index(beat.phase)) for beat in beats]
-    chosen = [rank for rank, beat in enumerate(beats) if not beat.waited_s] or range(len(beats))
-    late = min(chosen, key=places.__getitem__)
-    if len(chosen) == len(beats) and places[late] == max(places):
-        return None
-    return late
-
-
-def waited_for(beats: Sequence[Beat], seconds: float) -> int | None:
-    """The one rank that all others have waited for so long; None if there is none."""
-    free = [rank for rank, beat in enumerate(beats) if beat.waited_s <= seconds]
-    if len(free) != 1 or beats[free[0]].waited_s or len(beats) == 1:
-        return None
-    return free[0]
+    places = [(beat.waited_s > 0.0, beat.step, [*_ORDER, beat.phase].index(beat.phase)) for beat in beats]
+    late = places.index(min(places))
+    return None if places[late] == max(places) else late
 
 
 # ---- errors ----

@@ -9,6 +9,8 @@ import socket
 from pathlib import Path
 from typing import NamedTuple
 
+from lightning_smddp.communication.topology import node_identity
+
 # Fields of /proc/PID/stat after the command's name, by proc(5)'s number less 3.
 _STATE, _START, _EXIT_CODE = 0, 19, 49
 
@@ -35,7 +37,7 @@ class Process(NamedTuple):
         host: its host's name.
         pid: its id.
         start: in clock ticks since boot.
-        namespace: where process ids mean the same: boot id and process-id namespace. Empty where unknown.
+        namespace: where process ids mean the same: node and process-id namespace. Its own where that is unknown.
     """
 
     host: str
@@ -45,13 +47,12 @@ class Process(NamedTuple):
 
     @classmethod
     def own(cls) -> Process:
-        """The process that calls this. Outside of Linux without start time and namespace: nobody can look at it."""
-        start = namespace = ""
-        with contextlib.suppress(OSError):  # not Linux: no other process can be looked at
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            namespace = f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-            start = _stat(os.getpid())[_START]
-        return cls(socket.gethostname(), os.getpid(), start, namespace)
+        """The process that calls this. Outside of Linux without start time: nobody can look at it."""
+        fields = _stat(os.getpid())
+        if not fields:
+            return cls(socket.gethostname(), os.getpid(), "", f"{socket.gethostname()}/{os.getpid()}")
+        namespace = f"{node_identity()}/{os.readlink('/proc/self/ns/pid')}"
+        return cls(socket.gethostname(), os.getpid(), fields[_START], namespace)
 
     def look(self) -> tuple[bool, str]:
         """Whether it is stopped, and how it ended; empty if it did not."""

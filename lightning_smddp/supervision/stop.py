@@ -9,7 +9,7 @@ collective blocks, so this cannot deadlock.
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import threading
@@ -17,7 +17,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from multiprocessing.util import register_after_fork
 from types import FrameType
 from typing import Any
 
@@ -27,32 +26,30 @@ from lightning_smddp.communication.groups import abort_groups
 END = 2**62  # a place to stop at, behind all others
 AGAIN_AFTER_S = 1.0  # a launcher may pass on what the terminal has sent to everyone
 _SIGNALS: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}  # Python's own
-RELEASE_AFTER_S = 0.5  # errors of communication come by themselves within less
 GRACE_S = 3.0  # from a failure on, within which the training thread has to raise
-UNWIND_S = 8.0  # within which it has to come to the end of its run
+UNWIND_S = 7.5  # within which it has to come to the end of its run
 CLEAN_UP_WITHIN_S = 1.5
 
 
 class Stops:
     """A rank's side.
 
-    The training thread first writes ``step``, then looks at ``attention``; the watching one first writes ``attention``,
-    then reads ``step``. So either the former sees the question, or the latter sees the new step.
+    The training thread first writes ``step``, then looks for a signal in its beat; the watching one first writes the
+    signal, then reads ``step``. So either the former sees the question, or the latter sees the new step.
 
     SIGTERM and SIGINT are heard while the training thread sits in C++ code, where no Python handler runs: Python's
     C-level handler writes the signal's number into a pipe at once (``signal.set_wakeup_fd``).
 
     Attributes:
         step: that the training thread is at.
-        attention: there is a failure or a request to stop, which the training thread has to wait for.
+        is_signalled: a number is in the pipe, or was.
         decision: the step at which all do.
     """
 
     def __init__(self) -> None:
         self.step = 0
-        self.attention = False
+        self.is_signalled = False
         self.decision: int | None = None
-        self._wakeup = -1
         self._pipe = (-1, -1)
         self._first = 0.0  # when the first signal came
 
@@ -66,8 +63,8 @@ class Stops:
         for signum in _SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, self._handle)
-        self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        register_after_fork(self, Stops._begin_child)
+        signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        multiprocessing.util.register_after_fork(self, Stops._begin_child)
 
     def read_signals(self) -> Iterator[tuple[int, bool]]:
         """Those that came since the last time, each with whether it came again: a second or more after the first."""
@@ -85,19 +82,14 @@ class Stops:
         for signum, handler in _SIGNALS.items():
             if signal.getsignal(signum) == self._handle:
                 signal.signal(signum, handler)
-        with suppress(ValueError, OSError):  # the one before was closed meanwhile
-            signal.set_wakeup_fd(-1)
-            signal.set_wakeup_fd(self._wakeup)
+        signal.set_wakeup_fd(-1)
         ends, self._pipe = self._pipe, (-1, -1)
         for end in ends:
             os.close(end)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         # As soon as Python runs: a run that ends before the number was read must not end as if none had come.
-        self.attention = True
-        if self._first == 0.0:  # not read yet, or somebody has replaced the wakeup descriptor, such as asyncio
-            with suppress(OSError):  # full: it is read then
-                os.write(self._pipe[1], bytes([signum]))
+        self.is_signalled = True
 
     def _begin_child(self) -> None:
         """A signal to a child of ``multiprocessing`` is not the job's; one to the rank's group is not a loader's.
@@ -108,20 +100,18 @@ class Stops:
         self.restore_signals()
         if is_loader_worker():
             os.setpgid(0, 0)
-            threading.Thread(target=_end_with_parent, daemon=True).start()
+            threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
 
 
-def _end_with_parent() -> None:
+def _end_with(parent: int) -> None:
     """SIGKILL to the rank's group does not come here, and a worker whose full pipe nobody reads waits for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    while os.getppid() == parent.pid:
+    while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
 
 
 class Shutdown:
-    """Created by the training thread, to which the first two methods belong; the others to a thread beside it.
+    """Created by the training thread, to which the first method belongs; the others to a thread beside it.
 
     Attributes:
         clean_ups: called before a forced end, each in a thread, which may take its time.
@@ -135,32 +125,29 @@ class Shutdown:
         self._error: BaseException | None = None
         self._not_before = self._began = 0.0
 
-    def take_over(self, error: BaseException | None = None) -> None:
-        """The training thread has an exception, and needs no other; it is printed if its end has to be forced."""
+    def take_over(self, error: BaseException | None = None, hooks_s: float = 0.0) -> None:
+        """The training thread has an exception, and needs no other; it is printed if its end has to be forced.
+
+        A failure does not force it within ``hooks_s`` seconds from now, as users' hooks for exceptions run.
+        """
         self.is_handled = True
         self._error = error or self._error
-
-    def postpone(self, seconds: float) -> None:
-        """No forced end because of a failure within ``seconds`` from now: users' hooks for exceptions run."""
-        self._not_before = max(self._not_before, time.monotonic() + seconds)
+        self._not_before = max(self._not_before, time.monotonic() + hooks_s)
 
     def due(self) -> bool:
         """Whether the process has to be ended. Called again and again from the failure on."""
         now = time.monotonic()
         if self._began == 0.0:
             self._began = now
-            release = threading.Timer(RELEASE_AFTER_S, abort_groups)  # the training thread, if it waits for NCCL
-            release.daemon = True
-            release.start()
+            threading.Thread(target=abort_groups, daemon=True).start()  # the training thread may wait for NCCL
         limit = UNWIND_S if self.is_handled else GRACE_S
         return now > self._began + limit and now > self._not_before
 
     def force(self, code: int, where: str, reason: str) -> None:
         """Say where the training thread is and why it ends, tidy up, and end the process, whatever threads do."""
+        faulthandler.dump_traceback(2)
         if self._error is not None:
             write_stderr("".join(traceback.format_exception(self._error)))
-        else:
-            faulthandler.dump_traceback(2)
         write_stderr(f"lightning-smddp: {where} is ended, exit code {code}. Cause: {reason}\n")
         for clean_up in self.clean_ups:
             thread = threading.Thread(target=clean_up, daemon=True)

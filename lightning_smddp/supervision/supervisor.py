@@ -14,14 +14,13 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from lightning_smddp.supervision.board import Board, Failure, behind, may_follow, text_of, waited_for, waits
+from lightning_smddp.supervision.board import COMMUNICATE, Board, Failure, behind, may_follow, text_of
 from lightning_smddp.supervision.processes import name_of
 from lightning_smddp.supervision.stop import END, Shutdown, Stops, write_stderr
 from lightning_smddp.wording import counted
 
 LOOK_S = 0.5  # between two looks at the store, and at processes
 RANKS_PER_LOOK = 128  # with more of them each asks the store less often
-NEIGHBOURS = 8  # processes of this host that a rank looks at, and rank 0's
 STOPPED_S = 3.0  # a process of this host that is stopped for so long has failed
 NOTE_HANG_S = 60.0  # all wait for one rank: it is said
 STORE_S = (3.0, 30.0)  # the least and the most that the store may take to answer: `timeout` in between
@@ -48,7 +47,6 @@ class Supervisor:
         own: how far this rank is.
         has_work: whether the device has; set it where collectives that time out raise nothing, as NCCL's.
         failure: the first failure of the job, as all ranks agree on it; None if there is none.
-        stop_signal: by which the job was asked to stop; None if it was not.
         shutdown, stops: see there for what can be set and called.
     """
 
@@ -59,7 +57,6 @@ class Supervisor:
         self._parent = parent
         self.has_work: Callable[[], bool] | None = None
         self.failure: Failure | None = None
-        self.stop_signal: int | None = None
         self.shutdown = Shutdown()
         self.stops = Stops()
         self._suspect: Failure | None = None  # before all ranks know of it
@@ -73,8 +70,6 @@ class Supervisor:
         self._doubt_s = _DOUBT_LOOKS * self._period
         self._board = Board(store, rank, world_size)
         self.own = self._board.own
-        local = self._board.local
-        self._neighbours = {*local[:NEIGHBOURS], 0} & {*local}
         atexit.register(self.close, 0.0)  # a thread that comes out of C++ when the interpreter has ended would abort it
         targets = {"smddp-supervisor": self._watch, "smddp-guard": self._guard}
         self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in targets.items()]
@@ -98,7 +93,7 @@ class Supervisor:
     def _tick(self) -> None:
         """Say how far this rank is, and look at what the others have said."""
         self._board.tell()
-        failure, stop, decision = self._board.look()
+        failure = self._board.look()
         self._unanswered_s = 0.0
         suspect = self._suspect
         if suspect is not None and suspect.kind == "died" and self._board.beats[suspect.rank].over:
@@ -107,8 +102,8 @@ class Supervisor:
             failure = failure or self._board.set_once("failure", json.dumps(suspect))
         if failure:
             self._record(Failure(*json.loads(failure)))
-        elif stop or self.stop_signal is not None:
-            self._agree(int(stop or self._board.set_once("stop", str(self.stop_signal))), decision)
+        elif signum := max(beat.signal for beat in self._board.beats):
+            self._agree(signum)
         else:
             self._note_hang()
 
@@ -116,13 +111,14 @@ class Supervisor:
         if failure.kind == "fell silent" and failure.rank in self._board.local:
             self._board.who[failure.rank].kill()  # nobody runs its Python
         self.own.over = 2
-        self.stops.attention = True
         self.failure = self.failure or failure
 
     def _note_hang(self) -> None:
         """Once all others have waited for one rank for long, it is said where that is, by that rank if it can."""
-        late = waited_for(self._board.beats, NOTE_HANG_S)
-        if late is None or self._has_noted_hang:
+        beats = self._board.beats
+        late = behind(beats)
+        others_s = [beat.waited_s for rank, beat in enumerate(beats) if rank != late]
+        if late is None or self._has_noted_hang or min(others_s) <= NOTE_HANG_S:
             return
         text = f"lightning-smddp: all others have waited for {self._board.name(late)} for {NOTE_HANG_S:g} s. "
         if late == self.rank:
@@ -138,31 +134,30 @@ class Supervisor:
     # ---- the other thread: what is seen without the store, and the end of this process ----
 
     def _guard(self) -> None:
-        period = LOOK_S
-        while not self._closed.wait(period):
+        while not self._closed.wait(LOOK_S):
             # Time is counted by looks, as this process may have been stopped itself, as the whole machine may.
             if self.failure is None:  # before a look at signals, lest a launcher's be taken for a request to stop
-                self._look_around(period)
-                self._look_at_training(period)
+                self._look_around()
+                self._look_at_training()
             failure = self.failure
-            period = _POLL_S if failure or self.stop_signal else LOOK_S
             if failure is not None or self._suspect is None:  # else they wait for what is known of it in a moment
                 for signum, again in self.stops.read_signals():
+                    if again or failure is None:  # behind one it may be the launcher's
+                        self.own.signal = self.own.signal or signum
                     if again:
-                        self.stop_signal = self.stop_signal or signum
                         self._force(f"{name_of(signum)} came again")
-                    elif failure is None:  # behind one it may be the launcher's
-                        self._stop_asked(signum)
             if failure is not None:
                 if self.shutdown.due():
                     self._force(failure.text)
-            elif self.stop_signal is not None and time.monotonic() - self._stop_at > self.grace:
-                self._force(f"it did not stop within {self.grace:g} s of {name_of(self.stop_signal)}")
+            elif self.own.signal:
+                self._stop_at = self._stop_at or time.monotonic() + self.grace
+                if time.monotonic() > self._stop_at:
+                    self._force(f"it did not stop within {self.grace:g} s of {name_of(self.own.signal)}")
 
-    def _look_around(self, passed: float) -> None:
-        for rank in self._neighbours:
+    def _look_around(self) -> None:
+        for rank in self._board.local:
             is_stopped, ended = self._board.who[rank].look()
-            self._stopped_s[rank] = is_stopped * (self._stopped_s.get(rank, 0.0) + passed)
+            self._stopped_s[rank] = is_stopped * (self._stopped_s.get(rank, 0.0) + LOOK_S)
             if ended and not self._board.beats[rank].over:
                 self._declare(rank, "died", ended)
             elif self._stopped_s[rank] >= STOPPED_S:
@@ -172,20 +167,20 @@ class Supervisor:
         limit = min(max(self.timeout, STORE_S[0]), STORE_S[1])
         if self._lost or self._stopped_s.get(0, 0.0) >= STOPPED_S:  # by then it is seen how rank 0's process ended
             limit = 2 * LOOK_S
-        self._unanswered_s += passed
+        self._unanswered_s += LOOK_S
         if self._unanswered_s > limit and not self._board.beats[0].over:
             self._lost = True  # so nobody can tell the others any more
             how = "its process or its connection ended, its host is down, or the network between the hosts is cut"
             self._record(self._declare(0, "fell silent", f"the job's store is lost: {how}"))
 
-    def _look_at_training(self, passed: float) -> None:
+    def _look_at_training(self) -> None:
         """How long it waits: where ranks communicate, or in one call, while its device has work left."""
         frame = sys._current_frames().get(self.shutdown.thread)
         if frame is None:  # the thread has ended
             return
-        waiting, has_work = waits(frame), False
+        waiting, has_work = frame.f_globals.get("__name__", "").startswith(COMMUNICATE), False
         call = None if waiting else (id(frame), frame.f_lasti)
-        self._stands_s = self._stands_s + passed if call == self._call else 0.0
+        self._stands_s = self._stands_s + LOOK_S if call == self._call else 0.0
         self._call = call
         if not waiting and self.has_work is not None and self._stands_s >= min(ASK_DEVICE_S, self.timeout / 2):
             with suppress(RuntimeError):  # the device has failed, as the training thread will see
@@ -219,7 +214,7 @@ class Supervisor:
                 reason += f"; {self._board.name(rank)} has not said where it can stop"
                 if rank in self._board.local:
                     self._board.who[rank].kill()
-        code = 1 if self.stop_signal is None else 128 + self.stop_signal
+        code = 128 + self.own.signal if self.own.signal else 1
         self.shutdown.force(code, self._board.name(self.rank), reason)
 
     # ---- failures ----
@@ -239,7 +234,7 @@ class Supervisor:
             self._judge(text_of(error))
         elif self.stops.decision is None or isinstance(error, Exception):
             self._declare(self.rank, "failed", text_of(error))
-            self._wait(lambda: False, 2 * LOOK_S)
+        self._wait(lambda: False, 2 * LOOK_S)
         # The end of the store must not be taken for the cause: others have to know what that is.
         if self.rank == 0:
             self._wait(self._may_leave, 2 * LOOK_S, despite_failure=True)
@@ -268,7 +263,6 @@ class Supervisor:
             self._declare(quiet[0], "fell silent", f"{self._board.name(self.rank)} {text}; {why}")
         else:
             self._declare_behind(text)
-        self._wait(lambda: False, 2 * LOOK_S)
 
     def _wait(self, ready: Callable[[], bool], seconds: float, despite_failure: bool = False) -> bool:
         """Let the training thread wait until ``ready()``, or a failure; whether one of them came."""
@@ -290,42 +284,30 @@ class Supervisor:
     def gate(self, step: int) -> bool:
         """Whether to stop here. Call it where that is possible, with the same rising numbers on every rank.
 
-        Usually this stores a number and looks at a flag. Once a stop is asked for it waits until the ranks have
+        Usually this stores a number and looks at others. Once a stop is asked for it waits until the ranks have
         agreed on the step, a few seconds at most.
 
         Raises:
-            RankFailedError: there is a failure, such as a rank that did not answer.
+            RankFailedError: there is a failure.
         """
         self.stops.step = step
-        if not self.stops.attention:
-            return False
-        stops = self.stops
-        self._wait(lambda: self._lost or stops.decision is not None or step < self.own.answer, self.grace)
+        if self.own.signal or self.stops.is_signalled:
+            seconds = self.grace if self.own.signal else 2 * LOOK_S  # for the other thread to read the signal
+            self._wait(lambda: self._lost or self.stops.decision is not None or step < self.own.answer, seconds)
         self.raise_failure()
-        return stops.decision is not None and step >= stops.decision
-
-    def _stop_asked(self, signum: int) -> None:
-        """Here or on another rank; from now on the time is short."""
-        if self.stop_signal is None:
-            self._stop_at = time.monotonic()
-            self.stop_signal = signum
-            self._wake.set()
+        return self.stops.decision is not None and step >= self.stops.decision
 
     def _unheard(self) -> list[int]:
         """Ranks that have not said where they can stop."""
         return [rank for rank, beat in enumerate(self._board.beats) if beat.answer == 0 and beat.over < 2]
 
-    def _agree(self, signum: int, decision: str) -> None:
+    def _agree(self, signum: int) -> None:
         """Answer, and decide if all have. Who does not is ended when the time is over (``_force``)."""
-        self._stop_asked(signum)
-        self.stops.attention = True
-        if self.own.answer == 0:
-            # The training thread may have passed the gate of this step already, without a look at `attention`.
-            self.own.answer = min(self.stops.step + 1, END)
-        if not decision and not self._unheard():
-            decision = self._board.set_once("decision", str(max(beat.answer for beat in self._board.beats)))
-        if decision:
-            self.stops.decision = int(decision)
+        self.own.signal = self.own.signal or signum
+        # The training thread may have passed the gate of this step already, without a look at the signal.
+        self.own.answer = self.own.answer or min(self.stops.step + 1, END)
+        if not self._unheard():  # each rank sees the same answers, as nobody changes his
+            self.stops.decision = max(beat.answer for beat in self._board.beats)
 
     # ---- epochs ----
 
@@ -337,7 +319,7 @@ class Supervisor:
     def begin_batch(self, step: int, batches: int) -> None:
         """At optimizer step ``step`` a batch is begun, with which ``batches`` of this epoch are."""
         self.own.step = step
-        self.own.epoch[1] = batches
+        self.own.begun = self.own.ended + batches
         self.begin("forward")
 
     def end_of_epoch(self, epoch: int) -> None:
@@ -347,29 +329,24 @@ class Supervisor:
 
         Raises:
             RankFailedError: a rank failed, had another number of batches, or ended its run.
+            torch.distributed.DistError: the others did not come in time; ``explain`` finds out who.
         """
-        begin, batches = self.own.epoch
-        if batches == 0:
-            return
-        end = begin + 1
-        self.own.epoch = [end, batches]
-        own = f"it ended epoch {epoch} after {counted(batches, 'batch')}"
+        start, end = self.own.ended, self.own.begun
+        self.own.ended = end
+        own = f"it ended epoch {epoch} after {counted(end - start, 'batch')}"
         cure = "Give all equally many batches, and set `trainer.should_stop` on all"
 
         def all_are_here() -> bool:
             beats = self._board.beats
             for rank, beat in enumerate(beats):
-                ends, begun = beat.epoch
-                has_more = ends in (begin, end) and begun > batches  # who has fewer finds out itself
-                if has_more or (ends <= end and beat.over):
-                    text = f"{own}, and rank {rank} has begun {begun} ({beat.phase}). {cure}"
+                if beat.ended < end and (beat.begun > end or beat.over):  # who has fewer finds out itself
+                    text = f"{own}, and rank {rank} has begun {beat.begun - start} ({beat.phase}). {cure}"
                     self._declare(self.rank, "left", text)
-            return all(beat.epoch >= [end, batches] for beat in beats)
+            return all(beat.ended >= end for beat in beats)
 
         if not self._wait(all_are_here, self.timeout):
-            self._judge(f"it waited {self.timeout:g} s at the end of epoch {epoch}")
+            raise dist.DistError(f"it waited {self.timeout:g} s at the end of epoch {epoch}")
         self.raise_failure()
-        self.own.epoch = [end + 1, 0]
 
     # ---- end ----
 
@@ -381,8 +358,6 @@ class Supervisor:
         Returns:
             The failure of the job, if there was one, also one that came while this rank was waiting here.
         """
-        if self._closed.is_set():
-            return self.failure
         self.shutdown.take_over()
         self.stops.restore_signals()
         self.own.over = max(self.own.over, 1)

@@ -34,7 +34,8 @@ def held_when_told_to_stop(rank: Rank) -> None:
     hold(1000, rank)
     time.sleep(2.0)
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.1)
+    while not rank.supervisor.own.signal:
+        time.sleep(0.1)
     rank.supervisor.gate(0)
 
 
@@ -124,7 +125,7 @@ def silent_store(rank: Rank) -> tuple[str, int]:
     board, answers, asked = watching._board, threading.Event(), []
     look = board.look
 
-    def late() -> tuple[str, str, str]:
+    def late() -> str:
         answers.wait()
         board.tell = board.set_once = asked.append  # type: ignore[assignment]
         return look()

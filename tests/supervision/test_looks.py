@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_smddp.supervision.board import Beat, behind, may_follow, waited_for
+from lightning_smddp.supervision.board import Beat, behind, may_follow
 from lightning_smddp.supervision.processes import Process
 
 
@@ -91,13 +91,3 @@ def test_errors_that_may_follow_from_another_ranks(error: Exception, expected: b
 )
 def test_who_is_behind(beats: list[Beat], late: int | None) -> None:
     assert behind(beats) == late
-
-
-def test_one_rank_is_waited_for_if_all_others_wait_for_long() -> None:
-    waiting = beat(5, "backward", 100.0)
-    assert waited_for([waiting, beat(5, "forward"), waiting], 60.0) == 1
-    assert waited_for([waiting, beat(5, "forward"), beat(5, "forward")], 60.0) is None
-    assert waited_for([waiting, beat(5, "forward", 59.0)], 60.0) is None
-    assert waited_for([beat(5, "backward", 59.0), beat(5, "forward")], 60.0) is None
-    assert waited_for([waiting, waiting], 60.0) is None
-    assert waited_for([beat(5, "forward")], 60.0) is None

@@ -84,7 +84,7 @@ def upload(seconds: float, allowed: float, signum: int, rank: Rank) -> None:
     """``signum`` comes meanwhile, SIGINT twice; 0: none."""
     error = KeyError("the first cause")
     rank.supervisor.explain(error)
-    rank.supervisor.shutdown.postpone(allowed)
+    rank.supervisor.shutdown.take_over(error, allowed)
     for number in range(2 if signum == signal.SIGINT else 1 if signum else 0):
         threading.Timer(1.0 + 2.0 * number, os.kill, [os.getpid(), signum]).start()
     time.sleep(seconds)
