@@ -66,8 +66,7 @@ class RunSupervision:
         grace_s = strategy._reliability.stop_limit_s
         self.supervisor = Supervisor(default_store(), rank, world_size, timeout_s, grace_s, launcher_pid())
         if strategy.root_device.type == "cuda" and world_size > 1:
-            stream = torch.cuda.default_stream(strategy.root_device)
-            self.supervisor.has_work = lambda: not stream.query()
+            self.supervisor.has_work = lambda: not torch.cuda.default_stream(strategy.root_device).query()
 
     def take_over(self, trainer: Trainer) -> None:
         """From here on signals stop the run by agreement, and epochs end together."""
@@ -117,9 +116,10 @@ class RunSupervision:
 
     def _explain(self, error: BaseException) -> BaseException:
         supervisor = self.supervisor
+        if supervisor is not None:
+            supervisor.shutdown.take_over(error, self.hooks_after_exception_s(self.strategy._trainer))
         if supervisor is None or is_control_flow(error):
             return error
-        supervisor.shutdown.take_over(error, self.hooks_after_exception_s(self.strategy._trainer))
         if supervisor.own.signal and is_stop(error):
             supervisor.shutdown.take_over(error, supervisor.grace)  # a node may go before another one has saved
             try:
