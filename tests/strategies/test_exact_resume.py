@@ -82,7 +82,10 @@ def test_from_every_checkpoint(kind: Any, ranks: int, chosen: int | None, name: 
     """Of a pipeline from many, as it takes long."""
     if kind == {} and name in ("two loaders", "one ended"):
         pytest.skip("no pipeline can cut their batches")
-    found = run_trainer_ranks(resume_from_each, ranks, kind, KINDS[name], str(tmp_path), chosen, timeout=110)
+    scenario = KINDS[name]
+    if name == "map" and (kind, ranks) == ("smddp", 2):
+        scenario = replace(scenario, validate=4)
+    found = run_trainer_ranks(resume_from_each, ranks, kind, scenario, str(tmp_path), chosen, timeout=110)
     assert found == [{}] * ranks
 
 
@@ -316,10 +319,10 @@ def stopped_and_resumed(directory: str) -> Any:
     """How many batches validation did not come to; whether samples go on; what the validation gave that is due."""
     scenario, step = Scenario(epochs=1, validate=3, count=32, validated=64), 3
     unbroken, callback = run("smddp", scenario), StopInValidation(step, rank=1)
-    with contextlib.chdir(directory):
-        with pytest.raises(SIGTERMException):
-            run("smddp", scenario, callbacks=[callback], enable_checkpointing=False)
-        resumed = run("smddp", scenario, ckpt_path=STOP_CHECKPOINT)
+    os.chdir(directory)  # where the stop saves; it is the process of this rank
+    with pytest.raises(SIGTERMException):
+        run("smddp", scenario, callbacks=[callback], enable_checkpointing=False)
+    resumed = run("smddp", scenario, ckpt_path=STOP_CHECKPOINT)
     return callback.left, resumed.seen == unbroken.seen[step:], resumed.validation
 
 
