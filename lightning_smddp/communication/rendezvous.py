@@ -163,10 +163,9 @@ def _listen(address: tuple[str, int]) -> int | None:
 
     None where only torch can listen: by IPv6 alone, or where this process does already. Else torch says what is wrong.
     """
-    host, port = address
     with suppress(OSError, UnicodeError):
-        socket.gethostbyname(host)
-        return socket.create_server(("", port), backlog=4096).detach()
+        socket.gethostbyname(address[0])
+        return socket.create_server(("", address[1]), backlog=4096).detach()
     return None
 
 
