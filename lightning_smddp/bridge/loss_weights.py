@@ -247,7 +247,7 @@ def find_loss_weight(
         text = f"micro-batches count by rows, as the step fails in eval mode on a batch: {own_error(error)!r}"
         found = LossWeight(), text
     # Replicas have other batches: all of them take part, and the first one's batch decides.
-    return broadcast(found, setup.world, setup.groups.mesh.pipelines[0][setup.last_rank])  # type: ignore[no-any-return]
+    return broadcast(found, group_src=setup.groups.mesh.pipelines[0][setup.last_rank])  # type: ignore[no-any-return]
 
 
 def best_fit(

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.bridge.step_record import StepRecorder
-from lightning_smddp.communication.groups import world
 from lightning_smddp.communication.nonfinite import NonFinite, bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.patches import patched
@@ -108,11 +107,6 @@ class RunSetup:
     def num_replicas(self) -> int:
         """Pipelines that train side by side, each on batches of its own."""
         return self.groups.mesh.num_replicas
-
-    @property
-    def world(self) -> dist.ProcessGroup:
-        """All ranks of all pipelines."""
-        return world()
 
     def is_whole(self) -> bool:
         """Whether all parameters of the module have memory on this rank's device."""

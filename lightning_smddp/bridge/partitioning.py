@@ -31,6 +31,7 @@ from lightning_smddp.bridge.partitioned_module import (
     units_here,
 )
 from lightning_smddp.bridge.step import LightningStep, loss_of
+from lightning_smddp.communication.groups import world
 from lightning_smddp.communication.objects import broadcast, first, gather
 from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.patches import patched
@@ -82,7 +83,7 @@ def partition(
             the module as it was before.
     """
     setup = before.setup
-    seed = broadcast(run_seed() % 2**31, setup.world)
+    seed = broadcast(run_seed() % 2**31)
     step.seed = seed_of_batch(setup, step, seed)
     plan = _plan(before, step, microbatches, known, seed)
     step.recorder.scopes.learn(units_here(plan.graph, plan.stages, setup))
@@ -92,7 +93,7 @@ def partition(
     pairs = zip(microbatches, _WEIGHTS, strict=False)
     checked = [replace(part, weight=part.weight and weight) for part, weight in pairs]
     if step.trains and setup.options.partition.check and setup.is_whole():
-        expected = first(lambda: _in_a_loop(trial, checked, setup), setup.world)
+        expected = first(lambda: _in_a_loop(trial, checked, setup))
     # Up to here every rank has the whole module, and nothing of it has changed.
     stash = _stash(before, plan, _keep_own_parameters(before, plan, seed))
     view = GlobalView(setup.module, plan.ownership, setup.groups.pipeline, setup.device, setup.groups.host)
@@ -133,7 +134,7 @@ def _plan(
 ) -> PartitionPlan:
     """Stages for the step: traced on every rank, decided by the first."""
     setup, options, ranks = before.setup, before.setup.options, before.setup.rank_of_stage
-    hosts = gather(node_identity(), setup.world)
+    hosts = gather(node_identity())
     with step.precision():  # autocast keeps a copy of weights in 16 bits
         casts = step.trains and torch.is_autocast_enabled(setup.device.type)
     cluster = cluster_of(
@@ -153,7 +154,7 @@ def _plan(
             Trial(run, partial(step.loss, microbatches[last]), fetch),
             setup.module,
             setup.device,
-            setup.world,
+            world(),
             cluster,
             options.split,
             options.activation_checkpointing,
@@ -280,7 +281,7 @@ def _check(partitioned: PartitionedModule, step: LightningStep, parts: MicroBatc
                     f" The step also leaves something in {changed}. If the next micro-batch reads it, that is it: in a "
                     f"pipeline the first stage begins that one before the last stage has ended this. {USE_INSTEAD}"
                 )
-    text = broadcast(text, setup.world)
+    text = broadcast(text)
     if text is not None:
         raise VerificationError(text)
 

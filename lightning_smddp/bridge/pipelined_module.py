@@ -30,6 +30,7 @@ from lightning_smddp.bridge.partitioned_module import (
 from lightning_smddp.bridge.partitioning import partition
 from lightning_smddp.bridge.step import LightningStep, Scale, loss_of, may_keep_casts
 from lightning_smddp.bridge.step_record import StepRecorder, StepResults
+from lightning_smddp.communication.groups import world
 from lightning_smddp.communication.objects import RankFailedError
 from lightning_smddp.communication.tensors import CPU
 from lightning_smddp.pipeline.capture.graph import SplitError
@@ -98,7 +99,7 @@ class PipelinedModule:
         Collective over all ranks: what they do at the first batch depends on it, so they all do the same.
         """
         is_real = not any(parameter.is_meta for parameter in self.module.parameters())
-        if is_real and fits_on_devices(self.module, self.setup.world, self.setup.device):
+        if is_real and fits_on_devices(self.module, world(), self.setup.device):
             self.module.to(self.setup.device)
 
     # ---- training ----
@@ -375,7 +376,7 @@ class PipelinedModule:
             if gather and not setup.options.meta_init:
                 self.metrics.share()
                 # Each rank gets the whole module on its host, where it goes after a run in any case.
-                if fits_on_hosts(module, setup.world):
+                if fits_on_hosts(module, world()):
                     partitioned.view.close()
                     unshard(partitioned.view, to=CPU)
                     partitioned.is_gathered = True

@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 
 from lightning_smddp.communication.choose import time_algorithm
 from lightning_smddp.communication.communicator import Communicator, reduce_once
+from lightning_smddp.communication.groups import world
 from lightning_smddp.communication.objects import gather
 from lightning_smddp.communication.rendezvous import NCCL_AND_GLOO, RankInfo, StartError, join, versions
 from lightning_smddp.doctor.machine import Facts, Finding, find, look
@@ -78,9 +79,8 @@ def _together(card: RankInfo, address: tuple[str, int], device: torch.device, fo
     """Meet, and measure; with that and what each rank has found, which are the same on all ranks. Collective."""
     on_gpu = device.type == "cuda"
     join(card, address, NCCL_AND_GLOO if on_gpu else "gloo", device if on_gpu else None, _LIMIT, _LIMIT)
-    assert dist.group.WORLD is not None
     try:
-        line, wrong = measure(dist.group.WORLD, device)
+        line, wrong = measure(world(), device)
         of_ranks: list[Places] = gather(found)
     finally:
         dist.destroy_process_group()
