@@ -69,7 +69,8 @@ class StateBytes(Callback):
         parameters = [p for p in module.parameters() if not p.is_meta]
         gradients = [p.grad for p in parameters if p.grad is not None]
         state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
-        now = [sum(t.nbytes for t in tensors) for tensors in (parameters, gradients, state)]
+        # Of storages, as those of other ranks' parameters have a shape here, and no memory.
+        now = [sum(t.untyped_storage().nbytes() for t in tensors) for tensors in (parameters, gradients, state)]
         self.parts = [max(pair) for pair in zip(self.parts, now, strict=True)]
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
@@ -114,7 +115,8 @@ def main() -> None:
         f"GPT of width {args.width} with {args.layers} layers, {one['parts'][0] / 4e6:.0f} M parameters",
         table(headings, rows),
         "MiB of the rank that has most. *Peak* is of resident memory, above what the process had before the fit; it "
-        "contains activations, messages and code. *Of ideal* is times ranks / one process.",
+        "contains activations, messages and code. *Of ideal* is times ranks / one process. malloc gives large tensors back "
+        "when they are freed (`MALLOC_MMAP_THRESHOLD_=65536`), else it keeps some of what was freed.",
         "\n".join(targets),
     )
     report_activations(record, args)
@@ -123,7 +125,7 @@ def main() -> None:
 
 def report_activations(record: Record, args: argparse.Namespace) -> None:
     """What ``activation_checkpointing`` saves."""
-    layout = {"width": 256, "layers": 16, "rows": args.rows, "exact": True}
+    layout = {"width": 256, "layers": 16, "rows": args.rows}
     ranks = args.ranks[0]
     found = {
         checkpointing: launch("pipeline_memory:rank_main", ranks, {**layout, "checkpointing": checkpointing})
@@ -140,18 +142,14 @@ def report_activations(record: Record, args: argparse.Namespace) -> None:
     record.section(
         f"`activation_checkpointing=True`: GPT of width 256 with 16 layers on {ranks} ranks, {args.rows} x 64 bytes",
         table(headings, rows),
-        "MiB. *Peak* is that of the second step; malloc gives large tensors back when they are freed "
-        "(`MALLOC_MMAP_THRESHOLD_=65536`), else it keeps some of what was freed, and the ratio is nearer to 1. Above "
-        "the state are activations, messages, the logits and their gradients, temporary memory and code.",
+        "MiB. *Peak* is that of the second step. Above the state are activations, messages, the logits and their "
+        "gradients, temporary memory and code.",
     )
 
 
-def rank_main(
-    width: int, layers: int, rows: int, checkpointing: bool = False, exact: bool = False
-) -> list[dict[str, Any]]:
-    """State and peaks of each rank, in bytes; ``exact``: without what malloc keeps of what was freed."""
-    if exact:
-        assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 65536)
+def rank_main(width: int, layers: int, rows: int, checkpointing: bool = False) -> list[dict[str, Any]]:
+    """State and peaks of each rank, in bytes, without what malloc keeps of what was freed."""
+    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 65536)
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
