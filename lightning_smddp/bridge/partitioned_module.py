@@ -25,6 +25,7 @@ from lightning_smddp.bridge.step_record import StepRecorder
 from lightning_smddp.communication.nonfinite import NonFinite, bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.patches import patched
+from lightning_smddp.pipeline.activations import Checkpointing, checkpointing_on
 from lightning_smddp.pipeline.capture.boundaries import StagePlan
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules
@@ -82,6 +83,11 @@ class RunSetup:
     step_context: Callable[[str], AbstractContextManager[Any]]
     timeout: timedelta
     checks: SanityChecks
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        """What units keep for backward."""
+        return checkpointing_on(self.device, self.options.activation_checkpointing)
 
     @property
     def num_stages(self) -> int:

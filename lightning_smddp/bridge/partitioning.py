@@ -103,7 +103,7 @@ def partition(
         setup.device,
         setup.options.schedule,
         setup.num_stages,
-        setup.options.activation_checkpointing,
+        setup.checkpointing,
     )
     buffers = SharedBuffers(view)
     partitioned = PartitionedModule(setup, step.recorder, plan, stash, runtime, view, buffers, seed)
@@ -157,7 +157,7 @@ def _plan(
             world(),
             cluster,
             options.split,
-            options.activation_checkpointing,
+            setup.checkpointing,
             known,
         )
 

@@ -321,7 +321,7 @@ class PipelinedModule:
         # Mixed precision casts each weight once for all micro-batches, where that makes no difference.
         kinds = {path.staged.graph.cast_type for path in paths}
         casts: AbstractContextManager[Any] = nullcontext()
-        if step.trains and None not in kinds and not setup.options.activation_checkpointing:
+        if step.trains and None not in kinds and not setup.checkpointing:
             with step.precision():
                 step.keeps_casts = may_keep_casts(kinds, setup.device)
             if step.keeps_casts:  # autocast forgets its copies where the outermost of its contexts ends: this one

@@ -90,9 +90,6 @@ REFUSED_OF_V1 = {
     "auto_partition": Refused(True, f"cuts by hand. {_BY_HAND}", "split"),
     "load_partition": Refused(False, f"reuses a saved partition. {_BY_HAND}", "split"),
     "partition_file": Refused("", f"reuses a saved partition. {_BY_HAND}", "split"),
-    "offload_activations": Refused(
-        False, "has no equivalent. activation_checkpointing=True saves most of it.", "activation_checkpointing"
-    ),
     "fp16": Refused(False, "is the Trainer's. Remove it here and write Trainer(precision='16-mixed')."),
     "fp16_params": Refused(False, "is the Trainer's. Remove it here and write Trainer(precision='16-true')."),
     "bf16": Refused(False, "is the Trainer's. Remove it here and write Trainer(precision='bf16-mixed')."),
@@ -112,7 +109,7 @@ PASSED_OF_V1 = (
 )  # fmt: skip
 _READ_OF_V1 = (
     "pipeline_parallel_degree", "partitions", "microbatches", "pipeline", "placement_strategy",
-    "shard_optimizer_state", "sharded_data_parallel_degree",
+    "shard_optimizer_state", "sharded_data_parallel_degree", "offload_activations",
 )  # fmt: skip
 _PLACEMENTS = {
     "cluster": "cluster", "DPT": "cluster", "DTP": "cluster", "TDP": "cluster",
@@ -146,6 +143,8 @@ def _read_v1(parameters: Mapping[str, Any], reading: Reading) -> str:
     sharded = _shard(parameters, "sharded_data_parallel_degree", reading)
     if parameters.get("shard_optimizer_state") and not sharded:  # else it is sharded anyway
         reading.options["shard"] = "optimizer"
+    if parameters.get("offload_activations") and (sharded or (stages, parts) != (1, 1)):  # else SMP offloads nothing
+        reading.options["activation_checkpointing"] = "offload"
     if stages is None:  # as given: of all ranks
         return "smddp_pipeline"
     if sharded and stages > 1:

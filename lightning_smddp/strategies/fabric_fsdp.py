@@ -38,6 +38,7 @@ from lightning_smddp.strategies.options import (
     ReliabilityOptions,
     StrategyOptions,
     by_name,
+    popped,
 )
 
 _OF_FABRIC = {*FromFSDP.__annotations__, "precision"} - {"precision_plugin"}
@@ -107,9 +108,9 @@ class FabricFullyShardedParallel(FabricStrategy):
         **kwargs: Any,
     ) -> None:
         given = by_name(self, super().__init__, args, kwargs, _OF_FABRIC)
-        offload = given.pop("cpu_offload", False)
+        of_memory = popped(given, "cpu_offload", "activation_checkpointing")
         super().__init__(**given)
-        self._sharding = ShardingOptions(sharding, shard_size, wrap, meta_init, offload, compression)
+        self._sharding = ShardingOptions(sharding, shard_size, wrap, meta_init, compression, **of_memory)
         self._hold_options(StrategyOptions.of(communication, reliability))
         self._backward_sync_control: Any = _SyncControl()
         self._view, self._changes = WholeView(), ExitStack()

@@ -17,6 +17,7 @@ from typing_extensions import Unpack, override
 
 from lightning_smddp._compat.trainer import around_hooks, require_hooks_found
 from lightning_smddp.communication.nonfinite import NonFinite
+from lightning_smddp.pipeline.activations import Checkpointing
 from lightning_smddp.pipeline.state.gradients import clipping_by
 from lightning_smddp.sharding.optimizer_shards import unwrapped
 from lightning_smddp.sharding.units import Wrap
@@ -47,6 +48,7 @@ from lightning_smddp.strategies.options import (
     Resume,
     StrategyOptions,
     by_name,
+    popped,
 )
 from lightning_smddp.strategies.tables import print_table
 
@@ -57,9 +59,10 @@ _FOR_SHARES = frozenset({"configure_optimizers", "optimizer_step", "optimizer_ze
 
 
 class FromFSDP(FromDDP, total=False):
-    """Beside :class:`FromDDP`'s, the argument of Lightning's ``FSDPStrategy`` that has the same meaning here."""
+    """Arguments beside those in the signature, :class:`FromDDP`'s among them."""
 
     cpu_offload: bool
+    activation_checkpointing: Checkpointing
 
 
 class FullyShardedParallel(TrainerStrategy):
@@ -82,9 +85,10 @@ class FullyShardedParallel(TrainerStrategy):
         compression: the type in which gradients travel and are summed: ``"bf16"``, ``"fp16"``, or None, the
             precision's own.
         communication, resume, reliability: as of ``SMDDPStrategy``.
-        **kwargs: of ``DDPStrategy``: the five above, ``process_group_backend``, ``timeout`` and ``start_method``; of
-            ``FSDPStrategy``: ``cpu_offload``, with which shares, their gradients and the optimizer's state are in the
-            host's memory, and optimizers step there.
+        **kwargs: ``activation_checkpointing``, of units: as of ``PipelineStrategy``. Of ``DDPStrategy``: the five
+            above, ``process_group_backend``, ``timeout`` and ``start_method``; of ``FSDPStrategy``: ``cpu_offload``,
+            with which shares, their gradients and the optimizer's state are in the host's memory, and optimizers step
+            there.
 
     Raises:
         TypeError: an argument is unknown, or belongs into a group of options; the message says what to write.
@@ -114,9 +118,9 @@ class FullyShardedParallel(TrainerStrategy):
         **kwargs: Unpack[FromFSDP],
     ) -> None:
         given = by_name(self, super().__init__, args, kwargs, FromFSDP.__annotations__)
-        offload = given.pop("cpu_offload", False)
+        of_memory = popped(given, "cpu_offload", "activation_checkpointing")
         super().__init__(**given)
-        self._sharding = ShardingOptions(sharding, shard_size, wrap, meta_init, offload, compression)
+        self._sharding = ShardingOptions(sharding, shard_size, wrap, meta_init, compression, **of_memory)
         self._view = WholeView()
         self._hold_parts(StrategyOptions.of(communication, reliability, resume=resume))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, get_args
 
@@ -25,6 +26,8 @@ from lightning_smddp.communication.nonfinite import NonFinite, bad_gradients
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.sharded_collectives import ShardedCollectives
 from lightning_smddp.communication.tensors import norm_over_ranks
+from lightning_smddp.patches import patched
+from lightning_smddp.pipeline.activations import CHANGES_NOTHING, CHECKPOINTING, Checkpointing, call, checkpointing_on
 from lightning_smddp.pipeline.partition.costs import fits_on_hosts
 from lightning_smddp.pipeline.state.meta_parameters import initialize_deferred
 from lightning_smddp.pipeline.state.state_dict import broadcast_initial
@@ -55,8 +58,9 @@ class ShardingOptions:
     shard_size: int | None
     wrap: Wrap
     meta_init: bool
-    cpu_offload: bool = False
     compression: ReduceType | None = None
+    cpu_offload: bool = False
+    activation_checkpointing: Checkpointing = False
 
     def __post_init__(self) -> None:
         require_bools(self)
@@ -64,6 +68,7 @@ class ShardingOptions:
         if self.shard_size is not None and self.sharding != "hybrid":
             raise ValueError(f"shard_size={self.shard_size!r} belongs to sharding='hybrid', not {self.sharding!r}.")
         require_count("shard_size", self.shard_size, "None for the ranks of a node")
+        require_one_of(CHECKPOINTING, activation_checkpointing=self.activation_checkpointing)
         require_one_of((None, *_REDUCE_DTYPES), compression=self.compression)
 
     def make_mesh(self, device_type: str, ranks_per_node: int) -> DeviceMesh:
@@ -125,6 +130,9 @@ class FSDPScheme:
         elif options.cpu_offload:
             _require_no_scaler(precision)
             offload = CPUOffloadPolicy()
+        how = checkpointing_on(device, options.activation_checkpointing)
+        if how != options.activation_checkpointing:
+            units.notes.append(CHANGES_NOTHING)
         unit_policy, root_policy = unit_precision(precision), MixedPrecisionPolicy()
         if options.compression is not None:
             require_compressible(module)
@@ -153,6 +161,9 @@ class FSDPScheme:
         self.sharded = FullySharded(module, units, plan)
         self._collectives.attach(module)
         move_undivided(module, device)
+        # Within FSDP2's hooks, so with whole parameters. Made once, as what compiles looks at the object.
+        modules = map(module.get_submodule, units.names if how else ())
+        self._patches = [(vars(unit), "forward", partial(call, how, unit, unit.forward)) for unit in modules]
 
     def describe(self) -> list[tuple[str, str]]:
         """What runs here, in rows of name and value."""
@@ -170,7 +181,7 @@ class FSDPScheme:
         if self._broadcasts_buffers and broadcasts_buffers:
             self.sharded.broadcast_buffers(self.device)
         self._broadcasts_buffers = trains and self.sharded.synchronizes
-        with self.sharded.step(trains), self.view.inside():
+        with self.sharded.step(trains), self.view.inside(), patched(self._patches):
             yield
 
     def after_backward(self, looks: bool) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
 
 from lightning_smddp.communication.algorithms import NAMES, AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
+from lightning_smddp.pipeline.activations import CHECKPOINTING, Checkpointing
 from lightning_smddp.pipeline.mesh import PipelineMesh
 from lightning_smddp.pipeline.partition.microbatches import SplitBatch
 from lightning_smddp.pipeline.runtime.schedules import Schedule, check
@@ -262,7 +263,7 @@ class StrategyOptions:
 class OfPipeline(FromDDP, total=False):
     """Arguments of a pipeline beside those in its signature."""
 
-    activation_checkpointing: bool
+    activation_checkpointing: Checkpointing
     meta_init: bool
     algorithm: AlgorithmName
     compression: Method | Compression | None
@@ -331,11 +332,12 @@ class PipelineOptions:
     loss_weight: LossWeightOption
     partition: PartitionOptions
     strategy: StrategyOptions
-    activation_checkpointing: bool = False
+    activation_checkpointing: Checkpointing = False
     meta_init: bool = False
 
     def __post_init__(self) -> None:
         require_bools(self)
+        require_one_of(CHECKPOINTING, activation_checkpointing=self.activation_checkpointing)
         require_count("pipeline_parallel_size", self.pipeline_parallel_size, "None for all ranks")
         require_count("num_microbatches", self.num_microbatches, "'auto'")
         if self.strategy.communication.loss_weight is not None:

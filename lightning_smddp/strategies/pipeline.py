@@ -29,6 +29,7 @@ from lightning_smddp.bridge.pipelined_module import PipelinedModule, require_who
 from lightning_smddp.communication.groups import world
 from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.report import CommunicationReport
+from lightning_smddp.pipeline.activations import CHANGES_NOTHING
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.mesh import Groups
 from lightning_smddp.pipeline.partition.costs import best_share
@@ -88,7 +89,8 @@ class PipelineParallel(PipelineRanks):
         split: names of the modules that the stages, but the first, begin with; None finds the best ones.
         partition: how the module and batches are divided, in more detail.
         communication, reliability: as of ``SMDDPStrategy``.
-        **kwargs: ``activation_checkpointing``: keep only the inputs of modules for backward, and run them again in it;
+        **kwargs: ``activation_checkpointing``: True keeps only the inputs of modules for backward, and runs them again
+            in it; ``"offload"`` keeps what is in between in the host's memory, on devices;
             ``meta_init``: layers made in ``configure_model`` get no memory until it is known which rank keeps them,
             their first values come from ``reset_parameters``, the same for any number of ranks. As of
             ``SMDDPStrategy``: ``algorithm``, ``compression`` and ``bucket_cap_mb``, of the gradients of replicas,
@@ -463,6 +465,8 @@ def _stages(partitioned: PartitionedModule) -> Iterator[tuple[str, str]]:
 
 def _notes(partitioned: PartitionedModule, num_microbatches: int) -> Iterator[str]:
     yield from partitioned.notes
+    if partitioned.setup.checkpointing != partitioned.setup.options.activation_checkpointing:
+        yield CHANGES_NOTHING
     norms = looks_at_other_rows(partitioned.setup.module)
     counts = partitioned.recorder.scopes.counts
     if num_microbatches == 1:

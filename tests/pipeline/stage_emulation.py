@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_smddp.pipeline.activations import Checkpointing as How
 from lightning_smddp.pipeline.capture.boundaries import StagePlan, cut_into_stages, possible_cuts
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
@@ -33,7 +34,7 @@ def wrappers_of(root: nn.Module) -> Wrappers:
     return _wrappers.setdefault(root, Wrappers(root, CPU))
 
 
-def program(graph: StepGraph, plan: StagePlan, root: nn.Module, checkpointing: bool = False) -> StageProgram:
+def program(graph: StepGraph, plan: StagePlan, root: nn.Module, checkpointing: How = False) -> StageProgram:
     return StageProgram(graph, plan, wrappers_of(root), checkpointing)
 
 
@@ -141,14 +142,18 @@ def in_stages(*counts: int) -> Cuts:
 
 
 def stages_on(
-    root: nn.Module, graph: StepGraph, cuts: Sequence[int], step: Step, checkpointing: bool = False
+    root: nn.Module, graph: StepGraph, cuts: Sequence[int], step: Step, checkpointing: How = False
 ) -> list[Stage]:
     """All stages on one module."""
     return [Stage(root, program(graph, plan, root, checkpointing), step) for plan in cut_into_stages(graph, cuts)]
 
 
 def stages_apart(
-    copies: Sequence[nn.Module], graph: StepGraph, cuts: Sequence[int], make_step: MakeStep, checkpointing: bool
+    copies: Sequence[nn.Module],
+    graph: StepGraph,
+    cuts: Sequence[int],
+    make_step: MakeStep,
+    checkpointing: How,
 ) -> list[Stage]:
     """A stage on each copy of the module; parameters that a stage does not use are on the meta device."""
     stages = []
@@ -168,7 +173,7 @@ def assert_transparent(
     is_small: Callable[[str], bool],
     cuts: Cuts,
     tolerance: float = 1e-6,
-    checkpointing: bool = False,
+    checkpointing: How = False,
 ) -> StepGraph:
     """Stages of the step give the loss, gradients and buffers that the whole step gives, with the same seed."""
     step, buffers = make_step(root), _buffers(root)
@@ -198,7 +203,7 @@ def assert_transparent_apart(
     is_small: Callable[[str], bool],
     num_stages: int,
     tolerance: float = 1e-6,
-    checkpointing: bool = False,
+    checkpointing: How = False,
 ) -> list[Stage]:
     """As :func:`assert_transparent`, each stage with its own parameters only."""
     copies = [copy.deepcopy(root) for _ in range(num_stages)]

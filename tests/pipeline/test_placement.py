@@ -132,6 +132,15 @@ def test_another_step_changes_buffers_where_they_are_owned(owner: int, begin: st
     assert graph.nodes[second.begin].module == begin
 
 
+def test_units_keep_less_with_checkpointing_and_run_again_unless_offloaded() -> None:
+    root = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    graph = program_of(root, lambda: root(torch.ones(4, 2)).sum(), bool)
+    cluster, times = costs.cluster_of(root, None, [0], [1], ()), costs.NodeTimes([2.0] * 3, [3.0] * 3)
+    for how, kept, backward in ((False, 32, 3.0), (True, 0, 5.0), ("offload", 0, 3.0)):
+        node = costs.problem_of(graph, cluster, times, how).nodes[0]
+        assert (node.activation_bytes, node.backward_s) == (kept, backward)
+
+
 def test_a_module_that_changed_after_it_was_divided_is_refused() -> None:
     model = tied()
     model.late = nn.Linear(2, 2)

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_smddp.pipeline import activations
+from lightning_smddp.pipeline.activations import Checkpointing
 from lightning_smddp.pipeline.capture.boundaries import possible_cuts, reason_not_to_cut
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.runtime.step_run import StageRun
@@ -80,7 +82,7 @@ def check(
     net: nn.Module,
     loss: Callable[[nn.Module], Tensor] = loss_of_net,
     stages: tuple[int, ...] = (2, 3, 4),
-    checkpointing: bool = False,
+    checkpointing: Checkpointing = False,
     small: Callable[[str], bool] = is_unit,
 ) -> StepGraph:
     """Losses and gradients of so many stages are those of a plain step with the same seeds."""
@@ -345,9 +347,22 @@ def test_compiled_code_beside_a_module_that_draws(is_opened: bool) -> None:
 # ---- checkpoints ----
 
 
+@pytest.mark.parametrize("how", [True, "offload"])
 @pytest.mark.parametrize("p", [0.0, 0.5])
-def test_checkpointed_units(p: float) -> None:
-    check(Net(lambda n, i, x, s: x * 2, p=p), checkpointing=True)
+def test_checkpointed_units(p: float, how: Checkpointing) -> None:
+    """Buffers are written once."""
+    net = Net(lambda n, i, x, s: x * 2, p=p)
+    net.blocks[1] = nn.Sequential(nn.Linear(D, D), nn.Flatten(0, 1), nn.BatchNorm1d(D), nn.Unflatten(0, (-1, 5)))
+    check(net, checkpointing=how)
+
+
+def test_what_is_offloaded() -> None:
+    """A copy of the input; the weight, of which a view is kept, stays where it is."""
+    linear, x = nn.Linear(2, 2), torch.randn(3, 2, requires_grad=True)
+    saved = activations.call("offload", linear, linear.forward, x).grad_fn
+    assert saved._saved_mat1.data_ptr() != x.data_ptr()
+    assert torch.equal(saved._saved_mat1, x)
+    assert saved._saved_mat2.data_ptr() == linear.weight.data_ptr()
 
 
 class Regions(Net):

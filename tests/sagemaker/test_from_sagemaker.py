@@ -68,6 +68,8 @@ TRANSLATED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     (v1(partitions=2, microbatches=4, pipeline="simple"), PIPELINE, {"schedule": "gpipe"}),
     (v1(partitions=4, microbatches=2), PIPELINE, {"schedule": "gpipe"}),  # too few for 1f1b
     (v1(partitions=2, shard_optimizer_state=True), PIPELINE, {"shard": "optimizer"}),
+    (v1(partitions=2, offload_activations=True), PIPELINE, {"activation_checkpointing": "offload"}),
+    (v1(partitions=1, offload_activations=True), "smddp", {}),
     # Of which version it is the keys tell, where the launcher does not.
     ({"smdistributed": {"modelparallel": {**ON, "parameters": {"hybrid_shard_degree": 1}}}}, "smddp", {}),
     ({"smdistributed": {"modelparallel": {**ON, "parameters": {"partitions": 2}}}}, PIPELINE, {}),
@@ -94,9 +96,10 @@ def test_translations(distribution: dict[str, Any], strategy: str, options: dict
 
 
 def test_options_of_its_own() -> None:
-    strategy = from_sagemaker(v1(**V1_DEFAULTS), activation_checkpointing=True, num_microbatches=16)
+    asked = v1(**V1_DEFAULTS | {"offload_activations": True})
+    strategy = from_sagemaker(asked, activation_checkpointing=True, num_microbatches=16)
     assert type(strategy) is PipelineStrategy
-    assert strategy.options.activation_checkpointing
+    assert strategy.options.activation_checkpointing is True
     assert strategy.options.num_microbatches == 16
 
 
@@ -166,7 +169,7 @@ def check_key(make: Any, key: Any, name: str, parameters: dict[str, Any]) -> Non
     with pytest.raises(ValueError, match=rf"cannot be done as it is:\n  - {name}=.*: \w.*\.$"):
         translate(make(**changed))
     if key.cured_by:
-        value = {"split": ["b"], "activation_checkpointing": True, "pipeline_parallel_size": 6}[key.cured_by]
+        value = {"split": ["b"], "pipeline_parallel_size": 6}[key.cured_by]
         assert key.cured_by in vars(from_sagemaker(make(**changed), **{key.cured_by: value}).options)
 
 

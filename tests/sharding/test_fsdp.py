@@ -75,7 +75,7 @@ def table(**options: Any) -> str:
 
 
 def table_of_given_units() -> str:
-    return table(wrap=["net.0", nn.Embedding], cpu_offload=True, sharding="grad_op")
+    return table(wrap=["net.0", nn.Embedding], cpu_offload=True, sharding="grad_op", activation_checkpointing="offload")
 
 
 HELD = [(memory_held, "grad_op"), (memory_held, "full")]
@@ -99,6 +99,7 @@ def test_units_that_are_given():
     assert "1 (net.0), gathered for forward, kept for backward" in first.replace("\n", "")
     assert "embed stays with the root" in first
     assert "cpu_offload=True changes nothing" in first
+    assert "activation_checkpointing='offload' changes nothing" in first
 
 
 def test_units_from_the_command_line(monkeypatch):

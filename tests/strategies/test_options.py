@@ -57,6 +57,8 @@ STRATEGIES: dict[str, tuple[type, set[str]]] = {
         (lambda: PipelineStrategy(pipeline_parallel_size=-1), "pipeline_parallel_size=-1"),
         (lambda: PipelineStrategy(meta_init="no"), "meta_init='no' is unknown"),  # type: ignore[typeddict-item]
         (lambda: PipelineStrategy(split="net.2").options.grid(2), "split='net.2' makes 6 stages, but there are 2"),
+        (lambda: PipelineStrategy(activation_checkpointing="on"), "'on' is unknown. Valid: False, True, 'offload'."),  # type: ignore[typeddict-item]
+        (lambda: SMDDPFSDPStrategy(activation_checkpointing="on"), "activation_checkpointing='on' is unknown."),  # type: ignore[typeddict-item]
         (lambda: SMDDPFSDPStrategy(cpu_offload="no"), "cpu_offload='no' is unknown"),  # type: ignore[typeddict-item]
         (lambda: SMDDPStrategy(process_group_backend="smddp"), "process_group_backend='smddp' is of AWS's"),
         (lambda: SMDDPFSDPStrategy(sharding="hybrid", shard_size="2"), "shard_size='2' has to be a number"),  # type: ignore[arg-type]
@@ -190,6 +192,7 @@ trainer:
 GIVEN = "{collective_timeout: 45.5, verbose: false}"
 OF_PIPELINE = """partition: {check: false, placement: spread}
       split: [net.2, net.4]
+      activation_checkpointing: offload
       schedule: interleaved_1f1b"""
 
 
@@ -218,4 +221,5 @@ def test_cli_reads_groups_and_a_saved_configuration(
             assert "gradient_as_bucket_view" not in made._ddp_kwargs  # DDP's default is not ours
         else:
             assert made.options.partition == PartitionOptions(check=False, placement="spread")
+            assert made.options.activation_checkpointing == "offload"
             assert (made.options.split, made.options.schedule.name) == (["net.2", "net.4"], "interleaved_1f1b")

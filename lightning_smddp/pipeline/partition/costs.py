@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from lightning_smddp.communication.objects import gather
 from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.patches import patched
+from lightning_smddp.pipeline.activations import Checkpointing
 from lightning_smddp.pipeline.capture.boundaries import boundary_bytes, possible_cuts
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.preserve_state import dropped_gradients
@@ -214,7 +215,7 @@ class NodeTimes(NamedTuple):
         return cls(forward, [_BACKWARD_OF_FORWARD * seconds for seconds in forward])
 
 
-def problem_of(graph: StepGraph, cluster: Cluster, times: NodeTimes, checkpointing: bool) -> PartitionProblem:
+def problem_of(graph: StepGraph, cluster: Cluster, times: NodeTimes, checkpointing: Checkpointing) -> PartitionProblem:
     """What the partition has to solve."""
     forwards, backwards = list(times.forward), list(times.backward)
     # Layers are of one kind if their names differ in numbers only ("blocks.3.mlp" is as "blocks.4.mlp"), and their
@@ -233,8 +234,8 @@ def problem_of(graph: StepGraph, cluster: Cluster, times: NodeTimes, checkpointi
     costs = []
     for node, forward, backward in zip(graph.nodes, forwards, backwards, strict=True):
         is_unit, kept = node.module is not None, node.activation_bytes
-        if is_unit and checkpointing:  # its forward runs again in the backward, and nothing is kept in between
-            backward, kept = backward + forward, 0
+        if is_unit and checkpointing:  # nothing is kept in between; unless offloaded, forward runs again in backward
+            backward, kept = backward + (checkpointing is True) * forward, 0
         costs.append(NodeCost(node.name, forward, backward, kept, node.parameters, is_unit))
     cut_bytes = [math.inf] * (len(costs) + 1)
     for cut in possible_cuts(graph):

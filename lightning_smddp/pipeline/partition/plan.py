@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import without_torch_functions
 from lightning_smddp.communication.objects import first, gather
+from lightning_smddp.pipeline.activations import Checkpointing
 from lightning_smddp.pipeline.capture.boundaries import StagePlan, cut_into_stages
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
@@ -83,7 +84,7 @@ def make_plan(
     group: dist.ProcessGroup,
     cluster: Cluster,
     split: Sequence[str] | None,
-    checkpointing: bool,
+    checkpointing: Checkpointing,
     known: Mapping[str, Any] | None = None,
 ) -> PartitionPlan:
     """Find out how to divide ``root`` by a step. Collective over all ranks; nothing of the model changes.

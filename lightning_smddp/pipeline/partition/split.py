@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from lightning_smddp.pipeline.activations import Checkpointing
 from lightning_smddp.pipeline.capture.boundaries import reason_not_to_cut, starts_of_stages
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
@@ -25,7 +26,7 @@ def choose_units(
     modules: Modules,
     cluster: Cluster,
     split: Sequence[str] | None,
-    checkpointing: bool,
+    checkpointing: Checkpointing,
 ) -> StepGraph:
     """Open modules, the longest first, until the stages balance; returns the graph with the units that remain.
 
@@ -76,7 +77,7 @@ def choose_cuts(
     cluster: Cluster,
     times: NodeTimes,
     split: Sequence[str] | None,
-    checkpointing: bool,
+    checkpointing: Checkpointing,
 ) -> Partition:
     """Cut ``graph`` into stages, at the named units or where it is best.
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import pipeline_schedule_class, run_pipeline_schedule
 from lightning_smddp.communication.groups import connect_pairs
+from lightning_smddp.pipeline.activations import Checkpointing
 from lightning_smddp.pipeline.capture.boundaries import StagePlan
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.mesh import Channel, Groups
@@ -45,7 +46,7 @@ class PipelineRuntime:
         device: where its tensors are.
         schedule: the schedule of training steps; evaluation uses its placement.
         num_stages: stages on all ranks of the pipeline.
-        checkpointing: whether units keep only their inputs for backward.
+        checkpointing: what units keep for backward.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class PipelineRuntime:
         device: torch.device,
         schedule: Schedule,
         num_stages: int,
-        checkpointing: bool = False,
+        checkpointing: Checkpointing = False,
     ) -> None:
         self.root = root
         self.groups = groups

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lightning_smddp.pipeline.activations import Checkpointing
 from lightning_smddp.pipeline.capture.boundaries import StagePlan, seen_before
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.records import TensorSpec, Value
@@ -39,7 +40,7 @@ class StageProgram:
         graph: the step.
         plan: the stage's part of it.
         wrappers: of the module that the step belongs to.
-        checkpointing: keep only the inputs of units for backward, and run units again in it.
+        checkpointing: what units keep for backward.
 
     Attributes:
         absent: names of the parameters that are on the meta device, by identity.
@@ -56,7 +57,7 @@ class StageProgram:
         graph: StepGraph,
         plan: StagePlan,
         wrappers: Wrappers,
-        checkpointing: bool = False,
+        checkpointing: Checkpointing = False,
     ) -> None:
         root = wrappers.root
         self.graph = graph

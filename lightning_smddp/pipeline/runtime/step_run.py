@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from lightning_smddp._compat.torch import without_subclass_functions, wrapper_subclass
+from lightning_smddp.pipeline import activations
 from lightning_smddp.pipeline.capture.graph import Node
 from lightning_smddp.pipeline.capture.ops import (
     Kind,
@@ -45,7 +45,6 @@ from lightning_smddp.wording import counted
 
 _MIRRORED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge"}  # `real > remote` arrives as `remote < real`
 _CONSTANTS = (int, float, str, type(None))  # that may be others for micro-batches of another kind
-_CACHES = {"past_key_values", "layer_past"}  # of transformers: a second run in the backward pass would fill them twice
 
 
 class StageDone(BaseException):
@@ -329,12 +328,13 @@ class StageRun:
         if node.index < self.plan.begin:
             return self._placeholder(node, leaves((args, kwargs)))
         changed = leaves((args, kwargs)) if node.versions else []
-        if self.program.checkpointing and torch.is_grad_enabled() and not node.versions:
-            kwargs = {**kwargs, **dict.fromkeys(_CACHES & kwargs.keys()), "use_reentrant": False}
-            forward, args = checkpoint, (forward, *args)
         self.inside = True  # as `do`: each module of each micro-batch comes here
         try:
-            result = forward(*args, **kwargs)
+            if self.program.checkpointing and not node.versions:
+                module = self.program.wrappers.root.get_submodule(node.name)
+                result = activations.call(self.program.checkpointing, module, forward, *args, **kwargs)
+            else:
+                result = forward(*args, **kwargs)
         finally:
             self.inside = False
         if node.versions:
