@@ -7,10 +7,11 @@ BIN := .venv/bin
 JOBS ?= 3
 PARALLEL = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 INSTALLED := .venv/installed.stamp
+DOCS := .venv/docs.stamp
 PUBLIC := .venv-public/installed.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick exhaustive public gpu lint types bench clean
+.PHONY: help demo test quick exhaustive public gpu lint types docs bench clean
 
 help:
 	@echo "make demo   train on this machine and show what the strategy does"
@@ -22,6 +23,7 @@ help:
 	@echo "            SIMULATED=1: on simulated devices"
 	@echo "make lint   ruff check, ruff format --check, and the shape of the package"
 	@echo "make types  mypy --strict on the package and the benchmarks"
+	@echo "make docs   the documentation as a site, in build/docs"
 	@echo "make bench  list the benchmark commands"
 	@echo "make clean  remove caches and build output (not .venv, .venv-public)"
 
@@ -30,6 +32,10 @@ $(BIN)/python:
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -c constraints.txt -e '.[test,plot]'
+	@touch $@
+
+$(DOCS): $(INSTALLED)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[docs]'
 	@touch $@
 
 $(PUBLIC): pyproject.toml constraints.txt $(wildcard tests/public/*.txt tests/public/*/*.py)
@@ -66,6 +72,10 @@ lint: $(INSTALLED)
 
 types: $(INSTALLED)
 	$(BIN)/mypy
+
+# A link without a target, a page that no list has, a docstring that is no reStructuredText: each ends it.
+docs: $(DOCS)
+	$(BIN)/python -m sphinx -E -W --keep-going -b html -c docs . build/docs
 
 bench: $(INSTALLED)
 	@echo "Each prints its options with --help; benchmarks/README.md says how to read and record the results."

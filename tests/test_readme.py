@@ -19,9 +19,11 @@ import yaml
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import RandomDataset
+from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import lightning_smddp
 from lightning_smddp import (
     CommunicationOptions,
     Compression,
@@ -32,6 +34,7 @@ from lightning_smddp import (
     SMDDPFabricStrategy,
     SMDDPFSDPStrategy,
     SMDDPStrategy,
+    cli,
 )
 from lightning_smddp.communication.algorithms import NAMES
 from lightning_smddp.communication.compression import METHODS
@@ -75,7 +78,7 @@ def first_cells(page: Path, heading: str) -> list[list[str]]:
 
 
 def test_the_first_page_and_program_are_short() -> None:
-    assert len(README.read_text().splitlines()) <= 130
+    assert len(README.read_text().splitlines()) <= 120
     assert len(snippets(README, "python")[0].splitlines()) <= 6
 
 
@@ -335,3 +338,29 @@ def test_no_snippet_is_left_out() -> None:
     everything = [text for page in PAGES for text in snippets(page, "python")]
     left = [text for text in everything if text not in FRAGMENTS + FITTING + programs]
     assert left == []
+
+
+# ---- the site, which `make docs` builds ----
+
+
+def test_each_page_is_in_a_list_of_the_site() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    entries = re.findall(r"^(?:.* <)?([\w./]+)>?$", "".join(re.findall(r"hidden:\n(.*?)```", index, re.DOTALL)), re.M)
+    listed = {(ROOT / "docs" / f"{entry}.md").resolve() for entry in entries}
+    assert set(PAGES) - listed == {ROOT / "docs" / "index.md"}
+    assert {page for page in listed if not page.exists()} == set()
+
+
+def test_the_reference_has_every_public_name_and_command(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    assert sorted(re.findall(r"^\.\. auto\w+:: (\w+)$", text, re.MULTILINE)) == lightning_smddp.__all__
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    (commands,) = re.findall(r"\{([\w,]+)\}\s", capsys.readouterr().out)[:1]
+    assert set(re.findall(r"command-help\} (.*)", text)[0].split()) == set(commands.split(","))
+
+
+def test_words_that_the_quick_start_gives_are_strategies() -> None:
+    words = set(re.findall(r'"(smddp\w*)"', (ROOT / "docs" / "quickstart.md").read_text()))
+    assert len(words) > 5
+    assert words - set(StrategyRegistry.available_strategies()) == set()
