@@ -60,6 +60,7 @@ void merge(Clock& clock, const Clock& other) {
 struct Stream {
   Clock clock;  // at its end, as far as it has been launched
   std::deque<Task> tasks;
+  std::condition_variable given;  // a task, for its thread: to wake all threads costs more than what they do
   std::string running;  // what; empty: nothing
   bool has_thread = false;
   bool abandoned = false;  // by an aborted communicator: nobody waits for it any more
@@ -87,7 +88,7 @@ void run_stream(int64_t id) {
   std::unique_lock<std::mutex> lock(streams_mutex);
   auto& stream = streams[id];
   while (true) {
-    moved.wait(lock, [&] { return !stream.tasks.empty(); });
+    stream.given.wait(lock, [&] { return !stream.tasks.empty(); });
     auto task = std::move(stream.tasks.front());
     stream.tasks.pop_front();
     stream.running = task.what;
@@ -105,7 +106,7 @@ void push(std::unique_lock<std::mutex>&, int64_t id, Task task) {
   auto& stream = streams[id];
   stream.tasks.push_back(std::move(task));
   if (!std::exchange(stream.has_thread, true)) std::thread(run_stream, id).detach();
-  moved.notify_all();
+  stream.given.notify_one();
 }
 
 std::string describe_streams() {
