@@ -115,8 +115,8 @@ def main() -> None:
         f"GPT of width {args.width} with {args.layers} layers, {one['parts'][0] / 4e6:.0f} M parameters",
         table(headings, rows),
         "MiB of the rank that has most. *Peak* is of resident memory, above what the process had before the fit; it "
-        "contains activations, messages and code. *Of ideal* is times ranks / one process. malloc gives large tensors back "
-        "when they are freed (`MALLOC_MMAP_THRESHOLD_=65536`), else it keeps some of what was freed.",
+        "contains activations, messages and code. *Of ideal* is times ranks / one process. malloc gives large "
+        "tensors back when they are freed (`MALLOC_MMAP_THRESHOLD_=65536`), else it keeps some of what was freed.",
         "\n".join(targets),
     )
     report_activations(record, args)
