@@ -37,7 +37,7 @@ html_theme = "furo"
 pygments_dark_style = "github-dark"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-html_extra_path = ["static/index.html"]  # sends the site's root on to `root_doc`
+html_extra_path = ["index.html"]  # sends the site's root on to `root_doc`
 html_copy_source = False
 html_show_copyright = False
 
