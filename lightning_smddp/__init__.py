@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_smddp.checkpoint.files import CheckpointError as CheckpointError
     from lightning_smddp.choice.training_plan import plan as plan
     from lightning_smddp.communication.compression import Compression as Compression
+    from lightning_smddp.communication.diloco import DiLoCo as DiLoCo
     from lightning_smddp.communication.objects import RankFailedError as RankFailedError
     from lightning_smddp.communication.objects import RankTimeoutError as RankTimeoutError
     from lightning_smddp.communication.report import CommunicationReport as CommunicationReport
@@ -43,6 +44,7 @@ _NAMES = {  # of each module; {trainer} and {fabric} are `lightning`, or what is
     "checkpoint.files": "CheckpointError",
     "choice.training_plan": "plan",
     "communication.compression": "Compression",
+    "communication.diloco": "DiLoCo",
     "communication.objects": "RankFailedError RankTimeoutError",
     "communication.report": "CommunicationReport",
     "sagemaker": "from_sagemaker",

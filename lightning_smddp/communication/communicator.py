@@ -225,6 +225,10 @@ class Communicator:
             self._groups[key] = create_group(global_ranks, name, self.timeout, self.device)
         return self._groups[key]
 
+    def node_group(self, purpose: str) -> dist.ProcessGroup:
+        """A group of this node's ranks, for one purpose. Collective over them."""
+        return self._new_group(purpose, self.topology.local_ranks)
+
     def partners(self, purpose: str) -> dist.ProcessGroup | None:
         """A group of :attr:`Topology.partners`; None where a node has none. Collective over them."""
         ranks = self.topology.partners

@@ -180,6 +180,10 @@ class ErrorFeedback:
             self._parameters[slot] = parameters
             self._residuals.pop(slot, None)
 
+    def forget(self) -> None:
+        """Begin with nothing remembered."""
+        self._residuals.clear()
+
     def add_to(self, shard: Tensor, slot: int) -> None:
         """Add what is remembered to ``shard``, in place."""
         if slot not in self._residuals:

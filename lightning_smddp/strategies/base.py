@@ -219,6 +219,7 @@ class TrainerStrategy(_Base):
     def on_validation_start(self) -> None:
         """Ranks that came to the end of an epoch wait for each other before validation."""
         self._supervision.validation_starts()
+        self._synchronize()
         super().on_validation_start()
 
     @override
@@ -288,6 +289,7 @@ class TrainerStrategy(_Base):
             return
         # All ranks come here, also where the first one alone writes: what each has of its own is gathered.
         self._exact_resume.add_to(checkpoint, self._decisions())
+        self._add_to(checkpoint)
         self._supervision.phase("checkpoint")
         self._saving.save(checkpoint, filepath, storage_options)
         self._sagemaker.saved(checkpoint, filepath)
@@ -377,6 +379,9 @@ class TrainerStrategy(_Base):
     def _epoch_ends(self) -> None:
         """Behind the hooks of an epoch's last batch, before ranks wait for each other."""
 
+    def _synchronize(self) -> None:
+        """Where all ranks are at an epoch's end, and before a validation: what is looked at now has to be of all."""
+
     def _training_ends(self) -> None:
         """Behind the last batch of a fit."""
 
@@ -417,6 +422,9 @@ class TrainerStrategy(_Base):
     def _decisions(self) -> Mapping[str, Any]:
         """What was chosen in this run, and a resumed one has to choose as well; anything that JSON carries."""
         return {}
+
+    def _add_to(self, checkpoint: dict[str, Any]) -> None:
+        """Add what else the strategy needs of a checkpoint."""
 
     def _model_state(self) -> dict[str, Any]:
         return super().lightning_module_state_dict()

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -17,6 +18,8 @@ from typing_extensions import override
 
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
+from lightning_smddp.communication.diloco import DiLoCo
+from lightning_smddp.communication.groups import world
 from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.patches import patched
@@ -33,8 +36,11 @@ from lightning_smddp.strategies.options import (
     StrategyOptions,
     arguments_of,
     by_name,
+    group_of,
 )
 from lightning_smddp.strategies.tables import print_table, say
+
+MOMENTUM_KEY = "smddp_outer_momentum"
 
 
 class DataParallel(TrainerStrategy):
@@ -55,6 +61,8 @@ class DataParallel(TrainerStrategy):
             job, else ``"never"``.
         shard: ``"optimizer"`` has each rank step a share of the parameters and keep that share of the optimizer's state
             (ZeRO's first stage).
+        sync: ``DiLoCo(every=30)`` has the ranks of a node exchange gradients, and nodes their parameters in every 30
+            steps; see :class:`~lightning_smddp.DiLoCo`.
         communication: timeouts, what is printed.
         reliability: faults, stops and checkpoints.
         **kwargs: arguments of ``DDPStrategy`` and of ``DistributedDataParallel``, by name.
@@ -64,7 +72,7 @@ class DataParallel(TrainerStrategy):
         ValueError: an argument is not one of the valid values; the message lists them.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what most scripts set; groups have the rest
         self,
         *args: Any,
         algorithm: AlgorithmName = "auto",
@@ -73,6 +81,7 @@ class DataParallel(TrainerStrategy):
         gradient_as_bucket_view: bool | None = None,
         resume: Resume = None,
         shard: Shard = None,
+        sync: DiLoCo | None = None,
         communication: CommunicationOptions = CommunicationOptions(),
         reliability: ReliabilityOptions = ReliabilityOptions(),
         **kwargs: Any,
@@ -96,7 +105,7 @@ class DataParallel(TrainerStrategy):
         if gradient_as_bucket_view is not None:
             kwargs["gradient_as_bucket_view"] = gradient_as_bucket_view
         super().__init__(**kwargs)
-        self._scheme = DDPScheme(options)
+        self._scheme = DDPScheme(options, None if sync is None else group_of(DiLoCo, sync))
         self._hold_parts(options, self._scheme.close)
 
     @property
@@ -115,11 +124,16 @@ class DataParallel(TrainerStrategy):
 
     @override
     def _training_batch_starts(self) -> None:
+        outer = self._scheme.outer
+        if outer is not None:
+            outer.step(self._trainer.global_step)
         if self._scheme.has_unfrozen:  # DDP cannot be told of more parameters, so the module is wrapped once more
             assert isinstance(self.model, DistributedDataParallel)
             self.model = self.model.module
             self._scheme.unwrap()
             self.configure_ddp()
+            if outer is not None:
+                outer.follow()
 
     @override
     @contextmanager
@@ -132,6 +146,17 @@ class DataParallel(TrainerStrategy):
     @override
     def _find_nonfinite(self, optimizer: Optimizer) -> NonFinite | None:
         return self._scheme.nonfinite(optimizer, may_have_changed_gradients(self._trainer))
+
+    @property
+    @override
+    def _nonfinite_group(self) -> dist.ProcessGroup:
+        communicator = self._scheme.communicator
+        return world() if communicator is None else communicator.group
+
+    @override
+    def _synchronize(self) -> None:
+        if self._scheme.outer is not None:
+            self._scheme.outer.flush(self._trainer.global_step)
 
     # ---- optimizers ----
 
@@ -158,6 +183,8 @@ class DataParallel(TrainerStrategy):
 
     @override
     def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._scheme.outer is not None:
+            self._scheme.outer.average_state(optimizer)
         if not self._scheme.sharded:
             return super()._optimizer_state(optimizer)
         return self._scheme.optimizer_state(optimizer, self.root_device)
@@ -165,25 +192,45 @@ class DataParallel(TrainerStrategy):
     @property
     @override
     def _is_divided(self) -> bool:
-        return bool(self._scheme.sharded)
+        nodes = self._scheme.nodes
+        return bool(self._scheme.sharded) or (nodes is not None and nodes.topology.num_nodes > 1)
+
+    @override
+    def _model_state(self) -> dict[str, Any]:
+        self._synchronize()
+        return super()._model_state()
+
+    @override
+    def _add_to(self, checkpoint: dict[str, Any]) -> None:
+        outer = self._scheme.outer
+        if outer is not None and "optimizer_states" in checkpoint:
+            checkpoint[MOMENTUM_KEY] = outer.momentum
 
     # ---- a run ----
 
     @override
     def _training_starts(self) -> None:
+        if self._scheme.outer is not None:
+            self._scheme.outer.begin(self._trainer.global_step)
         if self._speaks and self._scheme.communicator is not None:
             print_table("smddp: data parallelism", self._scheme.describe(), self._trainer)
 
     @override
     def _training_ends(self) -> None:
+        self._synchronize()
         self._last_report = self._scheme.report() or self._last_report
         if self._scheme.synchronizers and self._speaks and self.world_size > 1:
             say(str(self._last_report), self._trainer)
+            if self._scheme.outer is not None:
+                say(str(self._scheme.outer), self._trainer)
 
     @override
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         if not self._scheme.sharded:
             super()._load_optimizers(checkpoint)
+            if self._scheme.outer is not None:
+                saved = checkpoint.get(MOMENTUM_KEY, {})
+                self._scheme.outer.momentum = {name: value.to(self.root_device) for name, value in saved.items()}
             return
         for shards, state in zip(self._scheme.shards, checkpoint["optimizer_states"], strict=True):
             load_whole_state_dict(shards, state)

@@ -24,6 +24,7 @@ from lightning_smddp.communication.consistency import (
     require_initialized,
     require_same,
 )
+from lightning_smddp.communication.diloco import DiLoCo, OuterOptimizer
 from lightning_smddp.communication.groups import world
 from lightning_smddp.communication.hook import GradientSynchronizer
 from lightning_smddp.communication.nonfinite import NonFinite
@@ -40,15 +41,25 @@ class DDPScheme:
 
     Args:
         options: how gradients are averaged and optimizers sharded.
+        sync: how nodes synchronise parameters; gradients are then averaged inside of each node. Of one module.
 
     Attributes:
         synchronizers: what averages, for each module.
         sharded: with ``shard``, the optimizers.
+        outer: with ``sync``, what nodes have in common, from the first module on; also of an ended run.
+
+    Raises:
+        ValueError: an option does not fit ``sync``.
     """
 
-    def __init__(self, options: StrategyOptions) -> None:
+    def __init__(self, options: StrategyOptions, sync: DiLoCo | None = None) -> None:
+        if sync is not None:
+            _require_fits_sync(options)
         self.options = options
+        self.sync = sync
+        self.outer: OuterOptimizer | None = None
         self.communicator: Communicator | None = None  # modules share its groups
+        self.nodes: Communicator | None = None  # with `sync`: of all ranks, while `communicator` is of this node's
         self.synchronizers: list[GradientSynchronizer] = []
         self.sharded: list[ShardedOptimizers] = []
         self._choice: Choice | None = None
@@ -89,6 +100,10 @@ class DDPScheme:
             )
         synchronizer = self._make_synchronizer(module, device, limit)
         synchronizer.watches = watches
+        if self.sync is not None and self.nodes is not None:
+            arguments["process_group"] = synchronizer.communicator.group
+            if self.outer is None:
+                self.outer = OuterOptimizer(self.sync, self.nodes, module)
         # Gradients are views of DDP's buckets then: what is averaged in a bucket need not be copied to them.
         arguments.setdefault("gradient_as_bucket_view", True)
 
@@ -106,14 +121,18 @@ class DDPScheme:
         """Check the model, and choose what averages its gradients."""
         require_initialized(module)
         if self.communicator is None or self._recorder is None:
-            self.sharded = []  # until now those of an ended run, whose state can be saved
+            self.sharded, self.outer = [], None  # until now those of an ended run, whose state can be saved
             self._recorder = Recorder(device)
             size = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
-            self.communicator = Communicator(world(), device, limit, self._recorder.on_wait, size)
+            group = world()
+            if self.sync is not None:
+                self.nodes = Communicator(group, device, limit, gradient_bytes=size)
+                group = self.nodes.node_group("gradients")
+            self.communicator = Communicator(group, device, limit, self._recorder.on_wait, size)
         # Each check is collective and raises on all ranks, so that none waits in the first all-reduce for one that
         # has left. Options come first, as they decide which messages follow.
         ours = self.options
-        told = f"algorithm={ours.algorithm!r}, {ours.compression}, bucket_cap_mb={ours.bucket_cap_mb}"
+        told = f"algorithm={ours.algorithm!r}, {ours.compression}, bucket_cap_mb={ours.bucket_cap_mb}, {self.sync}"
         require_same("strategy's options", [told], "Give every rank the same ones.")
         check_same_model(module)
         self._choice = Choice(ours.algorithm)
@@ -196,12 +215,15 @@ class DDPScheme:
 
     def report(self) -> CommunicationReport | None:
         """What communication cost so far; None before the first module. Collective."""
-        return self.synchronizers[-1].report() if self.synchronizers else None
+        communicator = self.nodes or self.communicator
+        if communicator is None or self._recorder is None:
+            return None
+        return CommunicationReport.collect(self._recorder.read(wait=True), communicator)
 
     def describe(self) -> list[tuple[str, str]]:
         """What runs here, in rows of name and value."""
         assert self.communicator is not None
-        topology, compression = self.communicator.topology, self.options.compression
+        topology, compression = (self.nodes or self.communicator).topology, self.options.compression
         cap = self.options.bucket_cap_mb
         wire = "none (exact)" if compression is None else str(compression.method)
         if compression is not None and not self.communicator.compresses(compression):
@@ -214,6 +236,8 @@ class DDPScheme:
             ("bucket size", "DDP's default" if cap is None else f"{cap:g} MiB"),
             ("compression", wire),
         ]
+        if self.sync is not None:
+            rows.append(("sync", f"nodes every {counted(self.sync.every, 'step')}: {self.sync}"))
         rows += [("note", note) for note in self.communicator.notes]
         return rows + [row for sharded in self.sharded for row in sharded.describe()]
 
@@ -223,7 +247,22 @@ class DDPScheme:
             sharded.close()
         for synchronizer in self.synchronizers:  # before the communicator, over whose groups and memory it works
             synchronizer.close()
-        if self.communicator is not None:
-            self.communicator.close()
+        if self.outer is not None:
+            self.outer.close()
+        for communicator in (self.communicator, self.nodes):  # the second one has the group of the first
+            if communicator is not None:
+                communicator.close()
         self.synchronizers, self._frozen = [], []
-        self.communicator = None
+        self.communicator = self.nodes = None
+
+
+def _require_fits_sync(options: StrategyOptions) -> None:
+    """Raise ``ValueError`` for what takes all ranks in each step."""
+    cures = {
+        "shard": (options.shard, "Leave `shard` out."),
+        "compression": (options.compression, "Gradients stay on their node: write DiLoCo(compression=...)."),
+        "loss_weight": (options.communication.loss_weight, "Leave `loss_weight` out: nodes count by their ranks."),
+    }
+    for name, (value, cure) in cures.items():
+        if value is not None:
+            raise ValueError(f"{name}={value!r} cannot be used with sync=DiLoCo(...). {cure}")

@@ -214,6 +214,7 @@ class RunSupervision:
         if self.supervisor is not None and not self.strategy._trainer.received_sigterm:
             self.strategy._epoch_ends()
             self.supervisor.end_of_epoch(self.strategy._trainer.current_epoch)
+            self.strategy._synchronize()
 
     def batch_begins(self) -> None:
         """Outside of training this is where to stop."""

@@ -1,0 +1,287 @@
+"""DiLoCo: the ranks of a node exchange gradients in every step, nodes their parameters every H steps.
+
+Douillard et al., arXiv:2311.08105; in fragments, delayed and mixed: arXiv:2501.18512. Each node trains with the user's
+(inner) optimizers. A round ends with a step of an outer SGD, which takes what the nodes have moved on average for a
+gradient:
+
+    nodes' own steps   shared -> local, on each node
+    exchange           moved = mean of local - shared
+    outer step         shared += outer_lr * (moved, with momentum);  all nodes go on from there
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.optim import Optimizer
+
+from lightning_smddp.communication.algorithms import Algorithm
+from lightning_smddp.communication.communicator import Communicator, reduce_once
+from lightning_smddp.communication.compression import Compression, ErrorFeedback, Method
+from lightning_smddp.communication.objects import gather
+from lightning_smddp.communication.tensors import broadcast_tensors
+from lightning_smddp.wording import counted
+
+
+@dataclass(frozen=True)
+class DiLoCo:
+    """When nodes synchronise their parameters, and how: ``SMDDPStrategy(sync=DiLoCo(every=30))``.
+
+    Args:
+        every: inner steps of a round, in which each fragment is synchronised once.
+        outer_lr: learning rate of the outer SGD; with 1.0, and a momentum of 0.0, nodes go on from their mean.
+        momentum: of the outer SGD.
+        nesterov: momentum as Nesterov's; without momentum nothing.
+        fragments: parts of the model, runs of its parameters with about equally many elements; part p of P is
+            synchronised in step ``(p + 1) * every // P`` of each round.
+        delay: how many steps before that a fragment is sent, so that the exchange and these steps overlap.
+        alpha: of the values that a node goes on from, the share that is its own; the rest is what all nodes have.
+        compression: of what goes between nodes: ``"bf16"``, ``"fp16"``, ``"int8"`` or a ``Compression``; None is exact.
+
+    Raises:
+        ValueError: a value is none of the valid ones, which the message lists.
+    """
+
+    every: int
+    outer_lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+    fragments: int = 1
+    delay: int = 0
+    alpha: float = 0.0
+    compression: Method | Compression | None = None
+
+    def __post_init__(self) -> None:
+        are_whole = all(type(number) is int for number in (self.every, self.fragments, self.delay))
+        if not (are_whole and 0 < self.fragments <= self.every and 0 <= self.delay < self.every // self.fragments):
+            raise ValueError(
+                f"{self}: every, fragments and delay have to be whole numbers. One fragment is under way at a time: "
+                "give 1 to `every` fragments, and a delay from 0 to below every / fragments."
+            )
+        if not (0 < self.outer_lr < inf and 0 <= self.momentum < 1 and 0 <= self.alpha <= 1):
+            raise ValueError(f"{self}: outer_lr has to be above 0, momentum 0 or more and below 1, alpha from 0 to 1.")
+        if self.wire is not None and self.wire.method == "powersgd":
+            raise ValueError("compression='powersgd' is for gradients. Give DiLoCo 'bf16', 'fp16' or 'int8'.")
+
+    @property
+    def wire(self) -> Compression | None:
+        """``compression`` as an object."""
+        return Compression.parse(self.compression)
+
+
+@dataclass(frozen=True)
+class _Fragment:
+    """What is exchanged at once: ``parts`` are views of the 1-D ``message``, by name, shaped as the tensors."""
+
+    number: int
+    message: Tensor
+    parts: dict[str, Tensor]
+
+
+class OuterOptimizer:
+    """What all nodes have in common of one module, and its steps. All calls are collective.
+
+    The mean is one over ranks, so nodes count by their ranks. Floating-point buffers, such as the statistics of
+    BatchNorm, are averaged with the last fragment; what was frozen since is averaged, too, without an outer step.
+
+    Args:
+        options: of the user.
+        communicator: of all ranks. With one node nothing is exchanged.
+        module: not wrapped; gets the values of the first rank.
+
+    Attributes:
+        momentum: by name of a parameter, in fp32 or wider; what is not there begins at 0.
+    """
+
+    def __init__(self, options: DiLoCo, communicator: Communicator, module: nn.Module) -> None:
+        self.options = options
+        self.communicator = communicator
+        self.momentum: dict[str, Tensor] = {}
+        self._module = module
+        self._feedback = ErrorFeedback() if options.wire is not None and options.wire.error_feedback else None
+        self._algorithm: Algorithm | None = None
+        if communicator.topology.num_nodes > 1:
+            self._algorithm = communicator.algorithm("hierarchical", options.wire, self._feedback)
+            self._broadcast(self._values().values())
+        # Of one node the mean is to be its own values to the bit; and values, unlike differences, do not bear rounding.
+        self._sends_differences = communicator.compresses(options.wire)
+        self._shared: dict[str, Tensor] = {}  # what all nodes had when it was synchronised
+        self._fragments: list[_Fragment] = []
+        self._behind: set[str] = set()  # what may be another on each node
+        self._sent: tuple[_Fragment, Future[Any] | None] | None = None
+        self._seen = self._steps = 0  # the last global step, and inner steps since the last flush
+        self._exchanges, self._waited_s = 0, 0.0
+
+    # ---- what is synchronised ----
+
+    def begin(self, global_step: int) -> None:
+        """Training starts from the values that are there, the same on all nodes."""
+        self._seen, self._steps = global_step, 0
+        self._shared.clear()
+        self.follow()
+
+    def follow(self) -> None:
+        """Synchronise also what is trained by now."""
+        values = self._values()
+        frozen = {name for name, parameter in self._module.named_parameters() if not parameter.requires_grad}
+        for name, value in values.items():
+            if name not in frozen and value.is_floating_point():
+                self._shared.setdefault(name, value.clone())
+        ours = {name: values[name] for name in values if name in self._shared}
+        self._fragments = list(_cut(ours, self.options.fragments))
+        self._forget_losses()
+
+    def _values(self) -> dict[str, Tensor]:
+        """The tensors of the module that DDP makes the same on all ranks: a buffer may be another one than before."""
+        ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
+        named = [*self._module.named_parameters(), *self._module.named_buffers()]
+        found = {name: value.detach() for name, value in named if name not in ignored}
+        return {name: torch.view_as_real(value) if value.is_complex() else value for name, value in found.items()}
+
+    def _broadcast(self, tensors: Iterable[Tensor]) -> None:
+        broadcast_tensors(list(tensors), self.communicator.group, 0, self.communicator.device)
+
+    def _forget_losses(self) -> None:
+        """What compression has kept back is in no checkpoint, and belongs to fragments as they were."""
+        if self._feedback is not None:
+            self._feedback.forget()
+
+    # ---- steps ----
+
+    def step(self, global_step: int) -> None:
+        """Behind a batch: if optimizers have stepped in it, that was an inner step. Send, and take in, what is due."""
+        if global_step == self._seen:
+            return
+        options = self.options
+        self._seen = global_step
+        self._behind = set(self._shared)
+        position = self._steps % options.every + 1
+        self._steps += 1
+        for fragment in self._fragments:
+            due = (fragment.number + 1) * options.every // options.fragments
+            if position == due - options.delay:
+                self._send(fragment)
+            if position == due:
+                self._take_in(options.alpha)
+
+    def flush(self, global_step: int) -> None:
+        """End the round: all nodes have the same parameters and buffers now, and the next step is a round's first."""
+        self.step(global_step)
+        self._take_in(self.options.alpha)
+        for fragment in self._fragments:
+            if not self._behind.isdisjoint(fragment.parts):
+                self._send(fragment)
+                self._take_in(0.0)
+        self._steps = 0
+        self._forget_losses()
+        if self._algorithm is not None:
+            self._broadcast(value for value in self._values().values() if not value.is_floating_point())
+
+    def _send(self, fragment: _Fragment) -> None:
+        values, arrival = self._values(), None
+        for name, part in fragment.parts.items():
+            part.copy_(values[name])
+            if self._sends_differences:
+                part.sub_(self._shared[name])
+        if self._algorithm is not None:
+            arrival = self._algorithm.all_reduce(fragment.message, fragment.number)
+            self._exchanges += 1
+        self._sent = (fragment, arrival)
+
+    @torch.no_grad()
+    def _take_in(self, alpha: float) -> None:
+        """Wait for what is under way, if anything is; take the outer step, and go on from there."""
+        if self._sent is None:
+            return
+        (fragment, arrival), self._sent = self._sent, None
+        if arrival is not None:
+            start = time.perf_counter()
+            arrival.wait()
+            self._waited_s += time.perf_counter() - start
+        trained = {name for name, parameter in self._module.named_parameters() if parameter.requires_grad}
+        values = self._values()
+        for name, mean in fragment.parts.items():
+            value, shared = values[name], self._shared[name]
+            if self._sends_differences:
+                mean.add_(shared)
+            shared.copy_(self._stepped(name, mean) if name in trained else mean)
+            value.copy_(torch.lerp(shared, value, alpha))
+        if alpha == 0.0:
+            self._behind.difference_update(fragment.parts)
+
+    def _stepped(self, name: str, mean: Tensor) -> Tensor:
+        """What outer SGD makes of the ``mean`` of all nodes: at a rate of 1, without momentum, the same to the bit."""
+        options = self.options
+        moved = mean - self._shared[name]
+        update = moved
+        if options.momentum:
+            velocity = self.momentum.setdefault(name, torch.zeros_like(moved))
+            velocity.mul_(options.momentum).add_(moved)
+            update = moved.add(velocity, alpha=options.momentum) if options.nesterov else velocity
+        return mean + (update * options.outer_lr - moved)
+
+    # ---- states, and the end ----
+
+    def average_state(self, optimizer: Optimizer) -> None:
+        """Make the state of an inner optimizer the same on all nodes: the mean; of single numbers the first rank's."""
+        if self._algorithm is None:
+            return
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        states = {
+            (number, key): value
+            for number, parameter in enumerate(parameters)
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        }
+        # What one node alone has used has no mean.
+        common = set(states).intersection(*gather(list(states), self.communicator.group))
+        exact = self.communicator.algorithm("hierarchical")
+        others = []
+        for value in [states[place] for place in sorted(common)]:
+            if value.is_floating_point() and value.dim():
+                mean = reduce_once(exact, value.flatten().to(_wide([value]), copy=True))
+                value.copy_(mean.view(value.shape))
+            else:
+                others.append(value)
+        exact.close()
+        self._broadcast(others)
+
+    def __str__(self) -> str:
+        """What synchronising has cost."""
+        times = counted(self._exchanges, "exchange")
+        return f"{times} between nodes, for which rank {self.communicator.rank} waited {self._waited_s:.3g} s"
+
+    def close(self) -> None:
+        """Synchronise nothing any more; what is under way is lost. The communicator stays. Not collective."""
+        if self._algorithm is not None:
+            self._algorithm.close()
+        self._algorithm = self._sent = None
+        self._fragments, self._shared = [], {}
+
+
+def _wide(tensors: Iterable[Tensor]) -> torch.dtype:
+    """The type in which values are averaged and stepped: fp32, or a wider one of the tensors."""
+    return functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors], torch.float32)
+
+
+def _cut(values: Mapping[str, Tensor], count: int) -> Iterator[_Fragment]:
+    """At most ``count`` runs of tensors with about equally many elements, by where a tensor has its middle."""
+    total, before = sum(value.numel() for value in values.values()), 0
+    runs: dict[int, dict[str, Tensor]] = defaultdict(dict)
+    for name, value in values.items():
+        runs[(2 * before + value.numel()) * count // (2 * total)][name] = value
+        before += value.numel()
+    for number, run in runs.items():
+        first, sizes = next(iter(run.values())), [value.numel() for value in run.values()]
+        message = first.new_empty(sum(sizes), dtype=_wide(run.values()))
+        parts = [part.view(value.shape) for part, value in zip(message.split(sizes), run.values(), strict=True)]
+        yield _Fragment(number, message, dict(zip(run, parts, strict=True)))
