@@ -28,7 +28,7 @@ from tests.strategies.test_options import CONFIG, GIVEN, parse
 from tests.strategies.test_transparency import Manual
 
 pytestmark = [*RESUMING, IN_ANOTHER_LAYOUT]
-NODES, RANKS = [(0, 2), (1, 3)], 4
+NODES, RANKS, CHECKPOINTS = [(0, 2), (1, 3)], 4, "diloco"
 EPOCHS, BATCHES, ROWS = 2, 8, 4
 CASES = [
     DiLoCo(3),  # an epoch has two rounds and two steps
@@ -153,39 +153,39 @@ def on_two_nodes(directory: str) -> dict[str, Any]:
     return {**found, "resumed": {path.name: differences(saving(directory, path), unbroken) for path in paths}}
 
 
-@functools.cache
-def outcomes(paths: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
-    """Of each rank, and where the checkpoints are."""
-    directory = paths.mktemp("diloco")
-    return run_trainer_ranks(on_two_nodes, RANKS, str(directory), node_ids="abab", timeout=120), directory
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], list[dict[str, Any]]]:
+    """What each one found; ``CHECKPOINTS`` are in the session's directory."""
+    directory = str(tmp_path_factory.getbasetemp() / CHECKPOINTS)
+    return functools.cache(lambda: run_trainer_ranks(on_two_nodes, RANKS, directory, node_ids="abab", timeout=120))
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_nodes_train_as_in_a_plain_loop_and_validation_sees_the_global_model(case: int, tmp_path_factory: Any) -> None:
+def test_nodes_train_as_in_a_plain_loop_and_validation_sees_the_global_model(case: int, ranks: Any) -> None:
     expected = loop(CASES[case])
-    for rank in outcomes(tmp_path_factory)[0]:
+    for rank in ranks():
         torch.testing.assert_close(rank["loop"][case], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_steps_of_several_optimizers_unfrozen_parameters_and_the_mean_of_every_step(tmp_path_factory: Any) -> None:
-    first = outcomes(tmp_path_factory)[0][0]["unfrozen"]
+def test_steps_of_several_optimizers_unfrozen_parameters_and_the_mean_of_every_step(ranks: Any) -> None:
+    first = ranks()[0]["unfrozen"]
     assert not torch.equal(first["net.0.weight"], Learner().net[0].weight)
-    for rank in outcomes(tmp_path_factory)[0]:
+    for rank in ranks():
         assert_equal(*rank["mean"])  # plain DDP
         assert rank["manual"].startswith("8 exchanges")  # of 16 batches
         torch.testing.assert_close(rank["unfrozen"], first, rtol=0, atol=0)
 
 
-def test_statistics_are_averaged_and_other_buffers_are_the_first_ranks(tmp_path_factory: Any) -> None:
-    before, after = zip(*[rank["normed"] for rank in outcomes(tmp_path_factory)[0]], strict=True)
+def test_statistics_are_averaged_and_other_buffers_are_the_first_ranks(ranks: Any) -> None:
+    before, after = zip(*[rank["normed"] for rank in ranks()], strict=True)
     for name in ("net.0.running_mean", "net.0.running_var"):
         torch.testing.assert_close(after[0][name], torch.stack([of_rank[name] for of_rank in before]).mean(0))
         assert all(torch.equal(of_rank[name], after[0][name]) for of_rank in after)
     assert [int(of_rank["own"]) for of_rank in after] == [0, 0, 0, 0]
 
 
-def test_runs_from_checkpoints_go_on_to_the_bit(tmp_path_factory: Any) -> None:
-    for rank in outcomes(tmp_path_factory)[0]:
+def test_runs_from_checkpoints_go_on_to_the_bit(ranks: Any) -> None:
+    for rank in ranks():
         assert rank["resumed"] == {"step=10.ckpt": [], "step=15.ckpt": [], "step=5.ckpt": []}
 
 
@@ -199,8 +199,11 @@ def on_one_node(path: str) -> tuple[list[str], set[str], int]:
     return differences(exact, plain), set(strategy._scheme.outer.momentum) ^ set(saved), begun.steps[0]
 
 
-def test_one_node_with_a_rate_of_1_is_plain_training_to_the_bit_and_goes_on_from_two(tmp_path_factory: Any) -> None:
-    path = min(outcomes(tmp_path_factory)[1].glob("*.ckpt"))
+def test_one_node_with_a_rate_of_1_is_plain_training_to_the_bit_and_goes_on_from_two(
+    ranks: Any, tmp_path_factory: Any
+) -> None:
+    assert ranks()
+    path = tmp_path_factory.getbasetemp() / CHECKPOINTS / "step=10.ckpt"
     for unequal, names, steps in run_trainer_ranks(on_one_node, 2, str(path)):
         assert (unequal, names, steps > 16) == ([], set(), True)
 
