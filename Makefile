@@ -8,10 +8,18 @@ JOBS ?= 3
 PARALLEL = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 INSTALLED := .venv/installed.stamp
 DOCS := .venv/docs.stamp
+# CONSTRAINTS= installs the newest of everything.
+CONSTRAINTS ?= constraints.txt
 PUBLIC := .venv-public/installed.stamp
+# Of `make dist`: the Pythons and the torch that the wheel is tried with, Pythons that it is tried with as far as that
+# needs no torch, and the address of the repository, for README's links.
+PYTHONS ?= $(PYTHON)
+TORCH ?= $(shell grep ^torch== constraints.txt)
+BARE_PYTHONS ?= $(wildcard $(foreach minor,10 11 12 13,$(HOME)/.pyenv/versions/3.$(minor).*/bin/python))
+REPOSITORY ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick exhaustive public gpu lint types docs bench clean
+.PHONY: help demo test quick exhaustive public gpu lint types docs bench dist clean
 
 help:
 	@echo "make demo   train on this machine and show what the strategy does"
@@ -25,13 +33,15 @@ help:
 	@echo "make types  mypy --strict on the package and the benchmarks"
 	@echo "make docs   the documentation as a site, in build/docs"
 	@echo "make bench  list the benchmark commands"
+	@echo "make dist   build wheel and sdist, and try the wheel in new environments; REPOSITORY=https://... for its links;"
+	@echo "            PYTHONS='python3.10 python3.13' TORCH=torch==2.11.0: with these"
 	@echo "make clean  remove caches and build output (not .venv, .venv-public)"
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install -c constraints.txt -e '.[test,plot]'
+	$(BIN)/python -m pip install $(addprefix -c ,$(CONSTRAINTS)) -e '.[test,plot]'
 	@touch $@
 
 $(DOCS): $(INSTALLED)
@@ -80,6 +90,18 @@ docs: $(DOCS)
 bench: $(INSTALLED)
 	@echo "Each prints its options with --help; benchmarks/README.md says how to read and record the results."
 	@for file in $(wildcard benchmarks/[a-z]*.py); do echo "$(BIN)/python $$file"; done
+
+# The wheel is built from the sdist.
+dist:
+	$(if $(REPOSITORY),,@echo "Without REPOSITORY=https://... README's links are relative, and the metadata has no addresses.")
+	rm -rf build/release dist
+	$(PYTHON) tests/release.py sources $(REPOSITORY)
+	$(PYTHON) -m venv build/release/tools
+	build/release/tools/bin/python -m pip install -q -c constraints.txt build twine
+	build/release/tools/bin/python -m build --outdir dist build/release/source
+	build/release/tools/bin/python -m twine check --strict dist/*
+	$(PYTHON) tests/release.py without $(BARE_PYTHONS)
+	$(PYTHON) tests/release.py $(TORCH) $(PYTHONS)
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache lightning_logs checkpoints demo_output

@@ -18,6 +18,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.multiprocessing import ProcessExitedException
 
 from lightning_smddp._compat.trainer import is_control_flow, set_num_threads_if_needed
@@ -53,6 +54,12 @@ def may_be_ended() -> bool:
 def _supervised(function: Callable[..., Any], trainer: Any) -> Callable[..., Any]:
     """What a launcher runs in each rank."""
     return function if trainer is None else partial(trainer.strategy._supervision.run, function)
+
+
+def _on_one_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """In a fork of a process that has computed on several threads, OpenMP would wait for threads that are not there."""
+    torch.set_num_threads(1)
+    return function(*args, **kwargs)
 
 
 class ScriptLaunching:
@@ -111,6 +118,9 @@ class SpawnLaunching:
         """Run ``function`` in each rank; signals to this process go to the ranks."""
         received: list[int] = []
         run = _supervised(function, trainer)
+        launcher: Any = self
+        if launcher.is_interactive_compatible:  # it forks
+            run = partial(_on_one_thread, run)
         with _signals_to(self._pass_on, received):
             try:
                 return super().launch(run, *args, trainer=trainer, **kwargs)  # type: ignore[misc]
