@@ -134,7 +134,7 @@ def _plan(
 ) -> PartitionPlan:
     """Stages for the step: traced on every rank, decided by the first."""
     setup, options, ranks = before.setup, before.setup.options, before.setup.rank_of_stage
-    hosts = gather(node_identity())
+    hosts, limit = gather(node_identity()), options.partition.memory_limit_gb
     with step.precision():  # autocast keeps a copy of weights in 16 bits
         casts = step.trains and torch.is_autocast_enabled(setup.device.type)
     cluster = cluster_of(
@@ -143,7 +143,7 @@ def _plan(
         ranks,
         in_flight(options.schedule, ranks, len(microbatches)),
         links_between(ranks, setup.groups.mesh.pipelines, hosts, setup.device.type),
-        options.partition.memory_limit,
+        limit and limit * 2**30,
         casts,
         1 if options.strategy.shard is None else setup.num_replicas,
     )

@@ -56,7 +56,7 @@ def continuing(trainer: Any) -> None:
             return given
         locations = checkpoint_locations(trainer)
         # SageMaker copies files back from S3 at times of its own: there one file names the newest.
-        folder = trainer.strategy.newest_in
+        folder = trainer.strategy._sagemaker.newest_in
         named = folder and pointed_at(folder)
         path = newest_checkpoint([named] if named else []) or newest_checkpoint(locations)
         if trainer.is_global_zero:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from inspect import signature
 from statistics import mode
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_smddp._compat.torch import forward_cache, set_forward_cache
+from lightning_smddp.patches import patched
 from lightning_smddp.pytree import Path, items, members_of, tensors, with_members
 from lightning_smddp.seeding import Generators, mix, run_seed, seeded_modules, step_seed
 
@@ -42,6 +42,7 @@ class _Logged:
     run: _Run
     value: Any
     number: Tensor | None
+    args: tuple[Any, ...]
     options: dict[str, Any]
 
 
@@ -85,7 +86,7 @@ class AccumulateMicroBatches(_Base):
         **kwargs: of Lightning's ``SingleDeviceStrategy``, such as ``device``.
 
     Raises:
-        ValueError: a module optimizes manually; there are no labels to count.
+        ValueError: a module optimizes manually; batches have no entry of that name.
         RuntimeError: tensors in outputs of micro-batches cannot be concatenated.
     """
 
@@ -100,7 +101,6 @@ class AccumulateMicroBatches(_Base):
         self.num_microbatches = num_microbatches
         self.loss_weight = loss_weight
         self.split_batch = split_batch
-        self._place: Path | None = None  # where training batches have what is counted, as the first one has shown
 
     @property
     def _module(self) -> LightningModule:
@@ -197,22 +197,18 @@ class AccumulateMicroBatches(_Base):
 
     def _weights(self, hook: str, batch: Any, parts: Sequence[tuple[Any, int]]) -> list[float]:
         """How much each part counts; its rows where nothing of the batch counts otherwise."""
-        rows: list[float] = [size for _, size in parts]
-        if self.loss_weight in ("rows", "sum"):
-            return rows
+        weights: list[float] = []
         if callable(self.loss_weight):
             weights = [float(self.loss_weight(part)) for part, _ in parts]
-        else:
-            trains = hook == "training_step"
-            place = self._place if trains else None
-            if place is None:
-                place = self._place_of_weights(batch)
-            if place is None and trains:
+        elif self.loss_weight not in ("rows", "sum"):
+            place = self._place_of_weights(batch)
+            if place is not None:
+                weights = [self._count(dict(items(part))[place]) for part, _ in parts]
+            elif (
+                hook == "training_step" and self.loss_weight not in _LABELS
+            ):  # without a -100 as many count of each row
                 raise ValueError(f"loss_weight={self.loss_weight!r} does not fit the batch, which has no such tensor.")
-            if trains:
-                self._place = place
-            weights = [] if place is None else [self._count(dict(items(part))[place]) for part, _ in parts]
-        return weights if sum(weights) > 0 else rows
+        return weights if sum(weights) > 0 else [size for _, size in parts]
 
     def _place_of_weights(self, batch: Any) -> Path | None:
         """Where the batch has what is counted: under its key; labels also where -100 is among integers."""
@@ -236,38 +232,30 @@ class AccumulateMicroBatches(_Base):
     def _recording(self, run: _Run) -> Iterator[None]:
         """Keep what ``self.log`` is called with."""
         calls = Counter[str]()
-        # Lightning's, of either package: the module's own may take `*args`.
-        base: Any = next(base for base in type(self._module).__mro__ if base.__name__ == "LightningModule")
-        names = list(signature(base.log).parameters)[3:]  # behind self, name and value
 
-        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            options = dict(zip(names, args, strict=False), **kwargs)
+        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
             if isinstance(value, Metric):
                 number = forward_cache(value)
             else:
                 number = torch.as_tensor(value, dtype=torch.get_default_dtype()).detach().reshape(())
-            run.logs[name, calls[name]] = _Logged(run, value, number, options)
+            run.logs[name, calls[name]] = _Logged(run, value, number, args, options)
             calls[name] += 1
 
-        self._module.log = log  # type: ignore[method-assign]
-        try:
+        with patched([(vars(self._module), "log", log)]):
             yield
-        finally:
-            del self._module.log
 
     def _log(self, runs: Sequence[_Run]) -> None:
         """Log each name once, over those runs that logged it."""
         for key in dict.fromkeys(key for run in runs for key in run.logs):
             logs = [run.logs[key] for run in runs if key in run.logs]
-            options, value = {**logs[-1].options}, logs[-1].value
-            reduced = self._reduced(logs)
-            if isinstance(value, Metric):
-                set_forward_cache(value, reduced)  # of the step; that of an epoch is computed of its state
-            else:
-                value = reduced
+            last, value = logs[-1], self._reduced(logs)
+            options = {**last.options}
+            if isinstance(last.value, Metric):
+                set_forward_cache(last.value, value)  # of the step; that of an epoch is computed of its state
+                value = last.value
             if options.get("batch_size") is not None:
                 options["batch_size"] = sum(log.options["batch_size"] for log in logs)
-            self._module.log(key[0], value, **options)
+            self._module.log(key[0], value, *last.args, **options)
 
     def _reduced(self, logs: Sequence[_Logged]) -> Any:
         last, numbers = logs[-1], [log.number for log in logs]

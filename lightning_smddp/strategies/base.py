@@ -17,8 +17,7 @@ adds to some hooks.) Written once for both packages that Lightning is published 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -29,15 +28,14 @@ from typing_extensions import override
 
 from lightning_smddp._compat.trainer import is_control_flow, is_stop
 from lightning_smddp.communication.groups import world
-from lightning_smddp.communication.nonfinite import NonFinite
-from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
 from lightning_smddp.resume.exact_resume import ExactResume
-from lightning_smddp.sharding.optimizer_shards import StepsParts, all_parameters, around_step, unwrapped
+from lightning_smddp.sharding.optimizer_shards import all_parameters, unwrapped
+from lightning_smddp.strategies.front import Front
 from lightning_smddp.strategies.loss_weighting import LossWeighting
 from lightning_smddp.strategies.options import StrategyOptions
-from lightning_smddp.strategies.process_group import DefaultGroup, start_process_group
+from lightning_smddp.strategies.process_group import start_process_group
 from lightning_smddp.strategies.run_supervision import RunSupervision
 from lightning_smddp.strategies.sagemaker_job import SageMakerJob
 from lightning_smddp.strategies.sanity_checks import SanityChecks
@@ -50,7 +48,7 @@ else:
     _Base = object
 
 
-class TrainerStrategy(_Base):
+class TrainerStrategy(Front, _Base):
     """What ``smddp``, ``smddp_pipeline``, ``smddp_fsdp`` and ``smddp_deepspeed`` have in common."""
 
     _script_launcher: type[Any]
@@ -60,10 +58,8 @@ class TrainerStrategy(_Base):
     _weighting: LossWeighting | None = None
 
     def _hold_parts(self, options: StrategyOptions, close: Callable[[], None] | None = None) -> None:
-        """The last thing that a constructor does; ``close`` frees what works over the process group."""
-        self._reliability = options.reliability
+        super()._hold_parts(options, close)
         self._resume = options.resume
-        self._session = DefaultGroup(options, close)
         self._changes = ExitStack()  # of Lightning and of tensors, until teardown
         self._exact_resume = ExactResume()
         self._supervision = RunSupervision(self)
@@ -160,7 +156,7 @@ class TrainerStrategy(_Base):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Stop if all are to stop, or if a save in the background has failed."""
         self._supervision.training_batch_starts(batch_idx)
-        self._saving.raise_failure()
+        self._saving.own.raise_failure()
         super().on_train_batch_start(batch, batch_idx)
         self._checks.training_batch_starts()
         self._training_batch_starts()
@@ -173,6 +169,26 @@ class TrainerStrategy(_Base):
         self._supervision.batch_begins()
         self._moves_batch(batch)
         return super().batch_to_device(batch, *args, **kwargs)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own step."""
+        return self._step("training_step", args, kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own step."""
+        return self._step("validation_step", args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own step."""
+        return self._step("test_step", args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own step."""
+        return self._step("predict_step", args, kwargs)
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -208,12 +224,6 @@ class TrainerStrategy(_Base):
         result = self._checks.around_step(optimizer, trained, step)
         self._supervision.phase("data")
         return result
-
-    @contextmanager
-    def _stepping(self, optimizer: Any) -> Iterator[None]:
-        """Around a step of ``optimizer``, its closure included."""
-        with around_step(self._steps_parts):
-            yield
 
     @override
     def on_validation_start(self) -> None:
@@ -263,11 +273,6 @@ class TrainerStrategy(_Base):
     # ---- checkpoints ----
 
     @property
-    def newest_in(self) -> Path | None:
-        """The folder of a SageMaker job with the file ``newest``, if checkpoints go there."""
-        return self._sagemaker.newest_in
-
-    @property
     @override
     def checkpoint_io(self) -> Any:
         """The one that the user gave, or ``SafeCheckpointIO`` (``saving.py``); made when Lightning first asks."""
@@ -283,8 +288,7 @@ class TrainerStrategy(_Base):
         """Save, with what it takes to go on exactly. Errors are raised on every rank. Collective."""
         if self._is_out_of_reach:
             rank_zero_warn(
-                f"{filepath} is not saved: an exception ended the run, and other ranks, which have parts of what is "
-                "saved, may be gone. Go on from the last checkpoint before it."
+                f"{filepath} is not saved: an exception ended the run, and ranks with parts of it may be gone."
             )
             return
         # All ranks come here, also where the first one alone writes: what each has of its own is gathered.
@@ -317,21 +321,11 @@ class TrainerStrategy(_Base):
         self._exact_resume.take(checkpoint)
         return checkpoint
 
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a file or a sharded directory."""
-        self._saving.remove(filepath)
-
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         """Lightning restores into the whole module before setup, or, where it is whole nowhere, into its parts."""
         return super().restore_checkpoint_after_setup or self._meta_init
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the module's state."""
-        self._load_model(checkpoint, strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -348,12 +342,7 @@ class TrainerStrategy(_Base):
         if not self._interrupted:
             super().barrier(*args, **kwargs)
 
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """``obj`` of rank ``src`` on every rank, or a ``ValueError`` on every rank where it cannot be pickled."""
-        return broadcast(obj, group_src=src)
-
-    # ---- what a strategy defines ----
+    # ---- what a strategy defines, beside what `Front` has ----
 
     def _require_layout(self) -> None:
         """Before anything starts: raise ``ValueError`` if the options do not fit the number of ranks."""
@@ -385,20 +374,15 @@ class TrainerStrategy(_Base):
     def _training_ends(self) -> None:
         """Behind the last batch of a fit."""
 
+    def _step(self, hook: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call the module's step ``hook``."""
+        return getattr(super(), hook)(*args, **kwargs)
+
     def _moves_batch(self, batch: Any) -> None:
         """Before ``batch`` is moved to the device."""
 
-    def _averaging(self, loss: Tensor) -> AbstractContextManager[None]:
-        """Around Lightning's backward pass of ``loss``, in which gradients are averaged; a strategy says how."""
-        return nullcontext()
-
     def _shard_optimizers(self) -> None:
         """Let ranks share the work of the optimizers, which all ranks have. Collective."""
-
-    @property
-    def _steps_parts(self) -> Sequence[StepsParts]:
-        """Of the optimizers of which each rank steps a part."""
-        return ()
 
     def _require_outside_of_step(self) -> None:
         """Raise if ranks cannot wait for each other here."""
@@ -408,11 +392,6 @@ class TrainerStrategy(_Base):
 
     def _tear_down_model(self) -> None:
         super().teardown()
-
-    @property
-    def _meta_init(self) -> bool:
-        """Whether parameters that are made in ``configure_model`` get no memory yet."""
-        return False
 
     @property
     def _is_divided(self) -> bool:
@@ -432,9 +411,6 @@ class TrainerStrategy(_Base):
     def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return super().optimizer_state(optimizer)
 
-    def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        super().load_model_state_dict(checkpoint, strict)
-
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
 
@@ -446,10 +422,6 @@ class TrainerStrategy(_Base):
     def _optimized(self, optimizer: Optimizer) -> Sequence[Tensor]:
         """All parameters of an optimizer of the whole module."""
         return all_parameters(optimizer)
-
-    def _find_nonfinite(self, optimizer: Optimizer) -> NonFinite | None:
-        """What is wrong with the gradients that ``optimizer`` is to step; None if no rank has found anything."""
-        return None
 
     @property
     def _nonfinite_group(self) -> dist.ProcessGroup:

@@ -42,10 +42,7 @@ class MonitorCommunication:
         recorder = synchronizers[-1].recorder
         totals = recorder.read()
         steps = max(totals.steps, 1)
-        metrics = {
-            "smddp/exposed_ms": 1e3 * recorder.last_exposed_s,
-            "smddp/waited_ms": 1e3 * totals.waited_s / steps,
-        }
+        metrics = {"smddp/exposed_ms": 1e3 * recorder.last_exposed_s, "smddp/waited_ms": 1e3 * totals.waited_s / steps}
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
 
@@ -69,9 +66,9 @@ class RecordTimeline:
         if isinstance(paths, (str, Path)):
             paths = [paths]
         self.paths = [Path(path) for path in paths]
-        wrong = [str(path) for path in self.paths if path.suffix not in _SUFFIXES]
-        if wrong or not self.paths:
-            raise ValueError(f"paths={wrong}: use files that end in {', '.join(_SUFFIXES)}.")
+        for path in self.paths:
+            if path.suffix not in _SUFFIXES:
+                raise ValueError(f"{path}: use files that end in {', '.join(_SUFFIXES)}.")
         if batch_idx < 1:
             raise ValueError(f"batch_idx={batch_idx} has to be at least 1: the first batch is traced and checked too.")
         self.batch_idx = batch_idx

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 
-from lightning_smddp.communication.consistency import require_initialized
 from lightning_smddp.pipeline.partition.microbatches import looks_at_other_rows
 from lightning_smddp.pytree import leaves
 from lightning_smddp.sharding.optimizer_shards import all_parameters, unwrapped
@@ -21,11 +19,6 @@ from lightning_smddp.sharding.optimizer_trial import why_not_elementwise, why_no
 from lightning_smddp.sharding.sharded_optimizers import shards_itself
 from lightning_smddp.wording import USE_INSTEAD, counted
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
-
-
-_PRECISIONS = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
 _SPARSE = (nn.Embedding, nn.EmbeddingBag)
 _MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
@@ -33,62 +26,37 @@ _NAME = "strategy='smddp_deepspeed'"
 _AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
 
 
-def require_supported_by_fsdp(module: nn.Module, callbacks: Iterable[Any], is_fit: bool) -> None:
-    """Raise ``ValueError`` for what cannot be trained with divided parameters."""
-    require_initialized(module)
-    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        raise ValueError(
-            f"{type(module).__name__} has parameters that are DTensors: an earlier run could not gather them, or the "
-            "module divides them itself, in `configure_model`. Make a new module, and leave the dividing to "
-            "strategy='smddp_fsdp'."
-        )
-    if not is_fit:
-        return
+def require_supported_by_fsdp(module: nn.Module, callbacks: Iterable[Any] = (), may_average: bool = True) -> None:
+    """Raise ``ValueError`` for what divided parameters cannot do; ``may_average``: weights, in callbacks."""
     for name, part in module.named_modules():
         if isinstance(part, _SPARSE) and part.sparse:
             raise ValueError(
-                f"{name} has sparse gradients (sparse=True), which FSDP2 does not sum. Use sparse=False, or "
-                "strategy='smddp'."
+                f"{name} has sparse gradients, which FSDP2 does not sum. Use sparse=False, or strategy='smddp'."
             )
     for callback in callbacks:
-        if "ModelPruning" in _class_names(callback):
-            raise ValueError(
-                f"{type(callback).__name__} replaces parameters of the module while it trains, which "
-                "strategy='smddp_fsdp' has divided. Leave it out, or use strategy='smddp'."
-            )
-
-
-def require_averaging_fits(callbacks: Iterable[Any], meta_init: bool, sharded: bool) -> None:
-    """Raise ``ValueError`` if a callback that averages weights cannot do so with these options of ``smddp_fsdp``."""
-    for callback in callbacks:
-        if (meta_init or sharded) and _class_names(callback) & _AVERAGING:
+        names = _class_names(callback)
+        if "ModelPruning" in names:
+            raise ValueError(f"{type(callback).__name__} replaces parameters, which are divided. Use strategy='smddp'.")
+        if names & _AVERAGING and not may_average:
             raise ValueError(
                 f"{type(callback).__name__} copies the module before meta_init=True gives its layers memory, and puts "
                 "whole weights of its own into checkpoints, which sharded=True saves as shares. Leave these out."
             )
 
 
-def require_optimizers_of_module(module: nn.Module, optimizers: Sequence[Any]) -> None:
-    """Raise ``ValueError`` if an optimizer has parameters that are not the module's any more."""
-    known = {id(parameter) for parameter in module.parameters()}
+def require_optimizers_of(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+    """Raise ``ValueError`` if an optimizer has parameters that are not those of the divided ``modules``."""
+    known = {parameter for module in modules for parameter in module.parameters()}
     for optimizer in optimizers:
-        stepped = {id(parameter) for parameter in all_parameters(optimizer)}
-        if not stepped.issubset(known):
+        if not known.issuperset(all_parameters(optimizer)):
             raise ValueError(
-                f"{type(optimizer).__name__} has parameters that are not in {type(module).__name__}, or were "
-                "taken from it before they were divided among ranks: it would train nothing. Make it in "
-                "`configure_optimizers`, from `self.parameters()` or those of submodules."
+                f"{type(optimizer).__name__} has parameters of no module that was set up, or had them before it was "
+                "divided among ranks: it would train nothing. Make it in `configure_optimizers`, or by `fabric.setup`."
             )
 
 
 def unit_precision(plugin: Any) -> MixedPrecisionPolicy:
-    """In which dtype units are gathered. Raises ``ValueError`` for precisions that cannot be used."""
-    name = type(plugin).__name__
-    if name not in _PRECISIONS:
-        raise ValueError(
-            f"The precision plugin {name} cannot be used with strategy='smddp_fsdp'. Valid: precision='32-true', "
-            "'bf16-mixed', '16-mixed', 'bf16-true', '16-true', '64-true'."
-        )
+    """In which dtype units are gathered."""
     dtype = _MIXED.get(str(plugin.precision))
     if dtype is None:
         return MixedPrecisionPolicy()
@@ -101,16 +69,11 @@ def require_supported_by_deepspeed(module: Any, callbacks: Iterable[Any]) -> Non
     """Raise ``ValueError`` if a module that is about to be trained, or a callback, asks for what would not happen."""
     name = type(module).__name__
     if not module.automatic_optimization:
-        raise ValueError(
-            f"{name} has automatic_optimization=False. DeepSpeed decides by itself when gradients are complete, so "
-            f"{_NAME} cannot be used. Use strategy='smddp', or let Lightning take the steps."
-        )
+        raise ValueError(f"{name} has automatic_optimization=False, which DeepSpeed cannot do. Use strategy='smddp'.")
     for callback in callbacks:
         if _class_names(callback) & {*_AVERAGING, "ModelPruning"}:
-            raise ValueError(
-                f"{type(callback).__name__} averages or replaces whole parameters, of which each rank has a part with "
-                f"{_NAME}. Leave it out, or use strategy='smddp'."
-            )
+            kind = type(callback).__name__
+            raise ValueError(f"{kind} averages or replaces whole parameters, which are divided. Use strategy='smddp'.")
     for key, parameter in module.named_parameters():
         if parameter.ndim == 0 and not hasattr(parameter, "ds_id"):
             raise ValueError(
@@ -125,39 +88,30 @@ def require_elementwise(optimizer: Optimizer) -> None:
         return  # DeepSpeed knows its own
     why = why_not_elementwise(optimizer)
     if why is not None:
-        raise ValueError(
-            f"{type(optimizer).__name__} cannot be used with {_NAME}: DeepSpeed cuts the parameters of a group into "
-            f"equal parts, wherever that is, and {why}. Use SMDDPStrategy(shard='optimizer'), or an optimizer such as "
-            "AdamW."
-        )
+        name = type(optimizer).__name__
+        raise ValueError(f"{name} cannot be used with {_NAME}: {why}. Use AdamW, or SMDDPStrategy(shard='optimizer').")
 
 
 def refusal_of_training(module: Any, callbacks: Iterable[Any], optimizers: Sequence[Any]) -> str | None:
     """Why a pipeline cannot train ``module``, as far as that is known before its first batch; None if it can."""
     name = type(module).__name__
     if not module.automatic_optimization:
-        return (
-            f"{name} uses manual optimization (automatic_optimization=False). A pipeline's forward and backward passes "
-            "alternate between ranks, so `manual_backward` and `optimizer.step()` cannot be called from within the "
-            "step."
-        )
+        return f"{name} uses manual optimization (automatic_optimization=False): a pipeline takes the steps itself."
+    if "dataloader_iter" in signature(module.training_step).parameters:
+        return f"{name}.training_step takes `dataloader_iter`. A pipeline has to see the batch: take `batch` instead."
     if len(optimizers) > 1:
         return (
             f"{name} has {counted(len(optimizers), 'optimizer')}: a pipeline's step has one backward and one optimizer."
         )
     for optimizer in map(unwrapped, optimizers):
         if shards_itself(optimizer):
+            kind = type(optimizer).__name__
             return (
-                f"{type(optimizer).__name__} sends each parameter to all ranks, of which each has others in a "
-                "pipeline. Return the optimizer that it wraps from `configure_optimizers`: "
-                "PipelineStrategy(shard='optimizer') shards it over the replicas."
+                f"{kind} sends each parameter to all ranks. Use PipelineStrategy(shard='optimizer') with what it wraps."
             )
         why = why_not_one_by_one(optimizer)
         if why is not None:
-            return (
-                f"{type(optimizer).__name__} cannot step the parameters of each stage by themselves: {why}. AdamW and "
-                "its kind can."
-            )
+            return f"{type(optimizer).__name__} cannot step the parameters of a stage by themselves: {why}. AdamW can."
     for callback in callbacks:
         names = _class_names(callback)
         if "ModelPruning" in names:
@@ -177,19 +131,6 @@ def refuse_training(module: Any, callbacks: Iterable[Any], optimizers: Sequence[
         raise ValueError(f"{reason} {USE_INSTEAD}")
 
 
-def require_pipelinable(module: LightningModule) -> None:
-    """Raise ``ValueError`` for what no split can run."""
-    name = type(module).__name__
-    require_initialized(module)
-    for hook in ("training_step", "validation_step", "test_step", "predict_step"):
-        step = getattr(module, hook)
-        if step is not None and "dataloader_iter" in inspect.signature(step).parameters:
-            raise ValueError(
-                f"{name}.{hook} takes `dataloader_iter`. A pipeline has to see the batch to cut it into micro-batches: "
-                "take `batch` instead."
-            )
-
-
 def require_samplers_of_replicas(loaders: Any, num_replicas: int) -> None:
     """Raise ``ValueError`` if a ``DistributedSampler`` of the user's own takes each rank for a replica."""
     for loader in leaves(loaders):
@@ -198,9 +139,8 @@ def require_samplers_of_replicas(loaders: Any, num_replicas: int) -> None:
             if isinstance(sampler, DistributedSampler) and sampler.num_replicas != num_replicas:
                 raise ValueError(
                     f"The DataLoader's DistributedSampler has num_replicas={sampler.num_replicas}, but there are "
-                    f"{num_replicas} replicas: all ranks of a pipeline work on one batch, so the other data would "
-                    "never be used. Leave the sampler to Lightning, or make it with "
-                    "`DistributedSampler(dataset, **trainer.distributed_sampler_kwargs)`."
+                    f"{num_replicas} replicas, as all ranks of a pipeline work on one batch. Leave the sampler to "
+                    "Lightning, or make it with `DistributedSampler(dataset, **trainer.distributed_sampler_kwargs)`."
                 )
 
 

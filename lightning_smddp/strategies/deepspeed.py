@@ -7,8 +7,8 @@ top of their ``DeepSpeedStrategy``.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -31,11 +31,7 @@ from lightning_smddp.deepspeed.start import (
 )
 from lightning_smddp.deepspeed.whole_states import WholeStates, parameter_groups
 from lightning_smddp.strategies.base import TrainerStrategy
-from lightning_smddp.strategies.checks import (
-    callbacks_of,
-    require_elementwise,
-    require_supported_by_deepspeed,
-)
+from lightning_smddp.strategies.checks import callbacks_of, require_elementwise, require_supported_by_deepspeed
 from lightning_smddp.strategies.options import (
     CommunicationOptions,
     ReliabilityOptions,
@@ -74,6 +70,8 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
 
     # Lightning's `DeepSpeedStrategy` extends `DDPStrategy`, whose start knows devices other than CUDA's.
     _lightnings: ClassVar[type[Any]]
+    handles_gradient_accumulation = False  # Lightning steps behind the last batch of an epoch, too, as in one process
+    lightning_restore_optimizer = True  # its state is in the file
     _is_divided = True
     _engine: Any = None  # until the next run: what was trained can be saved behind its end
     _unseen_writes: UnseenWrites
@@ -91,18 +89,13 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
         kwargs = by_name(self, super().__init__, args, kwargs, arguments_of(self._lightnings))
         options = StrategyOptions.of(communication, reliability, resume=resume)
         if options.reliability.sharded:
-            raise ValueError(
-                "sharded=True cannot be used with strategy='smddp_deepspeed', which saves plain files. Leave it out, "
-                "or use strategy='smddp_fsdp'."
-            )
+            raise ValueError("sharded=True cannot be used with DeepSpeed: leave it out, or use strategy='smddp_fsdp'.")
         require_stage(kwargs.get("stage", 2))
         super().__init__(**kwargs)
         # Sizes of buckets that the user has given stay on CPUs: as arguments, or in a configuration of his own, beside
         # which Lightning does not use them.
-        self._sizes_given = frozenset(kwargs)
-        if kwargs.get("config") is not None or self.DEEPSPEED_ENV_VAR in os.environ:
-            own = self.config or {}
-            self._sizes_given = frozenset(own.get("zero_optimization", {}))
+        has_own = kwargs.get("config") is not None or self.DEEPSPEED_ENV_VAR in os.environ
+        self._sizes_given = frozenset((self.config or {}).get("zero_optimization", {}) if has_own else kwargs)
         self.config = own_config(self.config)
         self._groups: list[list[torch.nn.Parameter]] = []
         self._hold_parts(options)
@@ -116,12 +109,10 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
         device = super().root_device
         return torch.device("cpu", 0) if device.type == "cpu" else device
 
-    @override
     def _set_up_environment(self) -> None:
         use_device(self.root_device)
         super(self._lightnings, self).setup_environment()
 
-    @override
     def _join_process_group(self) -> None:
         super(self._lightnings, self).setup_distributed()
         self._init_deepspeed_distributed()
@@ -143,7 +134,6 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
 
     # ---- the engine ----
 
-    @override
     def _set_up_model(self, trainer: Trainer) -> None:
         if trainer.state.fn == "fit":
             require_supported_by_deepspeed(self._module, callbacks_of(trainer))
@@ -183,7 +173,6 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
         """That of the last run, also behind its end."""
         return self._engine
 
-    @override
     def _release_model(self) -> None:
         if self._engine is not None:
             take_hooks_off(self._engine)
@@ -191,31 +180,22 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
 
     # ---- training ----
 
-    @override
     def _training_starts(self) -> None:
         self._unseen_writes.note()  # a checkpoint was loaded
         weight, accumulated = self._session.options.communication.loss_weight, self._trainer.accumulate_grad_batches
         if accumulated > 1 and weight not in (None, "sum"):
             raise ValueError(
-                f"loss_weight={weight!r} cannot be used with accumulate_grad_batches={accumulated} and "
-                "strategy='smddp_deepspeed': its gradients cannot be scaled when all weights are known. Leave out one "
-                "of them, or use strategy='smddp_fsdp'."
+                f"loss_weight={weight!r} cannot be used with accumulate_grad_batches={accumulated} here, as gradients "
+                "cannot be scaled when all weights are known. Leave out one of them, or use strategy='smddp_fsdp'."
             )
         if self._speaks:
             stage = self.deepspeed_engine.zero_optimization_stage()
             say(f"smddp_deepspeed: ZeRO's stage {stage} on {counted(self.world_size, 'rank')}", self._trainer)
 
-    @property
     @override
-    def handles_gradient_accumulation(self) -> bool:
-        """Left to Lightning, which steps behind the last batch of an epoch, too, as in one process."""
-        return False
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Nothing: :meth:`backward` tells DeepSpeed, which cannot put off what sharded gradients need."""
-        yield
+        return nullcontext()
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -255,24 +235,16 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
         optimizer = self.optimizers[0] if self.optimizers else None
         return WholeStates(self._module, optimizer, self._groups, self.is_global_zero)
 
-    @override
     def _model_state(self) -> dict[str, Any]:
         return self._states.whole_module_state()
 
-    @override
     def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._states.whole_optimizer_state()
 
-    @property
     @override
-    def lightning_restore_optimizer(self) -> bool:
-        """True: the optimizer's state is in the file."""
-        return True
-
-    @override
-    def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the whole module's state."""
         self._states.load_module_state(checkpoint["state_dict"], strict)
 
-    @override
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         self._states.load_optimizer_state(checkpoint["optimizer_states"][0])

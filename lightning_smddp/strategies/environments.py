@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from lightning_smddp.launchers.detection import detect
 from lightning_smddp.launchers.launch import Launch
 from lightning_smddp.launchers.mpi import DEFAULT_PORT, in_allocation_only
-from lightning_smddp.launchers.sagemaker import base_directory, network_variables
+from lightning_smddp.launchers.sagemaker import network_variables
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import ClusterEnvironment as _Base
@@ -27,12 +27,11 @@ class LaunchEnvironment(_Base):
     """A ``ClusterEnvironment`` that says what :func:`~lightning_smddp.launchers.detection.detect` has found."""
 
     launch: Launch
-    _launcher = ""  # as `detect` of `launchers/` calls it
 
     @classmethod
     def detect(cls) -> bool:
-        """Whether this launcher started the process, and no other one in it."""
-        return detect().launcher == cls._launcher
+        """Whether it is the one that :func:`choose` takes."""
+        return type(choose(object)) is cls
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,34 +100,13 @@ class MPIRunEnvironment(LaunchEnvironment):
     interface; for several nodes ``MASTER_ADDR`` has to be given.
     """
 
-    _launcher = "mpirun"
-
 
 class SageMakerEnvironment(LaunchEnvironment):
-    """A SageMaker training job, with any ``distribution=``.
-
-    Raises:
-        ValueError: this is no SageMaker job, or its files make no sense.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        if not self.launch.platform:
-            raise ValueError(
-                "This is no SageMaker training job: there is no input/config/resourceconfig.json below "
-                f"{base_directory(os.environ)}, and no SM_HOSTS. Leave this environment out, or set SAGEMAKER_BASE_DIR."
-            )
-
-    @classmethod
-    def detect(cls) -> bool:
-        """Whether this process belongs to a SageMaker training job."""
-        return bool(detect().platform)
+    """A SageMaker training job, with any ``distribution=``."""
 
 
 class PodEnvironment(LaunchEnvironment):
     """A pod of Kubeflow's PyTorchJob with one process, which Lightning has to be told about."""
-
-    _launcher = "kubeflow"
 
 
 def choose(alone: type[Any]) -> Any | None:
@@ -137,12 +115,14 @@ def choose(alone: type[Any]) -> Any | None:
     Args:
         alone: Lightning's class for a script that no launcher has started.
     """
-    for environment in (SageMakerEnvironment, MPIRunEnvironment, PodEnvironment):
-        if environment.detect():
-            return environment()
-    if detect().launcher == "lightning" and in_allocation_only(os.environ):
-        return alone()
-    return None
+    launch = detect()
+    if launch.platform:
+        return SageMakerEnvironment()
+    if launch.launcher == "mpirun":
+        return MPIRunEnvironment()
+    if launch.launcher == "kubeflow":
+        return PodEnvironment()
+    return alone() if launch.launcher == "lightning" and in_allocation_only(os.environ) else None
 
 
 def before_start(strategy: Any, verbose: bool) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,13 @@ from torch.optim import Optimizer
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.groups import world
-from lightning_smddp.communication.objects import broadcast
+from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.patches import patched
-from lightning_smddp.sharding.optimizer_shards import all_parameters, around_step
+from lightning_smddp.sharding.optimizer_shards import StepsParts, all_parameters
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict
 from lightning_smddp.strategies.ddp_scheme import DDPScheme
+from lightning_smddp.strategies.front import Front
 from lightning_smddp.strategies.nonfinite import NonFiniteGuard, before_step
 from lightning_smddp.strategies.options import (
     CommunicationOptions,
@@ -28,7 +30,7 @@ from lightning_smddp.strategies.options import (
     arguments_of,
     by_name,
 )
-from lightning_smddp.strategies.process_group import DefaultGroup, start_process_group
+from lightning_smddp.strategies.process_group import start_process_group
 from lightning_smddp.strategies.tables import print_table
 
 if TYPE_CHECKING:
@@ -37,14 +39,12 @@ else:
     _Base = object
 
 
-class FabricStrategy(_Base):
+class FabricStrategy(Front, _Base):
     """The start, and what goes between ranks beside gradients."""
 
-    def _hold_options(self, options: StrategyOptions, close: Callable[[], None] | None = None) -> None:
-        """At the end of a constructor; ``close`` frees what works over the process group."""
-        _refuse_of_trainer(options.reliability, options.communication)
-        self._reliability = options.reliability
-        self._session = DefaultGroup(options, close)
+    def _hold_parts(self, options: StrategyOptions, close: Callable[[], None] | None = None) -> None:
+        _refuse_of_trainer(options)
+        super()._hold_parts(options, close)
         self._guard = NonFiniteGuard(options.reliability.on_nonfinite)
 
     @property
@@ -62,9 +62,23 @@ class FabricStrategy(_Base):
         start_process_group(self)
         super()._setup_distributed()
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """``obj`` of rank ``src`` on every rank, or a ``ValueError`` on every rank where it cannot be pickled."""
-        return broadcast(obj, group_src=src)
+    # ---- steps ----
+
+    def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        """The backward pass, which averages gradients unless it is in ``fabric.no_backward_sync``."""
+        if self._looks:
+            self._guard.note(tensor)
+        with self._averaging(tensor):
+            super().backward(tensor, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Look at the gradients as the user's code, or a closure, has left them, then step."""
+        with before_step(optimizer, partial(self._look, optimizer)), self._stepping(optimizer):
+            return super().optimizer_step(optimizer, *args, **kwargs)
+
+    def _look(self, optimizer: Any) -> None:
+        if self._looks:
+            self._guard.check(optimizer, self._find_nonfinite(optimizer), "this step", world())
 
     def teardown(self) -> None:
         """Free shared memory, threads and sockets."""
@@ -76,20 +90,17 @@ class FabricStrategy(_Base):
             print_table(title, rows)
 
 
-def _refuse_of_trainer(reliability: ReliabilityOptions, communication: CommunicationOptions) -> None:
+def _refuse_of_trainer(options: StrategyOptions) -> None:
     """Raise ``ValueError`` for what Fabric, whose loop is the user's own, does not do."""
-    if communication.loss_weight is not None:
+    reliability, loss_weight = options.reliability, options.communication.loss_weight
+    if loss_weight is not None:
+        raise ValueError(f"loss_weight={loss_weight!r} is for the Trainer: Fabric sees no batches. Scale the loss.")
+    own = ReliabilityOptions(init_timeout=reliability.init_timeout, on_nonfinite=reliability.on_nonfinite)
+    if reliability != own or options.resume is not None:
         raise ValueError(
-            f"loss_weight={communication.loss_weight!r} is for the Trainer's strategies: Fabric sees no batches. Scale "
-            "the loss before `fabric.backward`."
+            f"resume={options.resume!r}, {reliability}: resume, stop_grace, async_save and sharded are for the "
+            "Trainer's strategies. With Fabric stops and checkpoints are the script's own: leave them out."
         )
-    for name in ("stop_grace", "async_save", "sharded"):
-        value = getattr(reliability, name)
-        if value != getattr(ReliabilityOptions, name):
-            raise ValueError(
-                f"reliability={reliability!r}: {name}={value!r} is for the Trainer's strategies. With Fabric stops and "
-                f"checkpoints are the script's own: leave {name} out."
-            )
 
 
 class FabricDataParallel(FabricStrategy):
@@ -116,7 +127,7 @@ class FabricDataParallel(FabricStrategy):
             communication, reliability, compression, algorithm=algorithm, bucket_cap_mb=bucket_cap_mb, shard=shard
         )
         self._scheme = DDPScheme(options)
-        self._hold_options(options, self._scheme.close)
+        self._hold_parts(options, self._scheme.close)
 
     @property
     def communication_report(self) -> CommunicationReport | None:
@@ -140,32 +151,25 @@ class FabricDataParallel(FabricStrategy):
         if self._scheme.options.shard is None:
             return optimizer
         if self._scheme.communicator is None:
-            raise ValueError(
-                "With shard='optimizer' the module comes first: call `fabric.setup(module, optimizer)`, or "
-                "`fabric.setup_module(module)` before `fabric.setup_optimizers(optimizer)`."
-            )
+            raise ValueError("With shard='optimizer' the module comes first: call `fabric.setup(module, optimizer)`.")
         self._scheme.shard_optimizers(all_parameters(optimizer), [optimizer])
         self._print("smddp: data parallelism", self._scheme.sharded[-1].describe())
         return optimizer
 
     # ---- steps ----
 
-    def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        """The backward pass. Raises ``RuntimeError`` where a gradient is not averaged, as it would be silent in DDP."""
-        if self._looks:
-            self._guard.note(tensor)
-        super().backward(tensor, *args, **kwargs)
+    @contextmanager
+    def _averaging(self, loss: Tensor) -> Iterator[None]:
+        yield
         self._scheme.require_averaged("Unfreeze them before `fabric.setup`.")
 
-    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Look at the gradients as the user's code, or a closure, has left them, then step."""
-        with before_step(optimizer, partial(self._look, optimizer)), around_step(self._scheme.shards):
-            return super().optimizer_step(optimizer, *args, **kwargs)
+    @property
+    def _steps_parts(self) -> Sequence[StepsParts]:
+        return self._scheme.shards
 
-    def _look(self, optimizer: Any) -> None:
-        if self._looks:  # between the backward pass and the step the script has had the gradients
-            found = self._scheme.nonfinite(optimizer, changed=True)
-            self._guard.check(optimizer, found, "this step", world())
+    def _find_nonfinite(self, optimizer: Any) -> NonFinite | None:
+        # Between the backward pass and the step the script has had the gradients.
+        return self._scheme.nonfinite(optimizer, changed=True)
 
     def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
         """Clip by norm; with ``shard="optimizer"`` each rank reads its share for it. Collective then."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -11,37 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_smddp.communication.groups import world
 from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
 from lightning_smddp.pytree import tensors
 from lightning_smddp.sharding.optimizer_shards import all_parameters
-from lightning_smddp.sharding.units import Wrap
-from lightning_smddp.sharding.whole_states import (
-    divided_model_state,
-    gathered_model,
-    gathered_optimizer,
-)
-from lightning_smddp.sharding.whole_view import WholeView
-from lightning_smddp.strategies.checks import require_supported_by_fsdp
+from lightning_smddp.sharding.whole_states import divided_model_state, gathered_model, gathered_optimizer
+from lightning_smddp.strategies.checks import require_optimizers_of, require_supported_by_fsdp
 from lightning_smddp.strategies.fabric import FabricStrategy
-from lightning_smddp.strategies.fsdp import FromFSDP
-from lightning_smddp.strategies.fsdp_scheme import (
-    FSDPScheme,
-    ReduceType,
-    Sharding,
-    ShardingOptions,
-    SteppedOptimizer,
-)
-from lightning_smddp.strategies.nonfinite import before_step
-from lightning_smddp.strategies.options import (
-    CommunicationOptions,
-    ReliabilityOptions,
-    StrategyOptions,
-    by_name,
-    popped,
-)
-
-_OF_FABRIC = {*FromFSDP.__annotations__, "precision"} - {"precision_plugin"}
+from lightning_smddp.strategies.fsdp import FromFSDP, ShardedFront
+from lightning_smddp.strategies.fsdp_scheme import FSDPScheme
+from lightning_smddp.strategies.options import StrategyOptions
 
 
 class DividedForward(nn.Module):
@@ -80,7 +58,7 @@ class _SyncControl:
         return module.scheme.sharded.accumulating() if enabled else nullcontext()
 
 
-class FabricFullyShardedParallel(FabricStrategy):
+class FabricFullyShardedParallel(ShardedFront, FabricStrategy):
     """Parameters, gradients and optimizer states divided among ranks, for Fabric.
 
     Arguments as those of ``SMDDPFSDPStrategy``, but ``resume``; by position those of Fabric's ``DDPStrategy`` can be
@@ -95,27 +73,13 @@ class FabricFullyShardedParallel(FabricStrategy):
     #   dividing, backward passes, clipping, checkpoints      this rank's shares
     #   optimizers' steps                                     shares; gathered values if they look at whole parameters
 
-    def __init__(
-        self,
-        *args: Any,
-        sharding: Sharding = "full",
-        shard_size: int | None = None,
-        wrap: Wrap = None,
-        meta_init: bool = False,
-        compression: ReduceType | None = None,
-        communication: CommunicationOptions = CommunicationOptions(),
-        reliability: ReliabilityOptions = ReliabilityOptions(),
-        **kwargs: Any,
-    ) -> None:
-        given = by_name(self, super().__init__, args, kwargs, _OF_FABRIC)
-        of_memory = popped(given, "cpu_offload", "activation_checkpointing")
-        super().__init__(**given)
-        self._sharding = ShardingOptions(sharding, shard_size, wrap, meta_init, compression, **of_memory)
-        self._hold_options(StrategyOptions.of(communication, reliability))
+    _known: Iterable[str] = {*FromFSDP.__annotations__, "precision"} - {"precision_plugin"}
+
+    def _hold_parts(self, options: StrategyOptions, close: Callable[[], None] | None = None) -> None:
+        super()._hold_parts(options, close)
         self._backward_sync_control: Any = _SyncControl()
-        self._view, self._changes = WholeView(), ExitStack()
+        self._changes = ExitStack()
         self._modules: list[DividedForward] = []  # that were set up
-        self._stepped: list[SteppedOptimizer] = []  # likewise
 
     # ---- set-up ----
 
@@ -125,13 +89,12 @@ class FabricFullyShardedParallel(FabricStrategy):
     @contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """With ``meta_init`` or ``empty_init=True``: parameters get no memory before they are divided."""
-        on_meta = bool(empty_init) or self._sharding.meta_init
-        with super().module_init_context(empty_init=False), parameters_on_meta(on_meta):
+        with super().module_init_context(empty_init=False), parameters_on_meta(bool(empty_init) or self._meta_init):
             yield
 
     def setup_module(self, module: nn.Module) -> DividedForward:  # type: ignore[override]
         """Divide ``module``. Collective; ``ValueError`` on every rank if models differ."""
-        require_supported_by_fsdp(module, (), is_fit=True)
+        require_supported_by_fsdp(module)
         device, limit = self.root_device, self._session.limit(self._timeout)
         with self._view.inside(False):
             scheme = FSDPScheme(module, self._sharding, self.precision, self._view, device, self.num_processes, limit)
@@ -168,62 +131,40 @@ class FabricFullyShardedParallel(FabricStrategy):
             ValueError: it has parameters of no module that was set up.
         """
         optimizer = super().setup_optimizer(optimizer)
-        own = {id(parameter) for parameter in all_parameters(optimizer)}
-        schemes = []
-        for divided in self._modules:
-            of_module = {id(parameter) for parameter in divided.module.parameters()}
-            if not own.isdisjoint(of_module):
-                schemes.append(divided.scheme)
-            own -= of_module
-        if own:
-            raise ValueError(
-                f"{type(optimizer).__name__} has parameters of no module that was set up: it would train nothing. "
-                "With strategy='smddp_fsdp' the module comes first: call `fabric.setup(module, optimizer)`, or make "
-                "the optimizer of `model.parameters()` after `model = fabric.setup_module(module)`."
-            )
-        stepped = SteppedOptimizer(optimizer, schemes, self._view)
-        self._stepped.append(stepped)
-        optimizer.load_state_dict = stepped.load_state_dict  # type: ignore[method-assign]  # the script may call it, too
+        load: Any = self._of(optimizer).load_state_dict
+        optimizer.load_state_dict = load  # type: ignore[method-assign]  # the script may call it, too
         return optimizer
 
-    def _of(self, optimizer: Optimizer) -> SteppedOptimizer:
-        (stepped,) = [each for each in self._stepped if each.optimizer is optimizer]
-        return stepped
+    def _schemes_of(self, optimizer: Optimizer) -> list[FSDPScheme]:
+        require_optimizers_of(self._modules, [optimizer])
+        own = set(all_parameters(optimizer))
+        return [divided.scheme for divided in self._modules if not own.isdisjoint(divided.parameters())]
 
     # ---- steps ----
 
-    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """The backward pass, which averages gradients unless it is in ``fabric.no_backward_sync``."""
-        if self._looks:
-            self._guard.note(tensor)
+    @contextmanager
+    def _averaging(self, loss: Tensor) -> Iterator[None]:
         # With several modules FSDP2 sees by what their forwards have returned which of them have to do with the pass;
         # one that has nothing to do with it costs a message.
         is_alone = len(self._modules) == 1
         called = [divided for divided in self._modules if divided.was_called]
         with self._view.inside(False):
             for divided in called:
-                divided.scheme.sharded.before_backward(tensor, watches=is_alone or divided.is_hidden)
-            super().backward(tensor, module, *args, **kwargs)
+                divided.scheme.sharded.before_backward(loss, watches=is_alone or divided.is_hidden)
+            yield
             for divided in called:
                 divided.scheme.after_backward(self._looks)
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Look at the gradients as the user's code has left them, then step."""
-        stepped = self._of(optimizer)
         closure = kwargs.get("closure")
         if closure is not None:
             kwargs["closure"] = partial(self._call_closure, closure)
-        with before_step(optimizer, partial(self._look, stepped)), stepped.stepping():
-            return super().optimizer_step(optimizer, *args, **kwargs)
+        return super().optimizer_step(optimizer, *args, **kwargs)
 
     def _call_closure(self, closure: Callable[[], Any]) -> Any:
         with self._view.inside():
             return closure()
-
-    def _look(self, stepped: SteppedOptimizer) -> None:
-        if self._looks:
-            with self._view.inside(False):
-                self._guard.check(stepped.optimizer, stepped.nonfinite(), "this step", world())
 
     def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
         """Clip by the norm of the gradients of all ranks' shares. Collective."""
@@ -275,11 +216,11 @@ class FabricFullyShardedParallel(FabricStrategy):
         self._changes.close()
         for stepped in self._stepped:
             vars(stepped.optimizer).pop("load_state_dict", None)
-            stepped.close()
+        self._close_stepped()
         for divided in self._modules:
             divided.scheme.make_whole()
             divided.scheme.close()
-        self._stepped, self._modules = [], []
+        self._modules = []
         super().teardown()
 
 

@@ -7,7 +7,7 @@ torch's FSDP2 (``fully_shard``) divides the module when it is set up, before its
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,32 +15,22 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from lightning_smddp._compat.trainer import around_hooks, require_hooks_found
+from lightning_smddp._compat.trainer import around_hooks
 from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.pipeline.activations import Checkpointing
 from lightning_smddp.pipeline.state.gradients import clipping_by
 from lightning_smddp.sharding.optimizer_shards import unwrapped
 from lightning_smddp.sharding.units import Wrap
-from lightning_smddp.sharding.whole_states import (
-    divided_model_state,
-    gathered_model,
-    gathered_optimizer,
-)
+from lightning_smddp.sharding.whole_states import divided_model_state, gathered_model, gathered_optimizer
 from lightning_smddp.sharding.whole_view import WholeView
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.checks import (
     callbacks_of,
-    require_averaging_fits,
-    require_optimizers_of_module,
+    require_optimizers_of,
     require_supported_by_fsdp,
 )
-from lightning_smddp.strategies.fsdp_scheme import (
-    FSDPScheme,
-    ReduceType,
-    Sharding,
-    ShardingOptions,
-    SteppedOptimizer,
-)
+from lightning_smddp.strategies.front import Front
+from lightning_smddp.strategies.fsdp_scheme import FSDPScheme, ReduceType, Sharding, ShardingOptions, SteppedOptimizer
 from lightning_smddp.strategies.options import (
     CommunicationOptions,
     FromDDP,
@@ -65,7 +55,59 @@ class FromFSDP(FromDDP, total=False):
     activation_checkpointing: Checkpointing
 
 
-class FullyShardedParallel(TrainerStrategy):
+class ShardedFront(Front):
+    """What the Trainer's strategy and Fabric's have in common: arguments, and the steps of optimizers."""
+
+    _known: Iterable[str]  # arguments beside those in the signature
+    _stepped: Sequence[SteppedOptimizer] = ()  # until the end of a run
+
+    def __init__(
+        self,
+        *args: Any,
+        sharding: Sharding = "full",
+        shard_size: int | None = None,
+        wrap: Wrap = None,
+        meta_init: bool = False,
+        compression: ReduceType | None = None,
+        communication: CommunicationOptions = CommunicationOptions(),
+        resume: Resume = None,
+        reliability: ReliabilityOptions = ReliabilityOptions(),
+        **kwargs: Unpack[FromFSDP],
+    ) -> None:
+        given = by_name(self, super().__init__, args, kwargs, self._known)
+        of_memory = popped(given, "cpu_offload", "activation_checkpointing")
+        super().__init__(**given)
+        self._sharding = ShardingOptions(sharding, shard_size, wrap, meta_init, compression, **of_memory)
+        self._meta_init, self._view = meta_init, WholeView()
+        self._hold_parts(StrategyOptions.of(communication, reliability, resume=resume))
+
+    def _schemes_of(self, optimizer: Optimizer) -> list[FSDPScheme]:
+        """Of the modules that have its parameters."""
+        raise NotImplementedError
+
+    def _of(self, optimizer: Any) -> SteppedOptimizer:
+        """That of ``optimizer``, which the user's code may have made in mid-training."""
+        plain = unwrapped(optimizer)
+        for stepped in self._stepped:
+            if stepped.optimizer is plain:
+                return stepped
+        self._stepped = [*self._stepped, SteppedOptimizer(plain, self._schemes_of(plain), self._view)]
+        return self._stepped[-1]
+
+    def _close_stepped(self) -> None:
+        for stepped in self._stepped:
+            stepped.close()
+        self._stepped = ()
+
+    def _stepping(self, optimizer: Any) -> AbstractContextManager[None]:
+        return self._of(optimizer).stepping()
+
+    def _find_nonfinite(self, optimizer: Any) -> NonFinite | None:
+        with self._view.inside(False):
+            return self._of(optimizer).nonfinite()
+
+
+class FullyShardedParallel(ShardedFront, TrainerStrategy):
     """Data parallelism in which each rank keeps its share of the parameters, the gradients and the optimizer's state.
 
     Torch's FSDP2, for any LightningModule as it is. Units (by default the blocks of a model) are gathered when they
@@ -101,49 +143,20 @@ class FullyShardedParallel(TrainerStrategy):
     #   optimizers' steps                                      shares; gathered values if they look at whole parameters
     _is_divided = _has_part_to_save = True
     _scheme: FSDPScheme | None = None  # from setup to teardown
-    _stepped: Sequence[SteppedOptimizer] = ()  # likewise
     _whole_again: Mapping[int, Tensor] = {}  # of the last run: by the id of what was a part of it
-
-    def __init__(
-        self,
-        *args: Any,
-        sharding: Sharding = "full",
-        shard_size: int | None = None,
-        wrap: Wrap = None,
-        meta_init: bool = False,
-        compression: ReduceType | None = None,
-        communication: CommunicationOptions = CommunicationOptions(),
-        resume: Resume = None,
-        reliability: ReliabilityOptions = ReliabilityOptions(),
-        **kwargs: Unpack[FromFSDP],
-    ) -> None:
-        given = by_name(self, super().__init__, args, kwargs, FromFSDP.__annotations__)
-        of_memory = popped(given, "cpu_offload", "activation_checkpointing")
-        super().__init__(**given)
-        self._sharding = ShardingOptions(sharding, shard_size, wrap, meta_init, compression, **of_memory)
-        self._view = WholeView()
-        self._hold_parts(StrategyOptions.of(communication, reliability, resume=resume))
+    _known = FromFSDP.__annotations__
 
     # ---- start and end ----
 
-    @property
-    @override
-    def _meta_init(self) -> bool:
-        return self._sharding.meta_init
-
-    @override
     def _set_up_model(self, trainer: Trainer) -> None:
         """Divide the module, then make the optimizers, of its divided parameters."""
-        module = self._module
-        assert self.accelerator is not None
-        assert self.model is not None
-        is_fit = trainer.state.fn == "fit"
-        self.accelerator.setup(trainer)
-        require_supported_by_fsdp(module, callbacks_of(trainer), is_fit)
+        module, is_fit = self._module, trainer.state.fn == "fit"
+        trainer.accelerator.setup(trainer)
         if is_fit:
-            require_averaging_fits(callbacks_of(trainer), self._sharding.meta_init, self._reliability.sharded)
+            may_average = not (self._meta_init or self._reliability.sharded)
+            require_supported_by_fsdp(module, callbacks_of(trainer), may_average)
             if self._layer_sync:
-                self.model = self._layer_sync.apply(self.model)
+                self.model = self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
         # Divided before the optimizers are made: `configure_optimizers` takes what parameters have become.
         limit, precision = self._session.limit(self._timeout), self.precision_plugin
@@ -161,29 +174,16 @@ class FullyShardedParallel(TrainerStrategy):
         self._changes.enter_context(self._view.installed())
         self._changes.enter_context(around_hooks(trainer, self._around_hook))
 
-    @override
     def _shard_optimizers(self) -> None:
-        require_optimizers_of_module(self._module, [unwrapped(optimizer) for optimizer in self.optimizers])
+        require_optimizers_of([self._module], map(unwrapped, self.optimizers))
         self._close_stepped()
 
-    def _close_stepped(self) -> None:
-        for stepped in self._stepped:
-            stepped.close()
-        self._stepped = []
-
-    def _of(self, optimizer: Any) -> SteppedOptimizer:
-        """That of ``optimizer``, which the user's code may have made in mid-training."""
-        plain = unwrapped(optimizer)
-        for stepped in self._stepped:
-            if stepped.optimizer is plain:
-                return stepped
-        self._stepped = [*self._stepped, SteppedOptimizer(plain, [self._require_scheme()], self._view)]
-        return self._stepped[-1]
+    def _schemes_of(self, optimizer: Optimizer) -> list[FSDPScheme]:
+        return [self._require_scheme()]
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self._of(optimizer).clip_by_norm(clip_val)
 
-    @override
     def _release_model(self) -> None:
         """Give back a whole module, if there is room for it and no rank has gone."""
         self._close_stepped()
@@ -201,47 +201,20 @@ class FullyShardedParallel(TrainerStrategy):
 
     # ---- steps ----
 
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own step, with the root's parameters whole."""
-        with self._forward(trains=True):
-            return super().training_step(*args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own step, with the root's parameters whole."""
-        with self._forward(trains=False):
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own step, with the root's parameters whole."""
-        with self._forward(trains=False):
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own step, with the root's parameters whole."""
-        with self._forward(trains=False):
-            return super().predict_step(*args, **kwargs)
-
-    @contextmanager
-    def _forward(self, trains: bool) -> Iterator[None]:
+    def _step(self, hook: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """With the root's parameters whole."""
         module, scheme = self._module, self._require_scheme()
-        require_hooks_found(module.trainer)
-        with scheme.forward(trains, broadcasts_buffers=module.trainer.state.fn == "fit"):
-            yield
+        with scheme.forward(hook == "training_step", broadcasts_buffers=self._trainer.state.fn == "fit"):
+            result = super()._step(hook, args, kwargs)
         if not module.automatic_optimization:  # its backward passes are behind it
             scheme.sharded.reshard()
+        return result
 
     @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Lightning enters it around batches that only accumulate."""
-        with self._require_scheme().sharded.accumulating():
-            yield
+        return self._require_scheme().sharded.accumulating()
 
-    @override
     @contextmanager
     def _averaging(self, loss: Tensor) -> Iterator[None]:
         scheme = self._require_scheme()
@@ -250,24 +223,11 @@ class FullyShardedParallel(TrainerStrategy):
             yield
             scheme.after_backward(self._checks.watches_gradients)
 
-    @override
-    @contextmanager
-    def _stepping(self, optimizer: Any) -> Iterator[None]:
-        with self._of(optimizer).stepping():
-            yield
-
-    @override
-    def _find_nonfinite(self, optimizer: Optimizer) -> NonFinite | None:
-        with self._view.inside(False):
-            return self._of(optimizer).nonfinite()
-
     # ---- checkpoints: those of one process ----
 
-    @override
     def _model_state(self) -> dict[str, Any]:
         return gathered_model(self._module.state_dict(keep_vars=True), self._keeps)
 
-    @override
     def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return gathered_optimizer(optimizer.state_dict(), self._keeps)
 
@@ -275,32 +235,26 @@ class FullyShardedParallel(TrainerStrategy):
         """Whether this rank saves what has that number: with ``sharded`` its share, else the first rank all."""
         return self.global_rank == (number % self.world_size if self._reliability.sharded else 0)
 
-    @override
     def _optimized(self, optimizer: Optimizer) -> list[Tensor]:
         """Behind a run, whose module is whole again, the parameters that its optimizers had parts of."""
-        found: list[Tensor] = []
-        for parameter in super()._optimized(optimizer):
-            found.append(self._whole_again.get(id(parameter), parameter))
-        return found
+        return [self._whole_again.get(id(parameter), parameter) for parameter in super()._optimized(optimizer)]
 
     @override
-    def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the whole module's state."""
         # Lightning restores before setup, into the whole module, but with `meta_init` behind it: then each rank takes
         # its shares of what the file has.
-        if self._scheme is None:
-            super()._load_model(checkpoint, strict)
-            return
-        state = divided_model_state(self._module, checkpoint["state_dict"])
-        super()._load_model({**checkpoint, "state_dict": state}, strict)
+        if self._scheme is not None:
+            state = divided_model_state(self._module, checkpoint["state_dict"])
+            checkpoint = {**checkpoint, "state_dict": state}
+        super().load_model_state_dict(checkpoint, strict)
 
-    @override
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             self._of(optimizer).load_state_dict(state)
 
     # ---- what users see ----
 
-    @override
     def _training_starts(self) -> None:
         if self._speaks:
             print_table("smddp_fsdp: fully sharded data parallelism", self._require_scheme().describe(), self._trainer)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_smddp._compat.fsdp import move_undivided
-from lightning_smddp.communication.consistency import require_compressible
+from lightning_smddp.communication.consistency import require_compressible, require_initialized
 from lightning_smddp.communication.groups import world
 from lightning_smddp.communication.nonfinite import NonFinite, bad_gradients
 from lightning_smddp.communication.objects import broadcast
@@ -39,7 +39,7 @@ from lightning_smddp.sharding.whole_states import divided_optimizer_state, whole
 from lightning_smddp.sharding.whole_view import WholeView
 from lightning_smddp.strategies.checks import unit_precision
 from lightning_smddp.strategies.nonfinite import by_asking
-from lightning_smddp.strategies.options import require_bools, require_count, require_one_of
+from lightning_smddp.strategies.options import require_count, require_one_of
 
 Sharding = Literal["full", "grad_op", "hybrid"]
 ReduceType = Literal["bf16", "fp16"]
@@ -63,7 +63,6 @@ class ShardingOptions:
     activation_checkpointing: Checkpointing = False
 
     def __post_init__(self) -> None:
-        require_bools(self)
         require_one_of(get_args(Sharding), sharding=self.sharding)
         if self.shard_size is not None and self.sharding != "hybrid":
             raise ValueError(f"shard_size={self.shard_size!r} belongs to sharding='hybrid', not {self.sharding!r}.")
@@ -121,6 +120,7 @@ class FSDPScheme:
         self.view = view
         self._broadcasts_buffers = True
         self.is_bad = False  # averages on any rank, behind the last backward pass
+        require_initialized(module)
         broadcast_initial(module, world(), device=device)
         seed = broadcast(torch.initial_seed(), group_src=0)
         units = find_units(module, options.wrap)
@@ -289,7 +289,6 @@ class SteppedOptimizer:
 def _require_no_scaler(precision: Any) -> None:
     if getattr(precision, "scaler", None) is not None:
         raise ValueError(
-            f"precision={precision.precision!r} cannot be used with cpu_offload=True: torch's gradient scaler looks "
-            "for overflows where gradients are, on the CPU, and tells other ranks by messages between GPUs. Use "
-            "precision='bf16-mixed', or cpu_offload=False."
+            f"precision={precision.precision!r} cannot be used with cpu_offload=True: torch's gradient scaler tells "
+            "other ranks of overflows on GPUs only. Use precision='bf16-mixed', or cpu_offload=False."
         )

@@ -28,12 +28,10 @@ _OUTSIDE = frozenset({
     "transfer_batch_to_device", "val_dataloader",
 })  # fmt: skip
 
-# Come with each batch. What ranks wait for at the end of others waits here until training goes on.
+# Come with each batch, as others do that end so. What ranks wait for at the end of others waits until training goes on.
 _EACH_BATCH = frozenset({
     "backward", "configure_gradient_clipping", "lr_scheduler_step", "on_after_backward", "on_before_backward",
-    "on_before_optimizer_step", "on_before_zero_grad", "on_predict_batch_end", "on_predict_batch_start",
-    "on_test_batch_end", "on_test_batch_start", "on_train_batch_end", "on_train_batch_start",
-    "on_validation_batch_end", "on_validation_batch_start", "optimizer_step",
+    "on_before_optimizer_step", "on_before_zero_grad", "optimizer_step",
 })  # fmt: skip
 
 # What hooks may call of the strategy: its own code, which is about this rank's part.
@@ -105,7 +103,7 @@ class HookView:
 
     def around(self, hook: str, owners: list[Any]) -> AbstractContextManager[Any]:
         """What Lightning is to enter around the call of the ``hook`` of one of ``owners``."""
-        waits = hook not in _EACH_BATCH
+        waits = hook not in _EACH_BATCH and not hook.endswith(("_batch_start", "_batch_end"))
         is_users = any(is_changed_hook(owner, hook, _LIGHTNINGS) for owner in owners)
         if not (waits or is_users) or hook in _OUTSIDE:
             return nullcontext()

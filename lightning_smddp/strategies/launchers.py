@@ -51,11 +51,6 @@ def may_be_ended() -> bool:
     return multiprocessing is not None and multiprocessing.parent_process() is not None
 
 
-def _supervised(function: Callable[..., Any], trainer: Any) -> Callable[..., Any]:
-    """What a launcher runs in each rank."""
-    return function if trainer is None else partial(trainer.strategy._supervision.run, function)
-
-
 def _on_one_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """In a fork of a process that has computed on several threads, OpenMP would wait for threads that are not there."""
     torch.set_num_threads(1)
@@ -67,7 +62,7 @@ class ScriptLaunching:
 
     procs: list[subprocess.Popen[bytes]]
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any, **kwargs: Any) -> Any:
         """Start the other ranks, and run ``function`` in this one; if it fails, they end before this process does."""
         launcher: Any = self
         environment = launcher.cluster_environment
@@ -84,25 +79,20 @@ class ScriptLaunching:
         # Until all ranks have met, nobody but this process can see that one has died: a thread looks at them. From
         # then on it is the supervision that does, which is made when they have.
         atexit.unregister(end_processes)  # of a run before this one
-        is_over = threading.Event()
-        if trainer is not None and self.procs:
-            supervision = trainer.strategy._supervision
+        supervision, is_over = trainer.strategy._supervision, threading.Event()
 
-            def has_joined() -> bool:
-                return is_over.is_set() or supervision.supervisor is not None
+        def has_joined() -> bool:
+            return is_over.is_set() or supervision.supervisor is not None
 
-            watcher = threading.Thread(target=_watch_start, args=(has_joined, self.procs), daemon=True)
-            watcher.start()
-        run = _supervised(function, trainer)
+        if self.procs:
+            threading.Thread(target=_watch_start, args=(has_joined, self.procs), daemon=True).start()
         try:
-            return run(*args, **kwargs)
+            return supervision.run(function, *args, **kwargs)
         except BaseException as error:
             # The script may catch the error and go on. Only when it ends do the ranks that this process has started
             # have to end, which have their own ways to say why, and hooks to run.
             if not is_control_flow(error):
-                patience_s = _LINGER_S
-                if trainer is not None:
-                    patience_s = max(patience_s, trainer.strategy._supervision.hooks_after_exception_s(trainer))
+                patience_s = max(_LINGER_S, supervision.hooks_after_exception_s(trainer))
                 atexit.register(end_processes, self.procs, patience_s)
             raise
         finally:
@@ -114,27 +104,28 @@ class SpawnLaunching:
 
     procs: list[Any]
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any, **kwargs: Any) -> Any:
         """Run ``function`` in each rank; signals to this process go to the ranks."""
         received: list[int] = []
-        run = _supervised(function, trainer)
+
+        def pass_on(signum: int, frame: FrameType | None) -> None:
+            received.append(signum)
+            for process in self.procs:
+                if process.is_alive():
+                    os.kill(process.pid, signum)
+
+        run: Any = partial(trainer.strategy._supervision.run, function)
         launcher: Any = self
         if launcher.is_interactive_compatible:  # it forks
             run = partial(_on_one_thread, run)
-        with _signals_to(self._pass_on, received):
+        with _handled_by(pass_on):
             try:
                 return super().launch(run, *args, trainer=trainer, **kwargs)  # type: ignore[misc]
             except ProcessExitedException as error:
                 # A rank that ends by a signal that was passed on has the exit code of a stop, and so has this process.
-                code = error.exit_code
-                if received and code == 128 + received[0]:
-                    sys.exit(code)
+                if received and error.exit_code == 128 + received[0]:
+                    sys.exit(error.exit_code)
                 raise
-
-    def _pass_on(self, signum: int) -> None:
-        for process in self.procs:
-            if process.is_alive() and process.pid is not None:
-                os.kill(process.pid, signum)
 
 
 def end_processes(processes: list[subprocess.Popen[bytes]], patience_s: float = _LINGER_S) -> None:
@@ -166,21 +157,14 @@ def _watch_start(has_joined: Callable[[], bool], processes: list[subprocess.Pope
 
 
 @contextmanager
-def _signals_to(pass_on: Callable[[int], None], received: list[int]) -> Iterator[None]:
-    """Hand SIGTERM and SIGINT to the ranks, and wait for their end instead of ending before them."""
-
-    def handle(signum: int, frame: FrameType | None) -> None:
-        received.append(signum)
-        pass_on(signum)
-
+def _handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT go to ``handle``, and do not end this process before its ranks."""
+    previous = {}
     # Python lets the main thread alone set handlers. A signal that is ignored, as by `nohup`, stays ignored.
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = {signum: signal.getsignal(signum) for signum in _STOPS}
-    for signum, handler in previous.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(signum, handle)
+    if threading.current_thread() is threading.main_thread():
+        for signum in _STOPS:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                previous[signum] = signal.signal(signum, handle)
     try:
         yield
     finally:

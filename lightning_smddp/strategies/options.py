@@ -7,7 +7,7 @@ of checks hold the value, the valid ones, and what to write.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from datetime import timedelta
 from inspect import signature
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
@@ -45,17 +45,8 @@ def require_positive(name: str, value: Any, unit: str) -> None:
 
 def require_count(name: str, value: object, otherwise: str) -> None:
     """Raise ``ValueError`` unless the option ``name`` is a number from 1, or None, which ``otherwise`` is."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if value is not None and (not isinstance(value, int) or value < 1):
         raise ValueError(f"{name}={value!r} has to be a number from 1, or {otherwise}.")
-
-
-def require_bools(options: Any) -> None:
-    """Raise ``ValueError`` where an option that is on or off is a text: ``"false"`` would be on."""
-    for field in fields(options):
-        if field.type == "bool":
-            require_one_of((False, True), **{field.name: getattr(options, field.name)})
 
 
 def duration(name: str, value: Any) -> timedelta | None:
@@ -92,11 +83,10 @@ def by_name(
     given = dict(signature(init).bind_partial(*args, **kwargs).arguments)
     given |= given.pop("kwargs", {})
     _require_known(strategy, given, known)
-    if given.get("process_group_backend") == "smddp":
+    backend = given.get("process_group_backend")
+    if backend == "smddp":
         raise ValueError("process_group_backend='smddp' is of AWS's closed library, which is not used: leave it out.")
-    if given.get("process_group_backend") == "auto":
-        given["process_group_backend"] = None  # Lightning's own word for it
-    return given
+    return {**given, "process_group_backend": None} if backend == "auto" else given  # None is Lightning's word for it
 
 
 def _require_known(strategy: Any, given: Iterable[str], known: Iterable[str]) -> None:
@@ -156,7 +146,6 @@ class CommunicationOptions:
     loss_weight: LossWeightOption | None = None
 
     def __post_init__(self) -> None:
-        require_bools(self)
         if self.loss_weight == "auto":
             raise ValueError("loss_weight='auto' is for pipelines. Leave it out, or say how batches count.")
         duration("collective_timeout", self.collective_timeout)
@@ -191,7 +180,6 @@ class ReliabilityOptions:
     sharded: bool = False
 
     def __post_init__(self) -> None:
-        require_bools(self)
         require_one_of(get_args(OnNonfinite), on_nonfinite=self.on_nonfinite)
         duration("init_timeout", self.init_timeout)
         if duration("stop_grace", self.stop_grace) is None:
@@ -239,10 +227,7 @@ class StrategyOptions:
         require_one_of(("optimizer", None), shard=self.shard)
         is_low_rank = self.compression is not None and self.compression.method == "powersgd"
         if is_low_rank and self.algorithm not in ("auto", "native"):
-            raise ValueError(
-                f"algorithm={self.algorithm!r} cannot be used with compression='powersgd', which torch exchanges among "
-                "all ranks at once. Leave out `algorithm`."
-            )
+            raise ValueError(f"algorithm={self.algorithm!r} cannot be used with compression='powersgd': leave it out.")
         if self.bucket_cap_mb is not None:
             require_positive("bucket_cap_mb", self.bucket_cap_mb, "MiB")
 
@@ -298,19 +283,11 @@ class PartitionOptions:
     split_batch: SplitBatch | None = None
 
     def __post_init__(self) -> None:
-        require_bools(self)
         if self.stages_per_rank != "auto":
             require_count("stages_per_rank", self.stages_per_rank, "'auto'")
         PipelineMesh.of(1, 1, self.placement)
         if self.memory_limit_gb is not None:
             require_positive("memory_limit_gb", self.memory_limit_gb, "GiB a rank")
-
-    @property
-    def memory_limit(self) -> float | None:
-        """``memory_limit_gb`` in bytes, for all stages of a rank together; None without a limit."""
-        if self.memory_limit_gb is None:
-            return None
-        return self.memory_limit_gb * 2**30
 
 
 @dataclass(frozen=True)
@@ -336,7 +313,6 @@ class PipelineOptions:
     meta_init: bool = False
 
     def __post_init__(self) -> None:
-        require_bools(self)
         require_one_of(CHECKPOINTING, activation_checkpointing=self.activation_checkpointing)
         require_count("pipeline_parallel_size", self.pipeline_parallel_size, "None for all ranks")
         require_count("num_microbatches", self.num_microbatches, "'auto'")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,13 +22,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from lightning_smddp._compat.trainer import around_hooks, keeps_user_samplers, require_hooks_found
+from lightning_smddp._compat.trainer import around_hooks, keeps_user_samplers
 from lightning_smddp.bridge.loss_weights import LossWeight
 from lightning_smddp.bridge.partitioned_module import PartitionedModule, RunSetup
 from lightning_smddp.bridge.pipelined_module import PipelinedModule, require_whole
+from lightning_smddp.communication.consistency import require_initialized
 from lightning_smddp.communication.groups import world
 from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.report import CommunicationReport
+from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.activations import CHANGES_NOTHING
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.mesh import Groups
@@ -44,7 +46,6 @@ from lightning_smddp.strategies.checks import (
     has_changed,
     may_have_changed_gradients,
     refuse_training,
-    require_pipelinable,
     zeroes_as_usual,
 )
 from lightning_smddp.strategies.hook_view import HookView, let_hooks_call
@@ -143,51 +144,38 @@ class PipelineParallel(PipelineRanks):
         )
         super().__init__(**given)
         self._hold_parts(options)
+        self._meta_init = self.options.meta_init
         self._hook_view = HookView(self)
 
     # ---- start and end ----
 
-    @override
     def _require_layout(self) -> None:
-        self.options.grid(self.num_nodes * self.num_processes)
+        self._grid = self.options.grid(self.num_nodes * self.num_processes)
 
-    @override
     def _make_groups(self) -> None:
         if self._groups is None:  # a second run has the ranks of the first one
-            grid = self.options.grid(self.num_nodes * self.num_processes)
-            self._groups = Groups.create(grid, self._session.limit(self._timeout), self.root_device)
+            self._groups = Groups.create(self._grid, self._session.limit(self._timeout), self.root_device)
 
-    @override
     def _set_up_model(self, trainer: Trainer) -> None:
         """Take the module as it is; it is partitioned at the first batch."""
-        assert self.accelerator is not None
-        assert self.model is not None
-        module = self._module
+        module, limit = self._module, self._session.limit(self._timeout)
         is_fit = trainer.state.fn == "fit"
-        self.accelerator.setup(trainer)
+        trainer.accelerator.setup(trainer)
         # Lightning takes every rank for a replica. With one replica all ranks have the same data: no sampler is needed,
         # and what ranks log is equal without `sync_dist`.
         one_replica = self._connected.mesh.num_replicas == 1
         if one_replica:
             self._changes.enter_context(keeps_user_samplers(trainer))
             warnings.filterwarnings("ignore", "It is recommended to use `self.log")
-            self._changes.callback(_remove_filter, warnings.filters[0])
         require_whole(module)
-        require_pipelinable(module)
+        require_initialized(module)
         if is_fit and self._layer_sync and not one_replica:
-            torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.model, process_group=self._connected.data_parallel_group)
-        self.precision_plugin.convert_module(self.model)
+            torch.nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group=self._connected.data_parallel_group)
+        self.precision_plugin.convert_module(module)
         # What no rank has values of yet, with `meta_init`, gets them from a seed when it is known who keeps it.
         broadcast_initial(module, world(), device=self.root_device)
-        setup = RunSetup(
-            module,
-            self.options,
-            self._connected,
-            self.root_device,
-            self._step_context,
-            self._session.limit(self._timeout),
-            self._checks,
-        )
+        device, options = self.root_device, self.options
+        setup = RunSetup(module, options, self._connected, device, self._step_context, limit, self._checks)
         self._pipelined = PipelinedModule(setup, self._show_partition)
         if self._ended is not None and self._ended.module is module:
             self._pipelined.batcher.chosen = self._ended.batcher.chosen
@@ -203,7 +191,6 @@ class PipelineParallel(PipelineRanks):
         self._changes.enter_context(around_hooks(trainer, self._hook_view.around))
 
     @property
-    @override
     def _steps_parts(self) -> Sequence[StepsParts]:
         return () if self._pipelined is None else self._pipelined.steps
 
@@ -219,23 +206,18 @@ class PipelineParallel(PipelineRanks):
         """Move what is not partitioned yet, if there is room."""
         self._last_pipelined().to_device()
 
-    @override
     def _epoch_ends(self) -> None:
         self._hook_view.settle()
 
-    @override
     def _release_model(self) -> None:
         """Give back a whole module, and free groups and memory."""
         # After an exception other ranks may be gone: nothing is gathered, and nobody is waited for.
-        all_are_here = not self._interrupted
         if self._pipelined is not None:
-            if all_are_here:
+            if not self._interrupted:
                 self._last_report = self._pipelined.state.report() or self._last_report
-            self._pipelined.close(gather=all_are_here)
-            self._ended = self._pipelined
-            self._pipelined = None
+            self._pipelined.close(gather=not self._interrupted)
+            self._ended, self._pipelined = self._pipelined, None
 
-    @override
     def _tear_down_model(self) -> None:
         # Lightning moves what it finds here to the CPU, which tensors without memory cannot do: the module is out of
         # sight meanwhile.
@@ -245,30 +227,27 @@ class PipelineParallel(PipelineRanks):
         super()._tear_down_model()
         self._lightning_module = module
 
-    @property
-    @override
-    def _meta_init(self) -> bool:
-        return self.options.meta_init
-
     # ---- steps ----
 
-    @override
     def _moves_batch(self, batch: Any) -> None:
         """Note what the host knows of the batch; not of what a hook of the user's makes of it."""
-        if self._pipelined is not None:
-            require_hooks_found(self._trainer)
         on_host = self.root_device.type == "cpu"  # where the batch itself can be read
         if self._pipelined is None or on_host:
             return
         if not has_changed(self._trainer, "transfer_batch_to_device", "on_after_batch_transfer"):
             self._pipelined.sync.note(batch)
 
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward and backward of all micro-batches; the gradients are handed over in ``backward``."""
+    def _step(self, hook: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """One batch through the pipeline; evaluation is forward only, and its results are on every rank."""
         pipelined = self._last_pipelined()
-        trainer = self._trainer
         batch, *rest = [*args, *kwargs.values()]
+        if hook == "training_step":
+            return self._train(pipelined, batch, rest)
+        return pipelined.evaluate(hook, batch, rest, may_wait=self._trainer.state.fn == "fit")
+
+    def _train(self, pipelined: PipelinedModule, batch: Any, rest: list[Any]) -> Any:
+        """Forward and backward of all micro-batches; the gradients are handed over in ``backward``."""
+        trainer = self._trainer
         # Gradients exist when this returns, computed with the factor that Lightning's backward is expected to bring
         # (loss scale / accumulated batches). They are kept aside until that backward reaches `deliver`, which corrects
         # them by the factor that did arrive.
@@ -293,36 +272,10 @@ class PipelineParallel(PipelineRanks):
         return connected(output, deliver)
 
     @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One batch through the pipeline, forward only."""
-        return self._evaluate("validation_step", args, kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One batch through the pipeline, forward only."""
-        return self._evaluate("test_step", args, kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One batch through the pipeline, forward only; the predictions are on every rank of the pipeline."""
-        return self._evaluate("predict_step", args, kwargs)
-
-    def _evaluate(self, hook: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        pipelined = self._last_pipelined()
-        batch, *rest = [*args, *kwargs.values()]
-        return pipelined.evaluate(hook, batch, rest, may_wait=self._trainer.state.fn == "fit")
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Lightning enters it around batches that only accumulate."""
-        self._accumulates = True
-        try:
-            yield
-        finally:
-            self._accumulates = False
+        return patched([(vars(self), "_accumulates", True)])
 
-    @override
     def _find_nonfinite(self, optimizer: Optimizer) -> NonFinite | None:
         partitioned = self._last_pipelined().partitioned
         assert partitioned is not None
@@ -332,7 +285,6 @@ class PipelineParallel(PipelineRanks):
         return by_asking(found, self.root_device)
 
     @property
-    @override
     def _nonfinite_group(self) -> dist.ProcessGroup:
         """Those of one stage: the others hear by the supervision, as asking them in each step costs more than looking.
 
@@ -342,35 +294,30 @@ class PipelineParallel(PipelineRanks):
             return world()
         return self._connected.data_parallel_group
 
-    @override
     def _require_outside_of_step(self) -> None:
         """Raises ``ValueError`` inside of a step, whose micro-batches reach each rank in turn."""
         if self._in_step:
             raise SplitError(
-                "`strategy.barrier()` is called inside of a step that runs as a pipeline. Each rank is at another "
-                "micro-batch then, and they would wait for each other for ever. Call it in a hook around the step, "
-                "such as `on_train_batch_start`, where all ranks come together."
+                "`strategy.barrier()` is called inside of a step that runs as a pipeline: each rank is at another "
+                "micro-batch. Call it in a hook such as `on_train_batch_start`."
             )
 
     # ---- checkpoints: each rank has a part of the module and of the optimizers' states ----
 
-    @override
     def _model_state(self) -> dict[str, Any]:
         return self._last_pipelined().state_dict(gather=not self._reliability.sharded)
 
-    @override
     def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._last_pipelined().state.optimizer_state(gather=not self._reliability.sharded)
 
     @override
-    def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a checkpoint of the whole module; what has no memory yet gets its values when it does."""
         if self._pipelined is None:  # before setup
             load_full_state_dict(self._module, checkpoint["state_dict"], strict)
         else:
             self._pipelined.state.load_state_dict(checkpoint["state_dict"], strict)
 
-    @override
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer states of the whole module."""
         # To go on exactly the stages have to be cut as they were.
@@ -378,7 +325,6 @@ class PipelineParallel(PipelineRanks):
         pipelined.known_plan = self._exact_resume.saved("division")
         pipelined.state.load_optimizer_state(checkpoint["optimizer_states"][0])
 
-    @override
     def _decisions(self) -> Mapping[str, Any]:
         return {"division": self._last_pipelined().plan_decision()}
 
@@ -391,36 +337,16 @@ class PipelineParallel(PipelineRanks):
     # ---- what users see ----
 
     @property
-    def last_microbatches(self) -> int:
-        """In how many micro-batches the last batch ran, of training or evaluation."""
-        return self._last_pipelined().batcher.count
-
-    @property
-    def chosen_loss_weight(self) -> str:
-        """What ``loss_weight="auto"`` has found to be right; ``"rows"`` before the first batch."""
-        chosen = self._last_pipelined().batcher.chosen
-        return chosen.kind if chosen is not None else "rows"
-
-    @property
     def communication_report(self) -> CommunicationReport | None:
         """What averaging over replicas cost so far; None with one replica. Collective over the replicas."""
         return self._last_report if self._pipelined is None else self._pipelined.state.report()
-
-
-def _remove_filter(own: Any) -> None:
-    # `warnings.catch_warnings` would also undo what users' code changes in a run.
-    if own in warnings.filters:
-        warnings.filters.remove(own)  # type: ignore[attr-defined]  # a list; typeshed shows a Sequence
 
 
 # ---- the table at the start ----
 
 
 def _print_partition(
-    hook: str,
-    partitioned: PartitionedModule,
-    microbatches: Sequence[MicroBatch],
-    loss_weight: LossWeight,
+    hook: str, partitioned: PartitionedModule, microbatches: Sequence[MicroBatch], loss_weight: LossWeight
 ) -> None:
     """Print how the module was partitioned for the step ``hook``; ``loss_weight`` is of the micro-batches."""
     setup = partitioned.setup
@@ -439,28 +365,23 @@ def _print_partition(
 def _schedule(partitioned: PartitionedModule, microbatches: Sequence[MicroBatch]) -> str:
     schedule = partitioned.setup.options.schedule
     sizes = sorted({microbatch.size for microbatch in microbatches}, reverse=True)
-    rows = "1 row" if sizes == [1] else " or ".join(map(str, sizes)) + " rows"
+    rows = " or ".join(counted(size, "row") for size in sizes)
     count = counted(len(microbatches), "micro-batch")
     share = best_share(schedule, partitioned.plan.cluster.rank_of_stage, len(microbatches))
     return f"{schedule.name}, {count} of {rows}; ranks compute {share:.0%} of the time at best"
 
 
 def _stages(partitioned: PartitionedModule) -> Iterator[tuple[str, str]]:
-    """A row for each stage, in the order of the model; a parameter that several stages use counts with each of them."""
+    """A row for each stage, in the order of the model."""
     plan = partitioned.plan
     seconds, memory = plan.decision["stage_seconds"], plan.decision["stage_memory"]
-    total = sum(seconds) or 1.0
-    sizes = {name: parameter.numel() for name, parameter in partitioned.setup.module.named_parameters()}
     for stage in plan.stages:
         number = stage.stage
         modules = [node.module for node in plan.graph.nodes[stage.begin : stage.end] if node.module is not None]
         span = " .. ".join(dict.fromkeys([modules[0], modules[-1]])) if modules else "no module"
-        parameters = sum(sizes[name] for name, stages in plan.parameter_stages.items() if number in stages)
-        text = f"{span}: {seconds[number] / total:.0%} of the time, {parameters:,} parameters"
-        yield (
-            f"stage {number} on rank {plan.cluster.rank_of_stage[number]}",
-            f"{text}, {memory[number] / 2**20:.1f} MiB",
-        )
+        share = seconds[number] / (sum(seconds) or 1.0)
+        text = f"{span}: {share:.0%} of the time, {memory[number] / 2**20:.1f} MiB"
+        yield f"stage {number} on rank {plan.cluster.rank_of_stage[number]}", text
 
 
 def _notes(partitioned: PartitionedModule, num_microbatches: int) -> Iterator[str]:
@@ -469,9 +390,7 @@ def _notes(partitioned: PartitionedModule, num_microbatches: int) -> Iterator[st
         yield CHANGES_NOTHING
     norms = looks_at_other_rows(partitioned.setup.module)
     counts = partitioned.recorder.scopes.counts
-    if num_microbatches == 1:
-        return
-    if norms:
+    if norms and num_microbatches > 1:
         yield f"in training {norms[0]} (BatchNorm) sees the rows of a micro-batch, not of the batch"
-    if counts:
+    if counts and num_microbatches > 1:
         yield f"{', '.join(counts)} moves once per micro-batch; self.global_step once per batch"

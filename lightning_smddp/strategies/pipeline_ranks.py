@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_smddp._compat.torch_steps import default_group
+from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.mesh import Groups
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.checks import require_samplers_of_replicas
@@ -101,19 +102,13 @@ class PipelineRanks(TrainerStrategy):
         """Around the user's code of a step: precision, and ranks as ``ddp`` would have them, one for each replica."""
         replicas = default_group(self._connected.data_parallel_group)
         precision = getattr(self.precision_plugin, _PRECISION_OF[hook])()
-        before, self._in_step = self._in_step, True
-        try:
-            with precision, replicas:
-                yield
-        finally:
-            self._in_step = before
+        with precision, replicas, patched([(vars(self), "_in_step", True)]):
+            yield
 
-    @override
     def _training_starts(self) -> None:
         """Raise ``ValueError`` if a ``DistributedSampler`` of the user's takes each rank for a replica."""
         require_samplers_of_replicas(self._trainer.train_dataloader, self._connected.mesh.num_replicas)
 
     @property
-    @override
     def _has_part_to_save(self) -> bool:
         return self._connected.replica == 0

@@ -75,7 +75,10 @@ def start_process_group(strategy: Any) -> None:
     if dist.is_initialized() or backend == "mpi":  # MPI brings its own rendezvous
         return
     before_start(strategy, strategy._session.options.communication.verbose)
-    card = RankInfo(environment.global_rank(), environment.world_size(), versions(lightning_version(strategy)))
+    # Lightning's package, which is imported; classes of the user's may stand before it.
+    package = next(name for cls in type(strategy).__mro__ if (name := cls.__module__.partition(".")[0]) in _PACKAGES)
+    lightning = str(sys.modules[package].__version__)
+    card = RankInfo(environment.global_rank(), environment.world_size(), versions(lightning))
     address = (environment.main_address, int(environment.main_port))
     # As Lightning does, for what reads them beside torch.
     os.environ["MASTER_ADDR"] = address[0]
@@ -88,15 +91,6 @@ def start_process_group(strategy: Any) -> None:
     init_timeout = start_limit(strategy._reliability.start_limit, timeout)
     join(card, address, backend, device, strategy._session.limit(timeout), init_timeout)
     rank_zero_info(f"{card.world_size} processes are connected, by {backend}.")
-
-
-def lightning_version(strategy: Any) -> str:
-    """Of the package that ``strategy`` extends, which is imported; classes of the user's may stand before it."""
-    for cls in type(strategy).__mro__:
-        package, _, _ = cls.__module__.partition(".")
-        if package in _PACKAGES:
-            return str(sys.modules[package].__version__)
-    return "unknown"
 
 
 def _leave(reference: weakref.ref[DefaultGroup]) -> None:

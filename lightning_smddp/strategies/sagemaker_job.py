@@ -93,45 +93,39 @@ class SageMakerJob:
         # Without `default_root_dir` a Trainer takes the working directory. In a second fit it is the folder already.
         if self.newest_in is None and self._trainer.default_root_dir != self._made_in:
             return False
-        callbacks = []
+        moves = False
         for callback in self._trainer.checkpoint_callbacks:
             if getattr(callback, "dirpath", "") in (None, root, weights):  # none given, or ours of an earlier fit
-                callbacks.append(callback)
-        if callbacks and self.strategy._reliability.sharded and self.strategy.num_nodes > 1:
+                moves = True
+                # Resuming takes the newest file of a directory, which must not be one of weights alone.
+                callback.dirpath = weights if getattr(callback, "save_weights_only", False) else root
+        if moves and self.strategy._reliability.sharded and self.strategy.num_nodes > 1:
             raise ValueError(
                 f"sharded=True needs a directory that all {self.strategy.num_nodes} hosts see, and {root} is each "
-                "host's own. Give ModelCheckpoint(dirpath=...) one on a shared file system, such as FSx for Lustre, or "
-                "leave sharded out."
+                "host's own. Give ModelCheckpoint(dirpath=...) one on a shared file system, such as FSx for Lustre."
             )
-        for callback in callbacks:
-            callback.dirpath = root
-            # Resuming takes the newest file of a directory, which must not be one of weights alone.
-            if getattr(callback, "save_weights_only", False):
-                callback.dirpath = weights
         saves_nothing = not self._trainer.checkpoint_callbacks  # but for a stop's, which goes to the root directory
         # Where there is no logger LightningCLI writes its config.yaml into the root directory, and would find it there
         # at the next start.
         if self._trainer.loggers or saves_nothing:
             set_default_root(self._trainer, root)
-        return bool(callbacks) or saves_nothing
+        return moves or saves_nothing
 
     # ---- checkpoints ----
 
     def saved(self, checkpoint: Mapping[str, Any], filepath: Any) -> None:
         """A checkpoint is at ``filepath``; where it can be resumed from, ``newest`` names it."""
         if self.newest_in is not None and self.strategy.is_global_zero and "optimizer_states" in checkpoint:
-            self.strategy._saving.afterwards(partial(point_at, self.newest_in, filepath))
+            self.strategy._saving.own.afterwards(partial(point_at, self.newest_in, filepath))
 
     # ---- the final model ----
 
     @property
     def _gives_model(self) -> bool:
         """Whether it is up to us: checkpoints are saved."""
-        if self._folders is None or self._trainer is None:
+        if self._folders is None or self._trainer is None or self._trainer.state.fn != "fit":
             return False
-        if self.strategy._session.failed or self._trainer.state.fn != "fit":
-            return False
-        return bool(self._trainer.checkpoint_callbacks)
+        return bool(self._trainer.checkpoint_callbacks) and not self.strategy._session.failed
 
     def training_ends(self) -> None:
         """Save the final weights, unless a metric says which are the best."""
@@ -153,18 +147,11 @@ class SageMakerJob:
         target = str(self._folders.model / MODEL)
         # The best checkpoint by a metric is the model; else the last one; else, of a run that had nothing left to
         # train, the one that it was resumed from.
-        candidates = [*_best(self._trainer), *_last(self._trainer)]
-        if self.strategy._saving.loaded_from is not None:
-            candidates.append(str(self.strategy._saving.loaded_from))
-        for path in candidates:
-            fs, name = url_to_fs(path)
-            if fs.exists(name):
+        for path in (*_best(self._trainer), *_last(self._trainer), self.strategy._saving.loaded_from):
+            if path and _exists(path):
                 self._folders.model.mkdir(parents=True, exist_ok=True)
-                if is_sharded(path):
-                    consolidate(path, target)
-                else:
-                    copy(path, target)
-                return
+                return consolidate(path, target) if is_sharded(path) else copy(path, target)
+        return None
 
     # ---- failures ----
 
@@ -180,6 +167,11 @@ class SageMakerJob:
             write_failure(path, str(error), _STARTED)
         elif error is not None:
             write_failure(path, text_of(error), _STARTED)
+
+
+def _exists(path: str) -> bool:
+    fs, name = url_to_fs(path)
+    return bool(fs.exists(name))
 
 
 def _best(trainer: Any) -> list[str]:

@@ -60,46 +60,28 @@ class Saving:
 
     Attributes:
         loaded_from: the path of the last checkpoint that was loaded.
+        own: the CheckpointIO, if it is ours; what the user's own does in the background is not asked for.
     """
 
     def __init__(self, strategy: TrainerStrategy) -> None:
         self.strategy = strategy
         self.loaded_from: Any = None
+        self.own = SafeCheckpointIO(asynchronous=strategy._reliability.async_save)
         self._background: dist.ProcessGroup | None = None  # of threads that write directories
 
     # ---- the CheckpointIO ----
 
     def choose_io(self, given: Any) -> Any:
         """The user's CheckpointIO, with ours in it if it wraps another; ours if ``given`` is None."""
-        own = SafeCheckpointIO(asynchronous=self.strategy._reliability.async_save)
-        if given is None:
-            return own
-        if getattr(given, "checkpoint_io", own) is None:  # it wraps another, as `AsyncCheckpointIO` does
-            given.checkpoint_io = own
-        return given
-
-    @property
-    def _has_own_io(self) -> bool:
-        """Whether the CheckpointIO is ours, which can be asked to finish; the user's own may do as it likes."""
-        return isinstance(self.strategy.checkpoint_io, SafeCheckpointIO)
-
-    def raise_failure(self) -> None:
-        """Raise what ended a save in the background."""
-        io: Any = self.strategy._checkpoint_io
-        if getattr(io, "failure", None) is not None:
-            io.raise_failure()
-
-    def afterwards(self, action: Callable[[], None]) -> None:
-        """Call ``action`` when what was saved last is complete: at once, unless it is written in the background."""
-        if self._has_own_io:
-            self.strategy.checkpoint_io.afterwards(action)
-        else:
-            action()
+        if isinstance(given, SafeCheckpointIO):
+            self.own = given
+        elif getattr(given, "checkpoint_io", self) is None:  # it wraps another, as `AsyncCheckpointIO` does
+            given.checkpoint_io = self.own
+        return self.own if given is None else given
 
     def finish(self) -> None:
         """Wait for what is written in the background. Its error is raised on every rank. Collective."""
-        if self._has_own_io:
-            self.on_first(self.strategy.checkpoint_io.teardown)
+        self.on_first(self.own.teardown)
 
     def on_first(self, act: Callable[[], None]) -> None:
         """Call ``act`` on the first rank, and raise its error on all. Collective, but behind an exception.
@@ -117,8 +99,8 @@ class Saving:
         """Save, by the CheckpointIO on the first rank or this rank's part. Errors are raised on every rank.
 
         Raises:
-            OSError, ValueError: see :func:`lightning_smddp.checkpoint.sharded.save`; with ``async_save`` later, by
-                :meth:`raise_failure`.
+            OSError, ValueError: see :func:`lightning_smddp.checkpoint.sharded.save`; with ``async_save`` later, at
+                the next batch.
             TypeError: ``storage_options`` were given with ``sharded``.
         """
         strategy = self.strategy
@@ -138,8 +120,8 @@ class Saving:
         order = list(module.state_dict(keep_vars=True)) if strategy.is_global_zero else ()
         write = partial(sharded.save, names=names_of(module, optimized), order=order)
         path = sharded.local_path(filepath)
-        if strategy._reliability.async_save and self._has_own_io:
-            strategy.checkpoint_io.in_background(partial(write, group=self._background_group()), own_part, path)
+        if strategy._reliability.async_save:
+            self.own.in_background(partial(write, group=self._background_group()), own_part, path)
         else:
             write(own_part, path)
 
@@ -154,27 +136,14 @@ class Saving:
 
     def load(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
         """What a Trainer has saved, in whatever layout: a file by the CheckpointIO."""
-        if self._is_ours(path):
+        io: Any = self.strategy.checkpoint_io
+        if sharded.is_sharded(path) and (io is self.own or sharded.is_ours(path)):
             loaded = sharded.load(path, weights_only)
         else:
             torch.cuda.empty_cache()  # as Lightning does
-            loaded = self.strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-        require_trainers(loaded, path)
+            loaded = io.load_checkpoint(path, weights_only=weights_only)
         self.loaded_from = path
         return loaded
-
-    def remove(self, path: Any) -> None:
-        """Remove a directory, or a file by the CheckpointIO, on the first rank."""
-        if not self.strategy.is_global_zero:
-            return
-        if self._is_ours(path):
-            self.afterwards(partial(files.remove, path))
-        else:
-            self.strategy.checkpoint_io.remove_checkpoint(path)
-
-    def _is_ours(self, path: Any) -> bool:
-        """Whether there is a directory that is not for a CheckpointIO of the user's own."""
-        return sharded.is_sharded(path) and (self._has_own_io or sharded.is_ours(path))
 
     def require_as_many_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Raise ``CheckpointError`` where Lightning would leave out what is too much."""
@@ -267,9 +236,8 @@ class SafeCheckpointIO(_Base):
     def afterwards(self, action: Callable[[], None]) -> None:
         """Call ``action`` once what is being written is complete; not if it fails."""
         before = self._last
-        if before is None or self._thread is None or before.done():
-            if self.failure is None:
-                action()
+        if before is None or self._thread is None:
+            action()
             return
 
         def follow() -> None:
@@ -295,14 +263,3 @@ def _snapshot(checkpoint: Any) -> Any:
         if not (tensor.is_cpu and tensor.is_leaf) and not tensor.is_meta:
             own[id(tensor)] = tensor.detach().to("cpu", copy=True)
     return copy.deepcopy(checkpoint, own)
-
-
-def require_trainers(checkpoint: Any, path: Path) -> None:
-    """Raise ``CheckpointError`` unless ``checkpoint`` is what a Trainer saved.
-
-    Without this, Lightning's migration raises ``KeyError: 'pytorch-lightning_version'``.
-    """
-    if isinstance(checkpoint, dict) and {"pytorch-lightning_version", "state_dict"} <= set(checkpoint):
-        return
-    fix = "To load weights alone, call `model.load_state_dict(torch.load(path, weights_only=True))` before `fit`."
-    raise CheckpointError(path, "was not saved by a Trainer: no `pytorch-lightning_version` and `state_dict`", fix)

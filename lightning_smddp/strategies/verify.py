@@ -20,7 +20,8 @@ from lightning_smddp.strategies.tables import print_table
 # Relative differences that rounding explains: of values, and of what a step changed in a tensor.
 _VALUES = 1e-4
 _UPDATES = 5e-3
-_ROUNDING = 1e-6  # of a tensor: a change may be within it
+_NOTHING = 1e-8
+_ABSENT = torch.tensor(float("nan"))
 
 STEPS = 4  # of training, and of validation
 _UPDATE = "update of "
@@ -39,8 +40,8 @@ _OPTIONS: dict[str, Any] = {
     "enable_model_summary": False,
 }
 
-Seen: TypeAlias = dict[str, tuple[Tensor, float]]
-"""By name what a step showed, and what counts as nothing in it."""
+Seen: TypeAlias = dict[str, Tensor]
+"""By name what a step showed."""
 
 
 def differences(alone: Mapping[str, Seen], piped: Mapping[str, Seen]) -> Iterator[tuple[str, str]]:
@@ -50,14 +51,13 @@ def differences(alone: Mapping[str, Seen], piped: Mapping[str, Seen]) -> Iterato
     the change: an update that is wrong altogether is a small part of a weight, and what has gone wrong in one step does
     not count in the next one's again.
     """
-    absent = torch.tensor(float("nan")), 0.0
     for step in {**alone, **piped}:  # of both, each once
         one, other = alone.get(step, {}), piped.get(step, {})
         for name in {**one, **other}:
-            (value, nothing), (piped_value, _) = one.get(name, absent), other.get(name, absent)
+            value, piped_value = one.get(name, _ABSENT), other.get(name, _ABSENT)
             relative = float("inf")
             if value.shape == piped_value.shape:
-                relative = float((value - piped_value).norm()) / max(float(value.norm()), nothing)
+                relative = float((value - piped_value).norm()) / max(float(value.norm()), _NOTHING)
             tolerance = _UPDATES if name.startswith(_UPDATE) else _VALUES
             if not relative <= tolerance:  # NaN, too
                 # The number itself, with its sign, of one element; the norm of several.
@@ -84,9 +84,8 @@ class _Recorder(Callback):
         state = _plain(trainer.strategy.lightning_module_state_dict())
         seen = self._add("step", trainer, pl_module, outputs)
         for name, value in state.items():
-            before = self.state.get(name)
-            if before is not None and not torch.equal(value, before):
-                seen[f"{_UPDATE}{name}"] = value - before, _ROUNDING * float(value.norm())
+            if name in self.state and not torch.equal(value, self.state[name]):
+                seen[f"{_UPDATE}{name}"] = value - self.state[name]
         self.state = state
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
@@ -95,14 +94,15 @@ class _Recorder(Callback):
     def _add(self, kind: str, trainer: Trainer, pl_module: LightningModule, outputs: Any) -> Seen:
         strategy = trainer.strategy
         if isinstance(strategy, PipelineStrategy):
-            self.counts.append(strategy.last_microbatches)
-            self.loss_weight = strategy.chosen_loss_weight
+            batcher = strategy._last_pipelined().batcher
+            self.counts.append(batcher.count)
+            self.loss_weight = batcher.chosen.kind if batcher.chosen is not None else "rows"
         attributes = {name: value for name, value in vars(pl_module).items() if name not in _LIGHTNINGS}
         kinds = {"output": outputs, "logged": dict(trainer.callback_metrics), "attribute": attributes}
         seen: Seen = {}
         for what, values in kinds.items():
             for name, value in _plain(values).items():
-                seen[f"{what} {name!r}" if name else what] = value, 1e-8
+                seen[f"{what} {name!r}" if name else what] = value
         self.steps[f"{kind} {1 + sum(name.startswith(kind) for name in self.steps)}"] = seen
         return seen
 
@@ -136,8 +136,19 @@ def verify(
     # As many micro-batches as the pipeline made of each batch, with the weights that it found.
     counts = iter(piped["counts"])
     accumulation = AccumulationStrategy(lambda rows: next(counts), loss_weight=piped["loss_weight"])
-    alone = _fit(*given, devices=1, strategy=accumulation)
-    return _judge(alone["steps"], piped["steps"])
+    alone, steps = _fit(*given, devices=1, strategy=accumulation)["steps"], piped["steps"]
+    wrong = list(differences(alone, steps))
+    if wrong:
+        print_table("verify: what differs", wrong[:_MOST_ROWS])
+        place, text = wrong[0]
+        print(f"The pipeline differs from one process, first in {place}: {text}.")
+        return 1
+    validated = sum(step.startswith("validation") for step in steps)
+    print(
+        "The pipeline computes what one process computes that accumulates gradients over the same micro-batches: "
+        f"{len(steps) - validated - 1} training and {validated} validation steps are the same."
+    )
+    return 0
 
 
 def _fit(
@@ -151,22 +162,6 @@ def _fit(
         Trainer(callbacks=[*callbacks, _Recorder(path)], **options, **_OPTIONS).fit(module, datamodule=data)
         seen: dict[str, Any] = torch.load(path, weights_only=True)
     return seen
-
-
-def _judge(alone: Mapping[str, Seen], piped: Mapping[str, Seen]) -> int:
-    """Print how the pipeline's steps differ from one process's, and say the same in the last line."""
-    wrong = list(differences(alone, piped))
-    if wrong:
-        print_table("verify: what differs", wrong[:_MOST_ROWS])
-        place, text = wrong[0]
-        print(f"The pipeline differs from one process, first in {place}: {text}.")
-        return 1
-    validated = sum(step.startswith("validation") for step in piped)
-    print(
-        "The pipeline computes what one process computes that accumulates gradients over the same micro-batches: "
-        f"{len(piped) - validated - 1} training and {validated} validation steps are the same."
-    )
-    return 0
 
 
 def _plain(structure: Any) -> dict[str, Tensor]:

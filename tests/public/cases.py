@@ -98,7 +98,7 @@ class Losses(Callback):
 
     def _count(self, trainer: Any) -> None:
         if isinstance(trainer.strategy, PipelineStrategy):
-            self.counts.append(trainer.strategy.last_microbatches)
+            self.counts.append(trainer.strategy._last_pipelined().batcher.count)
 
 
 class Learner(LightningModule):
@@ -187,7 +187,8 @@ def train(case: Case, piped: Mapping[str, Any] | None = None) -> dict[str, Any]:
     shown = getattr(model, "shown", None)  # what a case wants to be compared beside
     result = {"losses": losses.values, "metrics": metrics, "weights": weights, "shown": shown}
     if piped is None:
-        result.update(counts=losses.counts, loss_weight=trainer.strategy.chosen_loss_weight)
+        chosen = trainer.strategy._last_pipelined().batcher.chosen
+        result.update(counts=losses.counts, loss_weight=chosen.kind if chosen else "rows")
     return result
 
 

@@ -190,5 +190,5 @@ def test_what_cannot_run_is_refused() -> None:
     model.automatic_optimization = False
     with pytest.raises(ValueError, match="automatic optimization"):
         Trainer(strategy=AccumulationStrategy(2), max_epochs=1, **QUIET).fit(model)
-    with pytest.raises(ValueError, match="loss_weight='labels' does not fit the batch"):
-        train(loss_of, 2, None, {"loss_weight": "labels"})
+    with pytest.raises(ValueError, match="loss_weight='mask' does not fit the batch"):
+        train(loss_of, 2, None, {"loss_weight": "mask"})

@@ -497,7 +497,7 @@ def rows_of_parts() -> int:
     trainer = bench.trainer(max_epochs=1)
     with caught():
         trainer.fit(Normalised(batch_size=40))
-    return trainer.strategy.last_microbatches
+    return trainer.strategy._last_pipelined().batcher.count
 
 
 # ---- 9. state from the end of a step to the next one's begin ----

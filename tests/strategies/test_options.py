@@ -20,6 +20,7 @@ from lightning_smddp import (
     PartitionOptions,
     PipelineStrategy,
     ReliabilityOptions,
+    SMDDPFabricFSDPStrategy,
     SMDDPFabricStrategy,
     SMDDPFSDPStrategy,
     SMDDPStrategy,
@@ -50,16 +51,11 @@ STRATEGIES: dict[str, tuple[type, set[str]]] = {
         (lambda: PartitionOptions(stages_per_rank=0), "stages_per_rank=0 has to be a number from 1, or 'auto'"),
         (lambda: PartitionOptions(placement="near"), "placement='near' is unknown"),
         (lambda: PartitionOptions(memory_limit_gb=0), "memory_limit_gb=0 has to be positive"),
-        (lambda: CommunicationOptions(verbose="no"), "verbose='no' is unknown. Valid: False, True"),  # type: ignore[arg-type]
-        (lambda: ReliabilityOptions(sharded="false"), "sharded='false' is unknown"),  # type: ignore[arg-type]
-        (lambda: PartitionOptions(check="no"), "check='no' is unknown"),  # type: ignore[arg-type]
         (lambda: PipelineStrategy(num_microbatches=0), "num_microbatches=0"),
         (lambda: PipelineStrategy(pipeline_parallel_size=-1), "pipeline_parallel_size=-1"),
-        (lambda: PipelineStrategy(meta_init="no"), "meta_init='no' is unknown"),  # type: ignore[typeddict-item]
         (lambda: PipelineStrategy(split="net.2").options.grid(2), "split='net.2' makes 6 stages, but there are 2"),
         (lambda: PipelineStrategy(activation_checkpointing="on"), "'on' is unknown. Valid: False, True, 'offload'."),  # type: ignore[typeddict-item]
         (lambda: SMDDPFSDPStrategy(activation_checkpointing="on"), "activation_checkpointing='on' is unknown."),  # type: ignore[typeddict-item]
-        (lambda: SMDDPFSDPStrategy(cpu_offload="no"), "cpu_offload='no' is unknown"),  # type: ignore[typeddict-item]
         (lambda: SMDDPStrategy(process_group_backend="smddp"), "process_group_backend='smddp' is of AWS's"),
         (lambda: SMDDPFSDPStrategy(sharding="hybrid", shard_size="2"), "shard_size='2' has to be a number"),  # type: ignore[arg-type]
     ],
@@ -117,8 +113,10 @@ def test_an_unknown_option_of_a_group_is_refused(group: str) -> None:
 
 
 def test_fabric_refuses_what_is_the_trainers() -> None:
-    with pytest.raises(ValueError, match="async_save=.* is for the Trainer's strategies"):
+    with pytest.raises(ValueError, match="async_save=True.* are for the Trainer's strategies"):
         SMDDPFabricStrategy(**grouped(async_save=True))
+    with pytest.raises(ValueError, match="resume='auto', .* are for the Trainer's strategies"):
+        SMDDPFabricFSDPStrategy(resume="auto")
 
 
 @pytest.mark.parametrize("kind", [PipelineStrategy, SMDDPFSDPStrategy])

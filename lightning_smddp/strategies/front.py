@@ -1,0 +1,49 @@
+"""What the strategies of the Trainer and of Fabric have in common; what they do in their own way has a default here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from lightning_smddp.communication.nonfinite import NonFinite
+from lightning_smddp.communication.objects import broadcast
+from lightning_smddp.sharding.optimizer_shards import StepsParts, around_step
+from lightning_smddp.strategies.options import ReliabilityOptions, StrategyOptions
+from lightning_smddp.strategies.process_group import DefaultGroup
+
+
+class Front:
+    """A strategy of either: objects between ranks, and what is around backward passes and steps."""
+
+    _session: DefaultGroup
+    _reliability: ReliabilityOptions
+    _meta_init = False  # parameters get no memory when they are made
+
+    def _hold_parts(self, options: StrategyOptions, close: Callable[[], None] | None = None) -> None:
+        """The last thing that a constructor does; ``close`` frees what works over the process group."""
+        self._reliability = options.reliability
+        self._session = DefaultGroup(options, close)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """``obj`` of rank ``src`` on every rank, or a ``ValueError`` on every rank where it cannot be pickled."""
+        return broadcast(obj, group_src=src)
+
+    def _averaging(self, loss: Tensor) -> AbstractContextManager[None]:
+        """Around Lightning's backward pass of ``loss``, in which gradients are averaged; a strategy says how."""
+        return nullcontext()
+
+    @property
+    def _steps_parts(self) -> Sequence[StepsParts]:
+        """Of the optimizers of which each rank steps a part."""
+        return ()
+
+    def _stepping(self, optimizer: Any) -> AbstractContextManager[None]:
+        """Around a step of ``optimizer``, its closure included."""
+        return around_step(self._steps_parts)
+
+    def _find_nonfinite(self, optimizer: Any) -> NonFinite | None:
+        """What is wrong with the gradients that ``optimizer`` is to step; None if no rank has found anything."""
+        return None
