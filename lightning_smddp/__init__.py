@@ -20,21 +20,11 @@ if TYPE_CHECKING:
     from lightning_smddp.communication.objects import RankTimeoutError as RankTimeoutError
     from lightning_smddp.communication.report import CommunicationReport as CommunicationReport
     from lightning_smddp.sagemaker import from_sagemaker as from_sagemaker
-    from lightning_smddp.strategies.lightning import AccumulationStrategy as AccumulationStrategy
-    from lightning_smddp.strategies.lightning import CommunicationMonitor as CommunicationMonitor
-    from lightning_smddp.strategies.lightning import MPIRunEnvironment as MPIRunEnvironment
-    from lightning_smddp.strategies.lightning import PipelineStrategy as PipelineStrategy
-    from lightning_smddp.strategies.lightning import PipelineTimeline as PipelineTimeline
-    from lightning_smddp.strategies.lightning import SafeCheckpointIO as SafeCheckpointIO
-    from lightning_smddp.strategies.lightning import SageMakerEnvironment as SageMakerEnvironment
-    from lightning_smddp.strategies.lightning import SMDDPDeepSpeedStrategy as SMDDPDeepSpeedStrategy
-    from lightning_smddp.strategies.lightning import SMDDPFabricFSDPStrategy as SMDDPFabricFSDPStrategy
-    from lightning_smddp.strategies.lightning import SMDDPFabricStrategy as SMDDPFabricStrategy
-    from lightning_smddp.strategies.lightning import SMDDPFSDPStrategy as SMDDPFSDPStrategy
-    from lightning_smddp.strategies.lightning import SMDDPStrategy as SMDDPStrategy
+    from lightning_smddp.strategies.lightning import *  # noqa: F403
     from lightning_smddp.strategies.options import CommunicationOptions as CommunicationOptions
     from lightning_smddp.strategies.options import PartitionOptions as PartitionOptions
     from lightning_smddp.strategies.options import ReliabilityOptions as ReliabilityOptions
+    from lightning_smddp.strategies.saving import SafeCheckpointIO as SafeCheckpointIO
 
 __version__ = "0.1.0"
 

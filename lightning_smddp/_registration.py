@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -110,15 +110,10 @@ class _RegistryFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in _REGISTRIES and fullname not in _CONNECTORS:
             return None
-        # The finders behind this one are asked as the import system would ask them.
-        for finder in sys.meta_path:
-            if isinstance(finder, _RegistryFinder) or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None and spec.loader is not None:
-                _change_behind(spec.loader)
-                return spec
-        return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            _change_behind(spec.loader)
+        return spec
 
 
 def install() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
 
 from lightning_smddp import __version__
 
@@ -18,73 +17,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="lightning-smddp", description="Data and pipeline parallelism for Lightning.")
     parser.add_argument("--version", action="version", version=f"lightning-smddp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_verify, _add_conversions, _add_doctor, _add_plan):
-        add(commands)
-    options = parser.parse_args(arguments)
-    command: int = options.run(options)
-    return command
 
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        return command
 
-def _add_verify(commands: Any) -> None:
-    verify = commands.add_parser(
-        "verify",
-        help="compare a pipelined LightningModule with one process that accumulates gradients",
-        description="Train a LightningModule for four batches, with its hooks and callbacks, in a pipeline of CPU "
-        "processes and in one process that accumulates gradients over the same micro-batches, and compare outputs, "
-        "logged values, attributes, weights and buffers step by step. The module needs a `train_dataloader`, or give "
-        "--datamodule.",
-    )
-    _add_module(verify, "module:Class of the LightningModule")
+    verify = add("verify", _verify, "compare batches of a LightningModule in a pipeline and in one process, on CPUs")
+    _add_module(verify, "module:Class of the LightningModule, with a `train_dataloader` or --datamodule")
     verify.add_argument("--stages", type=int, default=2, help="ranks of the pipeline (default: 2)")
     verify.add_argument("--replicas", type=int, default=1, help="pipelines side by side (default: 1)")
     verify.add_argument("--schedule", default="1f1b", help="name of the schedule (default: 1f1b)")
     verify.add_argument("--num-microbatches", type=_number_or_auto, default="auto", help="a number (default: auto)")
     verify.add_argument("--callback", action="append", default=[], help="module:Class of a callback (several)")
-    verify.set_defaults(run=_verify)
 
-
-def _add_conversions(commands: Any) -> None:
-    consolidate = commands.add_parser(
-        "consolidate",
-        help="turn a sharded checkpoint into one plain file",
-        description="Write a directory that was saved with `sharded=True` as one file, which Lightning loads without "
-        "this package.",
-    )
+    consolidate = add("consolidate", _convert, "write a checkpoint saved with `sharded=True` as one file")
     consolidate.add_argument("source", metavar="directory", help="the sharded checkpoint")
     consolidate.add_argument("target", metavar="file", help="path or URL of the new file")
-    consolidate.set_defaults(run=_convert)
 
+    add("doctor", _examine, "show what this machine, or the job that starts it, looks like, and what is wrong")
 
-def _add_doctor(commands: Any) -> None:
-    doctor = commands.add_parser(
-        "doctor",
-        help="show what this machine and this job look like, and what is wrong",
-        description="Print the launcher, interfaces, shared memory, backends and versions as this package sees them, "
-        "make an all-reduce by each algorithm, and name problems with their cures. Start it as you start "
-        "training (`torchrun ... -m lightning_smddp doctor`) to examine all ranks together. The exit code is 1 if "
-        "there are errors.",
-    )
-    doctor.set_defaults(run=_examine)
-
-
-def _add_plan(commands: Any) -> None:
-    plan = commands.add_parser(
-        "plan",
-        help="say which strategies can train a LightningModule in the memory that there is",
-        description="Run one training batch of a LightningModule here, on the CPU, and print for each strategy "
-        "whether the module fits, what a rank holds, and the `Trainer(...)` line to write. The exit code is 1 if no "
-        "strategy fits.",
-    )
-    _add_module(
-        plan,
-        "module:Class of the LightningModule, or of a function that returns one; or a LightningCLI's configuration "
-        "file (.yaml, .yml, .json)",
-    )
+    plan = add("plan", _plan, "run a batch of a LightningModule, and say which strategies have the memory to train it")
+    _add_module(plan, "module:Class of it, or of a function that returns one; or a LightningCLI's file (.yaml, .json)")
     plan.add_argument("--devices", type=int, required=True, help="ranks, on one node")
     plan.add_argument("--memory", type=float, required=True, help="GiB of a rank, beside what a process has anyway")
     plan.add_argument("--config", help="file of a LightningCLI that is made for these classes")
     plan.add_argument("--precision", help="of the Trainer, such as bf16-mixed")
-    plan.set_defaults(run=_plan)
+
+    options = parser.parse_args(arguments)
+    code: int = options.run(options)
+    return code
 
 
 def _add_module(parser: argparse.ArgumentParser, text: str) -> None:

@@ -164,20 +164,10 @@ def _groups(state: Any) -> list[Any]:
 def divided_like(local: Tensor, like: DTensor) -> DTensor:
     """This rank's part ``local`` of a tensor that is divided as ``like`` is. Not collective.
 
-    ``DTensor.from_local`` moves a part that is on the CPU to the mesh's GPUs, where offloaded ones are not. Remove when
-    it leaves them there.
+    The public ``from_local`` moves a part that is on the CPU to the mesh's GPUs, where offloaded ones are not. Remove
+    when it leaves them there.
     """
-    mesh = like.device_mesh
-    if local.device.type != mesh.device_type:
-        return _from_local_no_grad(local, like._spec)
-    return DTensor.from_local(
-        local,
-        mesh,
-        like.placements,
-        run_check=False,  # which would be collective
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    return _from_local_no_grad(local, like._spec)
 
 
 def move_undivided(root: nn.Module, device: torch.device) -> None:

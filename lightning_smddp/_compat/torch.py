@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import handle_torch_function
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 from torch.utils.data._utils.worker import _worker_loop
 
@@ -61,16 +62,12 @@ def is_loader_worker() -> bool:
 
 def set_group_timeout(timeout: timedelta) -> None:
     """Give the default group another timeout. Remove when the oldest supported torch has ``set_timeout`` (2.15)."""
-    from torch.distributed.distributed_c10d import _set_pg_timeout
-
-    _set_pg_timeout(timeout)
+    c10d._set_pg_timeout(timeout)
 
 
 def default_store() -> dist.Store:
     """The default group's key-value store. Remove when ``torch.distributed`` has a public getter."""
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return _get_default_store()
+    return c10d._get_default_store()
 
 
 def new_group_among(
@@ -88,19 +85,15 @@ def new_group_among(
     world's device is hidden meanwhile: then the members meet by the store. Remove when ``new_group`` takes a name, and
     leaves who is no member alone.
     """
-    from torch.distributed import distributed_c10d as c10d
-
-    rank = dist.get_rank()
-    backend = backend or dist.get_backend()
     world = c10d._get_default_group()
     bound = world.bound_device_id
     world.bound_device_id = None
     try:
         created, _ = c10d._new_process_group_helper(
             len(ranks),
-            ranks.index(rank),
+            ranks.index(dist.get_rank()),
             ranks,
-            dist.Backend(backend),
+            dist.Backend(backend or dist.get_backend()),
             default_store(),
             cast(Any, name),
             timeout=timeout,
@@ -120,8 +113,6 @@ def abort_nccl() -> None:
     ``_abort_process_group`` (both in torch 2.11 and 2.13) forgets the groups as well: code that still runs, and is
     about to get NCCL's error, would get one of another kind. Remove when there is a public abort of the backends.
     """
-    from torch.distributed import distributed_c10d as c10d
-
     # The newest names first, as in `_abort_process_group`.
     names = c10d._world.pg_names
     groups = sorted(names, key=lambda group: names[group], reverse=True)
@@ -146,9 +137,7 @@ def is_nccl(group: dist.ProcessGroup | None = None) -> bool:
 
 def abort_and_forget(group: dist.ProcessGroup | None = None) -> None:
     """As ``destroy_process_group`` (None: all groups), but wait for nothing. Remove when there is a public one."""
-    from torch.distributed.distributed_c10d import _abort_process_group
-
-    _abort_process_group(group)
+    c10d._abort_process_group(group)
 
 
 def swap_contents(tensor: Tensor, other: Tensor) -> None:
@@ -308,8 +297,6 @@ def without_torch_functions() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _without_modes() -> Iterator[None]:
-    from torch.utils._python_dispatch import _disable_current_modes
-
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
 

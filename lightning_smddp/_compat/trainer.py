@@ -90,11 +90,8 @@ def set_num_threads_if_needed(launcher: Any, num_processes: int) -> None:
     """What Lightning's launchers do before they run anything."""
     # The class of `launcher` is ours, on top of Lightning's. The function is in the module of that one, in either
     # package.
-    for cls in type(launcher).__mro__:
-        if "subprocess_script" in cls.__module__:
-            sys.modules[cls.__module__]._set_num_threads_if_needed(num_processes=num_processes)
-            return
-    raise AssertionError(f"{type(launcher)} is no launcher of Lightning's that starts a script")
+    home = next(cls.__module__ for cls in type(launcher).__mro__ if "subprocess_script" in cls.__module__)
+    sys.modules[home]._set_num_threads_if_needed(num_processes=num_processes)
 
 
 def launchers_of(strategy: type[Any]) -> tuple[Any, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
 
 from lightning_smddp.choice.profiles import StepProfile
 
@@ -52,7 +52,7 @@ class Memory:
     @property
     def total(self) -> int:
         """Bytes of all parts at once: what a rank needs to have."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(astuple(self))
 
 
 @dataclass(frozen=True)

@@ -174,19 +174,12 @@ def profile_optimizer(optimizer: Optimizer) -> OptimizerProfile:
     trained = _trained(optimizer)
     state: dict[int, int] = {}
     tried: dict[tuple[int, torch.Size, torch.dtype], tuple[int, int]] = {}  # by group, shape and type
-    # A step with `foreach` has the results of all parameters at once, another one those of one parameter.
-    together = 0
-    alone = 0
     try:
         for number, parameter in trained:
             kind = (number, parameter.shape, parameter.dtype)
             if kind not in tried:
                 tried[kind] = _try(optimizer, number, parameter)
-            state[id(parameter)], temporary = tried[kind]
-            if optimizer.param_groups[number].get("foreach"):
-                together += temporary
-            else:
-                alone = max(alone, temporary)
+            state[id(parameter)], _ = tried[kind]
     except Exception as error:  # whatever a user's optimizer raises
         note = (
             f"{type(optimizer).__name__} cannot be tried on one parameter ({type(error).__name__}: {error}): counted "
@@ -195,7 +188,7 @@ def profile_optimizer(optimizer: Optimizer) -> OptimizerProfile:
         return OptimizerProfile(
             {id(parameter): _FALLBACK_COPIES * parameter.nbytes for _, parameter in trained}, 0, (note,)
         )
-    return OptimizerProfile(state, max(alone, together))
+    return OptimizerProfile(state, max((temporary for _, temporary in tried.values()), default=0))
 
 
 def _trained(optimizer: Optimizer) -> list[tuple[int, Tensor]]:

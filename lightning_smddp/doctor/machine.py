@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import resource
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,6 @@ from lightning_smddp.launchers.sagemaker import network_variables
 
 _PACKAGES = ("lightning", "pytorch-lightning", "lightning-fabric", "deepspeed", "sagemaker")
 _LEAST_SHARED_MEMORY = 2**30  # bytes
-_LEAST_FILES = 1024  # that a process may have open
 _DRIVER = "/proc/driver/nvidia/version"
 
 
@@ -41,7 +39,6 @@ class Facts:
         shared_memory: bytes of /dev/shm, and those that are free; None without it.
         processors: that this process may use.
         threads: that torch uses.
-        open_files: how many it may have.
     """
 
     host: str
@@ -54,7 +51,6 @@ class Facts:
     shared_memory: tuple[int, int] | None
     processors: int
     threads: int
-    open_files: int
 
 
 @dataclass(frozen=True, order=True)
@@ -92,7 +88,6 @@ def look(environ: Mapping[str, str] = os.environ) -> Facts:
         shared_memory=shared_memory,
         processors=len(os.sched_getaffinity(0)),
         threads=torch.get_num_threads(),
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     )
 
 
@@ -136,9 +131,4 @@ def _warnings(facts: Facts) -> Iterator[str]:
         yield (
             f"{ranks} ranks of {facts.threads} threads share {facts.processors} processors. "
             f"export OMP_NUM_THREADS={max(1, facts.processors // ranks)}"
-        )
-    if 0 <= facts.open_files < _LEAST_FILES:
-        yield (
-            f"A process may have {facts.open_files} files open; DataLoader workers and sockets need more. "
-            "ulimit -n 65536"
         )

@@ -54,11 +54,8 @@ def read_srun(notes: Notes) -> None:
 
 def first_host(nodes: str) -> str:
     """The first name of Slurm's list of nodes: ``"gpu[03-05,09],cpu1"`` gives ``"gpu03"``."""
-    # Up to the first comma that is not in brackets; then each pair of brackets becomes the first number in it.
-    first_list, _, _ = nodes.strip().partition(" ")
-    first = re.match(r"[^,\[]*(\[[^\]]*\][^,\[]*)*", first_list)
-    assert first is not None  # it matches nothing at least
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group(0))
+    # Each pair of brackets becomes the first number in it.
+    return re.split("[ ,]", re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes.strip()))[0]
 
 
 def started_by_open_mpi(environ: Environ) -> bool:

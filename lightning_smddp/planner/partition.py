@@ -93,33 +93,33 @@ def best_partition(problem: PartitionProblem) -> Partition:
     costs = StageCosts(problem)
     limit = math.inf if problem.memory_limit is None else problem.memory_limit
     # The limit holds for a rank's sum, but the search judges stages one by one: so first without a limit, then with an
-    # equal share of the rank's for each of its stages. Either result is kept if its sums are under the limit.
+    # equal share of the rank's for each of its stages, then by memory. What is under it is kept.
     unlimited = [math.inf] * costs.num_stages
     shares = [limit / count for count in costs.stages_beside]
-    for limits in (unlimited, shares):
-        cuts = best_cuts(costs, costs.seconds, costs.computing, limits)
-        if cuts is None:
-            continue
-        found = _evaluate(costs, cuts)
-        if max(found.rank_memory.values()) <= limit:
-            return found
-    smallest = best_cuts(costs, costs.memory_beside, costs.memory_beside, unlimited)
-    if smallest is None:
+    found = None
+    for cost, bound, limits in (
+        (costs.seconds, costs.computing, unlimited),
+        (costs.seconds, costs.computing, shares),
+        (costs.memory_beside, costs.memory_beside, unlimited),
+    ):
+        cuts = best_cuts(costs, cost, bound, limits)
+        if cuts is not None:
+            found = _evaluate(costs, cuts)
+            if max(found.rank_memory.values()) <= limit:
+                return found
+    if found is None:
         units = counted(sum(node.is_unit for node in problem.nodes), "unit")
         places = counted(sum(costs.is_allowed), "place")
         raise PartitionError(
             f"{costs.num_stages} stages were asked for, but the step has {units}, and can be cut in {places}: lower"
             " pipeline_parallel_size or stages_per_rank, or let bigger units be opened"
         )
-    found = _evaluate(costs, smallest)
     needed = max(found.rank_memory.values())
-    if needed > limit:
-        raise PartitionError(
-            f"found no partition into {costs.num_stages} stages that keeps every rank under its memory_limit_gb,"
-            f" {_size(limit)}; a limit that would do is {_size(needed)}. Use more stages, activation checkpointing, or"
-            " smaller micro-batches (more of them, or a smaller batch)"
-        )
-    return found
+    raise PartitionError(
+        f"found no partition into {costs.num_stages} stages that keeps every rank under its memory_limit_gb,"
+        f" {_size(limit)}; a limit that would do is {_size(needed)}. Use more stages, activation checkpointing, or"
+        " smaller micro-batches (more of them, or a smaller batch)"
+    )
 
 
 def given_partition(problem: PartitionProblem, split: Sequence[str]) -> Partition:

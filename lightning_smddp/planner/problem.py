@@ -131,13 +131,10 @@ class StageCosts:
         self.boundary.append(free)
 
     def _boundary(self, link: Link) -> list[int]:
-        """Picoseconds of messages both ways at each cut; 0 where none is allowed: it is never used."""
+        """Picoseconds of messages both ways at each cut; where none is allowed, it is never used."""
         hidden = self.compute[-1] // self.num_stages if link.is_hidden else 0  # what a stage computes meanwhile
-        picoseconds = [0] * len(self.problem.cut_bytes)
-        for cut, size in enumerate(self.problem.cut_bytes):
-            if self.is_allowed[cut]:
-                picoseconds[cut] = max(0, round(2 * link.seconds(size) * PICOSECONDS) - hidden)
-        return picoseconds
+        sizes = [size if cut else 0 for cut, size in zip(self.is_allowed, self.problem.cut_bytes, strict=True)]
+        return [max(0, round(2 * link.seconds(size) * PICOSECONDS) - hidden) for size in sizes]
 
     def _parameter_table(self) -> list[list[int]]:
         """``table[j][i]``: bytes of the parameters that the nodes i .. j-1 name."""
@@ -149,11 +146,8 @@ class StageCosts:
             seen: set[str] = set()
             row = [0] * (end + 1)
             for start in reversed(range(end)):
-                row[start] = row[start + 1]
-                new = named[start] - seen
-                if new:
-                    seen |= new
-                    row[start] += self.bytes_of(new)
+                row[start] = row[start + 1] + self.bytes_of(named[start] - seen)
+                seen |= named[start]
             table.append(row)
         return table
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
@@ -67,28 +67,17 @@ def simulate(orders: Orders, seconds: Mapping[Kind, float] = EQUAL, message_s: f
         ValueError: the ranks wait for each other.
     """
     rank_of = {action: rank for rank, order in orders.items() for action in order}
+    waiting = {rank: deque(order) for rank, order in orders.items()}  # what it has not begun
     free = dict.fromkeys(orders, 0.0)  # rank -> when it is done with what it has begun
-    position = dict.fromkeys(orders, 0)  # rank -> the next one in its order
     end: dict[Action, float] = {}  # of the actions played so far
-    waiting: dict[Action, list[int]] = defaultdict(list)  # what ranks cannot go on without
-    ready = list(orders)
-    while ready:
-        rank = ready.pop()
-        # It goes on as far as it can, and hands on those that have waited for what it does.
-        while position[rank] < len(orders[rank]):
-            action = orders[rank][position[rank]]
-            needed = _needed(action, rank_of)
-            missing = next((other for other in needed if other not in end), None)
-            if missing is not None:
-                waiting[missing].append(rank)
-                break
-            start = free[rank]
-            for other in needed:
-                arrived = end[other] if rank_of[other] == rank else end[other] + message_s
-                start = max(start, arrived)
-            end[action] = free[rank] = start + seconds[action.kind]
-            position[rank] += 1
-            ready += waiting.pop(action, ())
+    played = -1
+    while len(end) > played:  # each rank goes on as far as it can, in turn
+        played = len(end)
+        for rank, order in waiting.items():
+            while order and all(other in end for other in _needed(order[0], rank_of)):
+                action = order.popleft()
+                arrived = [end[other] + message_s * (rank_of[other] != rank) for other in _needed(action, rank_of)]
+                end[action] = free[rank] = max(free[rank], *arrived, 0.0) + seconds[action.kind]
     if len(end) < len(rank_of):
         raise ValueError(f"the ranks wait for each other: {orders}")
     step = max(free.values())

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from torch import Tensor
 
+from lightning_smddp.choice.first_batch import QUIET
 from lightning_smddp.pytree import items
 from lightning_smddp.strategies.lightning import AccumulationStrategy, PipelineStrategy
 from lightning_smddp.strategies.tables import print_table
@@ -28,16 +29,12 @@ _UPDATE = "update of "
 _LIGHTNINGS = frozenset(vars(LightningModule()))  # attributes that every module has
 _MOST_ROWS = 12  # of what differs, in the table
 _OPTIONS: dict[str, Any] = {
-    "accelerator": "cpu",
+    **QUIET,
     "max_steps": STEPS,
     "limit_train_batches": STEPS,
     "limit_val_batches": STEPS,
     "num_sanity_val_steps": 0,
     "use_distributed_sampler": False,  # replicas get the same batches
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
 }
 
 Seen: TypeAlias = dict[str, Tensor]
@@ -159,7 +156,7 @@ def _fit(
     seed_everything(0, verbose=False)  # on new processes, too: so all runs have the same batches
     with tempfile.TemporaryDirectory(prefix="smddp_verify_") as folder:
         path = Path(folder, "seen")
-        Trainer(callbacks=[*callbacks, _Recorder(path)], **options, **_OPTIONS).fit(module, datamodule=data)
+        Trainer(callbacks=[*callbacks, _Recorder(path)], **{**_OPTIONS, **options}).fit(module, datamodule=data)
         seen: dict[str, Any] = torch.load(path, weights_only=True)
     return seen
 
