@@ -99,9 +99,7 @@ class DataParallel(TrainerStrategy):
         )
         for name in ("ddp_comm_hook", "model_averaging_period"):
             if kwargs.get(name) is not None:
-                raise ValueError(
-                    f"`{name}` replaces our communication. Use `compression=`, or Lightning's DDPStrategy."
-                )
+                raise ValueError(f"`{name}` replaces our communication. Use `compression=`, or DDPStrategy.")
         if gradient_as_bucket_view is not None:
             kwargs["gradient_as_bucket_view"] = gradient_as_bucket_view
         super().__init__(**kwargs)
@@ -122,7 +120,6 @@ class DataParallel(TrainerStrategy):
         limit, watches = self._session.limit(self._timeout), self._checks.watches_gradients
         self.model = self._scheme.wrap(self.model, self.root_device, limit, self._ddp_kwargs, watches)
 
-    @override
     def _training_batch_starts(self) -> None:
         outer = self._scheme.outer
         if outer is not None:
@@ -135,7 +132,6 @@ class DataParallel(TrainerStrategy):
             if outer is not None:
                 outer.follow()
 
-    @override
     @contextmanager
     def _averaging(self, loss: Tensor) -> Iterator[None]:
         yield
@@ -143,24 +139,20 @@ class DataParallel(TrainerStrategy):
             "Unfreeze them before the training step, as in `on_train_epoch_start` or `on_train_batch_start`."
         )
 
-    @override
     def _find_nonfinite(self, optimizer: Optimizer) -> NonFinite | None:
         return self._scheme.nonfinite(optimizer, may_have_changed_gradients(self._trainer))
 
     @property
-    @override
     def _nonfinite_group(self) -> dist.ProcessGroup:
         communicator = self._scheme.communicator
         return world() if communicator is None else communicator.group
 
-    @override
     def _synchronize(self) -> None:
         if self._scheme.outer is not None:
             self._scheme.outer.flush(self._trainer.global_step)
 
     # ---- optimizers ----
 
-    @override
     def _shard_optimizers(self) -> None:
         if self._scheme.options.shard is None or self._scheme.communicator is None:
             return
@@ -177,11 +169,9 @@ class DataParallel(TrainerStrategy):
         sharded.clip_by_norm(unwrapped(optimizer), clip_val)
 
     @property
-    @override
     def _steps_parts(self) -> Sequence[StepsParts]:
         return self._scheme.shards
 
-    @override
     def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self._scheme.outer is not None:
             self._scheme.outer.average_state(optimizer)
@@ -190,17 +180,14 @@ class DataParallel(TrainerStrategy):
         return self._scheme.optimizer_state(optimizer, self.root_device)
 
     @property
-    @override
     def _is_divided(self) -> bool:
         nodes = self._scheme.nodes
         return bool(self._scheme.sharded) or (nodes is not None and nodes.topology.num_nodes > 1)
 
-    @override
     def _model_state(self) -> dict[str, Any]:
         self._synchronize()
         return super()._model_state()
 
-    @override
     def _add_to(self, checkpoint: dict[str, Any]) -> None:
         outer = self._scheme.outer
         if outer is not None and "optimizer_states" in checkpoint:
@@ -208,14 +195,12 @@ class DataParallel(TrainerStrategy):
 
     # ---- a run ----
 
-    @override
     def _training_starts(self) -> None:
         if self._scheme.outer is not None:
             self._scheme.outer.begin(self._trainer.global_step)
         if self._speaks and self._scheme.communicator is not None:
             print_table("smddp: data parallelism", self._scheme.describe(), self._trainer)
 
-    @override
     def _training_ends(self) -> None:
         self._synchronize()
         self._last_report = self._scheme.report() or self._last_report
@@ -224,7 +209,6 @@ class DataParallel(TrainerStrategy):
             if self._scheme.outer is not None:
                 say(str(self._scheme.outer), self._trainer)
 
-    @override
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         if not self._scheme.sharded:
             super()._load_optimizers(checkpoint)

@@ -190,14 +190,10 @@ class FabricFullyShardedParallel(ShardedFront, FabricStrategy):
         with self._all_divided():
             return super().load_checkpoint(*args, **kwargs)
 
-    def _keeps(self, number: int) -> bool:
-        return self.is_global_zero
-
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The whole module's state, on global rank 0. Collective."""
         with self._all_divided():
-            state = _inner(module).state_dict(keep_vars=True)
-            return gathered_model(state, self._keeps)
+            return gathered_model(_inner(module).state_dict(keep_vars=True), lambda number: self.is_global_zero)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a whole module's state."""
@@ -207,7 +203,7 @@ class FabricFullyShardedParallel(ShardedFront, FabricStrategy):
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state, on global rank 0. Collective."""
         with self._all_divided():
-            return gathered_optimizer(optimizer.state_dict(), self._keeps)
+            return gathered_optimizer(optimizer.state_dict(), lambda number: self.is_global_zero)
 
     # ---- the end ----
 

@@ -11,15 +11,13 @@ from torch import Tensor
 from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.sharding.optimizer_shards import StepsParts, around_step
-from lightning_smddp.strategies.options import ReliabilityOptions, StrategyOptions
+from lightning_smddp.strategies.options import StrategyOptions
 from lightning_smddp.strategies.process_group import DefaultGroup
 
 
 class Front:
     """A strategy of either: objects between ranks, and what is around backward passes and steps."""
 
-    _session: DefaultGroup
-    _reliability: ReliabilityOptions
     _meta_init = False  # parameters get no memory when they are made
 
     def _hold_parts(self, options: StrategyOptions, close: Callable[[], None] | None = None) -> None:

@@ -27,11 +27,11 @@ _Script, _Spawn = launchers_of(DDPStrategy)
 
 
 class _ScriptLauncher(ScriptLaunching, _Script):  # type: ignore[misc, valid-type]
-    pass
+    """Picklable by its name."""
 
 
 class _SpawnLauncher(SpawnLaunching, _Spawn):  # type: ignore[misc, valid-type]
-    pass
+    """Picklable by its name."""
 
 
 class SMDDPStrategy(DataParallel, DDPStrategy):

@@ -20,11 +20,11 @@ _Script, _Spawn = launchers_of(DDPStrategy)
 
 
 class _ScriptLauncher(ScriptLaunching, _Script):  # type: ignore[valid-type]
-    pass
+    """Picklable by its name."""
 
 
 class _SpawnLauncher(SpawnLaunching, _Spawn):  # type: ignore[valid-type]
-    pass
+    """Picklable by its name."""
 
 
 class SMDDPStrategy(DataParallel, DDPStrategy):
