@@ -196,10 +196,7 @@ def test_options_table_is_the_signature() -> None:
     ours = defaults_of(inspect.signature(SMDDPStrategy.__init__).parameters.values())
     assert documented("## Data parallelism") == ours
     of_fabric = defaults_of(inspect.signature(SMDDPFabricStrategy.__init__).parameters.values())
-    assert of_fabric == {name: text for name, text in ours.items() if name not in LACKS}
-
-
-LACKS = {"resume", "sync", "gradient_as_bucket_view"}  # Fabric's; the last is DDP's own, and taken
+    assert of_fabric == ours  # where `resume` and `sync` are refused
 
 
 def test_pipeline_arguments_are_the_signature() -> None:

@@ -28,6 +28,7 @@ from lightning_smddp.sharding.optimizer_states import load_whole_state_dict
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.checks import is_changed_hook, may_have_changed_gradients
 from lightning_smddp.strategies.ddp_scheme import DDPScheme
+from lightning_smddp.strategies.front import Front
 from lightning_smddp.strategies.options import (
     CommunicationOptions,
     ReliabilityOptions,
@@ -43,34 +44,10 @@ from lightning_smddp.strategies.tables import print_table, say
 MOMENTUM_KEY = "smddp_outer_momentum"
 
 
-class DataParallel(TrainerStrategy):
-    """Data parallelism with optimized all-reduce; a drop-in for ``DDPStrategy``.
+class ReplicatedFront(Front):
+    """What the Trainer's strategy and Fabric's have in common: arguments, and the steps of optimizers."""
 
-    Args:
-        *args: arguments of ``DDPStrategy``, in its order.
-        algorithm: how gradients are summed: ``"native"`` (the backend's all-reduce), ``"shared_memory"`` (CPU ranks
-            of one node, without copies), ``"hierarchical"`` (inside nodes first, then between ranks of equal local
-            rank), ``"balanced"`` (balanced fusion buffers between nodes), or ``"auto"``: the fastest on this
-            cluster, measured at the start of fit.
-        compression: of gradients between nodes: None (exact), ``"bf16"``, ``"fp16"``, ``"int8"``, ``"powersgd"``, or a
-            :class:`~lightning_smddp.Compression` with details.
-        bucket_cap_mb: size of DDP's buckets in MiB; None is DDP's default.
-        gradient_as_bucket_view: as of DDP; None is True.
-        resume: ``"auto"`` continues from the newest valid checkpoint when ``fit`` is not given one, as after a restart
-            by torchrun, Slurm or SageMaker; ``"never"`` starts from scratch then. None is ``"auto"`` in a SageMaker
-            job, else ``"never"``.
-        shard: ``"optimizer"`` has each rank step a share of the parameters and keep that share of the optimizer's state
-            (ZeRO's first stage).
-        sync: ``DiLoCo(every=30)`` has the ranks of a node exchange gradients, and nodes their parameters in every 30
-            steps; see :class:`~lightning_smddp.DiLoCo`.
-        communication: timeouts, what is printed.
-        reliability: faults, stops and checkpoints.
-        **kwargs: arguments of ``DDPStrategy`` and of ``DistributedDataParallel``, by name.
-
-    Raises:
-        TypeError: an argument is unknown, or belongs into a group of options; the message says what to write.
-        ValueError: an argument is not one of the valid values; the message lists them.
-    """
+    _scheme: DDPScheme
 
     def __init__(  # noqa: PLR0913  # what most scripts set; groups have the rest
         self,
@@ -105,6 +82,40 @@ class DataParallel(TrainerStrategy):
         super().__init__(**kwargs)
         self._scheme = DDPScheme(options, None if sync is None else group_of(DiLoCo, sync))
         self._hold_parts(options, self._scheme.close)
+
+    @property
+    def _steps_parts(self) -> Sequence[StepsParts]:
+        return self._scheme.shards
+
+
+class DataParallel(ReplicatedFront, TrainerStrategy):
+    """Data parallelism with optimized all-reduce; a drop-in for ``DDPStrategy``.
+
+    Args:
+        *args: arguments of ``DDPStrategy``, in its order.
+        algorithm: how gradients are summed: ``"native"`` (the backend's all-reduce), ``"shared_memory"`` (CPU ranks
+            of one node, without copies), ``"hierarchical"`` (inside nodes first, then between ranks of equal local
+            rank), ``"balanced"`` (balanced fusion buffers between nodes), or ``"auto"``: the fastest on this
+            cluster, measured at the start of fit.
+        compression: of gradients between nodes: None (exact), ``"bf16"``, ``"fp16"``, ``"int8"``, ``"powersgd"``, or a
+            :class:`~lightning_smddp.Compression` with details.
+        bucket_cap_mb: size of DDP's buckets in MiB; None is DDP's default.
+        gradient_as_bucket_view: as of DDP; None is True.
+        resume: ``"auto"`` continues from the newest valid checkpoint when ``fit`` is not given one, as after a restart
+            by torchrun, Slurm or SageMaker; ``"never"`` starts from scratch then. None is ``"auto"`` in a SageMaker
+            job, else ``"never"``.
+        shard: ``"optimizer"`` has each rank step a share of the parameters and keep that share of the optimizer's state
+            (ZeRO's first stage).
+        sync: ``DiLoCo(every=30)`` has the ranks of a node exchange gradients, and nodes their parameters in every 30
+            steps; see :class:`~lightning_smddp.DiLoCo`.
+        communication: timeouts, what is printed.
+        reliability: faults, stops and checkpoints.
+        **kwargs: arguments of ``DDPStrategy`` and of ``DistributedDataParallel``, by name.
+
+    Raises:
+        TypeError: an argument is unknown, or belongs into a group of options; the message says what to write.
+        ValueError: an argument is not one of the valid values; the message lists them.
+    """
 
     @property
     def communication_report(self) -> CommunicationReport | None:
@@ -167,10 +178,6 @@ class DataParallel(TrainerStrategy):
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
         (sharded,) = self._scheme.sharded  # it has all optimizers
         sharded.clip_by_norm(unwrapped(optimizer), clip_val)
-
-    @property
-    def _steps_parts(self) -> Sequence[StepsParts]:
-        return self._scheme.shards
 
     def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self._scheme.outer is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,25 +11,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_smddp.communication.algorithms import AlgorithmName
-from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.groups import world
 from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.patches import patched
-from lightning_smddp.sharding.optimizer_shards import StepsParts, all_parameters
+from lightning_smddp.sharding.optimizer_shards import all_parameters
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict
-from lightning_smddp.strategies.ddp_scheme import DDPScheme
+from lightning_smddp.strategies.ddp import ReplicatedFront
 from lightning_smddp.strategies.front import Front
 from lightning_smddp.strategies.nonfinite import NonFiniteGuard, before_step
-from lightning_smddp.strategies.options import (
-    CommunicationOptions,
-    ReliabilityOptions,
-    Shard,
-    StrategyOptions,
-    arguments_of,
-    by_name,
-)
+from lightning_smddp.strategies.options import ReliabilityOptions, StrategyOptions
 from lightning_smddp.strategies.process_group import start_process_group
 from lightning_smddp.strategies.tables import print_table
 
@@ -103,31 +94,17 @@ def _refuse_of_trainer(options: StrategyOptions) -> None:
         )
 
 
-class FabricDataParallel(FabricStrategy):
-    """Data parallelism with optimized all-reduce, for Fabric. Arguments as those of ``SMDDPStrategy``, but ``resume``.
+class FabricDataParallel(ReplicatedFront, FabricStrategy):
+    """Data parallelism with optimized all-reduce, for Fabric. Arguments as those of ``SMDDPStrategy``.
 
-    By position those of Fabric's ``DDPStrategy`` can be given, in its order. Of ``reliability`` what is about stops and
-    checkpoints is the Trainer's, and refused.
+    By position those of Fabric's ``DDPStrategy`` can be given, in its order. ``resume``, ``sync``, and of
+    ``reliability`` what is about stops and checkpoints, are the Trainer's, and refused.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        algorithm: AlgorithmName = "auto",
-        compression: Method | Compression | None = None,
-        bucket_cap_mb: float | None = None,
-        shard: Shard = None,
-        communication: CommunicationOptions = CommunicationOptions(),
-        reliability: ReliabilityOptions = ReliabilityOptions(),
-        **kwargs: Any,
-    ) -> None:
-        known = arguments_of(*type(self).__mro__, DistributedDataParallel)
-        super().__init__(**by_name(self, super().__init__, args, kwargs, known))
-        options = StrategyOptions.of(
-            communication, reliability, compression, algorithm=algorithm, bucket_cap_mb=bucket_cap_mb, shard=shard
-        )
-        self._scheme = DDPScheme(options)
-        self._hold_parts(options, self._scheme.close)
+    def _hold_parts(self, options: StrategyOptions, close: Callable[[], None] | None = None) -> None:
+        if self._scheme.sync is not None:
+            raise ValueError(f"sync={self._scheme.sync} is for the Trainer's strategy.")
+        super()._hold_parts(options, close)
 
     @property
     def communication_report(self) -> CommunicationReport | None:
@@ -162,10 +139,6 @@ class FabricDataParallel(FabricStrategy):
     def _averaging(self, loss: Tensor) -> Iterator[None]:
         yield
         self._scheme.require_averaged("Unfreeze them before `fabric.setup`.")
-
-    @property
-    def _steps_parts(self) -> Sequence[StepsParts]:
-        return self._scheme.shards
 
     def _find_nonfinite(self, optimizer: Any) -> NonFinite | None:
         # Between the backward pass and the step the script has had the gradients.

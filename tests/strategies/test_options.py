@@ -117,6 +117,8 @@ def test_fabric_refuses_what_is_the_trainers() -> None:
         SMDDPFabricStrategy(**grouped(async_save=True))
     with pytest.raises(ValueError, match="resume='auto', .* are for the Trainer's strategies"):
         SMDDPFabricFSDPStrategy(resume="auto")
+    with pytest.raises(ValueError, match=r"sync=DiLoCo\(every=2.* is for the Trainer's strategy"):
+        SMDDPFabricStrategy(sync={"every": 2})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [PipelineStrategy, SMDDPFSDPStrategy])
