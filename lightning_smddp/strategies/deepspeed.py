@@ -185,8 +185,8 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
         weight, accumulated = self._session.options.communication.loss_weight, self._trainer.accumulate_grad_batches
         if accumulated > 1 and weight not in (None, "sum"):
             raise ValueError(
-                f"loss_weight={weight!r} cannot be used with accumulate_grad_batches={accumulated} here, as gradients "
-                "cannot be scaled when all weights are known. Leave out one of them, or use strategy='smddp_fsdp'."
+                f"loss_weight={weight!r} cannot be used with accumulate_grad_batches={accumulated} and strategy="
+                "'smddp_deepspeed', whose gradients are DeepSpeed's. Leave out one, or use strategy='smddp_fsdp'."
             )
         if self._speaks:
             stage = self.deepspeed_engine.zero_optimization_stage()
