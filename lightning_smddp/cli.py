@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 from lightning_smddp import __version__
 
@@ -45,13 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan.add_argument("--precision", help="of the Trainer, such as bf16-mixed")
 
     options = parser.parse_args(arguments)
-    code: int = options.run(options)
+    try:
+        code: int = options.run(options)
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "lightning"):
+            raise
+        parser.exit(1, f"lightning-smddp {options.command}: {error}. Install it: pip install torch lightning\n")
     return code
 
 
 def _add_module(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("module", help=text)
-    parser.add_argument("--kwargs", type=json.loads, default={}, help="arguments of the class, as a JSON object")
+    parser.add_argument("--kwargs", type=_json, default={}, help="arguments of the class, as a JSON object")
     parser.add_argument("--datamodule", help="module:Class of a LightningDataModule")
 
 
@@ -65,15 +71,15 @@ def _plan(options: argparse.Namespace) -> int:
     from lightning_smddp.choice.first_batch import UnplannableError
     from lightning_smddp.choice.training_plan import plan
 
-    data_class = None if options.datamodule is None else resolve_name(options.datamodule)
+    data_class = None if options.datamodule is None else _named(options.datamodule)
     precision = None
     try:
         if options.module.endswith(cli_config.SUFFIXES):
             module, data, precision = cli_config.from_config(options.module, None, data_class)
         elif options.config is not None:
-            module, data, precision = cli_config.from_config(options.config, resolve_name(options.module), data_class)
+            module, data, precision = cli_config.from_config(options.config, _named(options.module), data_class)
         else:
-            module = resolve_name(options.module)(**options.kwargs)
+            module = _named(options.module)(**options.kwargs)
             data = None if data_class is None else data_class()
         found = plan(module, options.devices, options.memory, data, options.precision or precision)
     except UnplannableError as error:
@@ -97,21 +103,48 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _number_or_auto(text: str) -> int | str:
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto")
     return text if text == "auto" else int(text)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+
+
+def _named(name: str) -> Any:
+    """What ``module:Class`` is the name of. Errors in the user's modules are raised as they are."""
+    why = "there is no colon in it"
+    if ":" in name:
+        try:
+            return resolve_name(name)
+        except (AttributeError, ModuleNotFoundError) as error:
+            if str(error.name) not in name:
+                raise
+            why = str(error)
+    sys.exit(f"lightning-smddp: {name!r}: {why}. Write module:Class, in a folder where that module can be imported.")
 
 
 def _verify(options: argparse.Namespace) -> int:
     sys.path.insert(0, str(Path.cwd()))
+    ranks = options.stages * options.replicas
+    print(f"verify: trains in a pipeline of {ranks} processes, then in one process", flush=True)
     from lightning_smddp import PipelineStrategy
     from lightning_smddp.strategies.verify import verify
 
-    pipeline = PipelineStrategy(
-        start_method="spawn",
-        pipeline_parallel_size=options.stages,
-        schedule=options.schedule,
-        num_microbatches=options.num_microbatches,
-    )
-    module = resolve_name(options.module)(**options.kwargs)
-    data = None if options.datamodule is None else resolve_name(options.datamodule)()
-    callbacks = [resolve_name(name)() for name in options.callback]
-    return verify(module, data, options.stages * options.replicas, pipeline, callbacks)
+    try:
+        pipeline = PipelineStrategy(
+            start_method="spawn",
+            pipeline_parallel_size=options.stages,
+            schedule=options.schedule,
+            num_microbatches=options.num_microbatches,
+        )
+    except ValueError as error:
+        sys.exit(f"lightning-smddp verify: {error}")
+    module = _named(options.module)(**options.kwargs)
+    data = None if options.datamodule is None else _named(options.datamodule)()
+    callbacks = [_named(name)() for name in options.callback]
+    return verify(module, data, ranks, pipeline, callbacks)

@@ -177,6 +177,24 @@ def test_all_names(module: str) -> None:
         assert strategy._ddp_kwargs.get("find_unused_parameters") is flag
 
 
+@pytest.mark.parametrize(
+    ("connector", "strategy", "said"),
+    [
+        ("Trainer", "smdpp", "Did you mean 'smddp'? lightning_smddp has 'smddp', 'smddp_pipeline'"),
+        ("Trainer", "SMDDP-pipeline", "Did you mean 'smddp_pipeline'?"),
+        ("Trainer", "deepspeed_stage_4", ""),
+        ("Fabric", "smddp_pipeline", "no step that a pipeline could cut"),
+        ("Fabric", lightning_smddp.strategies.lightning.SMDDPStrategy(), "(SMDDPFabricStrategy, "),
+    ],
+)
+def test_a_name_that_is_nearly_ours(connector: str, strategy: Any, said: str) -> None:
+    package = importlib.import_module("lightning")
+    with pytest.raises(ValueError, match="invalid strategy name") as caught:
+        getattr(package, connector)(strategy=strategy, accelerator="cpu", devices=2)
+    assert said in str(caught.value)
+    assert ("lightning_smddp has" in str(caught.value)) == bool(said)
+
+
 def test_a_second_registration_changes_nothing() -> None:
     module = importlib.import_module("lightning.pytorch.strategies")
     before = dict(module.StrategyRegistry)

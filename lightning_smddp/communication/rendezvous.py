@@ -126,6 +126,8 @@ def _in_time(card: RankInfo, address: tuple[str, int], limit: timedelta) -> dist
         return future.result(limit.total_seconds() + 2 * _FAREWELL_S)
     except (futures.TimeoutError, RuntimeError) as error:
         reason, _, _ = str(error).partition("\n")
+    if "EADDRINUSE" in reason:
+        reason = "the port is in use (EADDRINUSE), perhaps by another job"
     try:
         socket.create_connection(address, timeout=_FAREWELL_S).close()
     except (OSError, UnicodeError) as error:

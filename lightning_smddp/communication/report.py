@@ -183,10 +183,11 @@ class CommunicationReport:
         lines = [
             f"gradient communication over {counted(self.steps, 'step')}",
             f"  gradients             {_size(self.gradient_bytes / steps)} a step on each rank",
-            f"  exposed               {_per_step(self.exposed_s, steps)} ms a step, by rank",
-            f"  hidden by backward    {_per_step(self.hidden_s, steps)} ms a step, by rank",
-            f"  waited for others     {_per_step(self.waited_s, steps)} ms a step, by rank",
         ]
+        times = {"exposed": self.exposed_s, "hidden by backward": self.hidden_s, "waited for others": self.waited_s}
+        for name, seconds in times.items():
+            if any(seconds):  # shared memory hides nothing
+                lines.append(f"  {name:<22}{_per_step(seconds, steps)} ms a step, by rank")
         if self.straggler is not None:
             lines.append(f"  others waited most for {self.straggler_name}")
         return "\n".join(lines)

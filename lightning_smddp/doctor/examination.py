@@ -104,6 +104,7 @@ def _with_local_ranks() -> tuple[str, Places]:
     ranks = max(2, torch.cuda.device_count())  # with one GPU they measure on CPU: NCCL wants a GPU for each of them
     with socket.create_server(("127.0.0.1", 0)) as server:
         _, port = server.getsockname()
+    print(f"doctor: starting {counted(ranks, 'process')} of this machine to measure", file=sys.stderr, flush=True)
     answer = mp.get_context("spawn").SimpleQueue()
     try:
         mp.start_processes(_local_rank, (ranks, port, answer), nprocs=ranks, start_method="spawn")

@@ -16,7 +16,7 @@ import torch
 
 from lightning_smddp import __version__
 from lightning_smddp.launchers.detection import detect
-from lightning_smddp.launchers.launch import Launch
+from lightning_smddp.launchers.launch import Launch, processors
 from lightning_smddp.launchers.sagemaker import network_variables
 
 _PACKAGES = ("lightning", "pytorch-lightning", "lightning-fabric", "deepspeed", "sagemaker")
@@ -86,7 +86,7 @@ def look(environ: Mapping[str, str] = os.environ) -> Facts:
         has_driver=os.path.exists(_DRIVER),
         interfaces=[name for _, name in socket.if_nameindex()],
         shared_memory=shared_memory,
-        processors=len(os.sched_getaffinity(0)),
+        processors=processors(),
         threads=torch.get_num_threads(),
     )
 

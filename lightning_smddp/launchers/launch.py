@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -97,6 +98,13 @@ class Launch:
             who = f"nobody{place}, so Lightning starts the ranks of a node"
         found = f": {'; '.join(parts)}" if parts else ""
         return f"Started by {who}{found}."
+
+
+def processors() -> int:
+    """How many this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class Notes:

@@ -112,7 +112,7 @@ def best_partition(problem: PartitionProblem) -> Partition:
         places = counted(sum(costs.is_allowed), "place")
         raise PartitionError(
             f"{costs.num_stages} stages were asked for, but the step has {units}, and can be cut in {places}: lower"
-            " pipeline_parallel_size or stages_per_rank, or let bigger units be opened"
+            " pipeline_parallel_size or stages_per_rank"
         )
     needed = max(found.rank_memory.values())
     raise PartitionError(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_smddp._compat.trainer import begin_next_epoch, end_epoch, finish_batch, make_iterators, training_loaders
 from lightning_smddp.communication.objects import gather
@@ -36,6 +36,7 @@ class ExactResume:
         self._states: RandomStates  # from `begin` on: generators do not travel to ranks that are spawned
         self._epoch = -1  # in which the loaders were made
         self._saved: Mapping[str, Any] = {}
+        self._is_waiting = False  # a checkpoint is loaded, and training has not started
         self._corrections: list[Callable[[Any], None]] = []  # of Lightning's loops, when training starts
 
     def begin(self, trainer: Any, device: torch.device, resume: str | None) -> None:
@@ -59,6 +60,8 @@ class ExactResume:
 
     def close(self) -> None:
         """The run is over: Lightning has the user's own loaders again, which may be in a collection of the user's."""
+        if self._is_waiting and not self._trainer.interrupted:
+            rank_zero_info("The checkpoint's run had ended: there was nothing to train. Raise max_epochs or max_steps.")
         combined = self._trainer and training_loaders(self._trainer)
         if combined is not None:
             loaders = combined.flattened
@@ -120,6 +123,7 @@ class ExactResume:
         loops = checkpoint.get("loops", {}).get("fit_loop", {})
         if trainer is None or trainer.state.fn != "fit" or _VALIDATED not in loops:
             return
+        self._is_waiting = True
         saved = checkpoint.get(CHECKPOINT_KEY, {})
         layout = saved["layout"] if saved.get("version") == _VERSION else "not known"
         if layout == self._layout:
@@ -159,7 +163,7 @@ class ExactResume:
     def on_train_start(self) -> None:
         """Put random numbers back, before the first hook of an epoch."""
         states, corrections = self._states, self._corrections
-        self._corrections = []
+        self._corrections, self._is_waiting = [], False
         if states.pending is not None:
             states.restore(states.pending)
             states.pending = None

@@ -119,7 +119,7 @@ class ShardedOptimizers:
         how = "parts of parameters" if self.splits else "whole parameters"
         where = "exchanged through shared memory"
         if self._communicator.shared_memory_refusal is not None:
-            where = f"broadcast by the backend ({self._communicator.shared_memory_refusal})"
+            where = "broadcast by the backend"
         rows = [("optimizer shards", f"{self._num_shares} of {how}, {where}")]
         for name, why in self._reasons.items():
             rows.append(("note", f"{name} has shares of whole parameters: {why}"))

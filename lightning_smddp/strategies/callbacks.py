@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_smddp.communication.objects import gather
 from lightning_smddp.pipeline.runtime.spans import SpanRecorder
 from lightning_smddp.planner.timeline import Span, draw, to_perfetto
+from lightning_smddp.strategies.tables import say
 
 _SUFFIXES = (".svg", ".png", ".json")
 
@@ -76,6 +78,17 @@ class RecordTimeline:
         self._recorder: SpanRecorder | None = None
         self._origin = 0.0
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Say so if nothing will be written."""
+        if not hasattr(trainer.strategy, "_pipelined"):
+            rank_zero_warn("PipelineTimeline writes nothing: only strategy='smddp_pipeline' has a timeline.")
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Say so if the batch did not come."""
+        if _engine(trainer) is not None and not self.spans:
+            batches = f"epochs have {trainer.num_training_batches} batches"
+            rank_zero_warn(f"PipelineTimeline wrote nothing: batch_idx={self.batch_idx} did not come, {batches}.")
+
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begin to record if this is the batch that was asked for, at one moment on all ranks."""
         engine = _engine(trainer)
@@ -99,6 +112,7 @@ class RecordTimeline:
         self.spans = list(chain.from_iterable(gather(local)))
         if trainer.is_global_zero:
             self.write(trainer.strategy.options.schedule.name)
+            say(f"PipelineTimeline wrote {', '.join(map(str, self.paths))}", trainer)
 
     def write(self, title: str) -> None:
         """Write what was recorded to all paths."""

@@ -19,11 +19,14 @@ from types import FrameType
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.multiprocessing import ProcessExitedException
 
 from lightning_smddp._compat.trainer import is_control_flow, set_num_threads_if_needed
 from lightning_smddp.communication.rendezvous import JOB
+from lightning_smddp.launchers.launch import processors
 from lightning_smddp.launchers.mpi import started_by_mpirun
+from lightning_smddp.wording import counted
 
 # popen:        this script is local rank 0, and starts itself again for ranks 1, 2, ...   (`ScriptLaunching`)
 # torchrun ...: every rank is there already, and starts nothing                            (`ScriptLaunching`)
@@ -57,6 +60,15 @@ def _on_one_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     return function(*args, **kwargs)
 
 
+def _say_start(ranks: int) -> None:
+    """Ranks import what the script does before they are heard of."""
+    if ranks == 1:
+        return
+    shared = processors()
+    note = f" They share {counted(shared, 'processor')}: on CPU use devices={shared}." if ranks > shared else ""
+    rank_zero_info(f"Starting {counted(ranks, 'process')}.{note}")
+
+
 class ScriptLaunching:
     """For the launcher that starts the script again for each other rank, or finds ranks that are there already."""
 
@@ -68,6 +80,7 @@ class ScriptLaunching:
         environment = launcher.cluster_environment
         environment.validate_settings(num_devices=launcher.num_processes, num_nodes=launcher.num_nodes)
         if not environment.creates_processes_externally:
+            _say_start(launcher.num_processes)
             os.environ[LAUNCHER_PID] = str(os.getpid())  # for the ranks alone, which inherit it
             if launcher.num_nodes == 1:
                 os.environ.setdefault(JOB, str(os.getpid()))
@@ -106,6 +119,8 @@ class SpawnLaunching:
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any, **kwargs: Any) -> Any:
         """Run ``function`` in each rank; signals to this process go to the ranks."""
+        if trainer is not None:
+            _say_start(trainer.strategy.num_processes)
         received: list[int] = []
 
         def pass_on(signum: int, frame: FrameType | None) -> None:

@@ -127,12 +127,13 @@ def verify(
     try:
         piped = _fit(*given, devices=ranks, strategy=pipeline)
     except Exception as error:  # of a rank, with its traceback as text
-        *_, own = re.split(r"\n(?=[A-Z][\w.]*(?:Error|Exception)\b)", str(error))
+        *_, own = re.split(r"\n(?=[\w.]*(?:Error|Exception)\b)", str(error))
         print(f"\n{own}")
         return 1
     # As many micro-batches as the pipeline made of each batch, with the weights that it found.
     counts = iter(piped["counts"])
     accumulation = AccumulationStrategy(lambda rows: next(counts), loss_weight=piped["loss_weight"])
+    print("verify: the pipeline is done; now one process", flush=True)
     alone, steps = _fit(*given, devices=1, strategy=accumulation)["steps"], piped["steps"]
     wrong = list(differences(alone, steps))
     if wrong:

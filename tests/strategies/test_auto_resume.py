@@ -7,12 +7,14 @@ import re
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_smddp import PipelineStrategy, RankFailedError, SMDDPStrategy
 from lightning_smddp.checkpoint import files
+from lightning_smddp.resume import exact_resume
 from lightning_smddp.resume.auto_resume import STOP_CHECKPOINT, checkpoint_locations, stop_checkpoint
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.grouped import grouped
@@ -77,7 +79,10 @@ def fit(
 
 
 def from_scratch_then_on(directory: str) -> list[Any]:
-    found = [fit(directory), fit(directory, epochs=3), fit(directory, epochs=3)]
+    found = [fit(directory), fit(directory, epochs=3)]
+    with mock.patch.object(exact_resume, "rank_zero_info") as said:
+        found.append(fit(directory, epochs=3))
+    assert "there was nothing to train" in str(said.call_args_list)
     return [*found, fit(directory, f"{directory}/epoch=0.ckpt", epochs=3)]
 
 

@@ -11,10 +11,13 @@ import sys
 import textwrap
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from lightning_smddp.strategies import launchers
+from lightning_smddp.strategies.launchers import SpawnLaunching
 from tests.programs import ROOT, run_program
 from tests.strategies.learners import Learner, fit
 from tests.strategies.pipeline_learners import Evaluated
@@ -89,6 +92,21 @@ def test_spawn_and_fork(strategy: str, tmp_path: Path) -> None:
     """The weights, of the whole module, come back to the one process that goes on."""
     run_script(tmp_path, strategy)
     assert_learned(tmp_path, ["rank0.pt"], "pipeline" in strategy)
+
+
+@pytest.mark.parametrize(("shared", "note"), [(2, ""), (1, " They share 1 processor: on CPU use devices=1.")])
+def test_a_start_says_how_many_processes_come(shared: int, note: str) -> None:
+    class Starts:
+        is_interactive_compatible = False
+
+        def launch(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+            return function()
+
+    launcher = type("Launcher", (SpawnLaunching, Starts), {})()
+    trainer = mock.Mock(**{"strategy.num_processes": 2})
+    with mock.patch.multiple(launchers, processors=lambda: shared, rank_zero_info=mock.DEFAULT) as said:
+        launcher.launch(print, trainer=trainer)
+    said["rank_zero_info"].assert_called_once_with(f"Starting 2 processes.{note}")
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import functools
 import io
 import itertools
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -192,7 +193,10 @@ def test_a_metric_in_the_loss_has_to_say_that_it_is_differentiable() -> None:
 
 def timeline(directory: str) -> int:
     callback = PipelineTimeline([Path(directory) / name for name in ("t.svg", "t.png", "t.json")], batch_idx=1)
-    Bench({"num_microbatches": 4}).fit(Net(), callbacks=[callback], max_epochs=1)
+    output = io.StringIO()
+    with redirect_stdout(output):
+        Bench({"num_microbatches": 4}).fit(Net(), callbacks=[callback], max_epochs=1)
+    assert output.getvalue().count(f"PipelineTimeline wrote {directory}/t.svg, ") == (os.environ["RANK"] == "0")
     return len(callback.spans)
 
 
@@ -218,6 +222,15 @@ def test_the_timeline_of_a_step(tmp_path: Path) -> None:
     for microbatch in range(4):
         assert sum(name == f"forward {microbatch}" for name in names) == 2  # one for each stage
         assert sum(name == f"backward {microbatch}" for name in names) == 2
+
+
+def test_the_timeline_that_is_not_written_says_why() -> None:
+    callback, trainer = PipelineTimeline("t.svg", batch_idx=90), mock.Mock(num_training_batches=16)
+    with pytest.warns(UserWarning, match="wrote nothing: batch_idx=90 did not come, epochs have 16 batches"):
+        callback.on_train_end(trainer, None)
+    trainer.strategy = object()  # of another strategy
+    with pytest.warns(UserWarning, match="writes nothing: only strategy='smddp_pipeline' has a timeline"):
+        callback.on_train_start(trainer, None)
 
 
 def test_the_timeline_refuses_other_files() -> None:

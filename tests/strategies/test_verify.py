@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -101,14 +103,29 @@ def test_what_differs_is_named(name: str, parts: list[str], tmp_path: Path) -> N
     assert "Traceback" not in result.stdout + result.stderr
 
 
-def test_what_is_asked_for_wrongly_is_pythons_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_asked_for_wrongly_is_said_in_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     module = "tests.strategies.test_verify:Verified"
-    with pytest.raises(AttributeError, match="Absent"):
-        main(["verify", "tests.strategies.test_verify:Absent"])
+    for name, why in {
+        "tests.strategies.test_verify:Absent": "has no attribute 'Absent'. Write module:Class",
+        "tests.absent:Net": "No module named 'tests.absent'. Write module:Class",
+        "tests.strategies.test_verify": "there is no colon in it. Write module:Class",
+    }.items():
+        with pytest.raises(SystemExit, match=why):
+            main(["verify", name])
+    with pytest.raises(SystemExit, match="verify: schedule='2f2b' is unknown"):
+        main(["verify", module, "--schedule", "2f2b"])
+    for option, value, why in (("--kwargs", "{bad", "'{bad' is no JSON"), ("--num-microbatches", "two", "nor auto")):
+        with pytest.raises(SystemExit):
+            main(["verify", module, option, value])
+        assert why in capsys.readouterr().err
+    # What the user's own code raises is Python's, with its traceback.
     with pytest.raises(TypeError, match="unexpected keyword argument 'width'"):
         main(["verify", module, "--kwargs", '{"width": 3}'])
-    with pytest.raises(ValueError, match="schedule='2f2b' is unknown"):
-        main(["verify", module, "--schedule", "2f2b"])
-    with pytest.raises(SystemExit):
-        main(["verify", module, "--kwargs", "{bad"])
-    assert "argument --kwargs" in capsys.readouterr().err
+    (tmp_path / "broken.py").write_text("import not_installed")
+    with mock.patch.object(sys, "path", [str(tmp_path), *sys.path]), pytest.raises(ModuleNotFoundError):
+        main(["verify", "broken:Net"])
+    with mock.patch.dict(sys.modules, {"torch": None}):
+        sys.modules.pop("lightning_smddp.doctor.examination", None)
+        with pytest.raises(SystemExit):
+            main(["doctor"])
+    assert "Install it: pip install torch" in capsys.readouterr().err
