@@ -27,7 +27,7 @@ from tests.strategies.learners import RESUMING, Learner, make_trainer
 from tests.strategies.pipeline_learners import Net
 
 pytestmark = RESUMING
-STEPS = 6  # of an epoch of two ranks
+STEPS = 3  # of an epoch of two ranks
 
 
 def job(base: Path, hosts: int = 1, current: int = 1) -> dict[str, str]:
@@ -177,7 +177,7 @@ def weights_alone(base: Path) -> list[dict[str, Any]]:
 
     def start(epochs: int) -> dict[str, Any]:
         full = ModelCheckpoint(filename="full")
-        weights = ModelCheckpoint(filename="w", save_weights_only=True, every_n_train_steps=5)
+        weights = ModelCheckpoint(filename="w", save_weights_only=True, every_n_train_steps=2)
         return Start(base, max_epochs=epochs, callbacks=[full, weights]).seen()
 
     return [start(1), start(2)]
@@ -185,7 +185,7 @@ def weights_alone(base: Path) -> list[dict[str, Any]]:
 
 def best_or_last(base: Path) -> list[dict[str, Any]]:
     best: dict[str, Any] = {"model": Monitored(), "callbacks": [ModelCheckpoint(monitor="score")], "max_epochs": 2}
-    every: dict[str, Any] = {"every_n_train_steps": 4, "save_on_train_epoch_end": False}
+    every: dict[str, Any] = {"every_n_train_steps": 2, "save_on_train_epoch_end": False}
     background = SMDDPStrategy(**grouped(verbose=False, algorithm="native", async_save=True))
     directories = SMDDPStrategy(**grouped(verbose=False, algorithm="native", sharded=True))
     return [
@@ -221,30 +221,30 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
 def test_a_second_start_finds_the_first_ones_checkpoints(starts: dict[str, Any]) -> None:
     first, second, third, found = starts["defaults"]
     assert (first["root"], first["steps"], first["trained"]) == ("checkpoints", STEPS, STEPS)
-    assert first["files"] == ["checkpoints/epoch=0-step=6.ckpt", "model/model.ckpt"]
-    assert (first["newest"], first["model"]) == ("epoch=0-step=6.ckpt", STEPS)
+    assert first["files"] == ["checkpoints/epoch=0-step=3.ckpt", "model/model.ckpt"]
+    assert (first["newest"], first["model"]) == ("epoch=0-step=3.ckpt", STEPS)
     assert (second["steps"], second["trained"]) == (2 * STEPS, STEPS)
-    assert (second["newest"], second["model"]) == ("epoch=1-step=12.ckpt", 2 * STEPS)
+    assert (second["newest"], second["model"]) == ("epoch=1-step=6.ckpt", 2 * STEPS)
     assert (third["trained"], third["model"]) == (0, 2 * STEPS)
     # A second Trainer of the script starts anew.
     assert found["trained"] == STEPS
-    assert {"checkpoints/trainer2/epoch=0-step=6.ckpt", "model/trainer2/model.ckpt"} < set(found["files"])
+    assert {"checkpoints/trainer2/epoch=0-step=3.ckpt", "model/trainer2/model.ckpt"} < set(found["files"])
     assert found["root"] == "code"  # without a logger, LightningCLI's config.yaml would go there
 
 
 @pytest.mark.slow
 def test_only_the_first_fit_goes_on_by_itself(starts: dict[str, Any]) -> None:
     [found] = starts["several_fits"]
-    assert found["first"].endswith("epoch=0-step=6.ckpt")
+    assert found["first"].endswith("epoch=0-step=3.ckpt")
     assert (found["second"], found["trained"]) == (None, STEPS)
 
 
 @pytest.mark.slow
 def test_nothing_moves_that_was_given(starts: dict[str, Any]) -> None:
     both, root = starts["given_directories"]
-    assert both["files"] == ["mine/epoch=0-step=6.ckpt", "model/model.ckpt"]
+    assert both["files"] == ["mine/epoch=0-step=3.ckpt", "model/model.ckpt"]
     assert (both["root"], both["newest"], both["model"]) == ("root", None, STEPS)
-    assert "checkpoints/checkpoints/epoch=0-step=6.ckpt" in root["files"]
+    assert "checkpoints/checkpoints/epoch=0-step=3.ckpt" in root["files"]
     assert root["trained"] == STEPS
 
 
@@ -261,7 +261,7 @@ def test_final_model(starts: dict[str, Any]) -> None:
     best, sparse, background, sharded, none = starts["best_or_last"]
     assert (best["steps"], best["model"]) == (2 * STEPS, STEPS)
     for found in (sparse, background):
-        assert (found["newest"], found["model"]) == ("epoch=0-step=4.ckpt", STEPS)  # no checkpoint has the last step
+        assert (found["newest"], found["model"]) == ("epoch=0-step=2.ckpt", STEPS)  # no checkpoint has the last step
     assert sharded["model"] == STEPS
     assert none["files"] == []
 
@@ -321,12 +321,12 @@ class Reclaimed(Callback):
 
 def stopped(base: str) -> None:
     with pytest.raises(SystemExit) as caught:
-        Start(Path(base), callbacks=[Reclaimed()])
+        Start(Path(base), model=Learner(count=48), callbacks=[Reclaimed()])
     assert caught.value.code == 143
 
 
 def started_again(base: str) -> dict[str, Any]:
-    return Start(Path(base)).seen()
+    return Start(Path(base), model=Learner(count=48)).seen()
 
 
 @pytest.mark.slow
@@ -336,8 +336,8 @@ def test_a_stopped_job_goes_on(tmp_path: Path) -> None:
     assert not (tmp_path / "model").exists()
     assert not (tmp_path / "output").exists()  # a stop is no failure
     for seen in run_trainer_ranks(started_again, 2, str(tmp_path), env=job(tmp_path)):
-        assert seen["steps"] == seen["model"] == STEPS
-        assert 0 < seen["trained"] < STEPS
+        assert seen["steps"] == seen["model"] == 2 * STEPS
+        assert 0 < seen["trained"] < 2 * STEPS
 
 
 # ---- several hosts ----

@@ -26,14 +26,7 @@ def sharded(**options: Any) -> Any:
     return silent(shard="optimizer", **options)
 
 
-class Short(Learner):
-    """Two or three steps an epoch."""
-
-    def __init__(self, batch_size: int = 4) -> None:
-        super().__init__(batch_size, count=24)
-
-
-class AdamLearner(Short):
+class AdamLearner(Learner):
     """AdamW on two groups, with a schedule."""
 
     def configure_optimizers(self) -> Any:
@@ -42,21 +35,21 @@ class AdamLearner(Short):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
-class AllAdam(Short):
+class AllAdam(Learner):
     """AdamW on whatever parameters there are."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
 
 
-class Factored(Short):
+class Factored(Learner):
     """An optimizer that looks at whole parameters."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adafactor(self.parameters(), lr=0.01)
 
 
-class Others(Short):
+class Others(Learner):
     """A fused kernel with several states, numbers of steps and products, one that begins filled, and none."""
 
     def configure_optimizers(self) -> Any:
@@ -75,14 +68,14 @@ class Others(Short):
             self.losses.append(loss.item())
 
 
-class AllAtOnce(Short):
+class AllAtOnce(Learner):
     """One that looks at all of them."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
-class Zero(Short):
+class Zero(Learner):
     def configure_optimizers(self) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, at its import
@@ -122,7 +115,7 @@ class Block(nn.Module):
         return x + torch.tanh(self.mix(self.norm(x)))
 
 
-class Tied(Short):
+class Tied(Learner):
     """Blocks, an embedding whose weight is the head's and is used by a function, a parameter of no dimension."""
 
     def __init__(self) -> None:
@@ -295,7 +288,7 @@ class StepHooks(AdamLearner):
         assert set(self.seen) == {sum(p.numel() for p in self.parameters())}
 
 
-class LastLayer(Short):
+class LastLayer(Learner):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.net[2].parameters(), lr=0.01)
 
@@ -322,7 +315,7 @@ class Unfreezing(Callback):
         pl_module.net[0].requires_grad_(trainer.current_epoch == 1)
 
 
-class Adversaries(Short):
+class Adversaries(Learner):
     """A GAN: two optimizers, modules in units and in the root, frozen in turn."""
 
     def __init__(self) -> None:

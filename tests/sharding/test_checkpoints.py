@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, Stochastic
 from torch import nn
 
 from tests.ranks import run_trainer_ranks
-from tests.sharding.learners import Block, Convolution, Factored, Short, Tied, Validating, fully_sharded, sharded
-from tests.strategies.learners import AllSteps, Outcome, assert_equal, make_trainer, outcome, silent
+from tests.sharding.learners import Block, Convolution, Factored, Tied, Validating, fully_sharded, sharded
+from tests.strategies.learners import AllSteps, Learner, Outcome, assert_equal, make_trainer, outcome, silent
 from tests.strategies.pipeline_learners import once, run_each
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The run is not continued exactly")]
@@ -155,7 +155,7 @@ def go_on_in_other_numbers_of_ranks(folder: Path) -> None:
             assert_equal(actual, expected, tolerance=1e-6 if strategy == saving == "shard" else 1e-4)
 
 
-class Evaluated(AllSteps, Short):
+class Evaluated(AllSteps, Learner):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)

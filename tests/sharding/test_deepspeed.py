@@ -33,7 +33,7 @@ from tests.ranks import run_trainer_ranks
 from tests.sharding.learners import AdamLearner
 from tests.strategies.learners import AllSteps, Learner, make_trainer, silent
 
-RANKS, BATCH = 2, 4  # of `Short`
+RANKS, BATCH = 2, 4  # of `Learner`
 
 
 class Logging(AdamLearner):

@@ -25,7 +25,6 @@ from tests.sharding.learners import (
     Outside,
     Overflowing,
     Regularized,
-    Short,
     StepHooks,
     Tied,
     Unfreezing,
@@ -35,7 +34,7 @@ from tests.sharding.learners import (
     fully_sharded,
     sharded,
 )
-from tests.strategies.learners import Outcome, assert_equal, make_trainer, outcome, silent
+from tests.strategies.learners import Learner, Outcome, assert_equal, make_trainer, outcome, silent
 from tests.strategies.pipeline_learners import run_each
 from tests.strategies.test_pipeline_features import scaled
 
@@ -71,7 +70,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "whole parameters": (Factored, {}),
     "all parameters": (AllAtOnce, {}),
     "other optimizers": (Others, {}),
-    "unfreezing": (Short, {"callbacks": lambda: [Unfreezing()]}),
+    "unfreezing": (Learner, {"callbacks": lambda: [Unfreezing()]}),
     "a group that comes later": (LastLayer, {"callbacks": lambda: [Adding()]}),
     "unused parameters": (Unused, {}),
     "a skipped step": (BadBatch, {}),
@@ -83,7 +82,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         averaging(lambda: StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1)),
     ),
 }
-UNUSED = (Tied, Short, Unused, LastLayer, Adversaries, Closures)
+UNUSED = (Tied, Learner, Unused, LastLayer, Adversaries, Closures)
 TOLERANCES = {"16-bit": 0.05, "mixed": 0.05}  # sums of three ranks in another order
 
 

@@ -29,9 +29,6 @@ TWO_BY_TWO = {"pipeline_parallel_size": 2, "verbose": False}
 class AdamNet(Net):
     """AdamW on two groups of named parameters, with a schedule."""
 
-    def __init__(self) -> None:
-        super().__init__(count=24)
-
     def configure_optimizers(self) -> Any:
         named = list(self.named_parameters())
         groups = [{"params": named[:3], "lr": 0.02}, {"params": named[3:]}]

@@ -54,7 +54,7 @@ def samples(count: int) -> TensorDataset:
 class Learning:
     """What a model does, for the ``LightningModule`` of either package."""
 
-    def build(self, batch_size: int = 4, count: int = 48) -> None:
+    def build(self, batch_size: int = 4, count: int = 24) -> None:
         self.batch_size, self.count = batch_size, count
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
@@ -80,7 +80,7 @@ class Learning:
 
 
 class Learner(Learning, LightningModule):
-    def __init__(self, batch_size: int = 4, count: int = 48) -> None:
+    def __init__(self, batch_size: int = 4, count: int = 24) -> None:
         super().__init__()
         self.build(batch_size, count)
 

@@ -114,7 +114,7 @@ Case = Callable[[Bench], Any]
 class Net(LightningModule):
     """A classifier of ``layers`` linear layers with activations in between."""
 
-    def __init__(self, layers: int = 4, batch_size: int = 8, count: int = 40) -> None:
+    def __init__(self, layers: int = 4, batch_size: int = 8, count: int = 24) -> None:
         super().__init__()
         self.batch_size, self.count = batch_size, count
         with torch.random.fork_rng(devices=[]):
@@ -160,7 +160,7 @@ class Evaluated(Net):
         return {"probabilities": out, "classes": out.argmax(1), "batch": batch_idx}
 
     def val_dataloader(self) -> Any:
-        return DataLoader(samples(self.count // 2 + 1), batch_size=self.batch_size - 3)
+        return DataLoader(samples(self.count // 2 - 1), batch_size=self.batch_size - 3)
 
     test_dataloader = predict_dataloader = val_dataloader
 

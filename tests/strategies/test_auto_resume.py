@@ -118,17 +118,17 @@ def chosen(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 def test_newest_one(chosen: list[Any]) -> None:
     """None at first; then the newest; nothing to do for a run that has finished; a given one has precedence."""
     for (first, second, third, given), _, _ in chosen:
-        assert first == (6, 6, None)
-        assert second[:2] == (18, 12)
+        assert first == (3, 3, None)
+        assert second[:2] == (9, 6)
         assert second[2] in ("epoch=0.ckpt", "last.ckpt")
-        assert third[:2] == (18, 0)
-        assert given == (18, 12, "epoch=0.ckpt")
+        assert third[:2] == (9, 0)
+        assert given == (9, 6, "epoch=0.ckpt")
 
 
 @pytest.mark.slow
 def test_passes_over_broken_ones(chosen: list[Any]) -> None:
     for _, found, _ in chosen:
-        assert found == (12, 6, "epoch=0.ckpt")
+        assert found == (6, 3, "epoch=0.ckpt")
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from tests.strategies.grouped import grouped
 from tests.strategies.learners import Learner, make_trainer, samples
 from tests.strategies.pipeline_learners import Cases, call
 
-BAD_STEP = 2
+BAD_STEP = 1
 ALL = -1  # ranks
 EPOCH = {"max_epochs": 1}
 COMMON = {"verbose": False, "algorithm": "native"}

@@ -137,7 +137,7 @@ def test_three_ranks(expected: str, options: dict[str, Any]) -> None:
 
 class Failing(Net):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        if batch_idx == 3:
+        if batch_idx == 2:
             raise ZeroDivisionError("the user's own")
         return super().training_step(batch, batch_idx)
 
@@ -149,7 +149,7 @@ class FailingOnce(Net):
     """On the first rank, where the path of the step is looked for; a second run would go on."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        if batch_idx == 3 and os.environ["RANK"] == "0" and not RAISED:
+        if batch_idx == 2 and os.environ["RANK"] == "0" and not RAISED:
             RAISED.append(batch_idx)
             raise ZeroDivisionError("the user's own")
         return super().training_step(batch, batch_idx)

@@ -13,18 +13,10 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from tests import devices
-from tests.strategies import pipeline_learners
 from tests.strategies.learners import overflow_in_third_batch
-from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Gpt, Matrix, assert_same, name_of, outcome
+from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Gpt, Matrix, Net, assert_same, name_of, outcome
 
 pytestmark = pytest.mark.filterwarnings("ignore:The provided params to be frozen:UserWarning")
-
-
-class Net(pipeline_learners.Net):
-    """With few batches, as there are many cases."""
-
-    def __init__(self, batch_size: int = 8, count: int = 24) -> None:
-        super().__init__(batch_size=batch_size, count=count)
 
 
 # ---- gradients ----
@@ -110,7 +102,7 @@ class Scaled(Evaluated):
     """Overflows. A fused optimizer unscales in its step; with it the last layers are frozen."""
 
     def __init__(self, fused: bool = False) -> None:
-        super().__init__()
+        super().__init__(count=40)
         self.fused = fused
         self.net[4:].requires_grad_(not fused)
 
@@ -245,7 +237,7 @@ class Odd(nn.Module):
         return Cube.apply(self.linear(x)) + between(x, self.linear.bias)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class Modules(pipeline_learners.Net):
+class Modules(Net):
     """Modules compiled in place, one of them with a hook, and wrapped ones."""
 
     def __init__(self) -> None:
@@ -265,7 +257,7 @@ def modules_checkpointed(bench: Bench) -> Any:
 
 
 def whole(bench: Bench) -> Any:
-    model: Any = torch.compile(pipeline_learners.Net(), backend=counting)
+    model: Any = torch.compile(Net(), backend=counting)
     trainer = bench.trainer(max_epochs=1, limit_train_batches=2)
     with warnings.catch_warnings(action="ignore"):
         trainer.fit(model)

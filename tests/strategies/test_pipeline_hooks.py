@@ -76,7 +76,7 @@ def hooks(bench: Bench) -> Any:
 
         return functools.wraps(base)(hook)
 
-    model = type("Heard", (Heard,), {name: hearing(name) for name in MODULE_HOOKS})(count=24)
+    model = type("Heard", (Heard,), {name: hearing(name) for name in MODULE_HOOKS})()
     trainer = bench.trainer(callbacks=[Listener(calls)], accumulate_grad_batches=2, gradient_clip_val=1.0)
     trainer.fit(model)
     trainer.test(model, verbose=False)
@@ -164,7 +164,7 @@ def loggers(bench: Bench) -> Any:
     found = [CSVLogger(bench.directory, "csv", version=0), TensorBoardLogger(bench.directory, "tensorboard", version=0)]
     callbacks = [LearningRateMonitor("step")]
     trainer = bench.trainer(logger=found, callbacks=callbacks, log_every_n_steps=2, enable_model_summary=True)
-    model = Evaluated(count=24)
+    model = Evaluated()
     trainer.fit(model)
     trainer.test(model, verbose=False)
     for logger in found:

@@ -97,7 +97,7 @@ class Selected(Net):
 
 
 def selected(bench: Bench) -> Any:
-    return bench.fit(Selected(layers=5, count=24), {"num_microbatches": 4})
+    return bench.fit(Selected(layers=5), {"num_microbatches": 4})
 
 
 class Endless(Net):

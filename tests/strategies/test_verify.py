@@ -25,7 +25,7 @@ class Verified(Evaluated):
     """With batches in random order, dropout, validation, a metric, an attribute, and hooks."""
 
     def __init__(self) -> None:
-        super().__init__(count=24)
+        super().__init__()
         self.net[1] = nn.Sequential(nn.Tanh(), nn.Dropout(0.3))
         self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
         self.rows = 0
