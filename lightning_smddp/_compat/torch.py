@@ -61,8 +61,11 @@ def is_loader_worker() -> bool:
 
 
 def set_group_timeout(timeout: timedelta) -> None:
-    """Give the default group another timeout. Remove when the oldest supported torch has ``set_timeout`` (2.15)."""
-    c10d._set_pg_timeout(timeout)
+    """Give the default group another timeout. Remove when the oldest supported torch has ``set_timeout`` (2.14)."""
+    if hasattr(dist, "set_timeout"):
+        dist.set_timeout(timeout)
+    else:
+        c10d._set_pg_timeout(timeout)
 
 
 def default_store() -> dist.Store:

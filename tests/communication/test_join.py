@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_smddp._compat.torch import set_group_timeout
 from lightning_smddp.communication.rendezvous import JOB, RankInfo, StartError, join, read, versions, wait_for_ranks
 from tests.programs import free_port
 from tests.ranks import run_ranks
@@ -205,3 +206,11 @@ def test_what_comes_behind_the_last_rank_counts_for_nothing() -> None:
 
 def test_versions_name_no_build() -> None:
     assert versions("2.6.6")["torch"] == torch.__version__.partition("+")[0]
+
+
+def test_the_public_way_to_set_a_timeout_is_taken_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From torch 2.14 on, which warns of the private one."""
+    given: list[timedelta] = []
+    monkeypatch.setattr(dist, "set_timeout", given.append, raising=False)
+    set_group_timeout(timedelta(seconds=7))
+    assert given == [timedelta(seconds=7)]
