@@ -17,6 +17,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
 from torch.distributed.tensor import DTensor
 
+from lightning_smddp.patches import patched
+
 
 def start(root: nn.Module) -> None:
     """Make ``root`` the module whose forward everything belongs to, before any other is called.
@@ -181,11 +183,8 @@ def move_undivided(root: nn.Module, device: torch.device) -> None:
                 module._buffers[key] = buffer.to(device)
     # `to` moves by `_apply`, which does nothing meanwhile: what is left of `to` is to note the device, in a
     # LightningModule.
-    vars(root)["_apply"] = _keep
-    try:
+    with patched([(vars(root), "_apply", _keep)]):
         root.to(device)
-    finally:
-        del vars(root)["_apply"]
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
+from lightning_smddp.patches import patched
+
 
 @contextmanager
 def default_group(group: dist.ProcessGroup) -> Iterator[None]:
@@ -40,11 +42,8 @@ def mode_within_backwards(mode: TorchFunctionMode) -> Iterator[None]:
         with mode:
             return original(*args, **kwargs)
 
-    setattr(torch.autograd, "_engine_run_backward", run_backward)  # noqa: B010
-    try:
+    with patched([(vars(torch.autograd), "_engine_run_backward", run_backward)]):
         yield
-    finally:
-        setattr(torch.autograd, "_engine_run_backward", original)  # noqa: B010
 
 
 def makes_its_results(function: Any) -> bool:

@@ -139,11 +139,9 @@ def around_hooks(trainer: Any, around: Around) -> Iterator[None]:
         if kind == "[LightningModule":
             return both(action, around(hook, [trainer.lightning_module]))
         if kind == "[Callback":
-            owners = [callback for callback in trainer.callbacks if callback.state_key == key]
-            return both(action, around(hook, owners))
+            return both(action, around(hook, [each for each in trainer.callbacks if each.state_key == key]))
         if action == "save_checkpoint":
-            states = [(vars(callback), "state_dict", within(callback)) for callback in trainer.callbacks]
-            return both(action, patched(states))
+            return both(action, patched((vars(each), "state_dict", within(each)) for each in trainer.callbacks))
         return profile(action)  # type: ignore[no-any-return]
 
     with patched([(vars(trainer.profiler), "profile", profiled)]):

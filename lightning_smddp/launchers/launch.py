@@ -82,16 +82,14 @@ class Launch:
 
     def describe(self) -> str:
         """One line for the log, of what is known."""
-        parts = []
-        for text, value, total in (
+        known = (
             ("rank {} of {}", self.rank, self.world_size),
             ("local rank {} of {}", self.local_rank, self.local_world_size),
             ("node {} of {}", self.node_rank, self.num_nodes),
             ("rank 0 at {} port {}", self.main_address, self.main_port),
             ("interface {}", self.interface, None),
-        ):
-            if value is not None:
-                parts.append(text.format(value, total or "?"))
+        )
+        parts = [text.format(value, total or "?") for text, value, total in known if value is not None]
         place = f" on {self.platform}" if self.platform else ""
         who = f"{self.launcher}{place}"
         if not self.starts_ranks:

@@ -124,11 +124,9 @@ class StageCosts:
 
         # By stage, what starting at each node costs. One entry more than stages: the last one is the end of the step.
         free = [0] * len(problem.cut_bytes)
-        self.boundary = [free]
+        links = zip(problem.links, pairwise(ranks), strict=True)
+        self.boundary = [free, *(free if a == b else self._boundary(link) for link, (a, b) in links), free]
         self.both = max if all(link.is_hidden for link in problem.links) else sum  # of two boundaries
-        for link, (sender, receiver) in zip(problem.links, pairwise(ranks), strict=True):
-            self.boundary.append(free if sender == receiver else self._boundary(link))
-        self.boundary.append(free)
 
     def _boundary(self, link: Link) -> list[int]:
         """Picoseconds of messages both ways at each cut; where none is allowed, it is never used."""

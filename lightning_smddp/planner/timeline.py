@@ -93,17 +93,10 @@ def draw(spans: Sequence[Span], title: str, path: Path) -> None:
     for lane, rank in enumerate(ranks):
         own = [span for span in spans if span.rank == rank]
         stages = sorted({span.stage for span in own})
-        for span in own:
-            start, length = 1e3 * (span.start_s - origin), 1e3 * span.seconds
-            alpha = 1 - 0.5 * stages.index(span.stage) / len(stages)
-            axes.broken_barh(
-                [(start, length)],
-                (lane - 0.4, 0.8),
-                facecolors=COLOURS[span.kind],
-                alpha=alpha,
-                edgecolor="white",
-                linewidth=0.5,
-            )
+        boxes = [(1e3 * (span.start_s - origin), 1e3 * span.seconds) for span in own]
+        colours = [(COLOURS[span.kind], 1 - 0.5 * stages.index(span.stage) / len(stages)) for span in own]
+        axes.broken_barh(boxes, (lane - 0.4, 0.8), facecolors=colours, edgecolor="white", linewidth=0.5)
+        for span, (start, length) in zip(own, boxes, strict=True):
             if span.computes and span.seconds > _DIGIT * len(str(span.microbatch)) * step:
                 axes.text(
                     start + length / 2, lane, str(span.microbatch), color="white", size=8, ha="center", va="center"
