@@ -127,6 +127,5 @@ class RecordTimeline:
 def _engine(trainer: Any) -> Any:
     """The engine of the Trainer's pipeline, once its module is partitioned."""
     pipelined = getattr(trainer.strategy, "_pipelined", None)
-    if pipelined is None or pipelined.partitioned is None:
-        return None
-    return pipelined.partitioned.runtime.engine
+    partitioned = getattr(pipelined, "partitioned", None)
+    return None if partitioned is None else partitioned.runtime.engine

@@ -64,9 +64,7 @@ class LaunchEnvironment(_Base):
 
     def local_rank(self) -> int:
         """Of this process on its node."""
-        if self.launch.starts_ranks:
-            return self.launch.local_rank or 0
-        return int(os.environ.get("LOCAL_RANK", 0))
+        return self.launch.local_rank or 0 if self.launch.starts_ranks else int(os.environ.get("LOCAL_RANK", 0))
 
     def node_rank(self) -> int:
         """Number of this node, from 0; 0 where the launcher says nothing of nodes."""

@@ -41,9 +41,7 @@ def launcher_pid() -> int | None:
     """The process without which this rank must not go on: launcher, torchrun's agent, mpirun; None if there is none."""
     parent = os.getppid()
     started_by_script = os.environ.get(LAUNCHER_PID) == str(parent)
-    if started_by_script or may_be_ended():
-        return parent
-    return None
+    return parent if started_by_script or may_be_ended() else None
 
 
 def may_be_ended() -> bool:

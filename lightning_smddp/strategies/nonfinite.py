@@ -82,9 +82,7 @@ class NonFiniteGuard:
 
 def by_asking(found: NonFinite | None, device: torch.device) -> NonFinite | None:
     """Findings where ranks have different gradients; ``found``: None if this rank's are fine. Collective."""
-    if not agreed(found is not None, world(), device):
-        return None
-    return found or NonFinite({})
+    return found or NonFinite({}) if agreed(found is not None, world(), device) else None
 
 
 @contextmanager

@@ -323,9 +323,7 @@ class PipelineOptions:
     def stages_per_rank(self) -> int:
         """As given, or as the schedule has it."""
         given = self.partition.stages_per_rank
-        if isinstance(given, str):
-            return self.schedule.default_stages_per_rank
-        return given
+        return self.schedule.default_stages_per_rank if isinstance(given, str) else given
 
     def grid(self, world_size: int) -> PipelineMesh:
         """The ranks' arrangement, and a last look at what depends on their number. Raises ``ValueError``."""

@@ -222,10 +222,9 @@ class PipelineParallel(PipelineRanks):
         # Lightning moves what it finds here to the CPU, which tensors without memory cannot do: the module is out of
         # sight meanwhile.
         module = self._lightning_module
-        if module is not None and any(parameter.is_meta for parameter in module.parameters()):
-            self._lightning_module = None
-        super()._tear_down_model()
-        self._lightning_module = module
+        is_away = module is not None and any(parameter.is_meta for parameter in module.parameters())
+        with patched([(vars(self), "_lightning_module", None if is_away else module)]):
+            super()._tear_down_model()
 
     # ---- steps ----
 
@@ -280,9 +279,8 @@ class PipelineParallel(PipelineRanks):
         partitioned = self._last_pipelined().partitioned
         assert partitioned is not None
         found = partitioned.nonfinite(may_have_changed_gradients(self._trainer))
-        if self._nonfinite_group is self._connected.data_parallel_group:
-            return found
-        return by_asking(found, self.root_device)
+        of_stage = self._nonfinite_group is self._connected.data_parallel_group
+        return found if of_stage else by_asking(found, self.root_device)
 
     @property
     def _nonfinite_group(self) -> dist.ProcessGroup:

@@ -62,9 +62,7 @@ class PipelineRanks(TrainerStrategy):
     @override
     def global_rank(self) -> int:
         """This rank; within a step the replica's number."""
-        if self._in_step:
-            return self._connected.replica
-        return super().global_rank
+        return self._connected.replica if self._in_step else super().global_rank
 
     @property
     @override
