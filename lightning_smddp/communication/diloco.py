@@ -129,12 +129,12 @@ class OuterOptimizer:
         self._shared.clear()
         self.follow()
 
+    @torch.no_grad()
     def follow(self) -> None:
         """Synchronise also what is trained by now."""
-        values = self._values()
-        frozen = {name for name, parameter in self._module.named_parameters() if not parameter.requires_grad}
+        values, buffers = self._values(), dict(self._module.named_buffers())
         for name, value in values.items():
-            if name not in frozen and value.is_floating_point():
+            if value.is_floating_point() and (value.requires_grad or name in buffers):
                 self._shared.setdefault(name, value.clone())
         ours = {name: values[name] for name in values if name in self._shared}
         self._fragments = list(_cut(ours, self.options.fragments))
@@ -144,8 +144,11 @@ class OuterOptimizer:
         """The tensors of the module that DDP makes the same on all ranks: a buffer may be another one than before."""
         ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
         named = [*self._module.named_parameters(), *self._module.named_buffers()]
-        found = {name: value.detach() for name, value in named if name not in ignored}
-        return {name: torch.view_as_real(value) if value.is_complex() else value for name, value in found.items()}
+        return {
+            name: torch.view_as_real(value) if value.is_complex() else value
+            for name, value in named
+            if name not in ignored
+        }
 
     def _broadcast(self, tensors: Iterable[Tensor]) -> None:
         broadcast_tensors(list(tensors), self.communicator.group, 0, self.communicator.device)
@@ -186,6 +189,7 @@ class OuterOptimizer:
         if self._algorithm is not None:
             self._broadcast(value for value in self._values().values() if not value.is_floating_point())
 
+    @torch.no_grad()
     def _send(self, fragment: _Fragment) -> None:
         values, arrival = self._values(), None
         for name, part in fragment.parts.items():
@@ -207,13 +211,12 @@ class OuterOptimizer:
             start = time.perf_counter()
             arrival.wait()
             self._waited_s += time.perf_counter() - start
-        trained = {name for name, parameter in self._module.named_parameters() if parameter.requires_grad}
         values = self._values()
         for name, mean in fragment.parts.items():
             value, shared = values[name], self._shared[name]
             if self._sends_differences:
                 mean.add_(shared)
-            shared.copy_(self._stepped(name, mean) if name in trained else mean)
+            shared.copy_(self._stepped(name, mean) if value.requires_grad else mean)
             value.copy_(torch.lerp(shared, value, alpha))
         if alpha == 0.0:
             self._behind.difference_update(fragment.parts)

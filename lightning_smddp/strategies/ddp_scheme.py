@@ -258,11 +258,10 @@ class DDPScheme:
 
 def _require_fits_sync(options: StrategyOptions) -> None:
     """Raise ``ValueError`` for what takes all ranks in each step."""
-    cures = {
-        "shard": (options.shard, "Leave `shard` out."),
-        "compression": (options.compression, "Gradients stay on their node: write DiLoCo(compression=...)."),
-        "loss_weight": (options.communication.loss_weight, "Leave `loss_weight` out: nodes count by their ranks."),
-    }
-    for name, (value, cure) in cures.items():
+    given = {"shard": options.shard, "compression": options.compression}
+    for name, value in {**given, "loss_weight": options.communication.loss_weight}.items():
         if value is not None:
-            raise ValueError(f"{name}={value!r} cannot be used with sync=DiLoCo(...). {cure}")
+            raise ValueError(
+                f"{name}={value!r} cannot be used with sync=DiLoCo(...), as nodes exchange nothing in a step. Leave it "
+                "out; what nodes do exchange is compressed by DiLoCo(compression=...)."
+            )

@@ -245,9 +245,13 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (DiLoCo, {"every": 4, "fragments": 2, "delay": 2}, "a delay from 0 to below every / fragments"),
     (DiLoCo, {"every": 4, "alpha": 1.5}, "alpha from 0 to 1"),
     (DiLoCo, {"every": 4, "compression": "powersgd"}, "Give DiLoCo 'bf16', 'fp16' or 'int8'"),
-    (silent, {"shard": "optimizer", "sync": SYNC}, "Leave `shard` out"),
+    (silent, {"shard": "optimizer", "sync": SYNC}, "shard='optimizer' cannot be used"),
     (silent, {"compression": "bf16", "sync": SYNC}, "write DiLoCo(compression=...)"),
-    (SMDDPStrategy, {"communication": CommunicationOptions(loss_weight="rows"), "sync": SYNC}, "Leave `loss_weight`"),
+    (
+        SMDDPStrategy,
+        {"communication": CommunicationOptions(loss_weight="rows"), "sync": SYNC},
+        "loss_weight='rows' cannot",
+    ),
 ]
 
 
