@@ -107,10 +107,11 @@ class OuterOptimizer:
         self.communicator = communicator
         self.momentum: dict[str, Tensor] = {}
         self._module = module
-        self._feedback = ErrorFeedback() if options.wire is not None and options.wire.error_feedback else None
+        self._feedback = ErrorFeedback()
         self._algorithm: Algorithm | None = None
         if communicator.topology.num_nodes > 1:
-            self._algorithm = communicator.algorithm("hierarchical", options.wire, self._feedback)
+            feedback = self._feedback if options.wire is not None and options.wire.error_feedback else None
+            self._algorithm = communicator.algorithm("hierarchical", options.wire, feedback)
             self._broadcast(self._values().values())
         # Of one node the mean is to be its own values to the bit; and values, unlike differences, do not bear rounding.
         self._sends_differences = communicator.compresses(options.wire)
@@ -138,7 +139,7 @@ class OuterOptimizer:
                 self._shared.setdefault(name, value.clone())
         ours = {name: values[name] for name in values if name in self._shared}
         self._fragments = list(_cut(ours, self.options.fragments))
-        self._forget_losses()
+        self._feedback.forget()  # it is of fragments as they were
 
     def _values(self) -> dict[str, Tensor]:
         """The tensors of the module that DDP makes the same on all ranks: a buffer may be another one than before."""
@@ -152,11 +153,6 @@ class OuterOptimizer:
 
     def _broadcast(self, tensors: Iterable[Tensor]) -> None:
         broadcast_tensors(list(tensors), self.communicator.group, 0, self.communicator.device)
-
-    def _forget_losses(self) -> None:
-        """What compression has kept back is in no checkpoint, and belongs to fragments as they were."""
-        if self._feedback is not None:
-            self._feedback.forget()
 
     # ---- steps ----
 
@@ -185,7 +181,7 @@ class OuterOptimizer:
                 self._send(fragment)
                 self._take_in(0.0)
         self._steps = 0
-        self._forget_losses()
+        self._feedback.forget()  # which is in no checkpoint
         if self._algorithm is not None:
             self._broadcast(value for value in self._values().values() if not value.is_floating_point())
 

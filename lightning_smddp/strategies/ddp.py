@@ -188,8 +188,7 @@ class DataParallel(ReplicatedFront, TrainerStrategy):
 
     @property
     def _is_divided(self) -> bool:
-        nodes = self._scheme.nodes
-        return bool(self._scheme.sharded) or (nodes is not None and nodes.topology.num_nodes > 1)
+        return bool(self._scheme.sharded) or self._scheme.nodes is not None
 
     def _model_state(self) -> dict[str, Any]:
         self._synchronize()
