@@ -16,7 +16,16 @@ from tests.programs import free_port, run_program
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-SMALL = ["digits.py", "gpt.py", "fabric_digits.py", "cli.py", "resume.py", "fsdp_gpt.py", "padded_lines.py"]
+SMALL = [
+    "digits.py",
+    "gpt.py",
+    "fabric_digits.py",
+    "cli.py",
+    "resume.py",
+    "fsdp_gpt.py",
+    "padded_lines.py",
+    "diloco.py",
+]
 PIPELINES = [
     "pipeline_mlp.py", "pipeline_gpt.py", "pipeline_transformers.py", "pipeline_unet.py", "pipeline_replicas.py",
     "pipeline_cli.py",
@@ -96,6 +105,7 @@ LEARNING: dict[str, tuple[str, dict[str, str], tuple[str, ...], str, float, floa
     "fabric_digits.py": ("", AT_THE_END, DATA, ACCURACY, 0.9, 1.0),
     "gpt.py": ("", AT_THE_END, DATA, LOSS, 1.0, 3.0),
     "padded_lines.py": ("", LESS, DATA, LOSS, 1.0, 3.0),
+    "diloco.py": ("", LESS, ("nodes every 10 steps", *DATA), LOSS, 1.0, 4.0),
     "fsdp_gpt.py": ("", LESS, ("2 on cpu, 2 to a copy",), LOSS, 1.0, 4.0),
     "cli.py": (ONE_SHORT_EPOCH, {}, (RANKS, "8 MiB", STOPPED), "", 0, 0),  # the YAML file's bucket_cap_mb
     "hf_finetune.py": ("... smddp", AT_THE_END, (RANKS,), ACCURACY, 0.6, 1.0),

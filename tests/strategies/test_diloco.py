@@ -238,7 +238,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (DiLoCo, {"every": 4, "alpha": 1.5}, "alpha from 0 to 1"),
     (DiLoCo, {"every": 4, "compression": "powersgd"}, "Give DiLoCo 'bf16', 'fp16' or 'int8'"),
     (silent, {"shard": "optimizer", "sync": SYNC}, "shard='optimizer' cannot be used"),
-    (silent, {"compression": "bf16", "sync": SYNC}, "write DiLoCo(compression=...)"),
+    (silent, {"compression": "bf16", "sync": SYNC}, "compressed by DiLoCo(compression=...)"),
 ]
 
 
