@@ -148,6 +148,28 @@ def around_hooks(trainer: Any, around: Around) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def around_training_logs(trainer: Any, around: Callable[[str], AbstractContextManager[bool]]) -> Iterator[None]:
+    """Enter ``around(hook)`` around each ``self.log`` of a training hook; it says whether the epoch's mean counts it.
+
+    A value that does not count takes part in what ranks do together. Remove when logged values can have a weight.
+    """
+    results = trainer.fit_loop.epoch_loop._results
+
+    def update_metrics(key: str, value: Any, batch_size: int) -> None:
+        metric = results[key]
+        is_shared = metric.is_tensor and metric.meta.sync.should
+        kept = ("value", "cumulated_batch_size") if is_shared else ("value", "cumulated_batch_size", "_forward_cache")
+        before = {name: vars(metric)[name] for name in kept if name in vars(metric)}
+        with around(metric.meta.fx) as counts:
+            type(results).update_metrics(results, key, value, batch_size)
+        if not counts:
+            vars(metric).update(before)
+
+    with patched([(vars(results), "update_metrics", update_metrics)]):
+        yield
+
+
 # ---- resuming ----
 
 
@@ -196,6 +218,7 @@ def make_iterators(trainer: Any) -> None:
     """Of a resumed run, where training begins: Lightning makes them before that, and not again."""
     fit_loop = trainer.fit_loop
     fit_loop._resuming_from_checkpoint = False  # it makes those of a new epoch, but for the first
+    fit_loop._load_combined_loader_states()  # loaders that `estimated_stepping_batches` made came before their states
     if fit_loop.epoch_loop.restarting or trainer.current_epoch == 0:
         for loader in fit_loop._combined_loader.flattened:
             sys.modules[type(fit_loop).__module__]._set_sampler_epoch(loader, trainer.current_epoch)

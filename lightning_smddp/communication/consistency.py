@@ -96,7 +96,10 @@ def check_same_lengths(batches: float, epoch: int, group: dist.ProcessGroup | No
         group: None: all ranks of the job.
     """
     number = "an unknown number of them" if batches == math.inf else str(int(batches))
-    cure = "Give every rank as many samples, as Lightning's sampler does, or set `limit_train_batches` to the least."
+    cure = (
+        "Give all as many samples, as Lightning's sampler does, or set `limit_train_batches` to the least; or write "
+        "CommunicationOptions(uneven=...): 'stop' ends epochs there, 'join' goes on with the ranks that have data."
+    )
     require_same(f"numbers of training batches in epoch {epoch}", [number], cure, group)
 
 

@@ -47,16 +47,17 @@ class ExactResume:
         if resume == "auto" and trainer.state.fn == "fit":
             continuing(trainer)
 
-    def process(self, loader: Any) -> Any:
-        """What Lightning is given for a loader of the user's: what has no state gets one."""
+    def process(self, loader: Any, make: Callable[[Any, RandomStates], Any] | None = None) -> Any:
+        """What Lightning is given for a loader of the user's: what has no state gets one. ``make`` makes it for all."""
         trainer = self._trainer
-        if trainer is None or not trainer.training or hasattr(loader, "load_state_dict"):
+        has_state = isinstance(loader, ResumableLoader) or (make is None and hasattr(loader, "load_state_dict"))
+        if trainer is None or not trainer.training or has_state:
             return loader
         if self._epoch != trainer.current_epoch:  # with `reload_dataloaders_every_n_epochs`, others than before
             self._epoch = trainer.current_epoch
             self._states.of_loaders.clear()
         self._states.look_into(loader)
-        return ResumableLoader(loader, self._states)
+        return (make or ResumableLoader)(loader, self._states)
 
     def close(self) -> None:
         """The run is over: Lightning has the user's own loaders again, which may be in a collection of the user's."""
@@ -65,7 +66,7 @@ class ExactResume:
         combined = self._trainer and training_loaders(self._trainer)
         if combined is not None:
             loaders = combined.flattened
-            combined.flattened = [each.loader if type(each) is ResumableLoader else each for each in loaders]
+            combined.flattened = [each.loader if isinstance(each, ResumableLoader) else each for each in loaders]
 
     # ---- saving ----
 

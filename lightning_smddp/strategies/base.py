@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -40,6 +41,7 @@ from lightning_smddp.strategies.run_supervision import RunSupervision
 from lightning_smddp.strategies.sagemaker_job import SageMakerJob
 from lightning_smddp.strategies.sanity_checks import SanityChecks
 from lightning_smddp.strategies.saving import Saving
+from lightning_smddp.strategies.uneven import EvenLoader, Join
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -56,6 +58,7 @@ class TrainerStrategy(Front, _Base):
     _last_report: CommunicationReport | None = None
     _averages_over_batches = True  # each rank has its own
     _weighting: LossWeighting | None = None
+    _join: Join | None = None
 
     def _hold_parts(self, options: StrategyOptions, close: Callable[[], None] | None = None) -> None:
         super()._hold_parts(options, close)
@@ -141,15 +144,21 @@ class TrainerStrategy(Front, _Base):
         """Print what runs, and begin the first epoch's comparisons."""
         super().on_train_start()
         self._checks.training_starts()
+        communication = self._session.options.communication
+        if communication.uneven == "join":
+            self._join = Join(self._trainer)
+            self._changes.enter_context(self._join.running())
         if self._averages_over_batches:
-            self._weighting = LossWeighting(self._session.options.communication.loss_weight, self._trainer)
+            self._weighting = LossWeighting(communication.loss_weight, self._trainer, self._join)
         self._training_starts()
         self._exact_resume.on_train_start()
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Training loaders get a state, which Lightning saves and restores."""
-        processed: object = self._exact_resume.process(super().process_dataloader(dataloader))
+        """Training loaders get a state, which Lightning saves and restores, and with ``uneven`` one length."""
+        uneven = self._session.options.communication.uneven
+        make = partial(EvenLoader, trainer=self._trainer, joins=uneven == "join") if uneven is not None else None
+        processed: object = self._exact_resume.process(super().process_dataloader(dataloader), make)
         return processed
 
     @override
@@ -236,7 +245,7 @@ class TrainerStrategy(Front, _Base):
     def on_train_end(self) -> None:
         """Say what communication cost; save the final model in a SageMaker job."""
         super().on_train_end()
-        self._weighting = None
+        self._weighting = self._join = None
         self._sagemaker.training_ends()
         self._training_ends()
 
@@ -341,6 +350,13 @@ class TrainerStrategy(Front, _Base):
         self._require_outside_of_step()
         if not self._interrupted:
             super().barrier(*args, **kwargs)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As of ``DDPStrategy``; what is logged in a step is reduced over the ranks that have data for it."""
+        if self._join is not None:
+            tensor = self._join.share(tensor, group, reduce_op)
+        return super().reduce(tensor, group, reduce_op)
 
     # ---- what a strategy defines, beside what `Front` has ----
 

@@ -182,10 +182,12 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
 
     def _training_starts(self) -> None:
         self._unseen_writes.note()  # a checkpoint was loaded
-        weight, accumulated = self._session.options.communication.loss_weight, self._trainer.accumulate_grad_batches
-        if accumulated > 1 and weight not in (None, "sum"):
+        communication, accumulated = self._session.options.communication, self._trainer.accumulate_grad_batches
+        weighs = communication.loss_weight not in (None, "sum")
+        if accumulated > 1 and (weighs or communication.uneven == "join"):
+            option = f"loss_weight={communication.loss_weight!r}" if weighs else "uneven='join'"
             raise ValueError(
-                f"loss_weight={weight!r} cannot be used with accumulate_grad_batches={accumulated} and strategy="
+                f"{option} cannot be used with accumulate_grad_batches={accumulated} and strategy="
                 "'smddp_deepspeed', whose gradients are DeepSpeed's. Leave out one, or use strategy='smddp_fsdp'."
             )
         if self._speaks:

@@ -83,9 +83,9 @@ class FabricStrategy(Front, _Base):
 
 def _refuse_of_trainer(options: StrategyOptions) -> None:
     """Raise ``ValueError`` for what Fabric, whose loop is the user's own, does not do."""
-    reliability, loss_weight = options.reliability, options.communication.loss_weight
-    if loss_weight is not None:
-        raise ValueError(f"loss_weight={loss_weight!r} is for the Trainer: Fabric sees no batches. Scale the loss.")
+    reliability, communication = options.reliability, options.communication
+    if communication.loss_weight is not None or communication.uneven is not None:
+        raise ValueError(f"{communication}: loss_weight and uneven are for the Trainer: Fabric sees no batches.")
     own = ReliabilityOptions(init_timeout=reliability.init_timeout, on_nonfinite=reliability.on_nonfinite)
     if reliability != own or options.resume is not None:
         raise ValueError(

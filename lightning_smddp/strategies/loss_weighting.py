@@ -22,6 +22,7 @@ from lightning_smddp.bridge.loss_weights import LossWeight, given_weight, labels
 from lightning_smddp.communication.objects import gather
 from lightning_smddp.sharding.optimizer_shards import local_of
 from lightning_smddp.strategies.tables import say
+from lightning_smddp.strategies.uneven import Join
 
 _WORTH_A_LINE = 1e-3  # relative
 
@@ -32,10 +33,12 @@ class LossWeighting:
     Args:
         option: ``loss_weight`` as the user gave it; None: one line says what it would change, if it would.
         trainer: of the fit.
+        join: knows whose batches weigh nothing; None: there are no such.
     """
 
-    def __init__(self, option: Any, trainer: Any) -> None:
+    def __init__(self, option: Any, trainer: Any, join: Join | None = None) -> None:
         self._option = option
+        self._join = join
         self._trainer = trainer
         self._looks = option is None and trainer.lightning_module.automatic_optimization  # until the first step
         self._batch: Any = None  # of that step
@@ -55,11 +58,15 @@ class LossWeighting:
             self._means.clear()
         if self._looks:
             self._batch = batch
-        if self._option in (None, "sum"):
+        weighs = self._option not in (None, "sum")
+        if not weighs and self._join is None:
             return
-        if self._counts is None:
+        if weighs and self._counts is None:
             self._counts = _agreed(self._option, batch)
-        self._weight = self._counts.of(batch).to(self._trainer.strategy.root_device, torch.float32)
+        weight = torch.ones(()) if self._counts is None else self._counts.of(batch)
+        if self._join is not None:
+            weight = weight * self._join.counts
+        self._weight = weight.to(self._trainer.strategy.root_device, torch.float32)
         self._mean = self._weight / dist.get_world_size()
         self._arrival = dist.all_reduce(self._mean, async_op=True)
 
@@ -69,10 +76,10 @@ class LossWeighting:
         if self._looks:
             batch, self._looks, self._batch = self._batch, False, None
             say_difference(batch, loss.detach() * accumulated, self._trainer)
-        if self._option is None:
+        if self._option is None and self._join is None:
             return loss
         if self._option == "sum":
-            return torch.mul(loss, accumulated * dist.get_world_size())
+            return torch.mul(loss, accumulated * dist.get_world_size() * self._weight)
         if self._arrival is not None:
             self._arrival.wait()
             self._arrival = None
@@ -88,7 +95,9 @@ class LossWeighting:
         accumulated = self._trainer.accumulate_grad_batches
         if accumulated == 1 or not self._means or not will_step(self._trainer):
             return
-        factor = accumulated * _positive(self._means[0]) / _positive(torch.stack(self._means).sum())
+        # Without an option batches count alike, and Lightning divides by their full number at the end of an epoch, too.
+        count = len(self._means) if self._option is None else accumulated
+        factor = count * _positive(self._means[0]) / _positive(torch.stack(self._means).sum())
         for parameter in self._trainer.lightning_module.parameters():
             if parameter.grad is not None:
                 gradient = local_of(parameter.grad)

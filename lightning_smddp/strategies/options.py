@@ -24,6 +24,7 @@ _Group = TypeVar("_Group")
 OnNonfinite: TypeAlias = Literal["error", "skip", "ignore"]
 Resume: TypeAlias = Literal["auto", "never"] | None
 Shard: TypeAlias = Literal["optimizer"] | None
+Uneven: TypeAlias = Literal["stop", "join"] | None
 LossWeightOption: TypeAlias = str | Callable[[Any], Any]
 """``"auto"``, ``"rows"``, ``"labels"``, ``"shifted_labels"``, ``"sum"``, the name of a batch entry, or a function."""
 
@@ -136,6 +137,8 @@ class CommunicationOptions:
         loss_weight: how much a rank's batch counts in the gradient, as of ``PipelineStrategy``: ``"rows"``,
             ``"labels"``, ``"shifted_labels"``, ``"sum"``, the name of an entry of the batch, or a function of the
             batch; None: all batches count alike, as with ``DDPStrategy``.
+        uneven: when ranks have unequal numbers of batches: ``"stop"`` ends the epoch for all where the first one's data
+            ends; ``"join"`` goes on with the mean over those that have data; None is an error.
 
     Raises:
         ValueError: a value is none of the valid ones, which the message lists.
@@ -144,8 +147,10 @@ class CommunicationOptions:
     collective_timeout: float | timedelta | None = None
     verbose: bool = True
     loss_weight: LossWeightOption | None = None
+    uneven: Uneven = None
 
     def __post_init__(self) -> None:
+        require_one_of(("stop", "join", None), uneven=self.uneven)
         if self.loss_weight == "auto":
             raise ValueError("loss_weight='auto' is for pipelines. Leave it out, or say how batches count.")
         duration("collective_timeout", self.collective_timeout)
@@ -318,6 +323,8 @@ class PipelineOptions:
         require_count("num_microbatches", self.num_microbatches, "'auto'")
         if self.strategy.communication.loss_weight is not None:
             raise ValueError("A pipeline weighs micro-batches: write PipelineStrategy(loss_weight=...) instead.")
+        if self.strategy.communication.uneven == "join":
+            raise ValueError("uneven='join' is not for pipelines: their replicas have one loss. Use uneven='stop'.")
 
     @property
     def stages_per_rank(self) -> int:

@@ -79,6 +79,12 @@ def uneven(rank: int | None = None) -> list[list[int]]:
     return [[[0, 1, 2, 3, 4], [5]], [[6, 7], [10, 11, 12]]][rank]
 
 
+def longer(rank: int | None = None) -> list[list[int]]:
+    """Another batch on the first rank alone."""
+    rank = dist.get_rank() if rank is None else rank
+    return uneven(rank) + [[13, 14]] * (rank == 0)
+
+
 def steps(split: Callable[[int], list[list[int]]], accumulated: int) -> Iterator[tuple[Tensor, ...]]:
     """The texts of each optimizer step, of all ranks."""
     ranks = [split(0), split(1)]
@@ -136,7 +142,8 @@ def body(
     kinds: list[type], loss_weight: Any, split: Any, accumulated: int, model_class: type, epochs: int = 1
 ) -> list[dict[str, Tensor]]:
     """Train one model by each kind of strategy; its parameters."""
-    communication = CommunicationOptions(loss_weight=loss_weight, verbose=False)
+    ends: Any = "join" if split is longer else None
+    communication = CommunicationOptions(loss_weight=loss_weight, uneven=ends, verbose=False)
     found = []
     for make in kinds:
         model = model_class(split)
@@ -185,7 +192,9 @@ def test_a_batch_whose_gradient_is_dropped_counts_in_no_other_step() -> None:
 def with_deepspeed() -> tuple[dict[str, Tensor], str]:
     """Parameters, and the error of accumulation."""
     kinds = [functools.partial(SMDDPDeepSpeedStrategy, stage=2)]
-    [found] = body(kinds, "labels", of_sampler, 1, Model)
+    [found] = body(kinds, "labels", longer, 1, Model)
+    with pytest.raises(ValueError, match="uneven='join' cannot be used with accumulate_grad_batches=2 and strategy"):
+        body(kinds, None, longer, 2, Model)
     with pytest.raises(ValueError, match="accumulate_grad_batches=2 and strategy") as caught:
         body(kinds, "labels", of_sampler, 2, Model)
     return found, str(caught.value)
@@ -195,7 +204,7 @@ def with_deepspeed() -> tuple[dict[str, Tensor], str]:
 @pytest.mark.timeout(300)
 def test_deepspeed_weighs_batches_and_refuses_to_accumulate_them() -> None:
     (found, error), (_, other_error) = run_trainer_ranks(with_deepspeed, 2)
-    torch.testing.assert_close(found, whole(of_sampler, 1, by_labels), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, whole(longer, 1, by_labels), rtol=1e-5, atol=1e-5)
     assert error == other_error
 
 
@@ -233,7 +242,9 @@ def test_the_first_step_says_what_labels_would_change() -> None:
     [
         (lambda: CommunicationOptions(loss_weight="auto"), "is for pipelines. Leave it out"),
         (lambda: PipelineStrategy(communication={"loss_weight": "rows"}), r"write PipelineStrategy.loss_weight"),  # type: ignore[arg-type]
+        (lambda: PipelineStrategy(communication={"uneven": "join"}), "Use uneven='stop'"),  # type: ignore[arg-type]
         (lambda: SMDDPFabricStrategy(communication={"loss_weight": "rows"}), "Fabric sees no batches"),  # type: ignore[arg-type]
+        (lambda: SMDDPFabricStrategy(communication={"uneven": "stop"}), "'stop' is .*Fabric sees no"),  # type: ignore[arg-type]
     ],
 )
 def test_where_weights_do_not_fit(make: Callable[[], object], message: str) -> None:
