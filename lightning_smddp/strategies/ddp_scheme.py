@@ -258,9 +258,10 @@ class DDPScheme:
 
 def _require_fits_sync(options: StrategyOptions) -> None:
     """Raise ``ValueError`` for what takes all ranks in each step."""
-    given = {"shard": options.shard, "compression": options.compression}
-    for name, value in {**given, "loss_weight": options.communication.loss_weight}.items():
-        if value is not None:
+    communication = options.communication
+    given = {"shard": options.shard, "compression": options.compression, "loss_weight": communication.loss_weight}
+    for name, value in {**given, "uneven": communication.uneven}.items():
+        if value not in (None, "stop"):
             raise ValueError(
                 f"{name}={value!r} cannot be used with sync=DiLoCo(...), as nodes exchange nothing in a step. Leave it "
                 "out; what nodes do exchange is compressed by DiLoCo(compression=...)."

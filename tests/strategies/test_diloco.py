@@ -239,6 +239,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (DiLoCo, {"every": 4, "compression": "powersgd"}, "Give DiLoCo 'bf16', 'fp16' or 'int8'"),
     (silent, {"shard": "optimizer", "sync": SYNC}, "shard='optimizer' cannot be used"),
     (silent, {"compression": "bf16", "sync": SYNC}, "compressed by DiLoCo(compression=...)"),
+    (silent, {"uneven": "join", "sync": SYNC}, "uneven='join' cannot be used"),
 ]
 
 
