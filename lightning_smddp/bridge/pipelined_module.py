@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_smddp.bridge.batches import MicroBatcher
@@ -295,6 +296,8 @@ class PipelinedModule:
             SplitError, VerificationError: on every rank: the step cannot be pipelined.
         """
         if isinstance(self.state, Unpartitioned):
+            if self.setup.num_stages > 1:
+                rank_zero_info(f"Cutting {step.hook} into {self.setup.num_stages} stages: traces and checks one batch.")
             self.state = partition(self.state, step, self.batcher.split(batch, step), self.known_plan)
         return self.state
 

@@ -151,7 +151,7 @@ def _find(name: str, nodes: Sequence[NodeCost]) -> int:
     for index, node in enumerate(nodes):
         if node.name == name or node.name.startswith(f"{name}."):
             return index
-    units = ", ".join(dict.fromkeys(node.name for node in nodes))
+    units = ", ".join(dict.fromkeys(node.name for node in nodes if node.is_unit))
     raise PartitionError(f"split names {name!r}, which the step does not call. Units, in order: {units}")
 
 

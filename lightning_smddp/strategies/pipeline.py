@@ -348,8 +348,11 @@ def _print_partition(
 ) -> None:
     """Print how the module was partitioned for the step ``hook``; ``loss_weight`` is of the micro-batches."""
     setup = partitioned.setup
+    stages = f"pipelined in {counted(setup.num_stages, 'stage')}"
+    if setup.num_stages == 1:
+        stages = "1 stage is no pipeline: use more devices, or another pipeline_parallel_size"
     rows = [
-        (hook, f"pipelined in {counted(setup.num_stages, 'stage')}"),
+        (hook, stages),
         ("schedule", _schedule(partitioned, microbatches)),
         ("loss weights", loss_weight.describe()),
         *_stages(partitioned),

@@ -90,7 +90,8 @@ def start_process_group(strategy: Any) -> None:
     device = None if strategy.root_device.type == "cpu" else strategy.root_device
     init_timeout = start_limit(strategy._reliability.start_limit, timeout)
     join(card, address, backend, device, strategy._session.limit(timeout), init_timeout)
-    rank_zero_info(f"{card.world_size} processes are connected, by {backend}.")
+    if card.world_size > 1:
+        rank_zero_info(f"{card.world_size} processes are connected, by {backend}.")
 
 
 def _leave(reference: weakref.ref[DefaultGroup]) -> None:

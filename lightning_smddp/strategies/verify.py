@@ -133,7 +133,6 @@ def verify(
     # As many micro-batches as the pipeline made of each batch, with the weights that it found.
     counts = iter(piped["counts"])
     accumulation = AccumulationStrategy(lambda rows: next(counts), loss_weight=piped["loss_weight"])
-    print("verify: the pipeline is done; now one process", flush=True)
     alone, steps = _fit(*given, devices=1, strategy=accumulation)["steps"], piped["steps"]
     wrong = list(differences(alone, steps))
     if wrong:

@@ -109,6 +109,7 @@ def checked(make: Callable[[], Any], options: dict[str, Any]) -> Any:
 
 
 SCENES: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "alone": (Net, {"pipeline_parallel_size": 1}),
     "unchecked": (Escaping, {"check": False}),
     "between rows": (Contrastive, {}),
     "labels": (Shifted, {}),
@@ -158,6 +159,11 @@ def test_the_table_says_what_sees_micro_batches() -> None:
     assert "4 micro-batches of 2 rows" in first
     assert "in training net.1 (BatchNorm)" in first
     assert second == ""
+
+
+def test_one_stage_is_called_no_pipeline() -> None:
+    first, _ = TWO.results((shown, "alone"))
+    assert "training_step 1 stage is no pipeline: use more devices, or another pipeline_parallel_size" in first
 
 
 @pytest.mark.parametrize("case", RIGHT, ids=lambda case: case[1].__name__)
