@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -119,7 +120,9 @@ def _warnings(facts: Facts) -> Iterator[str]:
             f"{ranks} ranks of this node, but {gpus} GPU(s) visible: measured on CPU. "
             "Let each rank see all GPUs of the node: it takes that of its local rank."
         )
-    if facts.shared_memory is None:
+    if sys.platform != "linux":
+        yield f"Shared memory needs Linux, this is {sys.platform}: ranks of a node average over sockets."
+    elif facts.shared_memory is None:
         yield "There is no /dev/shm: ranks of a node average over sockets. Mount a tmpfs at /dev/shm."
     elif facts.shared_memory[0] < _LEAST_SHARED_MEMORY:
         yield (

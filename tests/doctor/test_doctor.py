@@ -6,6 +6,7 @@ import io
 import os
 import re
 import shutil
+import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
 from types import SimpleNamespace
@@ -55,6 +56,14 @@ def test_what_is_wrong_has_a_cure(changes: dict[str, Any], level: str, what: str
     assert finding.level == level
     assert re.search(f"{re.escape(what)}.*{re.escape(cure)}", finding.text)
     assert f"{level.upper()} [a, b]: {finding.text}" in as_text(facts, "", {finding: {"b", "a"}})
+
+
+def test_a_machine_without_linux_is_told_of_no_mount(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert look({}).processors == os.cpu_count()
+    [finding] = find(replace(HEALTHY, shared_memory=None))
+    assert finding.text == "Shared memory needs Linux, this is darwin: ranks of a node average over sockets."
 
 
 def test_nothing_is_wrong() -> None:
