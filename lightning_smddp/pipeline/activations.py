@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -35,18 +35,21 @@ def call(how: Checkpointing, module: nn.Module, forward: Callable[..., Any], /, 
         with _saved_on_host(module):
             return forward(*args, **kwargs)
     forward = partial(forward, **{**kwargs, **dict.fromkeys(_CACHES & kwargs.keys())})
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _same_buffers(module)))
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _SameBuffers(module)))
 
 
-@contextmanager
-def _same_buffers(module: nn.Module) -> Iterator[None]:
-    """What is written to buffers in here, such as BatchNorm's averages, was written before."""
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
+class _SameBuffers:
+    """What is written to buffers in here, such as BatchNorm's averages, was written before. Entered again and again."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __enter__(self) -> None:
+        self.before = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+
+    def __exit__(self, *_: object) -> None:
         with torch.no_grad():
-            for buffer, value in before:
+            for buffer, value in self.before:
                 buffer.copy_(value)
 
 

@@ -26,7 +26,7 @@ from lightning_smddp.communication.nonfinite import NonFinite, bad_gradients
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.communication.sharded_collectives import ShardedCollectives
 from lightning_smddp.communication.tensors import norm_over_ranks
-from lightning_smddp.patches import patched
+from lightning_smddp.patches import Patch, patched
 from lightning_smddp.pipeline.activations import CHANGES_NOTHING, CHECKPOINTING, Checkpointing, call, checkpointing_on
 from lightning_smddp.pipeline.partition.costs import fits_on_hosts
 from lightning_smddp.pipeline.state.meta_parameters import initialize_deferred
@@ -161,9 +161,8 @@ class FSDPScheme:
         self.sharded = FullySharded(module, units, plan)
         self._collectives.attach(module)
         move_undivided(module, device)
-        # Within FSDP2's hooks, so with whole parameters. Made once, as what compiles looks at the object.
-        modules = map(module.get_submodule, units.names if how else ())
-        self._patches = [(vars(unit), "forward", partial(call, how, unit, unit.forward)) for unit in modules]
+        # Made once, as what compiles a unit looks at the object.
+        self._patches = list(_checkpointed(module, units.names, how)) if how else []
 
     def describe(self) -> list[tuple[str, str]]:
         """What runs here, in rows of name and value."""
@@ -218,6 +217,15 @@ class FSDPScheme:
     def close(self) -> None:
         """Free memory that ranks share. Not collective."""
         self._collectives.close()
+
+
+def _checkpointed(root: nn.Module, names: Sequence[str], how: Checkpointing) -> Iterator[Patch]:
+    """Units of ``root`` that keep less for backward: within FSDP2's hooks, so with whole parameters."""
+    inside = tuple(f"{name}." for name in names if how is True)  # the outermost runs again, and those in it with it
+    for name in names:
+        if not name.startswith(inside):
+            unit = root.get_submodule(name)
+            yield vars(unit), "forward", partial(call, how, unit, unit.forward)
 
 
 class SteppedOptimizer:
