@@ -103,8 +103,6 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _number_or_auto(text: str) -> int | str:
-    if text != "auto" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto")
     return text if text == "auto" else int(text)
 
 

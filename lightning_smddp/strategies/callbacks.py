@@ -86,8 +86,7 @@ class RecordTimeline:
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Say so if the batch did not come."""
         if _engine(trainer) is not None and not self.spans:
-            batches = f"epochs have {trainer.num_training_batches} batches"
-            rank_zero_warn(f"PipelineTimeline wrote nothing: batch_idx={self.batch_idx} did not come, {batches}.")
+            rank_zero_warn(f"PipelineTimeline wrote nothing: there was no batch_idx={self.batch_idx}.")
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begin to record if this is the batch that was asked for, at one moment on all ranks."""

@@ -60,11 +60,10 @@ def _on_one_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 def _say_start(ranks: int) -> None:
     """Ranks import what the script does before they are heard of."""
-    if ranks == 1:
-        return
     shared = processors()
     note = f" They share {counted(shared, 'processor')}: on CPU use devices={shared}." if ranks > shared else ""
-    rank_zero_info(f"Starting {counted(ranks, 'process')}.{note}")
+    if ranks > 1:
+        rank_zero_info(f"Starting {counted(ranks, 'process')}.{note}")
 
 
 class ScriptLaunching:

@@ -154,11 +154,8 @@ def test_names_and_prefixes(split: list[str], cuts: tuple[int, ...]) -> None:
     ],
 )
 def test_one_wrong_name(split: list[str], message: str) -> None:
-    problem = named(2)
-    loss = NodeCost("loss at model.py:3", 1, 2, 0, is_unit=False)
-    with pytest.raises(PartitionError, match=message) as caught:
-        given_partition(dataclasses.replace(problem, nodes=[*problem.nodes[:-1], loss]), split)
-    assert loss.name not in str(caught.value)
+    with pytest.raises(PartitionError, match=message):
+        given_partition(named(2), split)
 
 
 @pytest.mark.parametrize("split", [["norm", "blocks.1"], ["norm", "norm"], ["blocks.1", "blocks.1.attn"]])

@@ -96,16 +96,10 @@ def test_spawn_and_fork(strategy: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("shared", "note"), [(2, ""), (1, " They share 1 processor: on CPU use devices=1.")])
 def test_a_start_says_how_many_processes_come(shared: int, note: str) -> None:
-    class Starts:
-        is_interactive_compatible = False
-
-        def launch(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-            return function()
-
-    launcher = type("Launcher", (SpawnLaunching, Starts), {})()
+    lightnings = type("Launcher", (), {"is_interactive_compatible": False, "launch": lambda self, run, **_: run()})
     trainer = mock.Mock(**{"strategy.num_processes": 2})
     with mock.patch.multiple(launchers, processors=lambda: shared, rank_zero_info=mock.DEFAULT) as said:
-        launcher.launch(print, trainer=trainer)
+        type("Launcher", (SpawnLaunching, lightnings), {})().launch(print, trainer=trainer)
     said["rank_zero_info"].assert_called_once_with(f"Starting 2 processes.{note}")
 
 

@@ -114,10 +114,9 @@ def test_what_is_asked_for_wrongly_is_said_in_a_line(capsys: pytest.CaptureFixtu
             main(["verify", name])
     with pytest.raises(SystemExit, match="verify: schedule='2f2b' is unknown"):
         main(["verify", module, "--schedule", "2f2b"])
-    for option, value, why in (("--kwargs", "{bad", "'{bad' is no JSON"), ("--num-microbatches", "two", "nor auto")):
-        with pytest.raises(SystemExit):
-            main(["verify", module, option, value])
-        assert why in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["verify", module, "--kwargs", "{bad"])
+    assert "argument --kwargs: '{bad' is no JSON" in capsys.readouterr().err
     # What the user's own code raises is Python's, with its traceback.
     with pytest.raises(TypeError, match="unexpected keyword argument 'width'"):
         main(["verify", module, "--kwargs", '{"width": 3}'])
