@@ -100,12 +100,14 @@ def _no_network_namespaces() -> str | None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Build the simulated device before the first test's time starts; say what the fork server imports."""
+    """Before the first test's time starts: build the simulated device, let the fork server import."""
+    if session.config.option.collectonly:
+        return
+    if any(item.get_closest_marker("simulated_cuda") for item in session.items) and build.problem() is None:
+        build.build()
     if any(item.get_closest_marker("slow") or item.get_closest_marker("exhaustive") for item in session.items):
         rank_processes.PRELOAD += rank_processes.PRELOAD_FOR_SLOW
-    needed = any(item.get_closest_marker("simulated_cuda") for item in session.items)
-    if needed and not session.config.option.collectonly and build.problem() is None:
-        build.build()
+        rank_processes.warm_up()
 
 
 @pytest.fixture(autouse=True)

@@ -132,6 +132,13 @@ def forked(body: Callable[..., None], *args: Any) -> ForkServerProcess:
     return process
 
 
+def warm_up() -> None:
+    """Wait for the fork server's imports, which take minutes on a busy machine."""
+    process = forked(int)
+    process.join()
+    process.close()
+
+
 def watch(ranks: list[Rank], timeout: float) -> tuple[dict[int, str], dict[int, str]]:
     """Wait until every rank has exited; return the failed ranks' tracebacks and the hung ranks' stacks."""
     running = dict(enumerate(ranks))

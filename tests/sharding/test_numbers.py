@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -98,15 +99,18 @@ def train(case: str, make_strategy: Any, options: dict[str, Any]) -> Outcome:
     return outcome(model, trainer)
 
 
+@functools.cache
+def plain(case: str) -> Outcome:
+    return train(case, silent, {"find_unused_parameters": CASES[case][0] in UNUSED})
+
+
 def train_both(kind: str, cases: list[str], options: dict[str, Any]) -> dict[str, list[Outcome]]:
     found = {}
     for case in cases:
-        unused = {"find_unused_parameters": CASES[case][0] in UNUSED}
-        plain = train(case, silent, unused)
         if kind == "fsdp":
-            found[case] = [plain, train(case, fully_sharded, options)]
+            found[case] = [plain(case), train(case, fully_sharded, options)]
         else:
-            found[case] = [plain, train(case, sharded, unused)]
+            found[case] = [plain(case), train(case, sharded, {"find_unused_parameters": CASES[case][0] in UNUSED})]
     return found
 
 
