@@ -2,9 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # Ranks of a test wait for each other, and for faults to be found: tests beside it take the processor time that they
-# leave. On 2 cores two tests left a seventh of it unused; a third one takes that. The tests of a file stay together, as
-# they share what is dear to make; files that take longest come first (tests/conftest.py). JOBS=0: one after the other.
-JOBS ?= 3
+# leave. On 2 cores three tests left a quarter of it unused; a fourth one takes that. The tests of a file stay together,
+# as they share what is dear to make; files that take longest come first (tests/conftest.py). JOBS=0: one after another.
+JOBS ?= 4
 PARALLEL = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 INSTALLED := .venv/installed.stamp
 DOCS := .venv/docs.stamp

@@ -29,27 +29,40 @@ from tests.simulated_cuda import build
 SIDE_BY_SIDE = "PYTEST_XDIST_WORKER" in os.environ
 BEFORE = pytest.StashKey[Snapshot]()
 LAST_PATIENCE_S = 15.0
-# The longest files first: handed out later, one would keep one worker alone busy.
+# The longest files first: handed out later, one would keep one worker alone busy. Those that wait for faults to be
+# found stand among those that compute: three that wait leave the processors idle.
 LONGEST = [
     "tests/test_examples.py",
-    "tests/strategies/test_contract.py",
-    "tests/strategies/test_launchers.py",
+    "tests/supervision/test_life.py",
     "tests/sharding/test_numbers.py",
-    "tests/test_readme.py",
+    "tests/strategies/test_contract.py",
+    "tests/supervision/test_failures.py",
+    "tests/strategies/test_launchers.py",
     "tests/strategies/test_exact_resume.py",
-    "tests/sharding/test_checkpoints.py",
     "tests/communication/test_join.py",
-    "tests/strategies/test_device_faults.py",
-    "tests/pipeline/test_step_run.py",
-    "tests/pipeline/test_transformers.py",
+    "tests/sharding/test_checkpoints.py",
     "tests/faults/test_deaths.py",
+    "tests/sharding/test_one_word.py",
+    "tests/sharding/test_deepspeed.py",
+    "tests/supervision/test_shutdown.py",
     "tests/strategies/test_pipeline_features.py",
-    "tests/strategies/test_layouts.py",
-    "tests/strategies/test_pipeline_hooks.py",
-    "tests/strategies/test_edges.py",
-    "tests/strategies/test_nonfinite.py",
+    "tests/strategies/test_transparency.py",
     "tests/faults/test_nodes.py",
-    "tests/pipeline/test_replay.py",
+    "tests/gpu/test_data_parallel.py",
+    "tests/strategies/test_layouts.py",
+    "tests/faults/test_stops.py",
+    "tests/gpu/test_pipelines.py",
+    "tests/strategies/test_pipeline_schedules.py",
+    "tests/supervision/test_stops.py",
+    "tests/gpu/test_sharded_optimizer.py",
+    "tests/strategies/test_pipeline_steps.py",
+    "tests/strategies/test_device_faults.py",
+    "tests/faults/test_data_and_files.py",
+    "tests/multinode/test_torchrun.py",
+    "tests/sagemaker/test_folders.py",
+    "tests/test_readme.py",
+    "tests/strategies/test_pipeline_hooks.py",
+    "tests/strategies/test_pipeline_memory.py",
 ]
 
 
