@@ -34,6 +34,7 @@ LAST_PATIENCE_S = 15.0
 LONGEST = [
     "tests/test_examples.py",
     "tests/supervision/test_life.py",
+    "tests/test_notebook.py",
     "tests/sharding/test_numbers.py",
     "tests/strategies/test_contract.py",
     "tests/supervision/test_failures.py",
@@ -46,6 +47,7 @@ LONGEST = [
     "tests/sharding/test_deepspeed.py",
     "tests/supervision/test_shutdown.py",
     "tests/strategies/test_pipeline_features.py",
+    "tests/strategies/test_diloco.py",
     "tests/strategies/test_transparency.py",
     "tests/faults/test_nodes.py",
     "tests/gpu/test_data_parallel.py",

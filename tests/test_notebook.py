@@ -15,6 +15,7 @@ def test_notebook_trains_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "2")  # forks of a process that has computed on two threads
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # else one that waits for the other takes a processor, too
     notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells)
     nbclient.execute(notebook, cwd=str(tmp_path), timeout=120)
