@@ -130,7 +130,7 @@ RESUMED = [(resume, "stream"), (resume, "shuffled")]
 CASES = Cases(call, [*RUNS, *RESUMED, EMPTY])
 
 
-@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize("run", RUNS)
 def test_ranks_train_as_one_process_with_all_their_batches(run: Any) -> None:
     _, _, uneven, accumulated, weight, (data, *manual) = run
     state, shown, means = alone(uneven, accumulated, weight == "rows")
@@ -143,7 +143,7 @@ def test_ranks_train_as_one_process_with_all_their_batches(run: Any) -> None:
         assert facts == [-1 if data == "stream" else steps, steps, said * (uneven == "stop" and rank == 0)]
 
 
-@pytest.mark.parametrize("case", RESUMED, ids=str)
+@pytest.mark.parametrize("case", RESUMED, ids=["stream", "shuffled"])
 def test_a_run_goes_on_from_where_a_rank_has_no_data(case: Any) -> None:
     for (state, shown, means), resumed in CASES.results(case):
         torch.testing.assert_close(resumed, (state, shown[3:], means), rtol=0, atol=0)
