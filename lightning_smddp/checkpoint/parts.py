@@ -76,13 +76,10 @@ def _placed(value: Any, name: str, tensors: dict[str, Tensor], places: dict[Any,
     return _PREFIX + known
 
 
-def merge(parts: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
-    """What several ranks know, numbers of parameters in order; of what several have, the first one's counts."""
-    merged: dict[Any, Any] = {}
-    for part in parts:
-        merged = {**merged, **{key: value for key, value in part.items() if key not in merged}}
-    numbers = sorted(key for key in merged if isinstance(key, int))
-    return {**{number: merged[number] for number in numbers}, **merged}
+def merge(parts: Sequence[Mapping[Any, Any]], order: Iterable[Any]) -> dict[Any, Any]:
+    """What several ranks know, in an ``order`` of keys; of what several have, the first one's counts."""
+    merged = {key: value for part in reversed(parts) for key, value in part.items()}
+    return {key: merged[key] for key in [*order, *merged] if key in merged}
 
 
 def stored_in(value: Any) -> list[str]:

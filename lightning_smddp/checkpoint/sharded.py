@@ -124,10 +124,10 @@ def _merge_states(
 ) -> None:
     """Add what other ranks know: of a pipeline each has the states of other parameters."""
     if "state_dict" in rest:
-        whole = merge([state_dict for state_dict, _ in told])
-        rest["state_dict"] = {**{name: whole[name] for name in order if name in whole}, **whole}
+        rest["state_dict"] = merge([state_dict for state_dict, _ in told], order)
     for index, optimizer in enumerate(rest.get("optimizer_states", ())):
-        optimizer["state"] = merge([states[index] for _, states in told if index < len(states)])
+        numbers = range(sum(len(group["params"]) for group in optimizer["param_groups"]))
+        optimizer["state"] = merge([states[index] for _, states in told if index < len(states)], numbers)
 
 
 def load(path: AnyPath, weights_only: bool | None = None) -> dict[str, Any]:
@@ -141,9 +141,8 @@ def load(path: AnyPath, weights_only: bool | None = None) -> dict[str, Any]:
         CheckpointError: it is not complete, or has objects that are not plain data.
         FileNotFoundError: there is none.
     """
-    found = _existing(local_path(path))
-    directory = _open(found)
-    checkpoint: dict[str, Any] = files.load(os.path.join(found, _REST), "cpu", weights_only)
+    directory = _open(path)
+    checkpoint: dict[str, Any] = files.load(os.path.join(directory.path, _REST), "cpu", weights_only)
     if "state_dict" in checkpoint:
         checkpoint["state_dict"] = Stored(directory, checkpoint["state_dict"])
     for optimizer in checkpoint.get("optimizer_states", ()):
@@ -153,20 +152,17 @@ def load(path: AnyPath, weights_only: bool | None = None) -> dict[str, Any]:
 
 def verify(path: AnyPath) -> None:
     """Raise as :func:`load`. A flipped bit in a tensor is not found."""
-    _open(_existing(local_path(path)))
-    files.verify(os.path.join(path, _REST))
+    files.verify(os.path.join(_open(path).path, _REST))
 
 
-def _open(path: str) -> Directory:
-    if not os.path.exists(path):
-        raise FileNotFoundError(f"Checkpoint not found: {path}")
-    if os.path.exists(os.path.join(path, "manifest.json")):
-        fix = f"Convert it with that version: `lightning-smddp consolidate {path} FILE`. The file can be read here."
-        raise CheckpointError(path, "was saved by an earlier version of this package", fix)
+def _open(path: AnyPath) -> Directory:
+    found = _existing(local_path(path))
+    if not os.path.exists(found):
+        raise FileNotFoundError(f"Checkpoint not found: {found}")
     for name in (METADATA, _REST):
-        if not os.path.exists(os.path.join(path, name)):
-            raise CheckpointError(path, f"is not a complete sharded checkpoint: it has no {name}", ANOTHER)
-    return Directory(path)
+        if not os.path.exists(os.path.join(found, name)):
+            raise CheckpointError(found, f"is not a complete sharded checkpoint: it has no {name}", ANOTHER)
+    return Directory(found)
 
 
 def _existing(path: str) -> str:

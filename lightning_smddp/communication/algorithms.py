@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -33,22 +33,6 @@ AlgorithmName = Literal["auto", "native", "shared_memory", "hierarchical", "bala
 NAMES: tuple[str, ...] = get_args(AlgorithmName)
 
 
-class Algorithm(Protocol):
-    """A way to all-reduce gradients in place, as the communication hook calls it."""
-
-    def all_reduce(self, tensor: Tensor, slot: int) -> Future[Any]:
-        """Begin to replace 1-D contiguous ``tensor`` by its mean over all ranks, in place.
-
-        The future's value is ``tensor``. Calls come in the same order on every rank. ``slot`` is the number of a
-        bucket, which comes again at every step.
-        """
-        ...
-
-    def close(self) -> None:
-        """Free threads and memory; pending futures fail."""
-        ...
-
-
 class Native:
     """The backend's own all-reduce. The only one that carries sparse tensors."""
 
@@ -57,7 +41,11 @@ class Native:
         self.world_size = dist.get_world_size(group)
 
     def all_reduce(self, tensor: Tensor, slot: int) -> Future[Any]:
-        """See :meth:`Algorithm.all_reduce`."""
+        """Begin to replace 1-D contiguous ``tensor`` by its mean over all ranks, in place.
+
+        The future's value is ``tensor``. Calls come in the same order on every rank. ``slot`` is the number of a
+        bucket, which comes again at every step.
+        """
         if self.world_size == 1:
             return completed(tensor)
         # Three ways to a mean. Before the sum, where that may overflow though the mean does not; by the backend, which
@@ -96,7 +84,7 @@ class SharedMemoryAllReduce:
         self.memory = memory
 
     def all_reduce(self, tensor: Tensor, slot: int) -> Future[Any]:
-        """See :meth:`Algorithm.all_reduce`."""
+        """See :meth:`Native.all_reduce`."""
         self.mean(tensor, slot, watch=False)
         return completed(tensor)
 
@@ -106,7 +94,7 @@ class SharedMemoryAllReduce:
         return self.memory.all_reduce(tensor, slot, scale, watch)
 
     def close(self) -> None:
-        """See :meth:`Algorithm.close`."""
+        """Free the memory."""
         self.memory.close()
 
 
@@ -203,7 +191,7 @@ class TwoLevel:
         self._stream: torch.cuda.Stream | None = None
 
     def all_reduce(self, tensor: Tensor, slot: int) -> Future[Any]:
-        """See :meth:`Algorithm.all_reduce`."""
+        """See :meth:`Native.all_reduce`."""
         if tensor.is_cuda:
             return self._on_stream(tensor, slot)
         complete = self._begin(tensor, slot)
@@ -217,7 +205,7 @@ class TwoLevel:
         return in_thread(self._thread, end)
 
     def close(self) -> None:
-        """See :meth:`Algorithm.close`. Waits until nothing is in flight; of a device, lets the current stream wait."""
+        """Free memory. Waits until nothing is in flight, which fails; of a device, lets the current stream wait."""
         self._closed = True
         self._thread.submit(lambda: None).result()  # it does one after the other
         if self._stream is not None:
@@ -258,6 +246,10 @@ class TwoLevel:
             complete()
             future.set_result(tensor)
         return future
+
+
+Algorithm = Native | SharedMemoryAllReduce | TwoLevel
+"""A way to all-reduce gradients in place, as the communication hook calls it."""
 
 
 def completed(tensor: Tensor) -> Future[Any]:

@@ -11,7 +11,7 @@ Here are the options, the codecs (how values look on the wire) and the memory of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -73,37 +73,18 @@ class Compression:
         return CastCodec(_CAST_TYPES[self.method])
 
 
-class Codec(Protocol):
-    """Encodes values for the wire, and decodes them again; what is lost is its rounding.
-
-    If encoded values can be added up as they are, such as casts, ``RingExchange`` takes them; if only decoded ones can,
-    ``BalancedExchange`` has to.
-    """
-
-    block_size: int
-    itemsize: float  # bytes of an element on the wire
-
-    def encode(self, tensor: Tensor) -> Tensor:
-        """1-D ``tensor`` (a multiple of ``block_size`` long) in its form on the wire; ``tensor`` is not changed."""
-        ...
-
-    def decode(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """The ``numel`` values of ``wire`` as ``dtype``."""
-        ...
-
-
 class ExactCodec:
     """Values as they are, so that nothing is lost."""
 
     block_size = 1
-    itemsize = float("inf")  # not smaller
+    itemsize = float("inf")  # bytes of an element on the wire: not less than it has
 
     def encode(self, tensor: Tensor) -> Tensor:
-        """See :meth:`Codec.encode`: ``tensor`` itself."""
+        """1-D ``tensor`` (a multiple of ``block_size`` long) in its form on the wire; ``tensor`` is not changed."""
         return tensor
 
     def decode(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """See :meth:`Codec.decode`: a view."""
+        """The ``numel`` values of ``wire`` as ``dtype``."""
         return wire[:numel]
 
 
@@ -117,14 +98,14 @@ class CastCodec:
         self.itemsize: float = dtype.itemsize
 
     def encode(self, tensor: Tensor) -> Tensor:
-        """See :meth:`Codec.encode`."""
+        """See :meth:`ExactCodec.encode`."""
         if self.dtype == torch.float16:  # only its range is much smaller than fp32's
             limit = torch.finfo(self.dtype).max
             tensor = torch.where(tensor.isinf(), tensor, tensor.clamp(-limit, limit))
         return tensor.to(self.dtype)
 
     def decode(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """See :meth:`Codec.decode`."""
+        """See :meth:`ExactCodec.decode`."""
         return wire[:numel].to(dtype)
 
 
@@ -140,7 +121,7 @@ class Int8Codec:
         self.itemsize = 1 + 4 / block_size
 
     def encode(self, tensor: Tensor) -> Tensor:
-        """See :meth:`Codec.encode`."""
+        """See :meth:`ExactCodec.encode`."""
         blocks = tensor.float().view(-1, self.block_size)
         magnitudes = blocks.abs().amax(1, keepdim=True)
         scale = magnitudes / 127
@@ -155,12 +136,20 @@ class Int8Codec:
         return wire.flatten()
 
     def decode(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """See :meth:`Codec.decode`."""
+        """See :meth:`ExactCodec.decode`."""
         blocks = wire.view(-1, 4 + self.block_size)
         scale = blocks[:, :4].contiguous().view(torch.float32)
         values = blocks[:, 4:].contiguous().view(torch.int8).float()
         values = values.mul_(scale).flatten()
         return values[:numel].to(dtype)
+
+
+Codec = ExactCodec | CastCodec | Int8Codec
+"""Encodes values for the wire, and decodes them again; what is lost is its rounding.
+
+If encoded values can be added up as they are, such as casts, ``RingExchange`` takes them; if only decoded ones can,
+``BalancedExchange`` has to.
+"""
 
 
 class ErrorFeedback:

@@ -8,7 +8,6 @@ two phases use a process group each.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,17 +21,6 @@ Finish = Callable[[], object]
 
 _EXACT = ExactCodec()
 _ENCODED_AT_ONCE = 2**18  # elements that are encoded at a time, while the ones before are on the wire
-
-
-class InterNodeReduce(Protocol):
-    """Sums a tensor over a group, in place."""
-
-    def start(self, shard: Tensor, slot: int) -> Finish:
-        """Begin the sum of ``shard``; the returned function waits and leaves the sum in ``shard``.
-
-        ``slot`` is the bucket's number, for what is remembered from step to step (error feedback).
-        """
-        ...
 
 
 def _worthwhile(codec: Codec, feedback: ErrorFeedback | None, dtype: torch.dtype) -> tuple[Codec, ErrorFeedback | None]:
@@ -52,7 +40,10 @@ class RingExchange:
         self.feedback = feedback
 
     def start(self, shard: Tensor, slot: int) -> Finish:
-        """See :meth:`InterNodeReduce.start`."""
+        """Begin the sum of ``shard``; the returned function waits and leaves the sum in ``shard``.
+
+        ``slot`` is the bucket's number, for what is remembered from step to step (error feedback).
+        """
         codec, feedback = _worthwhile(self.codec, self.feedback, shard.dtype)
         if feedback is not None:
             # The order matters: what was lost before goes into the values that are encoded, and what is lost now is the
@@ -104,7 +95,7 @@ class BalancedExchange:
         self.feedback = feedback
 
     def start(self, shard: Tensor, slot: int) -> Finish:
-        """See :meth:`InterNodeReduce.start`."""
+        """See :meth:`RingExchange.start`."""
         # With 3 servers and 7 elements, which are padded to 9 (a part is 3, or with a codec a multiple of its block):
         #     shard     | 0 1 2 | 3 4 5 | 6 - - |    of each rank: part i goes to server i
         #     server 1  | 3 4 5 | of every rank      their sum goes back to everyone
@@ -143,6 +134,10 @@ class BalancedExchange:
             shard.copy_(sums)
 
         return finish
+
+
+InterNodeReduce = RingExchange | BalancedExchange
+"""What sums a tensor over a group, in place."""
 
 
 def padded(tensor: Tensor, numel: int) -> Tensor:

@@ -20,8 +20,6 @@ from torch.optim import Optimizer
 from lightning_smddp.pytree import copied
 from lightning_smddp.sharding.optimizer_states import numbered
 
-_COUNTS = ("step",)  # no state of elements, though a parameter without dimensions has states of the same shape
-
 
 def parameter_groups(optimizer: Optimizer | None, module: nn.Module) -> list[list[nn.Parameter]]:
     """The parameters of each group, before DeepSpeed puts flat tensors in their place.
@@ -153,22 +151,16 @@ class WholeStates:
 
     def _load_cut_module(self, state: Mapping[str, Any], strict: bool) -> None:
         """Load into parameters of which each rank has a part."""
-        differing = set(self.module.state_dict()) ^ set(state) if strict else set()
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        # torch finds the names that are missing or unexpected, and loads buffers. Parameters, which are empty here, are
+        # given to themselves.
+        self.module.load_state_dict({name: parameters.get(name, state[name]) for name in state}, strict=strict)
+        # One parameter is whole at a time. What the first rank writes to it is cut again when the context ends.
         for name, parameter in self.module.named_parameters():
             if name in state and state[name].shape != _shape(parameter):
-                differing.add(name)
-        if differing:
-            names = ", ".join(sorted(differing))
-            raise RuntimeError(f"The checkpoint does not fit: missing, unexpected or of another shape are {names}.")
-        # One parameter is whole at a time. What the first rank writes to it is cut again when the context ends.
-        with torch.no_grad():
-            for name, parameter in self.module.named_parameters():
-                with _gathered(parameter, modifier_rank=0):
-                    if name in state:
-                        parameter.copy_(state[name])
-            for name, buffer in self.module.named_buffers():
-                if name in state:
-                    buffer.copy_(state[name])
+                raise RuntimeError(f"{name} is of another shape in the checkpoint: {tuple(state[name].shape)}.")
+            with torch.no_grad(), _gathered(parameter, modifier_rank=0):
+                parameter.copy_(state.get(name, parameter))
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
         """Load what :meth:`whole_optimizer_state`, or the optimizer without DeepSpeed, has saved.
@@ -194,7 +186,7 @@ class WholeStates:
         for _, inside in self._flat_tensors():
             for parameter in inside:
                 for key, value in entries_of[id(parameter)].items():
-                    if _is_elementwise(key, value, parameter):
+                    if _is_elementwise(value, parameter):
                         self._set(parameter, value, key)
 
     def _make_entries(
@@ -203,13 +195,12 @@ class WholeStates:
         """Give a flat tensor the states that its parameters have, zero, and the numbers that they have in common."""
         shared: list[dict[str, Any]] = []
         for parameter in inside:
-            numbers: dict[str, Any] = {}
+            numbers = dict(entries_of[id(parameter)])
             for key, value in entries_of[id(parameter)].items():
-                if _is_elementwise(key, value, parameter):
+                if _is_elementwise(value, parameter):
                     state[flat].setdefault(key, torch.zeros_like(flat))
-                else:
-                    numbers[key] = value.tolist() if isinstance(value, Tensor) else value
-                    state[flat][key] = copied(value)
+                    del numbers[key]
+            state[flat].update(copied(numbers))
             shared.append(numbers)
         # One flat tensor has one count of steps, so all parameters in it need the same.
         others = [numbers for numbers in shared if numbers != shared[0]]
@@ -220,22 +211,14 @@ class WholeStates:
                 "or load the weights alone, into the module before `fit`."
             )
 
-    def _set(self, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
+    def _set(self, parameter: Any, value: Tensor, key: str | None) -> None:
         """Write this rank's part of a whole ``value`` to the fp32 parameter (None) or to a state of the optimizer."""
-        from deepspeed import utils
-
+        # What `deepspeed.utils.safe_set_full_*` and `safe_set_local_*` do for a parameter that is trained.
         value = value.to(parameter.device, torch.float32)
-        if not _is_cut(parameter):
-            if key is None:
-                utils.safe_set_full_fp32_param(parameter, value)
-            else:
-                utils.safe_set_full_optimizer_state(parameter, value, key)
-            return
-        part = _part_of(value, parameter)
-        if key is None:
-            utils.safe_set_local_fp32_param(parameter, part)
+        if _is_cut(parameter):
+            self.optimizer.set_local_hp_param(_part_of(value, parameter), parameter, key)
         else:
-            utils.safe_set_local_optimizer_state(parameter, part, key)
+            parameter.set_full_hp_param(value, key)
 
     def _link_states(self) -> None:
         """Stages 1 and 2: show ``safe_get_full_optimizer_state`` where each parameter's part of a flat state is.
@@ -262,11 +245,9 @@ def _gathered(parameter: nn.Parameter, modifier_rank: int | None = None) -> Any:
     return zero.GatheredParameters([parameter], modifier_rank=modifier_rank, enabled=_is_cut(parameter))
 
 
-def _is_elementwise(key: str, value: Any, parameter: nn.Parameter) -> bool:
+def _is_elementwise(value: Any, parameter: nn.Parameter) -> bool:
     """Whether a state has a number for each element, such as a momentum; others are numbers for all of them."""
-    if not isinstance(value, Tensor) or key in _COUNTS:
-        return False
-    return bool(value.shape == _shape(parameter))
+    return isinstance(value, Tensor) and bool(value.shape == _shape(parameter))
 
 
 def _shape(parameter: nn.Parameter) -> Any:

@@ -116,25 +116,19 @@ def is_callable(module: nn.Module) -> bool:
 
 
 def _given(model: nn.Module, wrap: Choice | Sequence[Entry]) -> dict[str, nn.Module]:
-    modules = dict(model.named_modules())
-    del modules[""]  # the root
+    # What has no `forward` is no unit: there is nothing around which its parameters could be gathered.
+    modules = {name: module for name, module in model.named_modules() if name and is_callable(module)}
     if callable(wrap):
-        return {name: module for name, module in modules.items() if wrap(name, module) and is_callable(module)}
+        return {name: module for name, module in modules.items() if wrap(name, module)}
     found: set[str] = set()
     for entry in wrap:
         names = [name for name, module in modules.items() if _is_meant(entry, name, module)]
         if not names:
             raise ValueError(
-                f"wrap={list(wrap)!r}: {entry!r} is neither the name of a module in {type(model).__name__} nor the "
-                f"class of one. Its modules: {', '.join(list(modules)[:8])} ..."
+                f"wrap={list(wrap)!r}: {entry!r} is neither the name of a module with a `forward` in "
+                f"{type(model).__name__} nor the class of one. There are: {', '.join(list(modules)[:8])} ..."
             )
         found.update(names)
-    for name in found:
-        if not is_callable(modules[name]):
-            raise ValueError(
-                f"wrap={list(wrap)!r}: {name!r} has no `forward` around which its parameters could be gathered. Name "
-                "the modules in it."
-            )
     return {name: module for name, module in modules.items() if name in found}
 
 
