@@ -148,26 +148,9 @@ def around_hooks(trainer: Any, around: Around) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def around_training_logs(trainer: Any, around: Callable[[str], AbstractContextManager[bool]]) -> Iterator[None]:
-    """Enter ``around(hook)`` around each ``self.log`` of a training hook; it says whether the epoch's mean counts it.
-
-    A value that does not count takes part in what ranks do together. Remove when logged values can have a weight.
-    """
-    results = trainer.fit_loop.epoch_loop._results
-
-    def update_metrics(key: str, value: Any, batch_size: int) -> None:
-        metric = results[key]
-        is_shared = metric.is_tensor and metric.meta.sync.should
-        kept = ("value", "cumulated_batch_size") if is_shared else ("value", "cumulated_batch_size", "_forward_cache")
-        before = {name: vars(metric)[name] for name in kept if name in vars(metric)}
-        with around(metric.meta.fx) as counts:
-            type(results).update_metrics(results, key, value, batch_size)
-        if not counts:
-            vars(metric).update(before)
-
-    with patched([(vars(results), "update_metrics", update_metrics)]):
-        yield
+def training_results(trainer: Any) -> Any:
+    """What is kept of the values that training hooks log: metrics, by torchmetrics' class."""
+    return trainer.fit_loop.epoch_loop._results.values()
 
 
 # ---- resuming ----

@@ -17,7 +17,7 @@ adds to some hooks.) Written once for both packages that Lightning is published 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +147,6 @@ class TrainerStrategy(Front, _Base):
         communication = self._session.options.communication
         if communication.uneven == "join":
             self._join = Join(self._trainer)
-            self._changes.enter_context(self._join.running())
         if self._averages_over_batches:
             self._weighting = LossWeighting(communication.loss_weight, self._trainer, self._join)
         self._training_starts()
@@ -182,7 +181,8 @@ class TrainerStrategy(Front, _Base):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own step."""
-        return self._step("training_step", args, kwargs)
+        with nullcontext() if self._join is None else self._join.step():
+            return self._step("training_step", args, kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

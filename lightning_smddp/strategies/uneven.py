@@ -7,7 +7,6 @@ then, and gradients and what is logged are means over the ranks that have data.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -21,10 +20,9 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_smddp._compat.torch import set_update_count
-from lightning_smddp._compat.trainer import around_training_logs, training_loaders
+from lightning_smddp._compat.trainer import training_loaders, training_results
 from lightning_smddp.communication.groups import world
 from lightning_smddp.communication.tensors import broadcast_tensors
-from lightning_smddp.patches import patched
 from lightning_smddp.pytree import copied
 from lightning_smddp.resume.resumable_loader import RandomStates, ResumableLoader
 from lightning_smddp.strategies.tables import say
@@ -48,21 +46,16 @@ class EvenLoader(ResumableLoader):
     """
 
     ends: list[float]
+    _end: float
 
     def __init__(self, loader: Any, states: RandomStates, trainer: Any, joins: bool) -> None:
         super().__init__(loader, states)
         vars(self).update(_trainer=trainer, _joins=joins, _said=None)
         self._compare_lengths()
 
-    @property
-    def _end(self) -> float:
-        return max(self.ends) if self._joins else min(self.ends)
-
     @override
     def __len__(self) -> int:
-        if math.inf in self.ends:
-            raise TypeError("Some rank's loader has no length")
-        return int(self._end)
+        return self._end  # type: ignore[return-value]  # of inf `len` raises TypeError: nobody knows it
 
     @override
     def _make(self) -> Iterator[Any]:
@@ -81,7 +74,7 @@ class EvenLoader(ResumableLoader):
                 return
             if self._joins and fetched:
                 latest = fetched[0]
-            yield fetched.pop() if fetched else copy.deepcopy(latest)  # a variable would keep the batch
+            yield fetched.pop() if fetched else latest  # a variable would keep the batch
 
     def _compare_lengths(self) -> None:
         try:
@@ -102,25 +95,20 @@ class EvenLoader(ResumableLoader):
 
     def _take(self, ends: Sequence[float]) -> None:
         """The data of each rank ends there, as far as is known."""
-        vars(self)["ends"] = ends
-        end, epoch = min(ends), f"epoch {self._trainer.current_epoch}"
-        if end == max(ends):
+        first, last = min(ends), max(ends)
+        vars(self).update(ends=ends, _end=last if self._joins else first)
+        if first == last:
             return
-        rank = ends.index(end)
-        if end == 0:
-            raise ValueError(
-                f"The data of rank {rank} has no batch in {epoch}, and `uneven` needs one of each rank. Give that one "
-                "samples, or use fewer ranks."
-            )
-        if not self._joins and self._said != end and self._trainer.is_global_zero:
-            vars(self)["_said"] = end
-            more = counted(sum(other > end for other in ends), "rank")
-            text = f"{epoch} ends after {counted(int(end), 'batch')}, as rank {rank}'s data does; {more} had more"
-            say(text, self._trainer)
+        text = f"epoch {self._trainer.current_epoch}: rank {ends.index(first)} has {counted(int(first), 'batch')}"
+        if first == 0:
+            raise ValueError(f"{text}, others more. Give each at least one, or use fewer ranks.")
+        if not self._joins and self._said != first and self._trainer.is_global_zero:
+            vars(self)["_said"] = first
+            say(f"{text}, and it ends there for all", self._trainer)
 
 
 class Join:
-    """``uneven="join"`` in a fit: what ranks do that repeat their last batch leaves no trace, but for users' hooks.
+    """``uneven="join"`` in a fit: a rank that repeats its last batch in a training step leaves no trace there.
 
     Args:
         trainer: of the fit, whose loader is made.
@@ -132,19 +120,19 @@ class Join:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._module: nn.Module = trainer.lightning_module
-        self._loaders = training_loaders(trainer)
-        self._in_step = False  # a value of this step is logged
-        cause = "several training loaders" if len(self._loaders.flattened) > 1 else ""
-        if any(isinstance(module, nn.SyncBatchNorm) for module in self._module.modules()):
-            cause = "SyncBatchNorm, whose statistics are of all ranks' batches"
-        if cause:
-            raise ValueError(f"uneven='join' cannot be used with {cause}. Use uneven='stop'.")
+        self._loaders = training_loaders(trainer).flattened
+        self._in_step = False
+        if len(self._loaders) > 1 or any(isinstance(module, nn.SyncBatchNorm) for module in self._module.modules()):
+            raise ValueError(
+                "uneven='join' cannot be used with several training loaders, nor with SyncBatchNorm, whose statistics "
+                "are of all ranks' batches. Use uneven='stop'."
+            )
 
     @property
     def with_data(self) -> list[bool]:
         """Of each rank, whether the present batch is its own, and not its last one once more."""
         number = self._trainer.fit_loop.epoch_loop.batch_idx
-        return [end > number for end in self._loaders.flattened[0].ends]
+        return [end > number for end in self._loaders[0].ends]
 
     @property
     def counts(self) -> bool:
@@ -152,26 +140,15 @@ class Join:
         return self.with_data[dist.get_rank()]
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Around the training of a fit."""
-        strategy = self._trainer.strategy
-        step = strategy.training_step
-
-        def training_step(*args: Any, **kwargs: Any) -> Any:
-            with self._step():
-                return step(*args, **kwargs)
-
-        steps = patched([(vars(strategy), "training_step", training_step)])
-        with steps, around_training_logs(self._trainer, self._logging):
-            yield
-
-    @contextmanager
-    def _step(self) -> Iterator[None]:
-        """A rank without data gets its metrics' states back, and buffers of one that has data."""
+    def step(self) -> Iterator[None]:
+        """Around a training step: without data metrics and logged values stay, and buffers are those of others."""
         with_data, counts = self.with_data, self.counts
-        metrics = [module for module in self._module.modules() if isinstance(module, Metric) and not counts]
+        modules = [] if counts else [*self._module.modules(), *training_results(self._trainer)]
+        metrics = [module for module in modules if isinstance(module, Metric)]
         states = [(metric.update_count, copied(metric.metric_state)) for metric in metrics]
+        self._in_step = True
         yield
+        self._in_step = False
         for metric, (count, state) in zip(metrics, states, strict=True):
             vars(metric).update(state)
             set_update_count(metric, count)
@@ -181,15 +158,6 @@ class Join:
         buffers = [buffer.data for buffer in self._module.buffers()]
         received = buffers if not counts else copied(buffers)
         broadcast_tensors(received, world(), with_data.index(True), self._trainer.strategy.root_device)
-
-    @contextmanager
-    def _logging(self, hook: str) -> Iterator[bool]:
-        """Around ``hook`` logging a value; whether that counts for this rank's mean over the epoch."""
-        self._in_step = "epoch" not in hook
-        try:
-            yield not self._in_step or self.counts
-        finally:
-            self._in_step = False
 
     def share(self, value: Any, group: dist.ProcessGroup | None, reduce_op: Any) -> Any:
         """What this rank brings to a reduction over ``group``, so that in a step ranks without data do not count."""
