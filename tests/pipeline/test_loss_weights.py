@@ -152,18 +152,3 @@ def test_of_equal_errors_the_most_specific_is_chosen() -> None:
 def test_chance_says_nothing() -> None:
     assert choose(over_rows, padded(), again=0.5) == (LossWeight(), None)
     assert choose(lambda batch: torch.tensor(float("nan")), padded()) == (LossWeight(), None)
-
-
-def test_where_none_fits_both_numbers_are_said_with_the_cure() -> None:
-    found, note = choose(over_rows, padded())
-    assert found == LossWeight()
-    assert note is not None
-    assert f"{float(over_rows(padded())):.6g}" in note
-    assert "loss_weight=" in note
-
-
-def test_a_part_without_labels_counts_nothing() -> None:
-    batch = padded()
-    batch["labels"][:4] = -100  # its loss is nan
-    assert choose(token_mean, batch)[0].kind == "labels"
-    assert weights("labels", batch)[0] == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_smddp.pipeline.mesh import Groups, Ownership, PipelineMesh
+from lightning_smddp.pipeline.mesh import Ownership, PipelineMesh
 from lightning_smddp.pipeline.partition import costs
 from lightning_smddp.pipeline.partition.assignment import follow, parameter_stages_of
 from lightning_smddp.pipeline.partition.costs import (
@@ -53,21 +52,6 @@ def test_sizes_have_to_fit() -> None:
         PipelineMesh.of(8, 3)
     with pytest.raises(ValueError, match=r"placement='near' is unknown.*'cluster'.*'spread'"):
         PipelineMesh.of(8, 2, "near")
-
-
-def report_groups(placement: str) -> tuple[list[int], list[int]]:
-    groups = Groups.create(PipelineMesh.of(4, 2, placement), timedelta(minutes=5), CPU)
-    dist.barrier()  # who left before another rank has connected to it would make that one fail
-    return dist.get_process_group_ranks(groups.pipeline), dist.get_process_group_ranks(groups.data_parallel_group)
-
-
-def test_groups_follow_the_grid() -> None:
-    assert run_ranks(report_groups, 4, "spread") == [
-        ([0, 2], [0, 1]),
-        ([1, 3], [0, 1]),
-        ([0, 2], [2, 3]),
-        ([1, 3], [2, 3]),
-    ]
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.runtime.stage_program import Shapes
 from tests.pipeline.stage_emulation import (
     MakeStep,
     assert_transparent_apart,
-    even_cuts,
-    gradients,
-    plainly,
-    program_of,
-    run_stages,
-    stages_on,
 )
 
 pytestmark = pytest.mark.slow
@@ -81,28 +74,3 @@ def test_stages_need_no_parameters_but_their_own(name: str) -> None:
 def test_a_cache_passes_through_the_blocks() -> None:
     root = root_of("llama")
     assert_transparent_apart(root, step_of("llama", use_cache=True), deeper_than(root, 3), 3, 2e-6)
-
-
-def test_shapes_of_a_new_signature() -> None:
-    """Stage after stage finds out what values of other rows and lengths look like."""
-    root, batch = root_of("t5"), text()
-
-    def step() -> Tensor:
-        return root.model(**batch).loss
-
-    graph = program_of(root, step, deeper_than(root, 99))
-    stages = stages_on(root, graph, even_cuts(graph, 3), step)
-    for rows, length in ((2, 16), (4, 9), (3, 20)):
-        batch.update(text(rows, length))
-        found = Shapes()
-        with torch.random.fork_rng():
-            run_stages(graph, stages, Shapes(), record=found)
-        root.zero_grad()
-        with plainly(root):
-            step().backward()
-        expected = gradients(root)
-        root.zero_grad()
-        run_stages(graph, stages, found)
-        torch.testing.assert_close(gradients(root), expected, rtol=2e-6, atol=2e-6)
-        assert all(found.values[v].shape[0] == rows for stage in stages for v in stage.replay.plan.sends[:1])
-        root.zero_grad()

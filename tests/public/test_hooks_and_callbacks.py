@@ -1,4 +1,4 @@
-"""What people write around the step: averages of weights, clipping, norms, other optimizers."""
+"""What people write around the step: averages of weights, clipping, norms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from tests.public.cases import MARKS, Case, Learner, check, table
 from tests.public.test_vision import digits
 
 timm = pytest.importorskip("timm")
-schedulefree = pytest.importorskip("schedulefree")
 
 pytestmark = MARKS
 
@@ -73,26 +72,9 @@ class ClippedByHand(Vit):
         self.log("weights", sum(weight.detach().pow(2).sum() for weight in self.parameters()).sqrt())
 
 
-class ScheduleFree(Vit):
-    """The optimizer has two modes, and weights are others in evaluation."""
-
-    def configure_optimizers(self) -> Any:
-        return schedulefree.SGDScheduleFree(self.parameters(), lr=0.05)
-
-    def on_train_epoch_start(self) -> None:
-        self.optimizers().optimizer.train()
-
-    def on_validation_epoch_start(self) -> None:
-        self.optimizers().optimizer.eval()
-
-    def on_validation_epoch_end(self) -> None:
-        self.optimizers().optimizer.train()
-
-
 @table(
     Case(Vit, CUT, trainer={"callbacks": [EmaCallback]}),
     Case(ClippedByHand, CUT),
-    Case(ScheduleFree, CUT, refused="SGDScheduleFree cannot step .* by themselves: a trial of its step failed"),
 )
 def test_hooks_and_callbacks(case: Case) -> None:
     check(case)

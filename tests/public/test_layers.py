@@ -1,4 +1,4 @@
-"""Generative models (diffusion, flows, Gaussian processes), and spiking, equivariant and reversible layers."""
+"""Generative models (diffusion, flows), and equivariant and reversible layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from tests.public.cases import MARKS, WHOLE, Case, Learner, check, integers, numbers, table
@@ -14,9 +14,6 @@ from tests.public.test_vision import digits
 
 diffusers = pytest.importorskip("diffusers")
 zuko = pytest.importorskip("zuko")
-gpytorch = pytest.importorskip("gpytorch")
-snntorch = pytest.importorskip("snntorch")
-surrogate = pytest.importorskip("snntorch.surrogate")
 o3 = pytest.importorskip("e3nn.o3")
 e3nn_layers = pytest.importorskip("e3nn.nn")
 reformer = pytest.importorskip("reformer_pytorch")
@@ -78,55 +75,11 @@ class SplineFlow(Learner):
         return list(zip(numbers(24, 3), numbers(24, 4, seed=1), strict=True))
 
 
-class DeepKernel(SplineFlow):
-    """gpytorch: a variational process behind a network; the bound of the likelihood as the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 2))
-        self.process = Process(torch.linspace(-1, 1, 10).repeat(2, 1).T.contiguous())
-        self.likelihood = gpytorch.likelihoods.GaussianLikelihood()
-        self.bound = gpytorch.mlls.VariationalELBO(self.likelihood, self.process, num_data=24)
-
-    def loss(self, batch: Any) -> Tensor:
-        return -self.bound(self.process(self.features(batch[0])), batch[1][:, 0])
-
-    val_dataloader = None
-
-
-class Process(gpytorch.models.ApproximateGP):
-    def __init__(self, points: Tensor) -> None:
-        distribution = gpytorch.variational.CholeskyVariationalDistribution(points.shape[0])
-        super().__init__(gpytorch.variational.VariationalStrategy(self, points, distribution))
-        self.mean_module = gpytorch.means.ConstantMean()
-        self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
-
-    def forward(self, x: Tensor) -> Any:
-        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-
 class Rows(Learner):
     rate = 0.02
 
     def data(self) -> Any:
         return list(zip(numbers(24, 8), integers(0, 3, 24), strict=True))
-
-
-class Spiking(Rows):
-    """snntorch: neurons that keep their state in the module over the steps of a sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        slope = surrogate.fast_sigmoid(slope=5)
-        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
-        self.hidden = snntorch.Leaky(beta=0.9, spike_grad=slope, init_hidden=True)
-        self.out = snntorch.Leaky(beta=0.9, spike_grad=slope, init_hidden=True, output=True)
-
-    def loss(self, batch: Any) -> Tensor:
-        self.hidden.reset_hidden()
-        self.out.reset_hidden()
-        potentials = [self.out(self.last(self.hidden(self.first(batch[0]))))[1] for _ in range(3)]
-        return F.cross_entropy(torch.stack(potentials).sum(0), batch[1])
 
 
 class Equivariant(Rows):
@@ -166,10 +119,8 @@ class Reversible(Learner):
 @table(
     Case(Unet2dSampling),
     Case(SplineFlow),
-    Case(DeepKernel, WHOLE, refused=r"SplitError: The step takes another path each time that it is run on the same"),
     Case(Equivariant),
     Case(Reversible, WHOLE),  # it keeps states of generators and hashes from a forward pass to its backward
-    Case(Spiking, WHOLE, refused=r"SplitError: The step replaces buffer 'hidden.mem'.* Change it in place"),
 )
 def test_layers(case: Case) -> None:
     check(case)

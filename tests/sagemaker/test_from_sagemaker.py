@@ -95,14 +95,6 @@ def test_translations(distribution: dict[str, Any], strategy: str, options: dict
         made.options.grid(8)  # the schedule can do so many micro-batches
 
 
-def test_options_of_its_own() -> None:
-    asked = v1(**V1_DEFAULTS | {"offload_activations": True})
-    strategy = from_sagemaker(asked, activation_checkpointing=True, num_microbatches=16)
-    assert type(strategy) is PipelineStrategy
-    assert strategy.options.activation_checkpointing is True
-    assert strategy.options.num_microbatches == 16
-
-
 def test_sharding_has_no_micro_batches() -> None:
     found = translate(v1(partitions=1, sharded_data_parallel_degree=4, microbatches=4))
     assert (found.strategy, "microbatches" in found.options) == ("smddp_fsdp", False)
@@ -257,14 +249,6 @@ def test_sdk_3_refuses_tensor_parallelism() -> None:
             },
             "smddp_pipeline",
             {"pipeline_parallel_size": 2, "num_microbatches": 4},
-        ),
-        (
-            {
-                "SM_FRAMEWORK_PARAMS": {"sagemaker_torch_distributed_enabled": True},
-                "SM_HP_MP_PARAMETERS": {"hybrid_shard_degree": 1},
-            },
-            "smddp",
-            {},
         ),
         ({"SM_DISTRIBUTED_CONFIG": {"process_count_per_node": 8, "smp": {"hybrid_shard_degree": 1}}}, "smddp", {}),
     ],

@@ -2,6 +2,7 @@
 
 A test for each rule, in the order of ``docs/pipeline.md``: what is logged, kept and returned is compared with
 ``AccumulationStrategy``, a plain loop; what cannot be kept is refused on all ranks, with its cause and its cure.
+Rule 14, of evaluation: ``test_pipeline_schedules.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from lightning_smddp import PipelineStrategy
 from lightning_smddp.pipeline.capture.tracer import trace
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import CLASSES, INPUTS, make_trainer
-from tests.strategies.pipeline_learners import Bench, Cases, Evaluated, Matrix, Net, assert_same, name_of, outcome
+from tests.strategies.pipeline_learners import Bench, Cases, Evaluated, Matrix, Net, assert_same, name_of
 
 THREE = {"num_microbatches": 3}  # batches of 8 rows are parts of 3, 3 and 2
 SHORT: dict[str, Any] = {"max_epochs": 2}
@@ -170,18 +171,6 @@ FOUND = ["labels", "shifted_labels", "sum"]
 
 def found(bench: Bench, kind: str) -> Any:
     return watched(bench, Tokens(kind), THREE, {"loss_weight": kind})
-
-
-class Chancy(Net):
-    """Nothing can be said of its losses: rows."""
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        return super().loss([batch[0] + torch.randn_like(batch[0]), batch[1]])
-
-
-def left_to_chance(bench: Bench) -> Any:
-    torch.manual_seed(7)
-    return watched(bench, Chancy(), THREE)
 
 
 # ---- 3. self.log ----
@@ -539,21 +528,6 @@ class Drawing(Net):
         return F.cross_entropy(self.net[6:](x), batch[1])
 
 
-class Noising(Net):
-    """A diffusion model's step in the latent space: noise for what a module made, then times; and dropout twice."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        latents = F.dropout(F.dropout(self.net[:2](batch[0]), 0.1), 0.1)
-        noise = torch.randn_like(latents)
-        times = torch.randint(10, (len(latents), 1)) / 10
-        return F.cross_entropy(self.net[2:](latents * (1 - times) + noise * times), batch[1])
-
-
-def noising(bench: Bench) -> Any:
-    torch.manual_seed(7)
-    return watched(bench, Noising(), THREE)
-
-
 def drawing(bench: Bench) -> Any:
     torch.manual_seed(7)
     return watched(bench, Drawing(), THREE)
@@ -681,21 +655,6 @@ class Deciding(Net):
         return F.cross_entropy(self.net[4:](x), batch[1])
 
 
-# ---- 14. evaluation ----
-
-
-def evaluated(bench: Bench) -> Any:
-    model, trainer = Evaluated(), bench.trainer(THREE, **SHORT)
-    trainer.fit(model)
-    return outcome(
-        model,
-        trainer,
-        validated=trainer.validate(model, verbose=False),
-        tested=trainer.test(model, verbose=False),
-        predicted=trainer.predict(model),
-    )
-
-
 # ---- 15. the check ----
 
 
@@ -756,17 +715,16 @@ def partial(case: Any, **options: Any) -> Any:
 RULES: dict[str, list[Any]] = {
     "1 one weight for losses and means": [weighted_by_name, weighted_by_function],
     "1b what has no loss does not count": [partial(skipping, whole=whole) for whole in (0, 2)],
-    "2 auto finds the weight": [*(partial(found, kind=kind) for kind in FOUND), left_to_chance],
+    "2 auto finds the weight": [*(partial(found, kind=kind) for kind in FOUND)],
     "3 logs are reduced over micro-batches": [logging],
     "4 metrics are called for each micro-batch": [measured],
     "5 outputs are put together": [returning],
     "6 attributes go from micro-batch to micro-batch and to all ranks": [counting],
     "7 an attribute of the module helps": [mended],
     "8 normalisation, buffers and hooks of parameters see micro-batches": [normalised],
-    "10 random numbers follow from the micro-batch": [drawing, noising],
+    "10 random numbers follow from the micro-batch": [drawing],
     "11 the user's function cuts, and a batch that can be read in two ways is one micro-batch": [cut_by_hand, not_cut],
     "13 paths by what all ranks know are found before the schedule": [branching],
-    "14 evaluation has the same contract": [evaluated],
 }  # fmt: skip
 HOOKED = [partial(hooked, model=model) for model in ("Evaluated", "Net")]
 CASES = [case for cases in RULES.values() for case in cases]

@@ -309,34 +309,10 @@ def test_a_rank_is_named_by_its_loss() -> None:
     assert "on rank 0" not in first
 
 
-class Manual(Spoiler):
-    def __init__(self) -> None:
-        super().__init__(1, float("nan"))
-        self.automatic_optimization = False
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-
-
-def manual() -> str:
-    with pytest.raises(NonFiniteGradientError) as caught:
-        make_trainer(strategy_of("smddp")).fit(Manual())
-    return str(caught.value)
-
-
-OF_SMDDP = (ignores, names_by_loss, manual, cleans_on_one_rank)
+OF_SMDDP = (ignores, names_by_loss, cleans_on_one_rank)
 SEVERAL = Cases(call, [*((body,) for body in OF_SMDDP), *MADE])
 # The last one ends with its process, which the other one waits for.
 SLOW = Cases(call, [*LEFT_OUT, *CLEANED, fails_in_pipeline(1), fails_in_pipeline(2)])
-
-
-def test_manual_optimization() -> None:
-    first, second = SEVERAL.results((manual,))
-    assert first == second
-    assert "net.2.bias (nan in 1 of 3 elements)" in first
 
 
 def with_fabric(strategy: str, how: str) -> str:

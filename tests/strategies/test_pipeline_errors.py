@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from typing import Any
@@ -12,6 +13,7 @@ from lightning.pytorch.callbacks import LearningRateFinder, ModelPruning
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
+from torchmetrics import MeanSquaredError
 
 from tests.strategies.learners import samples
 from tests.strategies.pipeline_learners import Bench, Cases, Evaluated, Net
@@ -47,6 +49,34 @@ class Detached(Net):
         return self.loss(batch).detach()
 
 
+class LogsOverItsGroup(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.log("x", 1.0, sync_dist_group=object())
+        return super().training_step(batch, batch_idx)
+
+
+class ReadsMetric(Net):
+    """Where the step does not end what metrics return cannot be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = MeanSquaredError()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        error = float(self.error(batch[0], batch[0] ** 2) / 2)
+        return super().training_step(batch, batch_idx) * error
+
+
+class OtherEachTime(Net):
+    runs = itertools.count()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        x = self.net[:2](batch[0])
+        for _ in range(next(self.runs) + 0 * int(batch[1][0])):
+            x = x * 1.01
+        return F.cross_entropy(self.net[2:](x), batch[1])
+
+
 class TwoOptimizers(Net):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.net[index].parameters(), lr=0.1) for index in (0, 2)]
@@ -78,6 +108,9 @@ MODULES = [
     ("FromIterator.training_step takes `dataloader_iter`", FromIterator, {}),
     ("`training_step` returned float32[8]", NoScalar, {}),  # of micro-batches with one row
     ("does not depend on any parameter", Detached, {}),
+    ("Leave `sync_dist_group` out", LogsOverItsGroup, {}),
+    ("What `self.error` returns is known where the step ends alone", ReadsMetric, {}),
+    ("The step takes another path each time", OtherEachTime, {}),
     ("multiple optimizers is only supported with manual", TwoOptimizers, {}),
 ]
 LAYOUTS = [

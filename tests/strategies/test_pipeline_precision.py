@@ -124,18 +124,6 @@ def test_copies_are_kept_where_that_makes_no_difference(uses: str, kind: torch.d
     assert not may_keep_casts({found}, torch.device("cpu"))
 
 
-def test_a_first_use_without_gradients_does_not_take_them_from_later_ones() -> None:
-    layer, x = nn.Conv2d(3, 4, 2), torch.randn(2, 3, 5, 5)
-    autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
-    with torch.autocast("cpu", enabled=False):
-        for gradients in (False, True):
-            with autocast(), torch.set_grad_enabled(gradients):
-                torch.set_autocast_cache_enabled(True)
-                y = layer(x)
-        y.sum().backward()
-    assert layer.weight.grad is not None
-
-
 class Copies(TorchDispatchMode):
     """Knows those copies in another type that somebody holds."""
 

@@ -17,7 +17,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_smddp import SMDDPStrategy
-from lightning_smddp._compat.trainer import own_stops
 from lightning_smddp.communication.objects import RankFailedError
 from lightning_smddp.strategies.launchers import _watch_start
 from tests.ranks import RanksFailedError, run_trainer_ranks
@@ -135,29 +134,6 @@ def test_a_death_while_a_stop_is_saved_is_named(tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError):
         run_trainer_ranks(dies_while_a_stop_is_saved, 2, str(tmp_path))
     assert "Rank 1 (host " in (tmp_path / "said").read_text()
-
-
-# ---- Lightning's own handling ----
-
-
-def test_lightnings_signals_neither_broadcast_nor_come_first() -> None:
-    """T7: its handler broadcasts at another point on each rank, and each batch begins with a broadcast."""
-    trainer = make_trainer(strategy())
-    connector, epoch_loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
-    installed, broadcasts = [], []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.distributed, "broadcast", lambda *_, **__: broadcasts.append(1))
-        epoch_loop._broadcast_sigterm_tensor()
-        assert broadcasts.pop() == 1  # Lightning's
-        with own_stops(trainer, lambda: installed.append(signal.getsignal(signal.SIGTERM)), lambda: None):
-            connector.register_signal_handlers()
-            epoch_loop._broadcast_sigterm_tensor()
-        connector.teardown()
-        assert len(installed) == 1
-        assert installed != [signal.getsignal(signal.SIGTERM)]  # behind Lightning's, which stood then
-        assert broadcasts == []
-        epoch_loop._broadcast_sigterm_tensor()
-        assert broadcasts == [1]
 
 
 # ---- processes that a script has started ----
