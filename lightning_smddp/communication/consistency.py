@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -40,15 +40,13 @@ def require_same(what: str, lines: Sequence[str], cure: str, group: dist.Process
 def check_same_model(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Raise ``ValueError`` on every rank if parameters or buffers differ, naming the first. Collective."""
     cure = "Build the same one on every rank: nothing in it may depend on the rank, its data, or unordered iteration."
-    require_same("models", list(_describe_model(module)), cure, group)
-
-
-def _describe_model(module: nn.Module) -> Iterator[str]:
+    lines = []
     for name, parameter in module.named_parameters():
         trained = "" if parameter.requires_grad else ", frozen"
-        yield f"parameter {name}: {_describe(parameter)}{trained}"
+        lines.append(f"parameter {name}: {_describe(parameter)}{trained}")
     for name, buffer in module.named_buffers():
-        yield f"buffer {name}: {_describe(buffer)}"
+        lines.append(f"buffer {name}: {_describe(buffer)}")
+    require_same("models", lines, cure, group)
 
 
 def _describe(tensor: Tensor) -> str:
@@ -69,22 +67,19 @@ def check_same_optimizers(
         schedulers: of this rank, in words.
         group: None: all ranks of the job.
     """
-    lines = [*_describe_optimizers(module, optimizers), *schedulers]
-    cure = "Their weights would part: return the same from `configure_optimizers` on every rank."
-    require_same("optimizers", lines, cure, group)
-
-
-def _describe_optimizers(module: nn.Module, optimizers: Sequence[Any]) -> Iterator[str]:
+    lines = []
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for number, optimizer in enumerate(optimizers):
         plain = getattr(optimizer, "optimizer", optimizer)  # without a wrapper of Lightning's or DeepSpeed's
-        for index, group in enumerate(plain.param_groups):
+        for index, options in enumerate(plain.param_groups):
             where = f"{type(plain).__name__} {number}, group {index}"
-            for parameter in group["params"]:
-                yield f"{where}: {names.get(id(parameter), 'a parameter that is none of the module')}"
-            for key in sorted(set(group) - {"params", "param_names"}):
-                value = group[key]
-                yield f"{where}: {key}={value.tolist() if isinstance(value, Tensor) else value!r}"
+            for parameter in options["params"]:
+                lines.append(f"{where}: {names.get(id(parameter), 'a parameter that is none of the module')}")
+            for key in sorted(set(options) - {"params", "param_names"}):
+                value = options[key]
+                lines.append(f"{where}: {key}={value.tolist() if isinstance(value, Tensor) else value!r}")
+    cure = "Their weights would part: return the same from `configure_optimizers` on every rank."
+    require_same("optimizers", [*lines, *schedulers], cure, group)
 
 
 def check_same_lengths(batches: float, epoch: int, group: dist.ProcessGroup | None = None) -> None:

@@ -94,10 +94,10 @@ def connect_pairs(group: dist.ProcessGroup, pairs: Iterable[tuple[int, int]], de
     """
     token = torch.zeros(1, device=device)
     # Pairs in one order everywhere: of the first one that is not open yet, both ranks come to it next.
-    for low, high in sorted({(min(pair), max(pair)) for pair in pairs}):
-        if low != high and group.rank() == low:
+    for low, high in sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}):
+        if group.rank() == low:
             dist.send(token, group=group, group_dst=high)
-        elif low != high and group.rank() == high:
+        elif group.rank() == high:
             dist.recv(token, group=group, group_src=low)
 
 

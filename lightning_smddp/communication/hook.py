@@ -70,9 +70,10 @@ class GradientSynchronizer:
         The future's value is the bucket's buffer, which DDP takes as it is: with a hook it does not divide.
         """
         tensor = bucket.buffer()
-        if bucket.index() == 0:
+        first = bucket.index() == 0
+        if first:
             self._new_step()
-        self.recorder.bucket_started(first=bucket.index() == 0)
+        self.recorder.bucket_started(first)
         future = self._mean(bucket)
         self.recorder.hook_left(0 if tensor.is_sparse else tensor.nbytes)
         return future.then(_recording(self.recorder))  # of a device: called at once, on a stream that waits for it
@@ -92,8 +93,7 @@ class GradientSynchronizer:
 
     def report(self) -> CommunicationReport:
         """What communication cost so far. Collective."""
-        totals = self.recorder.read(wait=True)
-        return CommunicationReport.collect(totals, self.communicator)
+        return CommunicationReport.collect(self.recorder, self.communicator)
 
     def close(self) -> None:
         """Free threads and shared memory. The communicator belongs to the caller."""

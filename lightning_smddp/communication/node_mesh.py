@@ -60,6 +60,7 @@ class NodeMesh:
         self.topology = topology
         self.rank = topology.local_rank
         self.size = len(topology.local_ranks)
+        self.name = topology.describe(topology.rank)
         self._timeout_s = timeout.total_seconds()
         self._sockets: dict[int, socket.socket] = {}  # by local rank
         _open.add(self)
@@ -181,7 +182,7 @@ class NodeMesh:
         return message, descriptors[0] if descriptors else None
 
     def _failed(self, peer: int, cause: str) -> RankFailedError:
-        message = f"{self.describe(peer)} is gone ({cause}) while {self.describe(self.rank)} waited."
+        message = f"{self.describe(peer)} is gone ({cause}) while {self.name} waited."
         return RankFailedError(self.topology.local_ranks[peer], message)
 
 

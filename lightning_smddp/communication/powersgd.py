@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,30 +18,6 @@ from lightning_smddp.communication.compression import Compression
 _FIRST_STEP = 2  # DDP makes its buckets anew behind the first; torch's hook wants one more
 _EPSILON = 1e-8  # so that a matrix of zeros has factors of zeros
 _closed: list[dist.ProcessGroup] = []
-
-
-@dataclass(frozen=True)
-class _Matrices:
-    """What torch's hook asks of DDP's bucket, with gradients that it can compress, whatever their strides are."""
-
-    number: int
-    flat: Tensor
-    parameters: list[Tensor]
-    last: bool
-
-    def index(self) -> int:
-        return self.number
-
-    def buffer(self) -> Tensor:
-        return self.flat
-
-    def is_last(self) -> bool:
-        return self.last
-
-    def gradients(self) -> list[Tensor]:
-        parts = self.flat.split([parameter.numel() for parameter in self.parameters])
-        held = [(parameter, part) for parameter, part in zip(self.parameters, parts, strict=True) if part.numel()]
-        return [part.view(parameter.shape[0], -1) if parameter.dim() > 1 else part for parameter, part in held]
 
 
 class PowerSGD:
@@ -71,8 +47,16 @@ class PowerSGD:
 
     def average(self, bucket: GradBucket) -> Future[Any]:
         """Begin to replace the bucket by its mean."""
-        number, tensor = bucket.index(), bucket.buffer()
-        matrices = cast(GradBucket, _Matrices(number, tensor, bucket.parameters(), bucket.is_last()))
+        number, tensor, parameters, last = bucket.index(), bucket.buffer(), bucket.parameters(), bucket.is_last()
+        # Gradients that torch's hook can compress, whatever their strides are.
+        gradients = []
+        for parameter, part in zip(parameters, tensor.split([each.numel() for each in parameters]), strict=True):
+            if part.numel():
+                gradients.append(part.view(parameter.shape[0], -1) if parameter.dim() > 1 else part)
+        # What it asks of DDP's bucket.
+        matrices: Any = SimpleNamespace(
+            index=lambda: number, buffer=lambda: tensor, is_last=lambda: last, gradients=lambda: gradients
+        )
         if tensor.is_cuda:
             return powerSGD_hook(self._state, matrices).then(lambda done: self._kept(number, done.value()))
         # In a thread, and one bucket after the other: each of the hook's steps blocks one of gloo's two threads until

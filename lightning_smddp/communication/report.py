@@ -157,8 +157,9 @@ class CommunicationReport:
     straggler_name: str
 
     @classmethod
-    def collect(cls, totals: Totals, communicator: Communicator) -> CommunicationReport:
-        """The report of what all ranks have in ``totals``: each has its own numbers in it. Collective."""
+    def collect(cls, recorder: Recorder, communicator: Communicator) -> CommunicationReport:
+        """The report of what the ranks have recorded. Collective."""
+        totals = recorder.read(wait=True)
         ranks: list[Totals] = gather(totals, communicator.group)
         # Without shared memory nobody sees who comes late; then the exposed time is the wait.
         if any(rank.waited_s for rank in ranks):
@@ -169,8 +170,8 @@ class CommunicationReport:
             waited = [rank.exposed_s for rank in ranks]
         straggler = _straggler(waited, nodes, totals.steps)
         return cls(
-            steps=ranks[0].steps,
-            gradient_bytes=ranks[0].gradient_bytes,
+            steps=totals.steps,
+            gradient_bytes=totals.gradient_bytes,
             exposed_s=tuple([rank.exposed_s for rank in ranks]),
             hidden_s=tuple([rank.hidden_s for rank in ranks]),
             waited_s=tuple(waited),
@@ -187,7 +188,8 @@ class CommunicationReport:
         times = {"exposed": self.exposed_s, "hidden by backward": self.hidden_s, "waited for others": self.waited_s}
         for name, seconds in times.items():
             if any(seconds):  # shared memory hides nothing
-                lines.append(f"  {name:<22}{_per_step(seconds, steps)} ms a step, by rank")
+                by_rank = ", ".join(f"{1000 * value / steps:.2f}" for value in seconds)
+                lines.append(f"  {name:<22}{by_rank} ms a step, by rank")
         if self.straggler is not None:
             lines.append(f"  others waited most for {self.straggler_name}")
         return "\n".join(lines)
@@ -208,10 +210,6 @@ def _straggler(waited: list[float], nodes: Sequence[Sequence[int]], steps: int) 
     if most < 1e-3 * max(steps, 1) or waited[least] > 0.5 * most:  # hardly anybody waits; all do, for each other
         return None
     return least
-
-
-def _per_step(seconds: tuple[float, ...], steps: int) -> str:
-    return ", ".join(f"{1000 * value / steps:.2f}" for value in seconds)
 
 
 def _size(value: float) -> str:

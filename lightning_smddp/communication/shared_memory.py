@@ -136,7 +136,7 @@ class SharedMemory:
                 kind, place, theirs = message.decode().split(" ", 2)
                 if theirs != what:
                     raise ValueError(
-                        f"Ranks reduce different tensors: {self.mesh.describe(self.mesh.rank)} {what}, "
+                        f"Ranks reduce different tensors: {self.mesh.name} {what}, "
                         f"{self.mesh.describe(peer)} {theirs}. The models, or the order in which their layers run, "
                         "differ between ranks."
                     )
@@ -264,5 +264,4 @@ def _copy(source: Tensor, target: Tensor) -> None:
 
 def _map_descriptor(descriptor: int, offset: int) -> Tensor:
     """All bytes of a shared-memory file from ``offset`` on, as a writable uint8 tensor that keeps the mapping."""
-    mapping = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
-    return torch.frombuffer(mapping, dtype=torch.uint8)[offset:]
+    return torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)[offset:]

@@ -140,10 +140,10 @@ class SharedSegments:
                 descriptor = arrival.descriptors.pop(0, None)
             if descriptor is None:
                 raise MemoryError(
-                    f"No {counted(size, 'byte')} of memory are left on {self.mesh.describe(self.mesh.rank)}'s "
+                    f"No {counted(size, 'byte')} of memory are left on {self.mesh.name}'s "
                     f"node to exchange {self._names[unit]!r}. Shard into smaller units, or give the job more memory."
                 )
-            mapping = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+            mapping = mmap.mmap(descriptor, 0)
         finally:
             if descriptor is not None:
                 os.close(descriptor)
@@ -161,10 +161,10 @@ class SharedSegments:
             theirs, *peers_told = json.loads(message)
             if theirs != does:
                 arrival.close_descriptors()
-                us, them = self.mesh.describe(self.mesh.rank), self.mesh.describe(peer)
+                them = self.mesh.describe(peer)
                 raise ValueError(
-                    f"Ranks do different things: {us} {does}, {them} {theirs}. Every rank has to run the same layers "
-                    "in the same order, and use the same parameters."
+                    f"Ranks do different things: {self.mesh.name} {does}, {them} {theirs}. Every rank has to run the "
+                    "same layers in the same order, and use the same parameters."
                 )
             self._note(peer, peers_told)
         return arrival

@@ -43,18 +43,18 @@ def use_device(device: torch.device) -> None:
 
     On a CPU it would compile collectives of its own, in C++, as soon as it joins a process group; the backend's do.
     """
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if device.type != "cpu":
+        return
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # Only now: DeepSpeed settles on an accelerator once, while it is imported, and looks at the variable then.
     import deepspeed
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
-    if device.type == "cpu":
-        if get_accelerator().device_name() != "cpu":  # imported before, or the user's variable
-            from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    if get_accelerator().device_name() != "cpu":  # imported before, or the user's variable
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-            set_accelerator(CPU_Accelerator())
-        deepspeed.ops.__compatible_ops__[_SHARED_MEMORY_OP] = False
+        set_accelerator(CPU_Accelerator())
+    deepspeed.ops.__compatible_ops__[_SHARED_MEMORY_OP] = False
 
 
 def take_up_writes(engine: Any) -> bool:
@@ -65,9 +65,7 @@ def take_up_writes(engine: Any) -> bool:
     """
     zero = engine.optimizer
     flat_groups = getattr(zero, "bit16_groups_flat", ())  # stage 3 has none
-    if not flat_groups or zero.cpu_offload:
-        return False
-    if any(group.dtype != torch.float32 for group in flat_groups):
+    if not flat_groups or zero.cpu_offload or any(group.dtype != torch.float32 for group in flat_groups):
         return False
     zero.refresh_fp32_params()
     return True
@@ -109,9 +107,8 @@ def take_hooks_off(engine: Any) -> None:
     """
     if engine.zero_optimization_partition_weights():
         return
-    for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
-        hook.remove()
-    for hook in getattr(engine.optimizer, "_grad_acc_hooks", ()):
+    of_gradients = getattr(engine.optimizer, "_grad_acc_hooks", ())
+    for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook, *of_gradients):
         hook.remove()
     if hasattr(engine.optimizer, "unregister_grad_acc_post_hooks"):
         engine.optimizer.unregister_grad_acc_post_hooks()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_smddp.pytree import copied
-from lightning_smddp.sharding.optimizer_states import numbered
+from lightning_smddp.sharding.optimizer_states import numbered, require_same_sizes
 
 
 def parameter_groups(optimizer: Optimizer | None, module: nn.Module) -> list[list[nn.Parameter]]:
@@ -69,10 +69,8 @@ class WholeStates:
     def whole_module_state(self) -> dict[str, Any]:
         """As ``module.state_dict()``, on the CPU: parameters that are trained in another precision are in fp32."""
         state: dict[str, Any] = self.module.state_dict()
-        wholes: dict[int, Tensor | None] = {}
+        wholes = {id(parameter): self._whole_parameter(parameter) for parameter in self.module.parameters()}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if id(parameter) not in wholes:  # else tied: the same tensor again
-                wholes[id(parameter)] = self._whole_parameter(parameter)
             if name in state:
                 state[name] = wholes[id(parameter)]
         if not self.keeps:
@@ -137,30 +135,24 @@ class WholeStates:
         Raises:
             RuntimeError: as ``load_state_dict``.
         """
-        if any(_is_cut(parameter) for parameter in self.module.parameters()):
-            self._load_cut_module(state, strict)
-        else:
-            self.module.load_state_dict(state, strict=strict)
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        cut = {name for name, parameter in parameters.items() if _is_cut(parameter)}
+        # Parameters of which each rank has a part are empty here: first they are given to themselves.
+        given = {name: parameters[name] if name in cut else value for name, value in state.items()}
+        self.module.load_state_dict(given, strict=strict)
+        # One of them is whole at a time. What the first rank writes to it is cut again when the context ends.
         for name, parameter in self.module.named_parameters():
+            if name in cut and name in state:
+                if state[name].shape != _shape(parameter):
+                    raise RuntimeError(f"{name} is of another shape in the checkpoint: {tuple(state[name].shape)}.")
+                with torch.no_grad(), _gathered(parameter, modifier_rank=0):
+                    parameter.copy_(state[name])
             if id(parameter) in self._flat_of:  # the copy in fp32 is what the optimizer steps
                 value = state.get(name)
                 if value is None:  # a hook may have loaded the parameter
                     with _gathered(parameter):
                         value = parameter.detach().clone()
                 self._set(parameter, value, None)
-
-    def _load_cut_module(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Load into parameters of which each rank has a part."""
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        # torch finds the names that are missing or unexpected, and loads buffers. Parameters, which are empty here, are
-        # given to themselves.
-        self.module.load_state_dict({name: parameters.get(name, state[name]) for name in state}, strict=strict)
-        # One parameter is whole at a time. What the first rank writes to it is cut again when the context ends.
-        for name, parameter in self.module.named_parameters():
-            if name in state and state[name].shape != _shape(parameter):
-                raise RuntimeError(f"{name} is of another shape in the checkpoint: {tuple(state[name].shape)}.")
-            with torch.no_grad(), _gathered(parameter, modifier_rank=0):
-                parameter.copy_(state.get(name, parameter))
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
         """Load what :meth:`whole_optimizer_state`, or the optimizer without DeepSpeed, has saved.
@@ -170,9 +162,7 @@ class WholeStates:
         """
         base = self.optimizer.optimizer
         groups = saved["param_groups"]
-        counts = [len(group["params"]) for group in groups]
-        if counts != [len(members) for members in self.groups]:
-            raise ValueError(f"The checkpoint has parameter groups of {counts} parameters, and the optimizer others.")
+        require_same_sizes(groups, self.groups)
         entries_of: dict[int, Mapping[str, Any]] = {}
         for flat_group, members, group in zip(base.param_groups, self.groups, groups, strict=True):
             flat_group.update({**group, "params": flat_group["params"]})

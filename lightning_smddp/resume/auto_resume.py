@@ -31,12 +31,12 @@ def checkpoint_locations(trainer: Any) -> list[str]:
     Those of the checkpoint callbacks (not of those that save weights alone), of earlier versions of the same logger,
     the checkpoint of a stop, and the one that Lightning writes when Slurm requeues the job.
     """
-    found: list[str | None] = []
-    for directory in _directories(trainer):
-        found += _versions(directory)
+    found = [location for directory in _directories(trainer) for location in _versions(directory)]
     found.append(os.path.join(str(trainer.default_root_dir), STOP_CHECKPOINT))
-    found.append(requeue_checkpoint(trainer))
-    return [location for location in dict.fromkeys(found) if location is not None]
+    requeued = requeue_checkpoint(trainer)
+    if requeued is not None:
+        found.append(requeued)
+    return list(dict.fromkeys(found))
 
 
 def continuing(trainer: Any) -> None:

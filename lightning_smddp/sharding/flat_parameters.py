@@ -210,7 +210,7 @@ class FlatParameters:
             if len(descriptors) < mesh.size:
                 raise MemoryError(
                     f"No {counted(size, 'byte')} of memory that ranks can share are left on "
-                    f"{mesh.describe(mesh.rank)}'s node for the parameters. Give the job more memory, or use "
+                    f"{mesh.name}'s node for the parameters. Give the job more memory, or use "
                     "strategy='smddp_fsdp', which divides the parameters, too."
                 )
             return [mmap.mmap(descriptor, size) for descriptor in descriptors]

@@ -5,7 +5,7 @@ Checkpoints are the same with and without sharding, so any number of ranks can g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -72,9 +72,7 @@ def load_whole_state_dict(shards: OptimizerShards, whole: Mapping[str, Any]) -> 
         ValueError: the groups differ.
     """
     saved_groups = whole["param_groups"]
-    own, saved = [[len(group["params"]) for group in each] for each in (shards.optimizer.param_groups, saved_groups)]
-    if own != saved:
-        raise ValueError(f"The saved optimizer has groups of {saved} parameters, and this one has groups of {own}.")
+    require_same_sizes(saved_groups, [group["params"] for group in shards.optimizer.param_groups])
     # What is saved numbers whole parameters: 0, 1, 2 ... over all groups. The optimizer has pieces while it loads, so
     # it gets the same groups with pieces in the parameters' place, numbered anew, and the state of each piece.
     state = {key: value for key, value in whole["state"].items() if not isinstance(key, int)}  # of no parameter
@@ -90,6 +88,13 @@ def load_whole_state_dict(shards: OptimizerShards, whole: Mapping[str, Any]) -> 
         groups = numbered([{**saved_group, "params": group["params"]} for saved_group, group in pairs])
         given = {**whole, "state": state, "param_groups": groups}
         type(shards.optimizer).load_state_dict(shards.optimizer, given)  # not Fabric's
+
+
+def require_same_sizes(saved_groups: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[Any]]) -> None:
+    """Raise ``ValueError`` unless saved groups have as many parameters as ``groups``."""
+    saved, own = [len(group["params"]) for group in saved_groups], [len(group) for group in groups]
+    if own != saved:
+        raise ValueError(f"The saved optimizer has groups of {saved} parameters, and this one has groups of {own}.")
 
 
 def numbered(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

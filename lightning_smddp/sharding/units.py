@@ -122,7 +122,9 @@ def _given(model: nn.Module, wrap: Choice | Sequence[Entry]) -> dict[str, nn.Mod
         return {name: module for name, module in modules.items() if wrap(name, module)}
     found: set[str] = set()
     for entry in wrap:
-        names = [name for name, module in modules.items() if _is_meant(entry, name, module)]
+        names = [
+            name for name, module in modules.items() if entry in (name, type(module).__name__, *type(module).__mro__)
+        ]
         if not names:
             raise ValueError(
                 f"wrap={list(wrap)!r}: {entry!r} is neither the name of a module with a `forward` in "
@@ -130,12 +132,6 @@ def _given(model: nn.Module, wrap: Choice | Sequence[Entry]) -> dict[str, nn.Mod
             )
         found.update(names)
     return {name: module for name, module in modules.items() if name in found}
-
-
-def _is_meant(entry: Entry, name: str, module: nn.Module) -> bool:
-    if isinstance(entry, str):
-        return entry in (name, type(module).__name__)
-    return isinstance(module, entry)
 
 
 def places(root: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:

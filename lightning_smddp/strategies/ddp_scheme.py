@@ -218,7 +218,7 @@ class DDPScheme:
         communicator = self.nodes or self.communicator
         if communicator is None or self._recorder is None:
             return None
-        return CommunicationReport.collect(self._recorder.read(wait=True), communicator)
+        return CommunicationReport.collect(self._recorder, communicator)
 
     def describe(self) -> list[tuple[str, str]]:
         """What runs here, in rows of name and value."""
