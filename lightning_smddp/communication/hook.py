@@ -10,7 +10,7 @@ as soon as its future is done. In shared memory (``SharedMemoryAllReduce``) that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -73,10 +73,17 @@ class GradientSynchronizer:
         first = bucket.index() == 0
         if first:
             self._new_step()
-        self.recorder.bucket_started(first)
+        recorder = self.recorder
+        recorder.bucket_started(first)
         future = self._mean(bucket)
-        self.recorder.hook_left(0 if tensor.is_sparse else tensor.nbytes)
-        return future.then(_recording(self.recorder))  # of a device: called at once, on a stream that waits for it
+        recorder.hook_left(0 if tensor.is_sparse else tensor.nbytes)
+
+        # Of a device: called at once, on a stream that waits for it. It holds no group: `Native.all_reduce` says why.
+        def done(reduced: Future[Any]) -> Any:
+            recorder.bucket_done()
+            return reduced.value()
+
+        return future.then(done)
 
     def nonfinite(self, parameters: Iterable[Tensor], changed: bool) -> NonFinite | None:
         """What is wrong with the averaged gradients of some ``parameters``: the same answer on all ranks.
@@ -142,13 +149,3 @@ def _averaged(module: nn.Module) -> dict[int, str]:
             if parameter.requires_grad and full not in ignored:
                 names.setdefault(id(parameter), full.removeprefix("."))
     return names
-
-
-def _recording(recorder: Recorder) -> Callable[[Future[Any]], Any]:
-    """What follows a bucket. It holds no group, as ``Native.all_reduce`` says why."""
-
-    def done(future: Future[Any]) -> Any:
-        recorder.bucket_done()
-        return future.value()
-
-    return done

@@ -48,10 +48,8 @@ class WholeStates:
         self.optimizer = optimizer
         self.groups = groups
         self.keeps = keeps
-        self._flat_of: dict[int, Tensor] = {}  # by `id` of a parameter that is trained
-        for flat, members in self._flat_tensors():
-            for parameter in members:
-                self._flat_of[id(parameter)] = flat
+        # By `id` of a parameter that is trained.
+        self._flat_of = {id(parameter): flat for flat, members in self._flat_tensors() for parameter in members}
 
     def _flat_tensors(self) -> Iterator[tuple[Tensor, Sequence[nn.Parameter]]]:
         """This rank's part of each flat tensor in fp32, and the parameters that are in the whole of it."""
