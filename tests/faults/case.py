@@ -79,11 +79,6 @@ class Case:
         """Ranks of a node."""
         return self.world_size // self.nodes
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether it is not Lightning's own strategy."""
-        return self.strategy != "ddp"
-
 
 def exhaustive(*cases: Any) -> list[Any]:
     """The same, in ``make exhaustive`` alone."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from lightning_smddp.pipeline.state.meta_parameters import release
 from lightning_smddp.pipeline.state.state_dict import unshard
 from lightning_smddp.pipeline.view.global_tensor import GlobalViewError
 from lightning_smddp.pipeline.view.view import GlobalView
-from tests.pipeline.models import assert_same, count_collectives
+from tests.pipeline.models import assert_same
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -218,7 +217,7 @@ def all_cases() -> dict[str, Any]:
             found[hook.__name__] = on_rank(hook)
         except Exception:
             found[hook.__name__] = traceback.format_exc()
-    return {**found, "messages": collectives_of_hooks()}  # which counts them from here on
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -391,45 +390,3 @@ def test_what_hooks_keep(ranks: list[dict[str, Any]]) -> None:
         assert kinds == {Tensor, nn.Parameter}
         assert_equal(average, {name: p.detach() for name, p in whole.named_parameters()})
         assert_equal(state, dict(whole.student.state_dict()))
-
-
-def collectives_of_hooks() -> list[Counter[str]]:
-    """Messages of hooks that use nothing of the module, of one that changes it, and of ranks that go on."""
-    net = Net()
-    view = divided(net)
-    prefixes = ("all_", "broadcast", "send", "recv", "reduce")
-    calls = count_collectives(*(name for name in vars(dist) if name.startswith(prefixes)))
-    counts: list[Counter[str]] = []
-
-    def hook(code: Callable[[], Any]) -> None:
-        calls.clear()
-        with view.entered(waits=False):
-            code()
-        counts.append(Counter(calls))
-
-    def going_on() -> None:
-        calls.clear()
-        view.settle()
-        counts.append(Counter(calls))
-
-    hook(lambda: torch.ones(2).sum().item())
-    hook(lambda: [p.shape for p in net.parameters()])
-    going_on()
-    going_on()
-    hook(lambda: ema_by_data(net))
-    going_on()
-    hook(lambda: net.student[4].weight.tolist() if dist.get_rank() == 0 else None)
-    hook(lambda: [p.detach().square() for p in net.parameters()])
-    going_on()
-    return counts
-
-
-def test_messages_of_hooks(ranks: list[dict[str, Any]]) -> None:
-    """Hooks that read and write nothing cost one small message together, and only where training goes on."""
-    first, second = (found["messages"] for found in ranks)
-    assert first[:6] == second[:6] == [{}, {}, {"all_gather": 1}, {}, {"all_gather": 1}, {}]
-    reading, _, going_on = first[6:]
-    assert sum(reading.values()) > 2  # of the first rank alone, which the other serves where it goes on
-    assert going_on == {"all_gather": 1}
-    assert second[6:8] == [{}, {}]
-    assert second[8] == reading + going_on

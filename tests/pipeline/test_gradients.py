@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_smddp.communication.tensors import norm_over_ranks
 from lightning_smddp.pipeline.mesh import Ownership, held_parameters
-from lightning_smddp.pipeline.state.gradients import TiedGradients, clip_by_norm, overflow_of
+from lightning_smddp.pipeline.state.gradients import TiedGradients, overflow_of
 from lightning_smddp.pipeline.state.meta_parameters import release
 from tests.pipeline.models import OWNERSHIP, tied, train_step
 from tests.ranks import run_in_threads
@@ -63,30 +63,6 @@ def with_gradients(group: dist.ProcessGroup, scale: float, spoil: float | None) 
     if spoil is not None and group.rank() == 1:
         model.head.bias.grad[0] = spoil
     return mine
-
-
-def clipped(group: dist.ProcessGroup, max_norm: float, scale: float) -> tuple:
-    mine = with_gradients(group, scale, None)
-    owned = [parameter for name, parameter in mine.items() if OWNERSHIP.owner(name) == group.rank()]
-    norm = clip_by_norm(list(mine.values()), owned, group, max_norm)
-    return norm, {name: parameter.grad for name, parameter in mine.items()}
-
-
-@pytest.mark.parametrize(("max_norm", "scale"), [(0.05, 1.0), (1e6, 1.0), (1.0, 1e25)])
-def test_clipping_is_that_of_one_process(max_norm: float, scale: float) -> None:
-    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients().values()]
-    for parameter, gradient in zip(parameters, gradients(scale).values(), strict=True):
-        parameter.grad = gradient
-    expected = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    results = run_in_threads(clipped, 2, max_norm, scale)
-    names = list(gradients())
-    for norm, after in results:
-        assert norm == results[0][0]
-        if expected.isfinite():
-            torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
-            for name, gradient in after.items():
-                torch.testing.assert_close(gradient, parameters[names.index(name)].grad, rtol=2e-6, atol=1e-12)
-    assert torch.equal(results[0][1]["embedding.weight"], results[1][1]["embedding.weight"])
 
 
 def norm_of_all(group: dist.ProcessGroup, norm_type: float, scale: float, spoil: float | None) -> Tensor:

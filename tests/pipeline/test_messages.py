@@ -1,9 +1,8 @@
-"""What stages send each other, and, where a step ends, its results; how a failure on one rank ends it on all."""
+"""What stages send each other, and, where a step ends, its results."""
 
 from __future__ import annotations
 
 import math
-import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_smddp.communication.objects import RankFailedError
 from lightning_smddp.pipeline.capture.records import TensorSpec
 from lightning_smddp.pipeline.mesh import Channel
 from lightning_smddp.pipeline.runtime.messages import Layout, Neighbour
-from lightning_smddp.pipeline.runtime.remote_tensor import ReplayError
-from lightning_smddp.pipeline.runtime.step_exchange import Failure, StepExchange
+from lightning_smddp.pipeline.runtime.step_exchange import StepExchange
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -63,7 +60,7 @@ def ranks() -> list[dict[Any, Any]]:
 
 
 def all_of_it() -> dict[Any, Any]:
-    found: dict[Any, Any] = {"results": received(), "failures": failures()}
+    found: dict[Any, Any] = {"results": received()}
     if dist.get_rank() < 2:
         found |= {ahead: exchanged(ahead) for ahead in (False, True)}
     return found
@@ -80,7 +77,7 @@ def test_tensors_arrive_as_they_were_sent(ahead: bool, ranks: list[dict[Any, Any
             assert copy.untyped_storage().nbytes() == copy.nbytes  # one that is changed in place changes no other
 
 
-# ---- results and failures ----
+# ---- results ----
 
 
 @dataclass
@@ -125,36 +122,3 @@ def test_every_rank_has_the_results_of_the_last(ranks: list[dict[Any, Any]]) -> 
         assert found[-2] == "a word"
         assert found[-1][0] == math.inf
         assert found[-1][1].shape == (0,)
-
-
-def failures() -> list[str]:
-    """Stage 1 fails at micro-batch 2, and stage 2 thereupon; then batches differ; then results cannot be sent."""
-    meeting, is_last = exchange()
-    rank = dist.get_rank()
-    here = {
-        1: [Failure(2, 1, "no rows", IndexError("no rows"), diverged=False)],
-        2: [Failure(2, 2, "another path", ReplayError("another path"), diverged=True)],
-    }
-    cases: list[dict[str, Any]] = [
-        {"failures": here.get(rank, [])},
-        {"failures": here.get(rank, []) if rank == 2 else []},
-        {"batch": 7 + (rank == 1)},
-        {"results": threading.Lock() if is_last else None},
-    ]
-    texts = []
-    for case in cases:
-        with pytest.raises((ReplayError, RankFailedError, IndexError, ValueError, TypeError)) as raised:
-            meeting.run(**{"results": 1, **case})
-        texts.append(repr(raised.value))
-    assert meeting.run(3 if is_last else None) == 3  # a failed step leaves nothing behind
-    return texts
-
-
-def test_all_ranks_raise_the_cause(ranks: list[dict[Any, Any]]) -> None:
-    first, second, third = (rank["failures"] for rank in ranks)
-    assert first[0] == third[0] == "RankFailedError('Rank 1 failed in stage 1: no rows')"
-    assert second[0] == "IndexError('no rows')"
-    for texts in (first, second, third):
-        assert texts[1] == "ReplayError('another path')"
-        assert "have different batches" in texts[2]
-        assert "cannot" in texts[3]

@@ -1,4 +1,4 @@
-"""Generative models (diffusion, flows), and equivariant and reversible layers."""
+"""Generative models (diffusion, flows), and reversible layers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from tests.public.test_vision import digits
 
 diffusers = pytest.importorskip("diffusers")
 zuko = pytest.importorskip("zuko")
-o3 = pytest.importorskip("e3nn.o3")
-e3nn_layers = pytest.importorskip("e3nn.nn")
 reformer = pytest.importorskip("reformer_pytorch")
 
 pytestmark = MARKS
@@ -75,30 +73,6 @@ class SplineFlow(Learner):
         return list(zip(numbers(24, 3), numbers(24, 4, seed=1), strict=True))
 
 
-class Rows(Learner):
-    rate = 0.02
-
-    def data(self) -> Any:
-        return list(zip(numbers(24, 8), integers(0, 3, 24), strict=True))
-
-
-class Equivariant(Rows):
-    """e3nn: layers whose code is generated when they are made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        hidden = "4x0e + 2x1o"
-        self.first = o3.FullyConnectedTensorProduct("8x0e", "1x0e + 1x1o", hidden)
-        self.second = o3.FullyConnectedTensorProduct(hidden, "1x0e + 1x1o", "6x0e + 2x1o")
-        self.gate = e3nn_layers.Gate("4x0e", [torch.tanh], "2x0e", [torch.sigmoid], "2x1o")
-        self.last = o3.Linear(self.gate.irreps_out, "3x0e")
-
-    def loss(self, batch: Any) -> Tensor:
-        around = o3.spherical_harmonics("1x0e + 1x1o", batch[0][:, :3], normalize=True)
-        x = self.gate(self.second(self.first(batch[0], around), around))
-        return F.cross_entropy(self.last(x), batch[1])
-
-
 class Reversible(Learner):
     """reformer-pytorch: activations are computed again from the outputs, by hashes with random rotations."""
 
@@ -119,7 +93,6 @@ class Reversible(Learner):
 @table(
     Case(Unet2dSampling),
     Case(SplineFlow),
-    Case(Equivariant),
     Case(Reversible, WHOLE),  # it keeps states of generators and hashes from a forward pass to its backward
 )
 def test_layers(case: Case) -> None:

@@ -114,17 +114,10 @@ def TemporalFusion() -> Any:  # noqa: N802
     return of_forecasting("TemporalFusionTransformer", data, **sizes, output_size=3, loss=loss)
 
 
-def DeepAr() -> Any:  # noqa: N802
-    """A recurrent network whose loss is a distribution's."""
-    data = windows(time_varying_known_reals=["time"])
-    return of_forecasting("DeepAR", data, hidden_size=8, rnn_layers=2, dropout=0.0)
-
-
 @table(
     Case(Gcn),
     Case(OfTensorDict, {"num_microbatches": 4}),
     Case(TemporalFusion, WHOLE),
-    Case(DeepAr, WHOLE, refused=r"SplitError: 2 stages were asked for.* 'rnn' is opened, as the size of .* values"),
 )
 def test_structures(case: Case) -> None:
     check(case)

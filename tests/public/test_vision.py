@@ -1,4 +1,4 @@
-"""Images: classifiers, with mixup; lists of images with boxes."""
+"""Images: classifiers; lists of images with boxes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from tests.public.cases import MARKS, REPLICAS, WHOLE, ZERO_BUBBLE, Built, Case, check, table
 
 timm = pytest.importorskip("timm")
-timm_losses = pytest.importorskip("timm.loss")
 datasets = pytest.importorskip("sklearn.datasets")
 torchvision = pytest.importorskip("torchvision")
 detection = pytest.importorskip("torchvision.models.detection")
@@ -58,23 +57,6 @@ class TimmSwin(Classifier):
         return timm.models.SwinTransformer(
             **sizes, depths=(2, 2), num_heads=(2, 2), num_classes=CLASSES, drop_path_rate=0.0
         )
-
-
-class TimmMixup(TimmVit):
-    """timm's own mixup, which draws numpy's random numbers, in the step as its training script has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mixup = timm.data.Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, num_classes=CLASSES)
-        self.criterion = timm_losses.SoftTargetCrossEntropy()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        images, labels = self.mixup(*batch)
-        return self.criterion(self.model(images), labels)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        images, labels = batch
-        self.log("val_accuracy", (self.model(images).argmax(1) == labels).float().mean())
 
 
 def squares(count: int = 16, size: int = 32) -> list[tuple[Tensor, Tensor]]:
@@ -134,7 +116,6 @@ class FasterRcnn(Built):
 @table(
     Case(TimmVit, REPLICAS, ranks=4, variant="replicas"),
     Case(TimmSwin, ZERO_BUBBLE, variant="zero_bubble"),
-    Case(TimmMixup, WHOLE),
     Case(FasterRcnn, WHOLE),
 )
 def test_vision(case: Case) -> None:

@@ -223,15 +223,6 @@ def test_options_beside_the_distribution_win() -> None:
     assert (kept.options.partition.placement, kept.options.partition.memory_limit_gb) == ("spread", 3)
 
 
-def test_sdk_3_refuses_tensor_parallelism() -> None:
-    smp = {"hybrid_shard_degree": 4, "tensor_parallel_degree": 2}
-    with pytest.raises(ValueError, match=r"- tensor_parallel_degree=2: "):
-        translate({"process_count_per_node": 8, "smp": smp})
-    assert translate({"smp": smp}, given={"pipeline_parallel_size": 4}).strategy == "smddp_pipeline"
-    with pytest.raises(ValueError, match="process_count: is unknown. Known: .*process_count_per_node"):
-        translate({"process_count": 8, "smp": {}})
-
-
 # ---- inside a job ----
 
 

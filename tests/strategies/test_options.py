@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from lightning_smddp import (
     CommunicationOptions,
@@ -25,7 +23,6 @@ from lightning_smddp import (
     SMDDPFSDPStrategy,
     SMDDPStrategy,
 )
-from lightning_smddp.bridge.batches import splitter_for
 from lightning_smddp.strategies import pytorch_lightning
 from tests.strategies.grouped import GROUPS, grouped
 
@@ -63,15 +60,6 @@ STRATEGIES: dict[str, tuple[type, set[str]]] = {
 def test_a_bad_value_is_refused_where_it_is_given(make: Callable[[], Any], text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         make()
-
-
-def test_what_is_no_function_is_called_all_the_same() -> None:
-    """An attribute of the module's may be anything; an option that is passed over would be silent."""
-    module = nn.Linear(1, 1)
-    module.split_batch = True  # type: ignore[assignment]
-    assert splitter_for(module, PartitionOptions()).split_batch is None
-    with pytest.raises(TypeError, match="'str' object is not callable"):
-        splitter_for(module, PartitionOptions(split_batch="cut")).split(torch.ones(4), 2, 4)  # type: ignore[arg-type]
 
 
 # ---- in a strategy ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import LearningRateFinder, ModelPruning
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import MeanSquaredError
 
 from tests.strategies.learners import samples
@@ -53,6 +54,11 @@ class LogsOverItsGroup(Net):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         self.log("x", 1.0, sync_dist_group=object())
         return super().training_step(batch, batch_idx)
+
+
+class ReturnsLock(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "lock": threading.Lock()}
 
 
 class ReadsMetric(Net):
@@ -109,6 +115,7 @@ MODULES = [
     ("`training_step` returned float32[8]", NoScalar, {}),  # of micro-batches with one row
     ("does not depend on any parameter", Detached, {}),
     ("Leave `sync_dist_group` out", LogsOverItsGroup, {}),
+    ("It cannot be sent to other ranks", ReturnsLock, {"num_microbatches": 1}),
     ("What `self.error` returns is known where the step ends alone", ReadsMetric, {}),
     ("The step takes another path each time", OtherEachTime, {}),
     ("multiple optimizers is only supported with manual", TwoOptimizers, {}),
@@ -255,6 +262,21 @@ def test_a_course_that_depends_on_the_rank() -> None:
     assert first.startswith("ReplayError: The step came to mul at ")
 
 
+class OtherLater(Net):
+    """From the fifth batch on data depend on the process."""
+
+    def train_dataloader(self) -> Any:
+        inputs, labels = samples(48).tensors
+        inputs[32:] += int(os.environ["RANK"])
+        return DataLoader(TensorDataset(inputs, labels), batch_size=8)
+
+
+@pytest.mark.slow
+def test_batches_that_differ_later() -> None:
+    for error in RUNNING.results((OtherLater, {}, {})):
+        assert "have different batches" in error
+
+
 @pytest.mark.slow
 def test_learning_rate_finder_ends() -> None:
     """It restores a checkpoint in the middle of a run."""
@@ -276,4 +298,4 @@ def finder() -> Any:
 
 FINDER = (WithRate, {}, {"callbacks": finder, "max_epochs": 1})
 # The last one ends with its process, which the other one waits for.
-RUNNING = Cases(refused, [FINDER, (FailingHook, {}, {}), (ByRank, {}, {}), LATE])
+RUNNING = Cases(refused, [FINDER, (FailingHook, {}, {}), (ByRank, {}, {}), (OtherLater, {}, {}), LATE])

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_smddp import SMDDPStrategy
 from lightning_smddp.communication.objects import RankFailedError
 from lightning_smddp.strategies.launchers import _watch_start
-from tests.ranks import RanksFailedError, run_trainer_ranks
+from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import Learner, make_trainer, samples
 
@@ -51,21 +51,17 @@ def test_an_error_of_a_last_hook_is_everyones() -> None:
 
 
 class Signalled(Learner):
-    """SIGTERM to rank 0 at step ``at``; ``dies``: rank 1, while the checkpoint of the stop is saved."""
+    """SIGTERM to rank 0 at step ``at``."""
 
-    def __init__(self, at: int, count: int = 48, dies: bool = False) -> None:
+    def __init__(self, at: int, count: int = 48) -> None:
         super().__init__(count=count)
-        self.at, self.dies = at, dies
+        self.at = at
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> Any:
         if self.trainer.global_step == self.at and self.global_rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.05)
         return super().training_step(batch, batch_idx)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.dies and self.global_rank == 1:
-            os._exit(1)
 
 
 def stopped(model: Learner, **options: Any) -> tuple[int, int]:
@@ -118,22 +114,6 @@ def test_ranks_stop_at_one_step_where_a_validation_was_shorter_than_it_said(tmp_
     (_, step), (_, other) = run_trainer_ranks(stops_behind_validations, 2, str(tmp_path))
     assert step == other < 40
     assert (tmp_path / "smddp-stop.ckpt").exists()
-
-
-def dies_while_a_stop_is_saved(directory: str) -> None:
-    trainer = make_trainer(strategy(stop_grace=20.0), max_epochs=9, default_root_dir=directory)
-    try:
-        trainer.fit(Signalled(1, dies=True))
-    except RankFailedError as error:
-        Path(directory, "said").write_text(str(error))
-        raise
-
-
-@pytest.mark.slow
-def test_a_death_while_a_stop_is_saved_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RanksFailedError):
-        run_trainer_ranks(dies_while_a_stop_is_saved, 2, str(tmp_path))
-    assert "Rank 1 (host " in (tmp_path / "said").read_text()
 
 
 # ---- processes that a script has started ----
