@@ -15,8 +15,8 @@ from tests.strategies import test_device_faults as faults
 FAULTS = [
     faults.test_a_rank_that_dies,
     faults.test_a_rank_that_raises,
-    faults.test_a_rank_that_stops,
-    faults.test_a_kernel_that_hangs,
+    faults.a_rank_that_stops,
+    faults.a_kernel_that_hangs,
     faults.test_a_host_that_hangs,
 ]
 KINDS = [

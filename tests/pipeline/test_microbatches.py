@@ -187,18 +187,6 @@ def test_objects_are_cut_by_slices() -> None:
 X = rows(5, 6)
 
 
-def by_columns(batch: Tensor, count: int) -> list[Any]:
-    return [(part, part.shape[1]) for part in batch.tensor_split(count, 1)]
-
-
-def test_what_the_user_says() -> None:
-    parts = Splitter(split_batch=by_columns).split(X, 4, 6)
-    assert sizes(parts) == [2, 2, 1, 1]
-    assert [part.weight for part in parts] == [2 / 6, 2 / 6, 1 / 6, 1 / 6]
-    counted = Splitter(batch_size_fn=len)
-    assert sizes(counted.split(X, 2, counted.rows(X))) == [3, 2]
-
-
 @pytest.mark.parametrize(
     ("splitter", "text"),
     [

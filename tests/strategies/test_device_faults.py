@@ -119,17 +119,13 @@ def test_a_rank_that_raises(strategy: str, tmp_path: Path, monkeypatch: pytest.M
     assert ended.seconds < END_S
 
 
-@pytest.mark.exhaustive
-@PIPELINE
-def test_a_rank_that_stops(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def a_rank_that_stops(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = run(strategy, "stops", tmp_path, monkeypatch)
     assert re.search("RankFailedError: " + NAMED + r"fell silent( at step \d)? \(\w+\): its process", ended.ends[0])
     assert ended.seconds < LIMIT_S + END_S
 
 
-@pytest.mark.exhaustive
-@DATA_PARALLEL
-def test_a_kernel_that_hangs(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def a_kernel_that_hangs(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing raises by itself; both hosts wait for their devices, and may have come to the same point."""
     ended = run(strategy, "hangs in a kernel", tmp_path, monkeypatch)
     for rank in (0, 1):
