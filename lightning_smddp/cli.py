@@ -46,12 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan.add_argument("--precision", help="of the Trainer, such as bf16-mixed")
 
     options = parser.parse_args(arguments)
-    try:
-        code: int = options.run(options)
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "lightning"):
-            raise
-        parser.exit(1, f"lightning-smddp {options.command}: {error}. Install it: pip install torch lightning\n")
+    code: int = options.run(options)
     return code
 
 

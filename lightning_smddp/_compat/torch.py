@@ -278,13 +278,17 @@ def run_pipeline_schedule(schedule: Any, num_microbatches: int, train: bool) -> 
     schedule._step_microbatches(no_inputs, None, targets, None, return_outputs=False)
 
 
-def pipeline_order(schedule: Any) -> dict[int, list[str]]:
-    """Rank -> its compute actions as text, from a multi-stage schedule. Remove when torch has a public getter."""
-    orders: dict[int, list[str]] = {}
+def pipeline_order(schedule: Any) -> dict[int, list[tuple[int, Any, int]]]:
+    """Rank -> stage, letter and micro-batch of its compute actions, from a multi-stage schedule.
+
+    Remove when torch has a public getter.
+    """
+    orders = {}
     for rank, actions in schedule.pipeline_order.items():
         computed = [action for action in actions if action is not None]  # else the rank waits
         # A forward and a backward that overlap are one action.
-        orders[rank] = [str(part) for action in computed for part in action.sub_actions or (action,)]
+        parts = [part for action in computed for part in action.sub_actions or (action,)]
+        orders[rank] = [(part.stage_index, str(part).strip("0123456789"), part.microbatch_index) for part in parts]
     return orders
 
 

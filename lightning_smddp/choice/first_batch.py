@@ -101,12 +101,10 @@ def look_at_first_batch(module: Any, datamodule: Any, precision: Any, look: Call
 
 def _package_of(module: Any) -> str:
     """Whichever Lightning the module's class comes from."""
-    for base in type(module).__mro__:
-        if base.__name__ == "LightningModule":
-            package, _, _ = base.__module__.partition(".core")
-            return package
-    what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
+    homes = [base.__module__ for base in type(module).__mro__ if base.__name__ == "LightningModule"]
+    if homes:
+        return homes[0].partition(".core")[0]
     raise UnplannableError(
-        f"{what} is no LightningModule. Give an instance of the class that has the `training_step`, or a function that "
-        "returns one."
+        f"A {type(module).__name__} is no LightningModule. Give an instance of the class that has the `training_step`, "
+        "or a function that returns one."
     )

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
+from lightning_smddp.choice.first_batch import UnplannableError
 from lightning_smddp.communication.tensors import CPU
 from lightning_smddp.pipeline.capture.preserve_state import dropped_gradients, preserve_state
 from lightning_smddp.pytree import tensors
@@ -31,7 +32,6 @@ from lightning_smddp.sharding.optimizer_trial import copy_with
 
 T = TypeVar("T")
 
-_FALLBACK_COPIES = 2  # of a parameter, as Adam has
 _LARGE = 2**20  # bytes: smaller blocks are not looked at page by page
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -154,47 +154,31 @@ def _without_stderr() -> Iterator[None]:
 # ---- the optimizer --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class OptimizerProfile:
-    """Of the optimizer of a module.
+def profile_optimizer(optimizer: Optimizer) -> tuple[dict[int, int], int]:
+    """Step copies of the optimizer on one parameter of each shape, with gradients of zero. Nothing of it changes.
 
-    Attributes:
-        state: bytes that it keeps, by parameter's id.
-        temporary: bytes that a step needs for a moment.
-        notes: why it could not be tried.
+    Returns:
+        Bytes that it keeps, by parameter's id, and bytes that a step needs for a moment.
+
+    Raises:
+        UnplannableError: a copy cannot step one parameter.
     """
-
-    state: dict[int, int]
-    temporary: int
-    notes: tuple[str, ...] = ()
-
-
-def profile_optimizer(optimizer: Optimizer) -> OptimizerProfile:
-    """Step copies of the optimizer on one parameter of each shape, with gradients of zero. Nothing of it changes."""
-    trained = _trained(optimizer)
     state: dict[int, int] = {}
     tried: dict[tuple[int, torch.Size, torch.dtype], tuple[int, int]] = {}  # by group, shape and type
-    try:
-        for number, parameter in trained:
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                continue
             kind = (number, parameter.shape, parameter.dtype)
             if kind not in tried:
-                tried[kind] = _try(optimizer, number, parameter)
+                try:
+                    tried[kind] = _try(optimizer, number, parameter)
+                except Exception as error:  # whatever a user's optimizer raises
+                    name = type(optimizer).__name__
+                    cure = "Its memory can be measured with one process."
+                    raise UnplannableError(f"{name} cannot be tried on one parameter: {error!r}. {cure}") from error
             state[id(parameter)], _ = tried[kind]
-    except Exception as error:  # whatever a user's optimizer raises
-        note = (
-            f"{type(optimizer).__name__} cannot be tried on one parameter ({type(error).__name__}: {error}): counted "
-            "with two numbers for each of a parameter"
-        )
-        return OptimizerProfile(
-            {id(parameter): _FALLBACK_COPIES * parameter.nbytes for _, parameter in trained}, 0, (note,)
-        )
-    return OptimizerProfile(state, max((temporary for _, temporary in tried.values()), default=0))
-
-
-def _trained(optimizer: Optimizer) -> list[tuple[int, Tensor]]:
-    """Parameters with gradients, each with the number of its group."""
-    groups = enumerate(optimizer.param_groups)
-    return [(number, parameter) for number, group in groups for parameter in group["params"] if parameter.requires_grad]
+    return state, max((temporary for _, temporary in tried.values()), default=0)
 
 
 def _try(optimizer: Optimizer, number: int, like: Tensor) -> tuple[int, int]:

@@ -38,14 +38,12 @@ class TrainingPlan:
         devices: ranks, on one node.
         memory_gb: GiB that a rank may use.
         estimates: of each strategy, the simplest first.
-        notes: what holds for all of them.
     """
 
     module: str
     devices: int
     memory_gb: float
     estimates: tuple[Estimate, ...]
-    notes: tuple[str, ...] = ()
 
     @property
     def best(self) -> Estimate | None:
@@ -63,14 +61,15 @@ class TrainingPlan:
         lines.append(_line("", _COLUMNS))
         remarks = []
         for estimate in self.estimates:
+            what = estimate.name
             if estimate.memory is None:
-                remarks += [f"{estimate.name} cannot train it: {note}" for note in estimate.notes]
-                continue
-            sizes = (estimate.memory.total, *astuple(estimate.memory))
-            fits = "yes" if estimate.fits else "no"
-            lines.append(_line(estimate.name, (fits, *[f"{size / _MIB:.0f}" for size in sizes])))
-            remarks += [f"{estimate.name}: {note}" for note in estimate.notes]
-        return "\n".join([*lines, "", _LEGEND, *remarks, *self.notes, "", self._advice()])
+                what += " cannot train it"
+            else:
+                sizes = (estimate.memory.total, *astuple(estimate.memory))
+                fits = "yes" if estimate.fits else "no"
+                lines.append(_line(estimate.name, (fits, *[f"{size / _MIB:.0f}" for size in sizes])))
+            remarks += [f"{what}: {note}" for note in estimate.notes]
+        return "\n".join([*lines, "", _LEGEND, *remarks, "", self._advice()])
 
     def _advice(self) -> str:
         if self.trainer is not None:
@@ -103,9 +102,9 @@ def plan(module: Any, devices: int, memory_gb: float, datamodule: Any = None, pr
     Raises:
         UnplannableError: a ``ValueError``: an argument is not possible, or there is no step to look at; with the cure.
     """
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+    if not isinstance(devices, int) or devices < 1:
         raise UnplannableError(f"devices={devices!r} has to be a number from 1: the ranks to train on.")
-    if not isinstance(memory_gb, (int, float)) or not 0 < memory_gb < math.inf:
+    if not 0 < memory_gb < math.inf:
         raise UnplannableError(f"memory_gb={memory_gb!r} has to be positive: the GiB that a rank may use.")
     return look_at_first_batch(module, datamodule, precision, lambda first: _planned(first, devices, memory_gb))
 
@@ -114,25 +113,23 @@ def _planned(first: FirstBatch, devices: int, memory_gb: float) -> TrainingPlan:
     module = first.module
     limit = memory_gb * _GIB
     optimizer = first.optimizers[0]  # Lightning steps no other one, where it optimizes
-    profile = profile_optimizer(optimizer)
+    state, temporary = profile_optimizer(optimizer)
     sizes = Sizes(
         parameters=_bytes(module.parameters()),
         buffers=_bytes(module.buffers()),
         gradients=_bytes(parameter for parameter in module.parameters() if parameter.requires_grad),
-        state=sum(profile.state.values()),
-        optimizer_temporary=profile.temporary,
+        state=sum(state.values()),
+        optimizer_temporary=temporary,
         batch=_bytes(tensors(first.batch)),
     )
     step = _profile(first)
     units = [_bytes(module.get_submodule(name).parameters()) for name in find_units(module).names]
-    shared = Estimate(
-        "smddp, shard='optimizer'",
-        'SMDDPStrategy(shard="optimizer")',
-        data_parallel(sizes, step, devices, shards_state=True),
-    )
+    shared = Estimate("smddp, shard='optimizer'", 'SMDDPStrategy(shard="optimizer")')
     why = why_not_one_by_one(optimizer)
-    if why is not None:
-        shared = replace(shared, memory=None, notes=(f"{type(optimizer).__name__} cannot be shared: {why}",))
+    if why is None:
+        shared = replace(shared, memory=data_parallel(sizes, step, devices, shards_state=True))
+    else:
+        shared = replace(shared, notes=(f"{type(optimizer).__name__} cannot be shared: {why}",))
     zero2 = fully_sharded(sizes, step, devices, units, reshard=False)
     zero3 = fully_sharded(sizes, step, devices, units, reshard=True)
     estimates = [  # the simplest first
@@ -142,9 +139,9 @@ def _planned(first: FirstBatch, devices: int, memory_gb: float) -> TrainingPlan:
         Estimate("smddp_fsdp, full", '"smddp_fsdp"', zero3),
     ]
     if devices > 1:
-        estimates += estimate_pipelines(first, sizes, profile.state, devices, limit)
+        estimates += estimate_pipelines(first, sizes, state, devices, limit)
     judged = [replace(one, fits=one.memory is not None and one.memory.total <= limit) for one in estimates]
-    return TrainingPlan(type(module).__name__, devices, memory_gb, tuple(judged), profile.notes)
+    return TrainingPlan(type(module).__name__, devices, memory_gb, tuple(judged))
 
 
 def _profile(first: FirstBatch) -> StepProfile:

@@ -25,7 +25,7 @@ _NUMEL = 1000  # of a checked one
 _LIMIT = timedelta(seconds=60)  # until all ranks have to be there, and for each collective
 _WIDTH = 14  # characters, of a row's name
 
-Places = dict[Finding, set[str]]  # what is wrong, on which hosts; on none by name where all are meant
+Places = set[tuple[Finding, str]]  # what is wrong, on which host
 
 
 def examine() -> int:
@@ -39,7 +39,7 @@ def examine() -> int:
         together.
     """
     facts = look()
-    found: Places = {finding: {facts.host} for finding in find(facts)}
+    found = {(finding, facts.host) for finding in find(facts)}
     line = ""
     # Nothing is measured where training would not survive: ranks may not even come together.
     if not _code(found):
@@ -50,7 +50,7 @@ def examine() -> int:
                 line, measured = _with_local_ranks()
                 found |= measured
         except StartError as error:
-            found[Finding("error", f"{error} Training would fail likewise.")] = {facts.host}
+            found.add((Finding("error", f"{error} Training would fail likewise."), facts.host))
     if not facts.launch.rank:
         print(as_text(facts, line, found), flush=True)
     elif not line:  # else the first rank prints for all
@@ -59,20 +59,20 @@ def examine() -> int:
 
 
 def _code(found: Places) -> int:
-    return int(any(finding.level == "error" for finding in found))
+    return int(any(finding.level == "error" for finding, _ in found))
 
 
 def _with_the_job(facts: Facts, found: Places) -> tuple[str, Places]:
     """What the ranks of the job have measured, and what is wrong with their hosts."""
     launch = facts.launch
-    address, port = launch.main_address, launch.main_port
-    if launch.rank is None or launch.world_size is None or launch.local_rank is None or address is None or port is None:
+    known: list[Any] = [launch.rank, launch.world_size, launch.local_rank, launch.main_address, launch.main_port]
+    if None in known:
         cure = "Start the job as docs/launchers.md shows, with MASTER_ADDR and MASTER_PORT on all ranks."
         raise StartError(f"{launch.describe()} {cure}")
     os.environ.update(facts.will_set)  # of the network, as the strategy sets it before it makes a process group
-    card = RankInfo(launch.rank, launch.world_size, versions(facts.versions.get("lightning", "none")))
-    device = _device(launch.local_rank, launch.local_world_size or 1)
-    return _together(card, (address, port), device, found)
+    rank, world_size, local_rank, address, port = known
+    card = RankInfo(rank, world_size, versions(facts.versions.get("lightning", "none")))
+    return _together(card, (address, port), _device(local_rank, launch.local_world_size or 1), found)
 
 
 def _together(card: RankInfo, address: tuple[str, int], device: torch.device, found: Places) -> tuple[str, Places]:
@@ -81,14 +81,10 @@ def _together(card: RankInfo, address: tuple[str, int], device: torch.device, fo
     join(card, address, NCCL_AND_GLOO if on_gpu else "gloo", device if on_gpu else None, _LIMIT, _LIMIT)
     try:
         line, wrong = measure(world(), device)
-        of_ranks: list[Places] = gather(found)
+        everywhere = {(finding, "all hosts") for finding in wrong}
+        return line, everywhere.union(*gather(found))
     finally:
         dist.destroy_process_group()
-    everything: Places = {finding: set() for finding in wrong}
-    for of_rank in of_ranks:
-        for finding, hosts in of_rank.items():
-            everything.setdefault(finding, set()).update(hosts)
-    return line, everything
 
 
 def _device(local_rank: int, local_ranks: int) -> torch.device:
@@ -117,7 +113,7 @@ def _with_local_ranks() -> tuple[str, Places]:
 
 def _local_rank(rank: int, ranks: int, port: int, answer: Any) -> None:
     torch.set_num_threads(1)
-    measured = _together(RankInfo(rank, ranks, {}), ("127.0.0.1", port), _device(rank, ranks), {})
+    measured = _together(RankInfo(rank, ranks, {}), ("127.0.0.1", port), _device(rank, ranks), set())
     if rank == 0:
         answer.put(measured)
 
@@ -178,7 +174,7 @@ def as_text(facts: Facts, measured: str, found: Places) -> str:
 
 def _lines(found: Places) -> list[str]:
     lines = []
-    for finding in sorted(found):
-        where = ", ".join(sorted(found[finding])) or "all hosts"
+    for finding in sorted({finding for finding, _ in found}):
+        where = ", ".join(sorted(host for other, host in found if other == finding))
         lines.append(f"{finding.level.upper()} [{where}]: {finding.text}")
     return lines or ["Nothing wrong was found."]

@@ -65,16 +65,10 @@ def read_job(environ: Environ) -> Job | None:
     is_sdk3 = "SM_HOST_COUNT" in environ or "SM_DISTRIBUTED_CONFIG" in environ
     # Launchers of SDK 2 number the hosts in the order of the instance groups, everyone else in that of their names,
     # by which `algo-10` comes before `algo-2`.
-    try:
-        hosts = tuple(sorted(resources["hosts"]))
-        if launched_by(environ) and not is_sdk3:
-            hosts = _launched_hosts(resources, environ)
-        return Job(resources["current_host"], hosts, resources.get("network_interface_name"))
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"SM_HOSTS or resourceconfig.json lacks {error}. SageMaker writes current_host, hosts and instance_groups; "
-            "do not change them."
-        ) from None
+    hosts = tuple(sorted(resources["hosts"]))
+    if launched_by(environ) and not is_sdk3:
+        hosts = _launched_hosts(resources, environ)
+    return Job(resources["current_host"], hosts, resources.get("network_interface_name"))
 
 
 def launched_by(environ: Environ) -> list[str]:

@@ -156,20 +156,15 @@ def _find(name: str, nodes: Sequence[NodeCost]) -> int:
 
 
 def _evaluate(costs: StageCosts, cuts: tuple[int, ...]) -> Partition:
-    nodes, ranks = costs.problem.nodes, costs.problem.rank_of_stage
-    seconds = []
-    memory = []
-    rank_memory = dict.fromkeys(ranks, 0)
-    named: dict[int, set[str]] = {rank: set() for rank in ranks}  # a tied parameter is on a rank once
-    for stage, (start, end) in enumerate(pairwise([0, *cuts, costs.num_nodes])):
-        seconds.append(costs.seconds(stage, start, end) / PICOSECONDS)
-        memory.append(costs.memory(stage, start, end))
-        rank_memory[ranks[stage]] += costs.held(stage, start, end)
-        for node in nodes[start:end]:
-            named[ranks[stage]].update(node.parameters)
-    for rank, names in named.items():
-        rank_memory[rank] += costs.bytes_of(names)
-    return Partition(cuts, tuple(seconds), tuple(memory), rank_memory)
+    ranks = costs.problem.rank_of_stage
+    stages = [(stage, *bounds) for stage, bounds in enumerate(pairwise([0, *cuts, costs.num_nodes]))]
+    seconds = tuple(costs.seconds(*stage) / PICOSECONDS for stage in stages)
+    rank_memory = {}
+    for rank in ranks:
+        own = [stage for stage in stages if ranks[stage[0]] == rank]
+        named = {name for _, *ends in own for node in costs.problem.nodes[slice(*ends)] for name in node.parameters}
+        rank_memory[rank] = sum(costs.held(*stage) for stage in own) + costs.bytes_of(named)  # a tied one once
+    return Partition(cuts, seconds, tuple(costs.memory(*stage) for stage in stages), rank_memory)
 
 
 def _size(size: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,16 +29,6 @@ class Action(NamedTuple):
 
 Orders: TypeAlias = Mapping[int, Sequence[Action]]
 """What each rank does, in order."""
-
-
-def parsed(orders: Mapping[int, Sequence[str]]) -> dict[int, list[Action]]:
-    """Orders whose actions are spelled as torch does it: "2F0" is stage 2, forward, micro-batch 0."""
-    return {rank: [_parsed(text) for text in texts] for rank, texts in orders.items()}
-
-
-def _parsed(text: str) -> Action:
-    stage, kind, microbatch = re.split("([FBIW])", text)
-    return Action(int(stage), kind, int(microbatch))  # type: ignore[arg-type]  # the pattern has Kinds only
 
 
 @dataclass(frozen=True)

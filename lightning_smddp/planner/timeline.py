@@ -50,7 +50,7 @@ class Span:
         return self.kind not in ("send", "wait")
 
 
-def to_perfetto(spans: Sequence[Span], title: str = "pipeline") -> dict[str, Any]:
+def to_perfetto(spans: Sequence[Span]) -> dict[str, Any]:
     """The spans as Chrome trace events: ``json.dump`` it to a file and open that in https://ui.perfetto.dev.
 
     Each rank is a process, with a row for what it computes and one for what it sends. Times begin at 0, in
@@ -75,7 +75,7 @@ def to_perfetto(spans: Sequence[Span], title: str = "pipeline") -> dict[str, Any
                 "args": {"stage": span.stage, "microbatch": span.microbatch},
             }
         )
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": title}}
+    return {"traceEvents": events}
 
 
 def draw(spans: Sequence[Span], title: str, path: Path) -> None:

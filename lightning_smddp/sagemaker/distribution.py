@@ -6,14 +6,14 @@ Sources: SageMaker Python SDK 2.257 (``fw_utils.py``, ``estimator.py``) and 3.27
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from lightning_smddp.launchers.launch import Environ
 from lightning_smddp.launchers.sagemaker import hyperparameters, launched_by, parse_json, read_job
-from lightning_smddp.sagemaker.model_parallel import V1, V2, Reading, Version
+from lightning_smddp.sagemaker.model_parallel import KEYS_OF_V1, KEYS_OF_V2, Reading, read_v1, read_v2
 
 _SIGNS = ("SM_FRAMEWORK_PARAMS", "SM_DISTRIBUTED_CONFIG", "SM_HP_MP_PARAMETERS")
 
@@ -35,11 +35,6 @@ _PLAIN: dict[str, Any] = {
 _MODERN = {"process_count_per_node": None, "smp": None, "mpi_additional_options": None}  # SDK 3's Torchrun and MPI
 
 
-def is_job(environ: Environ) -> bool:
-    """Whether this is a SageMaker training job, by its files or by its variables."""
-    return any(environ.get(name) for name in _SIGNS) or read_job(environ) is not None
-
-
 def distribution_of(environ: Environ) -> dict[str, Any]:
     """The ``distribution`` that the job was started with, as far as its environment tells.
 
@@ -49,7 +44,7 @@ def distribution_of(environ: Environ) -> dict[str, Any]:
     Raises:
         ValueError: this is no SageMaker job, or a variable is not JSON.
     """
-    if not is_job(environ):
+    if read_job(environ) is None and not any(environ.get(name) for name in _SIGNS):
         raise ValueError(
             "This is no SageMaker job (none of SM_FRAMEWORK_PARAMS, SM_DISTRIBUTED_CONFIG, SM_HP_MP_PARAMETERS is "
             "set), so there is nothing to read. Give the dictionary: from_sagemaker({'smdistributed': ...})."
@@ -152,7 +147,7 @@ def _read_modern(asked: Mapping[str, Any], reading: Reading) -> str:
     _look_for_unknown(asked, _MODERN, "", reading)
     smp = _as_dict(asked.get("smp") or {})
     parameters = {name: value for name, value in smp.items() if value is not None}
-    return _read_smp(parameters, V2, reading)
+    return read_v2(parameters, reading)
 
 
 # ---- SDK 2 ----
@@ -178,7 +173,7 @@ def _read_plain(asked: Mapping[str, Any], reading: Reading) -> str:
         )
     if "modelparallel" in on:
         parameters = _as_dict(parts["modelparallel"].get("parameters") or {})
-        return _read_smp(parameters, _version(parameters, on), reading)
+        return _reader(parameters, on)(parameters, reading)
     if "parameter_server" in on:
         reading.options["algorithm"] = "balanced"
     return "smddp"
@@ -198,18 +193,8 @@ def _look_for_unknown(asked: Mapping[str, Any], known: Mapping[str, Any], prefix
             reading.refuse(f"{full_name}={value!r}", "has to be a dictionary, such as {'enabled': True}.")
 
 
-def _version(parameters: Mapping[str, Any], on: Collection[str]) -> Version:
+def _reader(parameters: Mapping[str, Any], on: Collection[str]) -> Callable[[Mapping[str, Any], Reading], str]:
     """Version 2 is started by torchrun, version 1 by mpirun; else the keys decide."""
-    if "torch_distributed" in on:
-        return V2
-    if "mpi" in on:
-        return V1
-    of_v2_alone = set(V2.keys) - set(V1.keys)
-    return V2 if of_v2_alone & set(parameters) else V1
-
-
-def _read_smp(parameters: Mapping[str, Any], version: Version, reading: Reading) -> str:
-    for name in parameters:
-        if name not in version.keys:
-            reading.unknown(name, version.keys)
-    return version.read(parameters, reading)
+    of_v2_alone = KEYS_OF_V2 - KEYS_OF_V1
+    is_v2 = "torch_distributed" in on or ("mpi" not in on and not of_v2_alone.isdisjoint(parameters))
+    return read_v2 if is_v2 else read_v1

@@ -84,21 +84,12 @@ def point_at(folder: Path, checkpoint: str | os.PathLike[str]) -> None:
     Raises:
         OSError: as the system reports it.
     """
-    if "://" in os.fspath(checkpoint):
-        return
-    path = Path(os.path.abspath(checkpoint))
-    inside_of = os.path.abspath(folder)
-    if not path.is_relative_to(inside_of):
-        return
-    temporary = folder / f".tmp-{POINTER}"
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(f"{path.relative_to(inside_of)}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, folder / POINTER)
-    finally:
-        temporary.unlink(missing_ok=True)
+    from lightning_smddp.checkpoint.files import write
+
+    path, inside_of = Path(os.path.abspath(checkpoint)), os.path.abspath(folder)
+    if "://" not in os.fspath(checkpoint) and path.is_relative_to(inside_of):
+        name = f"{path.relative_to(inside_of)}\n"
+        write(lambda file: file.write(name.encode()), folder / POINTER)
 
 
 def pointed_at(folder: Path) -> str | None:

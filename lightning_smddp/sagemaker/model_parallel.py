@@ -9,7 +9,7 @@ Version 1 is ``smdistributed.modelparallel`` up to 1.15. Source: SageMaker Pytho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,8 +51,11 @@ class Reading:
         """Note that ``name`` is none of the ``known`` keys."""
         self.refuse(name, f"is unknown. Known: {', '.join(sorted(known))}.")
 
-    def look_up(self, values: Mapping[str, Any], refused: Mapping[str, Refused]) -> None:
-        """Refuse the keys of ``values`` that ask for something."""
+    def look_up(self, values: Mapping[str, Any], refused: Mapping[str, Refused], known: Collection[str]) -> None:
+        """Refuse the keys of ``values`` that ask for something that is ``refused``, or are not ``known``."""
+        for name in values:
+            if name not in known:
+                self.unknown(name, known)
         for name, key in refused.items():
             value = values.get(name)
             if value is not None and value != key.default and key.cured_by not in self.given:
@@ -85,7 +88,7 @@ class Reading:
 _BY_HAND = "Name the first module of each stage but the first: split=['blocks.4']."
 _LAYERS = "Divide whole layers over ranks: pipeline_parallel_size=(that number)."
 
-# Keys without an option of ours of the same meaning. What has one is read in `_read_v1`.
+# Keys without an option of ours of the same meaning. What has one is read in `read_v1`.
 REFUSED_OF_V1 = {
     "auto_partition": Refused(True, f"cuts by hand. {_BY_HAND}", "split"),
     "load_partition": Refused(False, f"reuses a saved partition. {_BY_HAND}", "split"),
@@ -117,13 +120,16 @@ _PLACEMENTS = {
 }  # fmt: skip
 
 
-def _read_v1(parameters: Mapping[str, Any], reading: Reading) -> str:
+KEYS_OF_V1 = {*_READ_OF_V1, *REFUSED_OF_V1, *PASSED_OF_V1}
+
+
+def read_v1(parameters: Mapping[str, Any], reading: Reading) -> str:
     """Turn the parameters into options, in ``reading``; returns the strategy's name.
 
     Every key's default is the library's own: ``microbatches`` is 1, which is no pipelining.
     """
     # Every part is read, also behind one that is refused: the one error at the end has all that is wrong.
-    reading.look_up(parameters, REFUSED_OF_V1)
+    reading.look_up(parameters, REFUSED_OF_V1, KEYS_OF_V1)
     if {"partitions", "pipeline_parallel_degree"} <= parameters.keys():
         reading.refuse("partitions", "is the old name of pipeline_parallel_degree. Remove one of them.")
     stages = _stages(parameters, reading)
@@ -190,9 +196,12 @@ PASSED_OF_V2 = (
 )  # fmt: skip
 
 
-def _read_v2(parameters: Mapping[str, Any], reading: Reading) -> str:
+KEYS_OF_V2 = {_DEGREE_OF_V2, *REFUSED_OF_V2, *PASSED_OF_V2}
+
+
+def read_v2(parameters: Mapping[str, Any], reading: Reading) -> str:
     """Turn the parameters into options, in ``reading``; returns the strategy's name."""
-    reading.look_up(parameters, REFUSED_OF_V2)
+    reading.look_up(parameters, REFUSED_OF_V2, KEYS_OF_V2)
     # With 0 the script's own FSDP decides: here every rank keeps all parameters.
     sharded = parameters.get(_DEGREE_OF_V2) != 0 and _shard(parameters, _DEGREE_OF_V2, reading)
     return "smddp_fsdp" if sharded else "smddp"
@@ -206,20 +215,3 @@ def _shard(parameters: Mapping[str, Any], name: str, reading: Reading) -> bool:
     reading.options["sharding"] = "hybrid"
     reading.options["shard_size"] = degree
     return True
-
-
-@dataclass(frozen=True)
-class Version:
-    """A version of the library.
-
-    Attributes:
-        keys: all that it knows.
-        read: turns its parameters into options, in a :class:`Reading`; returns the strategy's name.
-    """
-
-    keys: tuple[str, ...]
-    read: Callable[[Mapping[str, Any], Reading], str]
-
-
-V1 = Version((*_READ_OF_V1, *REFUSED_OF_V1, *PASSED_OF_V1), _read_v1)
-V2 = Version((_DEGREE_OF_V2, *REFUSED_OF_V2, *PASSED_OF_V2), _read_v2)

@@ -118,7 +118,7 @@ class RecordTimeline:
         for path in self.paths:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.suffix == ".json":
-                path.write_text(json.dumps(to_perfetto(self.spans, title)))
+                path.write_text(json.dumps(to_perfetto(self.spans)))
             else:
                 draw(self.spans, title, path)
 

@@ -85,9 +85,9 @@ class LossWeighting:
             self._arrival = None
             self._means.append(self._mean)
         # What batches to come weigh is not known: the first one's mean is the unit of all, until the last one.
-        unit = self._mean if accumulated == 1 else self._means[0]
+        unit = _positive(self._means[0])
         # A mean over nothing is NaN, which would be everybody's.
-        scaled: Tensor = torch.where(self._weight > 0, loss * (self._weight / _positive(unit)), 0.0)
+        scaled: Tensor = torch.where(self._weight > 0, loss * (self._weight / unit), 0.0)
         return scaled
 
     def backward_ends(self) -> None:

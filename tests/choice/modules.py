@@ -110,6 +110,17 @@ class Penalised(Small):
         return loss + gradient.pow(2).sum()
 
 
+class ClippedSGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1e-3)
+        return super().step(closure)
+
+
+class Clipped(Small):
+    def configure_optimizers(self) -> Any:
+        return ClippedSGD(self.parameters(), lr=0.1)
+
+
 class WithLBFGS(Small):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())

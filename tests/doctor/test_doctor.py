@@ -55,7 +55,7 @@ def test_what_is_wrong_has_a_cure(changes: dict[str, Any], level: str, what: str
     [finding] = find(facts)
     assert finding.level == level
     assert re.search(f"{re.escape(what)}.*{re.escape(cure)}", finding.text)
-    assert f"{level.upper()} [a, b]: {finding.text}" in as_text(facts, "", {finding: {"b", "a"}})
+    assert f"{level.upper()} [a, b]: {finding.text}" in as_text(facts, "", {(finding, "b"), (finding, "a")})
 
 
 def test_a_machine_without_linux_is_told_of_no_mount(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_a_machine_without_linux_is_told_of_no_mount(monkeypatch: pytest.MonkeyP
 
 def test_nothing_is_wrong() -> None:
     assert find(HEALTHY) == []
-    assert "Nothing wrong was found." in as_text(HEALTHY, "", {})
+    assert "Nothing wrong was found." in as_text(HEALTHY, "", set())
 
 
 def test_looking_starts_nothing() -> None:

@@ -193,19 +193,11 @@ def test_files_are_not_needed_where_variables_are() -> None:
     assert detect(nowhere).platform == ""
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "resourceconfig.json is not valid JSON"),
-        ("[]", "resourceconfig.json lacks list indices"),
-        ('{"hosts": ["algo-1"]}', "resourceconfig.json lacks 'current_host'"),
-    ],
-)
-def test_a_broken_file_is_named(text: str, message: str, tmp_path: Path) -> None:
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
     config = tmp_path / "input" / "config"
     config.mkdir(parents=True)
-    (config / "resourceconfig.json").write_text(text)
-    with pytest.raises(ValueError, match=message):
+    (config / "resourceconfig.json").write_text("{")
+    with pytest.raises(ValueError, match="resourceconfig.json is not valid JSON"):
         detect({"SAGEMAKER_BASE_DIR": str(tmp_path)})
 
 

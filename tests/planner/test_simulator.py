@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lightning_smddp.pipeline.runtime.schedules import SCHEDULES, orders
-from lightning_smddp.planner.simulator import Action, Kind, parsed, simulate
+from lightning_smddp.planner.simulator import Action, Kind, simulate
 
 
 def orders_of(*rows: str) -> dict[int, list[Action]]:
-    return parsed({rank: row.split() for rank, row in enumerate(rows)})
+    kinds: list[list[Any]] = [row.split() for row in rows]
+    return {rank: [Action(int(one[0]), one[1], int(one[2])) for one in row] for rank, row in enumerate(kinds)}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from lightning_smddp import PipelineStrategy, SMDDPFSDPStrategy, SMDDPStrategy, 
 from lightning_smddp.pipeline.mesh import PipelineMesh
 from lightning_smddp.sagemaker import translate
 from lightning_smddp.sagemaker.distribution import distribution_of
-from lightning_smddp.sagemaker.model_parallel import REFUSED_OF_V1, REFUSED_OF_V2, V1, V2
+from lightning_smddp.sagemaker.model_parallel import KEYS_OF_V1, KEYS_OF_V2, REFUSED_OF_V1, REFUSED_OF_V2
 from tests.launchers.cases import FIXTURES, environ
 from tests.strategies.grouped import grouped
 
@@ -166,8 +166,8 @@ def check_key(make: Any, key: Any, name: str, parameters: dict[str, Any]) -> Non
 
 
 def test_the_tables_are_whole() -> None:
-    assert {*V1.keys} - {"partitions"} == set(V1_DEFAULTS)
-    assert set(V2.keys) == set(V2_DEFAULTS)
+    assert KEYS_OF_V1 - {"partitions"} == set(V1_DEFAULTS)
+    assert set(V2_DEFAULTS) == KEYS_OF_V2
 
 
 def test_all_problems_are_named_at_once() -> None:

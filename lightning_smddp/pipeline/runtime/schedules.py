@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Literal
 
 from lightning_smddp._compat.torch import pipeline_order, pipeline_schedule_class
-from lightning_smddp.planner.simulator import Action, parsed
+from lightning_smddp.planner.simulator import Action
 from lightning_smddp.wording import counted
 
 MicrobatchRule = Literal["any", "at least the stages", "whole rounds"]
@@ -179,7 +179,7 @@ def orders(
     ranks = schedule.rank_of_stage(num_stages, pipeline_parallel_size)
     placeholders = [SimpleNamespace(stage_index=stage, **common) for stage, rank in enumerate(ranks) if rank == 0]
     torch_schedule = pipeline_schedule_class(schedule.torch_class)(placeholders, num_microbatches)
-    return parsed(pipeline_order(torch_schedule))
+    return {rank: [Action(*part) for part in parts] for rank, parts in pipeline_order(torch_schedule).items()}
 
 
 def _single_stage_order(schedule: Schedule, stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
