@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _add_module(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("module", help=text)
-    parser.add_argument("--kwargs", type=_json, default={}, help="arguments of the class, as a JSON object")
+    parser.add_argument("--kwargs", type=json.loads, default={}, help="arguments of the class, as a JSON object")
     parser.add_argument("--datamodule", help="module:Class of a LightningDataModule")
 
 
@@ -101,24 +101,15 @@ def _number_or_auto(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
-
-
 def _named(name: str) -> Any:
     """What ``module:Class`` is the name of. Errors in the user's modules are raised as they are."""
-    why = "there is no colon in it"
-    if ":" in name:
-        try:
-            return resolve_name(name)
-        except (AttributeError, ModuleNotFoundError) as error:
-            if str(error.name) not in name:
-                raise
-            why = str(error)
-    sys.exit(f"lightning-smddp: {name!r}: {why}. Write module:Class, in a folder where that module can be imported.")
+    try:
+        return resolve_name(name)
+    except (AttributeError, ModuleNotFoundError) as error:
+        if str(error.name) not in name:
+            raise
+        cure = "Write module:Class, in a folder where that module can be imported."
+        sys.exit(f"lightning-smddp: {name!r}: {error}. {cure}")
 
 
 def _verify(options: argparse.Namespace) -> int:

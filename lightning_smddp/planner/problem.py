@@ -131,7 +131,7 @@ class StageCosts:
     def _boundary(self, link: Link) -> list[int]:
         """Picoseconds of messages both ways at each cut; where none is allowed, it is never used."""
         hidden = self.compute[-1] // self.num_stages if link.is_hidden else 0  # what a stage computes meanwhile
-        sizes = [size if cut else 0 for cut, size in zip(self.is_allowed, self.problem.cut_bytes, strict=True)]
+        sizes = [0 if size == math.inf else size for size in self.problem.cut_bytes]
         return [max(0, round(2 * link.seconds(size) * PICOSECONDS) - hidden) for size in sizes]
 
     def _parameter_table(self) -> list[list[int]]:

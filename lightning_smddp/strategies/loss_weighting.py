@@ -58,12 +58,12 @@ class LossWeighting:
             self._means.clear()
         if self._looks:
             self._batch = batch
-        weighs = self._option not in (None, "sum")
-        if not weighs and self._join is None:
+        weight = torch.ones(())
+        if self._option not in (None, "sum"):
+            self._counts = self._counts or _agreed(self._option, batch)
+            weight = self._counts.of(batch)
+        elif self._join is None:
             return
-        if weighs and self._counts is None:
-            self._counts = _agreed(self._option, batch)
-        weight = torch.ones(()) if self._counts is None else self._counts.of(batch)
         if self._join is not None:
             weight = weight * self._join.counts
         self._weight = weight.to(self._trainer.strategy.root_device, torch.float32)
@@ -145,8 +145,8 @@ def say_difference(batch: Any, loss: Tensor, trainer: Any) -> None:
     weighted = sum(number * of_rank for of_rank, number in found) / max(1.0, sum(numbers))
     if abs(weighted - plain) > _WORTH_A_LINE * abs(plain) and trainer.is_global_zero:
         say(
-            f"ranks' batches have {min(numbers):.0f} to {max(numbers):.0f} labels and count alike: the first loss of "
-            f"all is {plain:.5g}, and were {weighted:.5g} with CommunicationOptions(loss_weight='labels'), or "
-            "'shifted_labels' if the model shifts them",
+            f"ranks' batches count alike, whatever labels they have: the first loss of all is {plain:.5g}, and were "
+            f"{weighted:.5g} with CommunicationOptions(loss_weight='labels'), or 'shifted_labels' if the model shifts "
+            "them",
             trainer,
         )
