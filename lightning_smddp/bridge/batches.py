@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
 from lightning_smddp.bridge.loss_weights import LossWeight, given_weight
-from lightning_smddp.bridge.partitioned_module import RunSetup, warn_on_first_rank
+from lightning_smddp.bridge.partitioned_module import RunSetup
 from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.pipeline.partition.batch_sync import BatchSync
 from lightning_smddp.pipeline.partition.microbatches import (
     MicroBatch,
+    MicroBatches,
     Splitter,
     UnclearBatchError,
     has_time_first,
@@ -55,7 +58,7 @@ class MicroBatcher:
         self._whole: set[Any] = set()  # keys of steps whose batches are one micro-batch each
         self._is_said = False  # that a batch cannot be cut
 
-    def split(self, batch: Any, step: LightningStep) -> list[MicroBatch]:
+    def split(self, batch: Any, step: LightningStep) -> MicroBatches:
         """The micro-batches of a batch for ``step``, weighted. All ranks of the pipeline have the same batch."""
         parts = self._split(batch, step)
         self.count = len(parts)
@@ -88,9 +91,9 @@ class MicroBatcher:
     def keep_whole(self, step: LightningStep, why: Exception) -> None:
         """From now on each batch of ``step`` is one micro-batch, said once. On all ranks of the pipeline."""
         self._whole.add(step.key)
-        warn_on_first_rank(f"`{step.hook}` runs each batch as one micro-batch, without overlap of stages: {why}")
+        rank_zero_warn(f"`{step.hook}` runs each batch as one micro-batch, without overlap of stages: {why}")
 
-    def _split(self, batch: Any, step: LightningStep) -> list[MicroBatch]:
+    def _split(self, batch: Any, step: LightningStep) -> MicroBatches:
         setup, count = self.setup, self.options.num_microbatches
         if step.key in self._whole or count == 1:
             return [self.splitter.whole(batch)]
@@ -103,7 +106,7 @@ class MicroBatcher:
         except UnclearBatchError as error:
             if not self._is_said:
                 self._is_said = True
-                warn_on_first_rank(f"smddp_pipeline runs batches as one micro-batch, without overlap: {error}. {_CURE}")
+                rank_zero_warn(f"smddp_pipeline runs batches as one micro-batch, without overlap: {error}. {_CURE}")
             return [self.splitter.whole(batch)]
 
 

@@ -20,7 +20,7 @@ from lightning_smddp._compat.torch import write_count
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
-from lightning_smddp.pipeline.partition.microbatches import MicroBatch, place_text, rows_of, shown
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch, MicroBatches, place_text, rows_of, shown
 from lightning_smddp.pipeline.partition.plan import own_error
 from lightning_smddp.pytree import Path, items
 
@@ -50,7 +50,7 @@ class LossWeight:
     path: Path = ()
     function: Callable[[Any], Any] | None = field(default=None, compare=False)
 
-    def apply(self, microbatches: Sequence[MicroBatch], on_host: Any = None) -> list[MicroBatch]:
+    def apply(self, microbatches: MicroBatches, on_host: Any = None) -> MicroBatches:
         """The same micro-batches with these weights; by rows where there is no such tensor, or nothing counts.
 
         Args:
@@ -61,7 +61,7 @@ class LossWeight:
             ValueError: the user's function returned no weight.
         """
         if self.kind == "rows" or len(microbatches) == 1:
-            return list(microbatches)
+            return microbatches
         if self.kind == "sum":
             return [replace(microbatch, weight=1.0) for microbatch in microbatches]
         if self.function is not None:
@@ -70,7 +70,7 @@ class LossWeight:
             counts = self._counts([microbatch.value for microbatch in microbatches], on_host)
         total = sum(counts)
         if not total > 0:
-            return list(microbatches)
+            return microbatches
         return [replace(part, weight=count / total) for part, count in zip(microbatches, counts, strict=True)]
 
     def of(self, batch: Any) -> Tensor:
@@ -205,9 +205,11 @@ def labels_of(batch: Any, named: bool = False) -> list[LossWeight]:
 
 def _tensors(batch: Any) -> dict[Path, Tensor]:
     """Those with rows, by place."""
-    tensors = {path: leaf for path, leaf in items(batch) if isinstance(leaf, Tensor)}
-    plain = {path: leaf for path, leaf in tensors.items() if leaf.layout == torch.strided and not leaf.is_nested}
-    return {path: leaf for path, leaf in plain.items() if leaf.dim() > 0}
+
+    def has_rows(leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested and leaf.dim() > 0
+
+    return {path: leaf for path, leaf in items(batch) if has_rows(leaf)}
 
 
 # ---- the trial -------------------------------------------------------------------------------------------------------
@@ -217,7 +219,7 @@ def find_loss_weight(
     partitioned: PartitionedModule,
     step: LightningStep,
     whole: MicroBatch,
-    microbatches: Sequence[MicroBatch],
+    microbatches: MicroBatches,
 ) -> Found:
     """What makes the micro-batches' losses the batch's, through the pipeline. Collective over all ranks.
 
@@ -253,7 +255,7 @@ def find_loss_weight(
 def best_fit(
     found: Sequence[LossWeight],
     losses: Sequence[float],
-    microbatches: Sequence[MicroBatch],
+    microbatches: MicroBatches,
     tolerance: float,
 ) -> Found:
     """Which weights make the micro-batches' losses the batch's: those with the smallest error.

@@ -8,7 +8,6 @@ the whole module again, and its own part of the optimizers.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -119,12 +118,6 @@ class RunSetup:
         return all(parameter.device.type == self.device.type for parameter in self.module.parameters())
 
 
-def warn_on_first_rank(message: str) -> None:
-    """Warn on the first rank of the world alone: the others have the same to say."""
-    if dist.get_rank() == 0:
-        warnings.warn(message, stacklevel=3)
-
-
 class Unpartitioned:
     """A module before the batch that shows how to partition it: each rank has all of it.
 
@@ -215,10 +208,7 @@ class PartitionedModule:
 
     def paths(self, step: LightningStep, microbatches: MicroBatches) -> list[TracedPath]:
         """The path that ``step`` takes on each micro-batch; it is traced where it is new. Collective then."""
-        if step.trains:
-            self.buffers.before_training()
-        else:
-            self.buffers.share()
+        self.buffers.share(step.trains)
         if step.key not in self.traces:
             self.remember(self._trace(step, microbatches[0], 0), step, microbatches[0], 0)
         return self.traces[step.key].find(step, microbatches)
@@ -247,7 +237,7 @@ class PartitionedModule:
             SplitError: on every rank of the pipeline: it does not fit the stages.
         """
         setup, group = self.setup, self.setup.groups.pipeline
-        self.buffers.share()
+        self.buffers.share(trains=False)
         try:
             with step.alone(microbatch, self.runtime.wrappers.generators, index) as run:
                 traced = record(run, setup.module, setup.device, group, self._fetch)
@@ -258,13 +248,7 @@ class PartitionedModule:
         graph = same_graph(traced, Modules(traced, setup.module), self._units(), group)
         cuts = follow(graph, self.plan.parameter_stages, self.plan.ownership, self.runtime.rank_of_stage)
         self.recorder.scopes.learn(units_here(graph, cuts, setup))
-        return self.stage(step, graph, cuts)
-
-    def stage(self, step: LightningStep, graph: StepGraph, stages: tuple[StagePlan, ...]) -> StagedStep:
-        """This rank's part of a path."""
-        if step.trains:
-            self.buffers.note_training(graph)
-        return self.runtime.stage(graph, stages)
+        return self.runtime.stage(graph, cuts)
 
     def _units(self) -> set[str]:
         """Modules that stay whole in other steps: the units, and what the first step did not call."""
@@ -292,8 +276,12 @@ class PartitionedModule:
         rank in it, nor in a checkpoint among the arguments. For ``waits`` see :meth:`GlobalView.entered`.
         """
         view, module = self.view, self.setup.module
-        log = (vars(module), "log", view.plain_log(module.log))
-        with patched([log]), view.entered(waits), self.recorder.scopes.absent_shown():
+        original = module.log
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            original(name, view.plain(value), *args, **kwargs)
+
+        with patched([(vars(module), "log", log)]), view.entered(waits), self.recorder.scopes.absent_shown():
             yield view.plain_result
 
     def outside_view(self) -> AbstractContextManager[None]:
@@ -342,15 +330,11 @@ class PartitionedModule:
         groups, device = self.setup.groups, self.setup.device
         assert self.optimizer is not None
         # Replicas put their shares of the states together, all of them, before only the first goes on.
-        states = None
-        allowed: AbstractContextManager[None] = nullcontext()
         shards = self.optimizer.shards
-        if shards is not None:
-            states = whole_states(shards, groups.data_parallel_group, device)
-            allowed = shards.state_allowed()
+        states = None if shards is None else whole_states(shards, groups.data_parallel_group, device)
         if groups.replica != 0:
             return {}
-        with allowed:
+        with nullcontext() if shards is None else shards.state_allowed():
             if not gather:
                 return self.optimizer.partial_state_dict(states)
             return self.optimizer.full_state_dict(groups.pipeline, device, states)

@@ -38,7 +38,7 @@ from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.mesh import held_parameters
-from lightning_smddp.pipeline.partition.costs import cluster_of, explained_shortage, in_flight, links_between
+from lightning_smddp.pipeline.partition.costs import cluster_of, in_flight, links_between
 from lightning_smddp.pipeline.partition.microbatches import MicroBatches
 from lightning_smddp.pipeline.partition.plan import PartitionPlan, Trial, make_plan
 from lightning_smddp.pipeline.partition.self_check import (
@@ -109,7 +109,7 @@ def partition(
     partitioned = PartitionedModule(setup, step.recorder, plan, stash, runtime, view, buffers, seed)
     # The traced path is the step's first one, and its numbers have to be right.
     try:
-        staged = partitioned.stage(step, plan.graph, plan.stages)
+        staged = runtime.stage(plan.graph, plan.stages)
         last = len(microbatches) - 1  # which was traced
         partitioned.remember(staged, step, microbatches[last], last)
         if expected is not None:
@@ -239,7 +239,7 @@ def _in_a_loop(step: LightningStep, parts: MicroBatches, setup: RunSetup) -> Num
     module, generators = setup.module, Generators(setup.module, setup.device)
     log = (vars(module), "log", lambda *args, **kwargs: None)
     total = 0.0
-    with explained_shortage(), preserve_state(module, setup.device), _without_own_dropout(module):
+    with preserve_state(module, setup.device), _without_own_dropout(module):
         with step.recorder.scopes.within(None, 0), patched([log]), seeded_modules(module, generators):
             for index, part in enumerate(parts):
                 generators.seed(step.seed_of(index))

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_smddp.bridge.batches import MicroBatcher
@@ -26,7 +26,6 @@ from lightning_smddp.bridge.partitioned_module import (
     State,
     Unpartitioned,
     seed_of_batch,
-    warn_on_first_rank,
 )
 from lightning_smddp.bridge.partitioning import partition
 from lightning_smddp.bridge.step import LightningStep, Scale, loss_of, may_keep_casts
@@ -80,7 +79,7 @@ class PipelinedModule:
         self.sync = BatchSync(setup.groups.host, Channel(setup.groups.pipeline, setup.device))
         replicas = setup.groups.data_parallel_group if setup.num_replicas > 1 else None
         self.metrics = PipelineMetrics(module, setup.groups.pipeline, setup.last_rank, setup.device, replicas)
-        self.recorder = StepRecorder(module, self.metrics, warn_on_first_rank)
+        self.recorder = StepRecorder(module, self.metrics)
         self.batcher = MicroBatcher(setup, self.sync)
         self.steps: list[StepsParts] = []
         self._in_lockstep: set[Any] = set()  # keys of steps
@@ -250,7 +249,7 @@ class PipelinedModule:
         if isinstance(error, RankFailedError):
             raise error
         self._in_lockstep.add(step.key)
-        warn_on_first_rank(
+        rank_zero_warn(
             f"`{step.hook}` runs in lockstep: all ranks run it on the whole batch, and each operation is done by "
             "the rank that has the parameters. That is right, but slower than one process. It cannot be pipelined: "
             f"{error}"
@@ -272,7 +271,7 @@ class PipelinedModule:
         ):
             generators.seed(step.seed_of(0))
             try:
-                with self.recorder.microbatch(0, 0, whole.size, None, keep=True, plain=plain):
+                with self.recorder.microbatch(0, 0, whole.size, whole.weight, keep=True, plain=plain):
                     output = step(whole)
                 results = self.recorder.results([output], plain=plain)
             except BaseException:
@@ -384,7 +383,7 @@ class PipelinedModule:
                     unshard(partitioned.view, to=CPU)
                     partitioned.is_gathered = True
                 else:
-                    warn_on_first_rank(f"{type(module).__name__} stays in parts, each on its rank: {_BY_MEMORY}.")
+                    rank_zero_warn(f"{type(module).__name__} stays in parts, each on its rank: {_BY_MEMORY}.")
         self.sync.on_host = None
         self.metrics.close()
         self._changes.close()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 import numbers
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -119,24 +118,18 @@ class StepRecorder:
     Args:
         module: the LightningModule.
         metrics: those of this rank's pipeline; None where there is one process.
-        warn: see :class:`AttributeScopes`.
 
     Attributes:
         scopes: the module's attributes during a batch.
         changing_steps: keys of those that write into their batch.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        metrics: PipelineMetrics | None = None,
-        warn: Callable[[str], None] = warnings.warn,
-    ) -> None:
+    def __init__(self, module: Any, metrics: PipelineMetrics | None = None) -> None:
         # Of the package `lightning` or of `pytorch_lightning`.
         base: Any = next(base for base in type(module).__mro__ if base.__name__ == "LightningModule")
         self.module = module
         # `log` is one of its instance while a step or a hook runs, and whoever set it puts back what was there.
-        self.scopes = AttributeScopes(module, frozenset({*vars(base()), "log"}), warn)
+        self.scopes = AttributeScopes(module, frozenset({*vars(base()), "log"}))
         self.metrics = metrics or PipelineMetrics(module)
         self.changing_steps: set[Any] = set()
         self._options = list(inspect.signature(base.log).parameters)[3:]  # behind self, name and value
@@ -151,7 +144,7 @@ class StepRecorder:
         stage: int | None,
         index: int,
         size: int,
-        weight: float | None,
+        weight: float,
         keep: bool,
         plain: Plain | None = None,
     ) -> Iterator[None]:
@@ -160,7 +153,7 @@ class StepRecorder:
         What it does is kept for :meth:`results` if ``keep``, which is so where the step ends. In lockstep, where all
         ranks run all of the step, ``plain`` makes tensors those of this rank.
         """
-        record = _Record(size, size if weight is None else weight)
+        record = _Record(size, weight)
         log = self._recording_log(record, self.module.log) if keep else self._ignored_log
         patches = [(vars(self.module), "log", log), (vars(self), "_running", record if keep else None)]
         patches += self.metrics.patches(record.touched if keep else None, plain)
@@ -255,11 +248,6 @@ class StepRecorder:
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             open_modules(f"it calls `self.log({name!r}, ...)`")
             options = dict(zip(self._options, args, strict=False), **kwargs)
-            if options.get("sync_dist_group") is not None:
-                raise ValueError(
-                    f"self.log({name!r}, ..., sync_dist_group=...): a pipeline calls `self.log` on all of its ranks "
-                    "and reduces over its replicas. Leave `sync_dist_group` out."
-                )
             reduction = reduction_name(options.get("reduce_fx", "mean"))
             with without_torch_functions():
                 is_number = isinstance(value, numbers.Number) or (isinstance(value, Tensor) and value.numel() == 1)
@@ -300,14 +288,11 @@ def reduce_logged(reduction: str, values: Sequence[Any], weights: Sequence[float
     """
     device = next((value.device for value in values if isinstance(value, Tensor)), CPU)
     stacked = torch.stack([torch.as_tensor(value, device=device).squeeze() for value in values])
-    value: Tensor
-    if reduction == "mean":
-        shares = from_numbers(weights, torch.float64, device)
-        counted = torch.where(shares > 0, stacked * shares, 0.0)
-        value = (counted.sum() / sum(weights)).to(torch.promote_types(torch.float32, stacked.dtype))
-    else:
-        value = getattr(stacked, reduction)()
-    return value
+    if reduction != "mean":
+        return getattr(stacked, reduction)()  # type: ignore[no-any-return]
+    shares = from_numbers(weights, torch.float64, device)
+    counted = torch.where(shares > 0, stacked * shares, 0.0)
+    return (counted.sum() / sum(weights)).to(torch.promote_types(torch.float32, stacked.dtype))
 
 
 def _combined_logs(records: Sequence[_Record], adds: bool) -> list[Log]:

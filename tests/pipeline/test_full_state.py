@@ -15,6 +15,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from lightning_smddp._compat.torch import without_torch_function
 from lightning_smddp.communication.objects import broadcast
+from lightning_smddp.pipeline.mesh import Channel
 from lightning_smddp.pipeline.state.meta_parameters import release
 from lightning_smddp.pipeline.state.optimizer import OptimizerPartition, OwnSteps
 from lightning_smddp.pipeline.state.state_dict import broadcast_initial, full_state_dict, load_full_state_dict, unshard
@@ -59,7 +60,7 @@ def test_state_is_that_of_the_whole_model_and_loads_into_the_parts() -> None:
 
 def compare_state(group: dist.ProcessGroup) -> None:
     model, other, expected = divided(group), tied(seed=1), trained().state_dict()
-    state = full_state_dict(GlobalView(model, OWNERSHIP, group, CPU))
+    state = full_state_dict(GlobalView(model, OWNERSHIP, group, CPU, Channel(group, CPU)))
     if group.rank() != 0:
         assert state == {}
     else:
@@ -73,7 +74,7 @@ def compare_state(group: dist.ProcessGroup) -> None:
     other.note = "loaded"
     load_full_state_dict(model, other.state_dict())
     assert model.note == "loaded"
-    state = full_state_dict(GlobalView(model, OWNERSHIP, group, CPU))
+    state = full_state_dict(GlobalView(model, OWNERSHIP, group, CPU, Channel(group, CPU)))
     assert_same(state, other.state_dict() if group.rank() == 0 else {})
 
 
@@ -110,7 +111,7 @@ def come_back(group: dist.ProcessGroup) -> None:
         for parameter in model.parameters():
             if not parameter.is_meta:
                 parameter.add_(1)
-    unshard(GlobalView(model, OWNERSHIP, group, CPU))
+    unshard(GlobalView(model, OWNERSHIP, group, CPU, Channel(group, CPU)))
     assert all(new is old for new, old in zip(model.parameters(), before, strict=True))
     assert model.favourites[1] is model.body.weight
     for parameter, reference in zip(model.parameters(), trained().parameters(), strict=True):
@@ -118,7 +119,7 @@ def come_back(group: dist.ProcessGroup) -> None:
     model(torch.arange(5)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     release(model, OWNERSHIP, group.rank())  # and once more
-    unshard(GlobalView(model, OWNERSHIP, group, CPU))
+    unshard(GlobalView(model, OWNERSHIP, group, CPU, Channel(group, CPU)))
 
 
 def test_every_rank_starts_from_the_first() -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.mesh import Ownership
+from lightning_smddp.pipeline.mesh import Channel, Ownership
 from lightning_smddp.pipeline.state.meta_parameters import release
 from lightning_smddp.pipeline.state.state_dict import unshard
 from lightning_smddp.pipeline.view.global_tensor import GlobalViewError
@@ -71,7 +71,7 @@ def divided(module: nn.Module, ownership: Ownership | None = None) -> GlobalView
     for name, parameter in module.named_parameters():
         if ownership.is_mine(name, group.rank()):
             parameter.grad = gradients[name]
-    return GlobalView(module, ownership, group, CPU)
+    return GlobalView(module, ownership, group, CPU, Channel(group, CPU))
 
 
 def features() -> Tensor:

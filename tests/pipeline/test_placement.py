@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_smddp.pipeline.mesh import Ownership, PipelineMesh
+from lightning_smddp.pipeline.mesh import Channel, Ownership, PipelineMesh
 from lightning_smddp.pipeline.partition import costs
 from lightning_smddp.pipeline.partition.assignment import follow, parameter_stages_of
 from lightning_smddp.pipeline.partition.costs import (
@@ -232,7 +232,7 @@ def gather_beside_parts() -> tuple[list[str], int]:
     ownership = Ownership({"0.weight": (0,), "1.weight": (1,)}, {})
     release(module, ownership, dist.get_rank())
     before = torch.cuda.memory_stats(device)["allocated_bytes.all.current"]
-    unshard(GlobalView(module, ownership, group, device), to=CPU)
+    unshard(GlobalView(module, ownership, group, device, Channel(group, device)), to=CPU)
     places = [parameter.device.type for parameter in module.parameters()]
     return places, torch.cuda.memory_stats(device)["allocated_bytes.all.current"] - before
 

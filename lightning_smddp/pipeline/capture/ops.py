@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Iterator
 from enum import Enum
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -136,25 +134,19 @@ def device_answer(function: Any, args: tuple[Any, ...], device: torch.device) ->
 _NO_USERS = ("torch.", "lightning_smddp.", "contextlib")  # files whose code is not the user's
 
 
-def _callers() -> Iterator[tuple[FrameType, str]]:
-    """The frames around the code that asks, from the inside out, each with its module's name."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame, frame.f_globals.get("__name__", "")
-        frame = frame.f_back
-
-
 def user_location() -> str:
     """``file:line`` of the innermost code that is neither torch's nor ours."""
-    for frame, name in _callers():
+    for frame, line in walk_stack(None):
+        name = frame.f_globals.get("__name__", "")
         if name != "torch" and not name.startswith(_NO_USERS):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            return f"{frame.f_code.co_filename}:{line}"
     return "?"
 
 
 def is_in_compiled_code() -> bool:
     """Whether the code that runs now was given to ``torch.compile``, and runs as it is for the moment."""
-    for _, name in _callers():
+    for frame, _ in walk_stack(None):
+        name = frame.f_globals.get("__name__", "")
         if name == "torch._dynamo.eval_frame":
             return True
         if name.startswith(("lightning.", "pytorch_lightning.")):

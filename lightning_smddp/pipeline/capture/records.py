@@ -179,7 +179,6 @@ class StepFacts:
         reads_batch: whether Python code reads a value of the batch: sizes or control flow may depend on it.
         draws: whether it draws random numbers of Python's or numpy's: all stages draw the same ones between units.
         external_writes: where it writes tensors in place that were there before it, see ``preserve_state.py``.
-        buffers_used: first names of the buffers that it uses.
     """
 
     values: list[Value] = field(default_factory=list)
@@ -187,7 +186,6 @@ class StepFacts:
     reads_batch: bool = False
     draws: bool = False
     external_writes: tuple[str, ...] = ()
-    buffers_used: set[str] = field(default_factory=set)
 
 
 @dataclass

@@ -143,8 +143,7 @@ class Tracking:
 
     def find_tracked(self, tensor: Tensor) -> int | None:
         """The value that ``tensor`` is known to be."""
-        value: int | None = self._values.get(tensor)
-        return value
+        return self._values.get(tensor)  # type: ignore[no-any-return]
 
     def find(self, tensor: Any) -> int | None:
         """The value that ``tensor`` is; None for parameters, free tensors, and what is none."""
@@ -205,7 +204,6 @@ class Tracking:
         event.buffers = each_once(storage.buffer for storage in storages)
         self.trace.changed_buffers.update(event.buffers)
         used = each_once(self.buffers.get(id(tensor)) for tensor in given)
-        self.trace.buffers_used.update(used)
         event.buffers_read = tuple(name for name in used if name in self.changed_buffers)
 
     def note_sizes(self, event: Event, given: list[Tensor], made: list[Tensor], arguments: list[Any]) -> None:

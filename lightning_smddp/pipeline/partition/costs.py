@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -180,23 +180,6 @@ def fits_on_hosts(module: nn.Module, group: dist.ProcessGroup) -> bool:
         if free < _MARGIN * sum(of_rank for its_host, of_rank, _ in everyones if its_host == host):
             return False
     return True
-
-
-@contextmanager
-def explained_shortage() -> Iterator[None]:
-    """Around a run of the training step on one device: where that is out of memory, the error says what to do.
-
-    Raises:
-        torch.OutOfMemoryError: as it came, with the cure.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise torch.OutOfMemoryError(
-            f"{error} This was a run of the step on one micro-batch, by which a pipeline is planned. More "
-            "micro-batches (`num_microbatches=`) make each of them smaller. The whole model is on each device then, "
-            "unless `PipelineStrategy(meta_init=True)` is given and layers are made in `configure_model`."
-        ) from error
 
 
 # ---- nodes -----------------------------------------------------------------------------------------------------------

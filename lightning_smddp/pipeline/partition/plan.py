@@ -22,7 +22,7 @@ from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.capture.tracer import Fetch, StepCall, trace
 from lightning_smddp.pipeline.mesh import Ownership
 from lightning_smddp.pipeline.partition.assignment import ParameterStages, ownership_of, parameter_stages_of
-from lightning_smddp.pipeline.partition.costs import LossIn, NodeTimes, explained_shortage, time_nodes
+from lightning_smddp.pipeline.partition.costs import LossIn, NodeTimes, time_nodes
 from lightning_smddp.pipeline.partition.split import choose_cuts, choose_units
 from lightning_smddp.pipeline.runtime.remote_tensor import ReplayError
 from lightning_smddp.planner.problem import Cluster
@@ -106,7 +106,10 @@ def make_plan(
                 if build_graph(traced, modules, known["splitting"]["units"]).digest() == known["digest"]:
                     return known
         graph = choose_units(traced, modules, cluster, split, checkpointing)
-        times = _measure(graph, trial, root, device)
+        times = NodeTimes.of_trace(graph)
+        if trial.fetch is None:  # the whole model is here
+            with preserve_state(root, device):
+                times = time_nodes(graph, trial.run, trial.loss_of, root, device)
         found = choose_cuts(graph, cluster, times, split, checkpointing)
         return {  # checkpoints keep it, so keys stay as they are
             "splitting": {"units": list(graph.units), "cuts": list(found.cuts)},
@@ -132,14 +135,6 @@ def make_plan(
     )
 
 
-def _measure(graph: StepGraph, trial: Trial, root: nn.Module, device: torch.device) -> NodeTimes:
-    """By a run of the whole step on this rank; the trace's times where it has not the whole model."""
-    if trial.fetch is not None:
-        return NodeTimes.of_trace(graph)
-    with explained_shortage(), preserve_state(root, device):
-        return time_nodes(graph, trial.run, trial.loss_of, root, device)
-
-
 # ---- on all ranks together -------------------------------------------------------------------------------------------
 
 
@@ -161,7 +156,7 @@ def record(
             return fetch(name)
 
     def attempt() -> Trace:
-        with explained_shortage(), preserve_state(root, device):
+        with preserve_state(root, device):
             return trace(step, root, device, borrow)
 
     return together.run(attempt)

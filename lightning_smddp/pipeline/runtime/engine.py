@@ -19,7 +19,7 @@ from lightning_smddp.pipeline.activations import Checkpointing
 from lightning_smddp.pipeline.capture.boundaries import StagePlan
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.mesh import Channel, Groups
-from lightning_smddp.pipeline.partition.microbatches import MicroBatch
+from lightning_smddp.pipeline.partition.microbatches import MicroBatches
 from lightning_smddp.pipeline.runtime.messages import Boundary
 from lightning_smddp.pipeline.runtime.schedules import Schedule, for_microbatches
 from lightning_smddp.pipeline.runtime.spans import SpanRecorder
@@ -56,7 +56,7 @@ class PipelineRuntime:
         device: torch.device,
         schedule: Schedule,
         num_stages: int,
-        checkpointing: Checkpointing = False,
+        checkpointing: Checkpointing,
     ) -> None:
         self.root = root
         self.groups = groups
@@ -79,9 +79,7 @@ class PipelineRuntime:
         dry_run = StageProgram(graph, dry_run_plan(graph), self.wrappers)
         return StagedStep(graph, stages, programs, dry_run)
 
-    def run(
-        self, paths: Sequence[TracedPath], step: Step, microbatches: Sequence[MicroBatch], train: bool
-    ) -> RunningStep:
+    def run(self, paths: Sequence[TracedPath], step: Step, microbatches: MicroBatches, train: bool) -> RunningStep:
         """Run one step: forward, and in training backward, of all micro-batches. Collective over the pipeline.
 
         Args:

@@ -66,22 +66,16 @@ class SpanRecorder:
         # Spans fill the step without a gap:
         #     wait | forward | wait | forward | ... | wait | backward | send
         before = self._start_seconds
-        for stage, kind, microbatch, start_mark, end_mark in self._actions:
-            start = self._seconds(start_mark)
-            end = self._seconds(end_mark)
-            self._spans += [
-                Span(self.rank, stage, "wait", microbatch, before, start),
-                Span(self.rank, stage, kind, microbatch, start, end),
-            ]
+        for stage, kind, microbatch, *marks in self._actions:
+            start, end = map(self._seconds, marks)
+            self._spans.append(Span(self.rank, stage, "wait", microbatch, before, start))
+            self._spans.append(Span(self.rank, stage, kind, microbatch, start, end))
             before = end
         if self._actions:
-            stage, _, microbatch, _, _ = self._actions[-1]
-            end = self._seconds(finish)
-            self._spans.append(Span(self.rank, stage, "send", microbatch, before, end))
+            self._spans.append(Span(self.rank, stage, "send", microbatch, before, self._seconds(finish)))
         self._actions.clear()
 
     def _seconds(self, mark: Any) -> float:
         if self.device.type != "cuda":
             return float(mark)
-        milliseconds = float(self._start.elapsed_time(mark))
-        return self._start_seconds + milliseconds / 1e3
+        return self._start_seconds + float(self._start.elapsed_time(mark)) / 1e3

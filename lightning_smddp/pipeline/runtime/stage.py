@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.records import TensorSpec
-from lightning_smddp.pipeline.partition.microbatches import MicroBatch
+from lightning_smddp.pipeline.partition.microbatches import MicroBatches
 from lightning_smddp.pipeline.runtime.messages import Boundary, Neighbour
 from lightning_smddp.pipeline.runtime.remote_tensor import OTHER_PATH, ReplayError
 from lightning_smddp.pipeline.runtime.spans import SpanRecorder
@@ -61,7 +61,7 @@ class RunningStep:
 
     paths: Sequence[TracedPath]
     step: Step
-    microbatches: Sequence[MicroBatch]
+    microbatches: MicroBatches
     outputs: list[Any]
     failures: list[Failure] = field(default_factory=list)
 

@@ -84,9 +84,9 @@ class StageProgram:
         makers = [node.index for node in graph.nodes if kept.intersection(node.outputs)]
         self.keeps_results = plan.recomputed.union(makers)
         self.next_unit = [None if index == len(graph.nodes) else graph.nodes[index] for index in graph.next_unit]
-        simple = [node for node in graph.nodes[: plan.begin] if node.returned.skeleton is ... and not node.versions]
-        sources = {node.index: node.returned.sources[0] for node in simple if node.module is not None}
-        self.stands_for = {index: value for index, (kind, value) in sources.items() if kind == "value"}
+        before = [node for node in graph.nodes[: plan.begin] if node.module is not None and not node.versions]
+        bare = [node for node in before if node.returned.skeleton is ...]
+        self.stands_for = {node.index: value for node in bare for value in node.returned.values}
         self._permuted = {value for value in plan.receives if _is_permuted(graph.values[value])}
         dense = [buffer for buffer in root.buffers() if type(buffer) is Tensor and buffer.layout == torch.strided]
         self._buffers = {buffer.untyped_storage().data_ptr() for buffer in dense}  # where they are in memory

@@ -121,8 +121,8 @@ class StageRun:
         program: StageProgram,
         received: Sequence[Tensor],
         shapes: Shapes,
-        made: Shapes | None = None,
-        reads: list[str] | None = None,
+        made: Shapes | None,
+        reads: list[str] | None,
     ) -> None:
         self.program = program
         self.graph = program.graph

@@ -26,7 +26,7 @@ from lightning_smddp._compat.torch import without_subclass_functions
 from lightning_smddp.communication.objects import RankFailedError, broadcast, each, gather, to_cpu
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
-from lightning_smddp.pipeline.partition.microbatches import MicroBatch, signature
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch, MicroBatches, signature
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.runtime.remote_tensor import OTHER_PATH, ReplayError
 from lightning_smddp.pipeline.runtime.stage_program import Shapes, StagedStep, StageProgram, Step, TracedPath
@@ -110,7 +110,7 @@ class TraceCache:
             )
         return self._keep(path, guards, microbatch)
 
-    def find(self, step: Step, microbatches: Sequence[MicroBatch]) -> list[TracedPath]:
+    def find(self, step: Step, microbatches: MicroBatches) -> list[TracedPath]:
         """The path that ``step`` takes on each micro-batch of a batch. Collective over the pipeline.
 
         Raises:
@@ -128,7 +128,7 @@ class TraceCache:
 
     # ---- paths that are known ----
 
-    def _find_known(self, step: Step, microbatches: Sequence[MicroBatch], begin: int) -> list[TracedPath]:
+    def _find_known(self, step: Step, microbatches: MicroBatches, begin: int) -> list[TracedPath]:
         """Those of the micro-batches from ``begin`` on, up to the first whose path the first rank does not know.
 
         The first rank alone looks, and waits for no other. A rank whose code goes elsewhere finds that in its run, and
@@ -153,7 +153,7 @@ class TraceCache:
             raise RankFailedError(0, "The step failed on the first rank of the pipeline, and not on this one.")
         return [self._known[number] for number in numbers if number != _UNKNOWN]
 
-    def _look_up_all(self, step: Step, microbatches: Sequence[MicroBatch], begin: int) -> list[int]:
+    def _look_up_all(self, step: Step, microbatches: MicroBatches, begin: int) -> list[int]:
         """The numbers of the paths of the micro-batches from ``begin`` on, up to the first that is not known here."""
         numbers: list[int] = []
         for index in range(begin, len(microbatches)):

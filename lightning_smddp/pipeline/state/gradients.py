@@ -312,7 +312,7 @@ def overflow_shared(scaler: Any, device: torch.device, group: dist.ProcessGroup)
             placeholder = nn.Parameter(torch.zeros(1, 1, device=device))
             placeholder.grad = overflow_of(all_parameters(optimizer), device, group)
             # In a group of its own: fused kernels want equal states for all parameters of one.
-            groups: list[dict[str, Any]] = optimizer.param_groups
+            groups = optimizer.param_groups
             groups.append({**groups[0], "params": [placeholder]})
             try:
                 return looks(optimizer, *args, **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from lightning_smddp._compat.torch import without_torch_function
 from lightning_smddp.checkpoint.stored import Stored
 from lightning_smddp.communication.consistency import check_same_model
 from lightning_smddp.communication.tensors import CPU, broadcast_tensors, gather_structures
-from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.mesh import named_tensors
 from lightning_smddp.pipeline.state.meta_parameters import set_contents, swapped
 from lightning_smddp.pipeline.view.view import GlobalView
@@ -132,7 +131,7 @@ class SharedBuffers:
     in a step. The others get the new values when a step is about to use them.
 
     Attributes:
-        trained: whether a training step has run since the last :meth:`share`. It may have changed any.
+        trained: whether a training step has run since all were shared. It may have changed any.
 
     Args:
         view: of the module.
@@ -141,26 +140,18 @@ class SharedBuffers:
     def __init__(self, view: GlobalView) -> None:
         self.view = view
         self.trained = False
-        self._used_in_training: set[str] = set()
 
-    def note_training(self, graph: StepGraph) -> None:
-        """Note which buffers this training step uses."""
-        self._used_in_training |= graph.buffers_used & self.view.ownership.buffers.keys()
+    def share(self, trains: bool) -> None:
+        """All ranks get what hooks have changed, and unless a training step follows, also what these may have.
 
-    def before_training(self) -> None:
-        """All ranks get what training steps use of what hooks have changed. Collective if that is anything."""
-        # What no training step uses stays on its owner, such as an average of the weights; a later `share` sends it.
-        if self.view.changed_buffers:
-            self._send(self.view.changed_buffers & self._used_in_training)
-
-    def share(self) -> None:
-        """All ranks get all that has changed. Collective if anything has."""
-        self._send(self.view.ownership.buffers.keys() if self.trained else self.view.changed_buffers)
-        self.trained = False
-
-    def _send(self, wanted: Set[str]) -> None:
+        Collective if that is anything.
+        """
         view = self.view
-        buffers = [(name, buffer) for name, buffer in view.module.named_buffers() if name in wanted]
-        owned = [(view.ownership.buffers[name], buffer.detach()) for name, buffer in buffers]
-        view.broadcast(owned)
-        view.changed_buffers -= wanted
+        wanted = set(view.changed_buffers)
+        if self.trained and not trains:
+            wanted.update(view.ownership.buffers)
+            self.trained = False
+        if wanted:
+            buffers = [(name, buffer) for name, buffer in view.module.named_buffers() if name in wanted]
+            view.broadcast((view.ownership.buffers[name], buffer.detach()) for name, buffer in buffers)
+            view.changed_buffers.clear()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -78,7 +78,7 @@ class GlobalView:
         ownership: who holds what.
         group: the pipeline.
         device: of this rank.
-        host: the same ranks as ``group``, for messages without values; None is ``group`` itself.
+        host: the same ranks as ``group``, for messages without values.
 
     Attributes:
         rank: of this process in ``group``.
@@ -92,7 +92,7 @@ class GlobalView:
         ownership: Ownership,
         group: dist.ProcessGroup,
         device: torch.device,
-        host: Channel | None = None,
+        host: Channel,
     ) -> None:
         self.module = module
         self.ownership = ownership
@@ -106,9 +106,9 @@ class GlobalView:
         self.tensors = ModuleTensors(self)
         self._alive.clear()  # the module's own are nobody's to keep
         self.find = self.tensors.find
-        self._host = host or Channel(group, device)
+        self._host = host
         self._written: dict[str, int] = {}  # since ranks compared it: tensors of the module, and what tells how
-        self._last_write = "nothing"
+        self._last_write = ""
         self._copies: dict[Contents, Tensor] = {}  # fetched in this hook
         self._modes: ExitStack | None = None
 
@@ -168,12 +168,8 @@ class GlobalView:
         if not self.pending:
             return
         self.pending = False
-        key = 0
-        what = "is at the end of a hook"
-        if self._written:
-            key = key_of(self._written)
-            what = f"has changed {self._last_write}"
-        self._meet(_END, key, what)
+        what = f"has changed {self._last_write}" if self._written else "is at the end of a hook"
+        self._meet(_END, key_of(self._written), what)
         self._written.clear()
 
     def _push(self) -> None:
@@ -352,14 +348,6 @@ class GlobalView:
                 return values[id(leaf)].detach().requires_grad_(leaf.requires_grad)
 
             return map_leaves(value_of, structure) if values else structure
-
-    def plain_log(self, log: Callable[..., None]) -> Callable[..., None]:
-        """A LightningModule's ``log`` that is given plain values."""
-
-        def logged(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            log(name, self.plain(value), *args, **kwargs)
-
-        return logged
 
     def plain_result(self, result: Any, arguments: Sequence[Any]) -> Any:
         """A hook's result without global tensors; nor are any left in a checkpoint among its ``arguments``."""
