@@ -35,10 +35,9 @@ from lightning_smddp.pipeline.partition.plan import PartitionPlan, own_error, re
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.runtime.stage_program import StagedStep, TracedPath
 from lightning_smddp.pipeline.runtime.trace_cache import TraceCache
-from lightning_smddp.pipeline.state.gradients import GradientStash, clip_by_norm
+from lightning_smddp.pipeline.state.gradients import GradientStash
 from lightning_smddp.pipeline.state.optimizer import OptimizerPartition
 from lightning_smddp.pipeline.state.state_dict import (
-    SharedBuffers,
     full_state_dict,
     load_full_state_dict,
     partial_state_dict,
@@ -181,7 +180,6 @@ class PartitionedModule:
         stash: gradients between the schedule, which makes them, and Lightning's backward.
         runtime: runs this rank's stages.
         view: the whole module, for hooks.
-        buffers: sends buffers that a stage has changed to the other ranks.
         run_seed: random numbers follow from it, the same on all ranks.
         optimizer: with the parameters of this rank; None if there is no training.
         sharded: with ``shard="optimizer"`` the same, whose work replicas share.
@@ -196,7 +194,6 @@ class PartitionedModule:
     stash: GradientStash
     runtime: PipelineRuntime
     view: GlobalView
-    buffers: SharedBuffers
     run_seed: int
     optimizer: OptimizerPartition | None = None
     sharded: ShardedOptimizers | None = None
@@ -208,7 +205,7 @@ class PartitionedModule:
 
     def paths(self, step: LightningStep, microbatches: MicroBatches) -> list[TracedPath]:
         """The path that ``step`` takes on each micro-batch; it is traced where it is new. Collective then."""
-        self.buffers.share(step.trains)
+        self.view.share_buffers(step.trains)
         if step.key not in self.traces:
             self.remember(self._trace(step, microbatches[0], 0), step, microbatches[0], 0)
         return self.traces[step.key].find(step, microbatches)
@@ -237,7 +234,7 @@ class PartitionedModule:
             SplitError: on every rank of the pipeline: it does not fit the stages.
         """
         setup, group = self.setup, self.setup.groups.pipeline
-        self.buffers.share(trains=False)
+        self.view.share_buffers(trains=False)
         try:
             with step.alone(microbatch, self.runtime.wrappers.generators, index) as run:
                 traced = record(run, setup.module, setup.device, group, self._fetch)
@@ -289,13 +286,6 @@ class PartitionedModule:
         return self.view.left()
 
     # ---- gradients ----
-
-    def clip_by_norm(self, clip_val: float) -> None:
-        """Scale the gradients of all ranks' parameters in the optimizer to this norm at the most. Collective."""
-        assert self.optimizer is not None
-        with self.outside_view():
-            group, device = self.setup.groups.pipeline, self.setup.device
-            clip_by_norm(self.optimizer.parameters, self.optimizer.owned, group, clip_val, device)
 
     def nonfinite(self, changed: bool) -> NonFinite | None:
         """What is not finite in the gradients of this rank's stages, the same on all replicas.

@@ -51,11 +51,11 @@ from lightning_smddp.pipeline.partition.self_check import (
 )
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.runtime.remote_tensor import ReplayError
-from lightning_smddp.pipeline.state.gradients import GradientStash, TiedGradients, create_tied_groups
+from lightning_smddp.pipeline.state.gradients import GradientStash, sum_tied, tied_parameters
 from lightning_smddp.pipeline.state.meta_parameters import initialize_deferred, release, set_contents
 from lightning_smddp.pipeline.state.optimizer import OptimizerPartition
 from lightning_smddp.pipeline.state.replicas import ReplicaGradients
-from lightning_smddp.pipeline.state.state_dict import SharedBuffers, unshard
+from lightning_smddp.pipeline.state.state_dict import unshard
 from lightning_smddp.pipeline.view.view import GlobalView
 from lightning_smddp.seeding import Generators, run_seed, seeded_modules
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
@@ -105,8 +105,7 @@ def partition(
         setup.num_stages,
         setup.checkpointing,
     )
-    buffers = SharedBuffers(view)
-    partitioned = PartitionedModule(setup, step.recorder, plan, stash, runtime, view, buffers, seed)
+    partitioned = PartitionedModule(setup, step.recorder, plan, stash, runtime, view, seed)
     # The traced path is the step's first one, and its numbers have to be right.
     try:
         staged = runtime.stage(plan.graph, plan.stages)
@@ -198,8 +197,7 @@ def _stash(before: Unpartitioned, plan: PartitionPlan, held: dict[str, nn.Parame
     here = setup.stages_here
     stages = {name: [stage for stage in plan.parameter_stages[name] if stage in here] for name in held}
     pipeline = groups.mesh.pipelines[groups.replica]
-    tied_groups = create_tied_groups(plan.ownership, pipeline, setup.timeout, setup.device)
-    tied = TiedGradients(setup.module, tied_groups)
+    tied = tied_parameters(setup.module, plan.ownership, pipeline, setup.timeout, setup.device)
     replicas = None
     if setup.num_replicas > 1 and before.optimizer is not None:
         replicas = ReplicaGradients(
@@ -295,7 +293,7 @@ def _in_the_pipeline(partitioned: PartitionedModule, step: LightningStep, parts:
         outputs = partitioned.trial(step, parts)
         stash.stash()
         stash.restore(1.0)
-        stash.tied.sum()
+        sum_tied(stash.tied)
         norms = _norms(stash.parameters.items())
     ended = zip(parts, outputs, strict=False)  # none where the step does not end
     counting = [(part.weight, output) for part, output in ended if part.weight and output is not None]

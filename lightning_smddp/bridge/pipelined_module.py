@@ -41,7 +41,7 @@ from lightning_smddp.pipeline.partition.microbatches import MicroBatches, Uncomb
 from lightning_smddp.pipeline.partition.plan import StepFailedError, own_error
 from lightning_smddp.pipeline.runtime.remote_tensor import ReplayError
 from lightning_smddp.pipeline.runtime.stage_program import TracedPath
-from lightning_smddp.pipeline.state.gradients import clipping_by, overflow_shared
+from lightning_smddp.pipeline.state.gradients import clip_by_norm, clipping_by, overflow_shared
 from lightning_smddp.pipeline.state.meta_parameters import AbsentParameter
 from lightning_smddp.pipeline.state.optimizer import OwnSteps
 from lightning_smddp.pipeline.state.state_dict import unshard
@@ -151,7 +151,7 @@ class PipelinedModule:
         except ReplayError as error:
             raise ReplayError(f"{error} {FROM_CHECKPOINT}") from error
         partitioned.stash.stash()
-        partitioned.buffers.trained = True
+        partitioned.view.has_trained = True
         output = self.recorder.apply(results)
         if output is not None:  # of one row each, losses of rows look like those of micro-batches
             loss_of(output, step.hook, detached=True)
@@ -362,8 +362,13 @@ class PipelinedModule:
         self._changes.enter_context(clipping_by(plugin, self._clip_by_norm))
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        assert self.partitioned is not None
-        self.partitioned.clip_by_norm(clip_val)
+        """Scale the gradients of all ranks' parameters in the optimizer to this norm at the most. Collective."""
+        partitioned, setup = self.partitioned, self.setup
+        assert partitioned is not None
+        assert partitioned.optimizer is not None
+        with partitioned.outside_view():
+            own = partitioned.optimizer
+            clip_by_norm(own.parameters, own.owned, setup.groups.pipeline, clip_val, setup.device)
 
     def close(self, gather: bool) -> None:
         """Give back a whole module (unless it never was), and free what this object holds. Collective if ``gather``.

@@ -157,16 +157,6 @@ class Ownership:
                 sets.setdefault(tuple(sorted(ranks)), []).append(name)
         return sets
 
-    def check(self, module: nn.Module) -> None:
-        """Raise ``ValueError`` if ``module``'s parameters are not the ones that were placed."""
-        names = {name for name, _ in module.named_parameters()}
-        changed = sorted(names ^ self.parameters.keys())
-        if changed:
-            raise ValueError(
-                f"{type(module).__name__}'s parameters changed after it was divided: {changed} came or went. Create "
-                "all layers in `__init__` or `configure_model`."
-            )
-
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, each once, by their first name."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_smddp.communication.tensors import norm_over_ranks
 from lightning_smddp.pipeline.mesh import Ownership, held_parameters
-from lightning_smddp.pipeline.state.gradients import TiedGradients, overflow_of
+from lightning_smddp.pipeline.state.gradients import overflow_of, sum_tied
 from lightning_smddp.pipeline.state.meta_parameters import release
 from tests.pipeline.models import OWNERSHIP, tied, train_step
 from tests.ranks import run_in_threads
@@ -29,7 +29,7 @@ def tied_sums(group: dist.ProcessGroup, none_on: dict[str, tuple[int, ...]], spa
             gradient = torch.full_like(parameter, 10.0**rank * (1 + int(name)))
             parameter.grad = gradient.to_sparse() if sparse else gradient
     gradients = [parameter.grad for parameter in model]
-    TiedGradients(model, [(group, names) for names in TIED.shared().values()]).sum()
+    sum_tied([(group, list(map(model.get_parameter, names))) for names in TIED.shared().values()])
     if not sparse:  # in place: it may be a view of a bucket
         assert all(p.grad is old for p, old in zip(model, gradients, strict=True) if old is not None)
     return {

@@ -125,13 +125,6 @@ def test_units_keep_less_with_checkpointing_and_run_again_unless_offloaded() -> 
         assert (node.activation_bytes, node.backward_s) == (kept, backward)
 
 
-def test_a_module_that_changed_after_it_was_divided_is_refused() -> None:
-    model = tied()
-    model.late = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"Tied's parameters changed .*\['late.bias', 'late.weight'\] came or went"):
-        release(model, OWNERSHIP, 0)
-
-
 def test_release_keeps_objects_and_drops_values() -> None:
     model = tied()
     model.head.bias.requires_grad_(False)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from math import inf
 from typing import Any, TypeAlias
@@ -34,63 +35,53 @@ from lightning_smddp.pipeline.state.replicas import ReplicaGradients
 from lightning_smddp.pytree import copied
 from lightning_smddp.sharding.optimizer_shards import all_parameters
 
-TiedGroups: TypeAlias = list[tuple[dist.ProcessGroup, list[str]]]
-"""Of a rank: groups, each with the names of the parameters that exactly its members hold."""
+Tied: TypeAlias = list[tuple[dist.ProcessGroup, list[nn.Parameter]]]
+"""Of a rank: groups, each with the parameters that exactly its members hold."""
 Gradients: TypeAlias = Mapping[str, Tensor]
 """By the name of the parameter."""
 
 _ROUNDING = 1e-6  # relative: a loss that nobody scales may arrive with so much
 
 
-def create_tied_groups(
+def tied_parameters(
+    module: nn.Module,
     ownership: Ownership,
     pipeline: Sequence[int],
     timeout: timedelta,
     device: torch.device,
-) -> TiedGroups:
+) -> Tied:
     """A group for each set of ranks that share parameters, in this rank's pipeline. Collective over the world.
 
     Args:
+        module: the model.
         ownership: the same in every pipeline.
         pipeline: the global ranks of this one.
         timeout: of the groups' collectives.
         device: where the gradients are.
     """
-    groups = []
+    found = []
     # In the order of `shared`, which is the same on all ranks: so ranks of two sets come to both in one order.
     for ranks, names in ownership.shared().items():
         # Only the members of a group create it.
         members = [pipeline[rank] for rank in ranks]
         name = new_name(world())
         if dist.get_rank() in members:
-            groups.append((create_group(members, f"{name}-tied-{members}", timeout, device), names))
-    return groups
+            group = create_group(members, f"{name}-tied-{members}", timeout, device)
+            found.append((group, [module.get_parameter(name) for name in names]))
+    return found
 
 
-class TiedGradients:
-    """Sums gradients over the ranks of a pipeline that hold the same parameter.
+@torch.no_grad()
+def sum_tied(tied: Tied) -> None:
+    """Replace each shared parameter's ``.grad`` by the sum over its holders. Collective over the pipeline.
 
-    Their values are the same at first (see ``state_dict.broadcast_initial``) and stay so: the sum is bit by bit the
-    same on all holders.
-
-    Args:
-        module: the model.
-        groups: see :func:`create_tied_groups`.
+    A holder without a gradient counts as zero; if none has one, it stays None. Values are the same at first (see
+    ``state_dict.broadcast_initial``) and stay so: the sum is bit by bit the same on all holders.
     """
-
-    def __init__(self, module: nn.Module, groups: TiedGroups) -> None:
-        self._sets = [(group, [module.get_parameter(name) for name in names]) for group, names in groups]
-
-    @torch.no_grad()
-    def sum(self) -> None:
-        """Replace each shared parameter's ``.grad`` by the sum over its holders. Collective over the pipeline.
-
-        A holder without a gradient counts as zero; if none has one, it stays None.
-        """
-        for group, parameters in self._sets:
-            trained = [parameter for parameter in parameters if parameter.requires_grad]
-            if trained:
-                _sum(group, trained)
+    for group, parameters in tied:
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if trained:
+            _sum(group, trained)
 
 
 def _sum(group: dist.ProcessGroup, parameters: list[nn.Parameter]) -> None:
@@ -119,31 +110,25 @@ def _sum(group: dist.ProcessGroup, parameters: list[nn.Parameter]) -> None:
 # ---- until backward ----
 
 
+@dataclass
 class GradientStash:
     """One batch after the other: :meth:`begin`, the schedule, :meth:`stash`, :meth:`restore`.
 
     Args:
         parameters: of this rank, by first name.
         stages: for each parameter the stages of this rank that use it.
-        tied: sums over stages on other ranks.
+        tied: those that stages on other ranks have, too.
         replicas: averages over replicas; None with one replica.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        stages: Mapping[str, Sequence[int]],
-        tied: TiedGradients,
-        replicas: ReplicaGradients | None,
-    ) -> None:
-        self.parameters = dict(parameters)
-        self.stages = stages
-        self.tied = tied
-        self.replicas = replicas
-        self._old: Gradients | None = None  # copies of what was there before the batch
-        self._made: Gradients = {}  # by the schedule, without replicas; else the buckets hold it
-        self._accumulates = False
-        self._continues = False
+    parameters: Mapping[str, nn.Parameter]
+    stages: Mapping[str, Sequence[int]]
+    tied: Tied
+    replicas: ReplicaGradients | None
+    _old: Gradients | None = None  # copies of what was there before the batch
+    _made: Gradients = field(default_factory=dict)  # by the schedule, without replicas; else the buckets hold it
+    _accumulates: bool = False
+    _continues: bool = False
 
     def begin(self, continues: bool, may_drop: bool, accumulates: bool, num_microbatches: int) -> None:
         """Prepare ``.grad`` for a batch.
@@ -203,7 +188,7 @@ class GradientStash:
             for gradient in self._gradients().values():
                 gradient.mul_(factor)
         if not self._accumulates:
-            self.tied.sum()
+            sum_tied(self.tied)
         for name, gradient in before.items():
             made = self.parameters[name].grad
             self.parameters[name].grad = gradient if made is None else made.add_(gradient)
@@ -250,7 +235,7 @@ def clip_by_norm(
 ) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_`` over all stages of a pipeline. Collective.
 
-    A parameter that several ranks hold counts once; its gradient has to be summed before (:class:`TiedGradients`).
+    A parameter that several ranks hold counts once; its gradient has to be summed before (:func:`sum_tied`).
 
     Args:
         parameters: of this rank.

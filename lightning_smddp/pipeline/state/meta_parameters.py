@@ -86,11 +86,7 @@ def release(module: nn.Module, ownership: Ownership, rank: int) -> None:
     They stay the same objects under all their names and in the user's own lists, with shape, dtype, ``requires_grad``
     and hooks; their gradients go. Buffers stay. Memory that something else still refers to (a view, a live autograd
     graph) is freed when that goes. Repeating it changes nothing.
-
-    Raises:
-        ValueError: the module has other parameters than were placed.
     """
-    ownership.check(module)
     for name, parameter in module.named_parameters():
         if ownership.is_mine(name, rank):
             continue

@@ -119,39 +119,5 @@ def unshard(view: GlobalView, to: torch.device | None = None) -> None:
 
 def _owned(view: GlobalView) -> dict[str, Tensor]:
     """The tensors that this rank owns."""
-    view.ownership.check(view.module)
     owner = view.ownership.owner
     return {name: tensor for name, tensor in named_tensors(view.module).items() if owner(name) == view.rank}
-
-
-class SharedBuffers:
-    """Keeps the buffers of a divided module up to date where steps use them.
-
-    Every rank holds every buffer, but a change is made by one rank: by its owner in a hook, by the stage that does it
-    in a step. The others get the new values when a step is about to use them.
-
-    Attributes:
-        trained: whether a training step has run since all were shared. It may have changed any.
-
-    Args:
-        view: of the module.
-    """
-
-    def __init__(self, view: GlobalView) -> None:
-        self.view = view
-        self.trained = False
-
-    def share(self, trains: bool) -> None:
-        """All ranks get what hooks have changed, and unless a training step follows, also what these may have.
-
-        Collective if that is anything.
-        """
-        view = self.view
-        wanted = set(view.changed_buffers)
-        if self.trained and not trains:
-            wanted.update(view.ownership.buffers)
-            self.trained = False
-        if wanted:
-            buffers = [(name, buffer) for name, buffer in view.module.named_buffers() if name in wanted]
-            view.broadcast((view.ownership.buffers[name], buffer.detach()) for name, buffer in buffers)
-            view.changed_buffers.clear()

@@ -83,6 +83,7 @@ class GlobalView:
     Attributes:
         rank: of this process in ``group``.
         changed_buffers: names of those whose values their owners alone have.
+        has_trained: whether a training step has run since all buffers were shared. It may have changed any.
         pending: whether code has run within the view since ranks met: the first one may still be in it.
     """
 
@@ -100,6 +101,7 @@ class GlobalView:
         self.device = device
         self.rank = group.rank()
         self.changed_buffers: set[str] = set()
+        self.has_trained = False
         self.pending = False
         self._alive: weakref.WeakValueDictionary[int, GlobalTensor] = weakref.WeakValueDictionary()
         self._numbers = count()
@@ -388,6 +390,21 @@ class GlobalView:
             by_owner.setdefault(owner, []).append(tensor)
         for owner, tensors in sorted(by_owner.items()):
             broadcast_tensors(tensors, self.group, owner, self.device)
+
+    def share_buffers(self, trains: bool) -> None:
+        """All ranks get what hooks have changed, and unless a training step follows, what these may have changed.
+
+        Every rank holds every buffer, but a change is made by one rank: by its owner in a hook, by the stage that does
+        it in a step. Collective if there is anything to send.
+        """
+        wanted = set(self.changed_buffers)
+        if self.has_trained and not trains:
+            wanted.update(self.ownership.buffers)
+            self.has_trained = False
+        if wanted:
+            buffers = [(name, buffer) for name, buffer in self.module.named_buffers() if name in wanted]
+            self.broadcast((self.ownership.buffers[name], buffer.detach()) for name, buffer in buffers)
+            self.changed_buffers.clear()
 
     def _values_of(self, tensors: Sequence[GlobalTensor]) -> list[Tensor]:
         """Each one's values on every rank. Collective."""
