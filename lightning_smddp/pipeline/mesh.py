@@ -61,11 +61,6 @@ class PipelineMesh:
         """How many pipelines there are."""
         return len(self.pipelines)
 
-    @property
-    def data_parallel_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank in the pipeline those of the job that have it, by replica."""
-        return tuple(zip(*self.pipelines, strict=True))
-
     def find(self, rank: int) -> tuple[int, int]:
         """Replica of a rank of the job, and its rank in that pipeline."""
         (found,) = [(replica, ranks.index(rank)) for replica, ranks in enumerate(self.pipelines) if rank in ranks]
@@ -108,7 +103,7 @@ class Groups:
         replica, pipeline_rank = mesh.find(dist.get_rank())
         name = new_name(world())
         members = list(mesh.pipelines[replica])
-        replicas = list(mesh.data_parallel_ranks[pipeline_rank])
+        replicas = [ranks[pipeline_rank] for ranks in mesh.pipelines]
         # every rank in this order, so that nobody waits for one that waits for another
         pipeline = create_group(members, f"{name}-pipeline-{replica}", timeout, device)
         neighbours = pipeline

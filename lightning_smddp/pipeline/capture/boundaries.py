@@ -90,12 +90,6 @@ def cut_into_stages(graph: StepGraph, cuts: Sequence[int]) -> tuple[StagePlan, .
     return tuple(stages)
 
 
-def boundary_bytes(graph: StepGraph, cut: int) -> int:
-    """Bytes that cross ``cut`` if it is the only one."""
-    _, second = cut_into_stages(graph, [cut])
-    return graph.nbytes(second.receives)
-
-
 def _sent_and_repeated(graph: StepGraph, cut: int, received: Values, needed: set[int]) -> tuple[set[int], set[int]]:
     """Which values cross ``cut``, and which nodes before it are done again, so that all ``needed`` ones are there.
 

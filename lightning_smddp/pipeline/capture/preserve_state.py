@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -52,13 +52,11 @@ def preserve_state(root: nn.Module, device: torch.device) -> Iterator[None]:
 @contextmanager
 def dropped_gradients(root: nn.Module) -> Iterator[None]:
     """Within it a parameter's gradient is freed when it is complete: those of all may be too much for one process."""
-    trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
-    handles = [parameter.register_post_accumulate_grad_hook(_drop) for parameter in trained]
-    try:
+    with ExitStack() as stack:
+        for parameter in root.parameters():
+            if parameter.requires_grad:
+                stack.callback(parameter.register_post_accumulate_grad_hook(_drop).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _drop(parameter: Tensor) -> None:

@@ -24,7 +24,7 @@ from lightning_smddp.communication.objects import gather
 from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.patches import patched
 from lightning_smddp.pipeline.activations import Checkpointing
-from lightning_smddp.pipeline.capture.boundaries import boundary_bytes, possible_cuts
+from lightning_smddp.pipeline.capture.boundaries import cut_into_stages, possible_cuts
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.preserve_state import dropped_gradients
 from lightning_smddp.pipeline.capture.tracer import StepCall, now
@@ -222,7 +222,8 @@ def problem_of(graph: StepGraph, cluster: Cluster, times: NodeTimes, checkpointi
         costs.append(NodeCost(node.name, forward, backward, kept, node.parameters, is_unit))
     cut_bytes = [math.inf] * (len(costs) + 1)
     for cut in possible_cuts(graph):
-        cut_bytes[cut] = boundary_bytes(graph, cut)
+        _, second = cut_into_stages(graph, [cut])
+        cut_bytes[cut] = graph.nbytes(second.receives)
     return PartitionProblem(nodes=costs, cut_bytes=cut_bytes, **vars(cluster))
 
 

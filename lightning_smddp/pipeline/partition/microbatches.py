@@ -406,19 +406,18 @@ def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
     return sum(value * weight for value, weight in pairs) / sum(weights)
 
 
-def _merge_tensors(outputs: Sequence[Tensor], sizes: Sequence[int], weights: Sequence[float], path: Path) -> Tensor:
+def _merge_tensors(outputs: list[Tensor], sizes: Sequence[int], weights: Sequence[float], path: Path) -> Tensor:
     first = outputs[0]
     shapes = [list(output.shape) for output in outputs]
     if not any(shapes):
         if first.is_floating_point() or first.is_complex():
-            mean: Tensor = weighted_mean(outputs, weights)
-            return mean
-        return torch.stack(list(outputs)).sum()
+            return weighted_mean(outputs, weights)  # type: ignore[no-any-return]
+        return torch.stack(outputs).sum()
     if all(shapes):
         others = {tuple(shape[1:]) for shape in shapes}
         rows = {shape[0] / size for shape, size in zip(shapes, sizes, strict=True)}  # of output for a row of the batch
         if len(others) == 1 and len(rows) == 1 and rows.pop().is_integer():
-            return torch.cat(list(outputs))
+            return torch.cat(outputs)
     if all(torch.equal(output, first) for output in outputs):
         return first
     raise UncombinableError(

@@ -27,6 +27,7 @@ class SpanRecorder:
     def __init__(self, rank: int, device: torch.device) -> None:
         self.rank = rank
         self.device = device
+        self._on_cuda = device.type == "cuda"
         self._spans: list[Span] = []
         self._actions: list[tuple[int, SpanKind, int, Any, Any]] = []
         self._start: Any = None
@@ -40,14 +41,14 @@ class SpanRecorder:
     def begin_step(self) -> None:
         """Forget an unfinished step; the time until the first action counts as waiting for it."""
         self._actions.clear()
-        if self.device.type == "cuda":
+        if self._on_cuda:
             torch.cuda.synchronize(self.device)
         self._start = self.now()
         self._start_seconds = time.perf_counter()
 
     def now(self) -> Any:
         """This moment: seconds, or an event on CUDA."""
-        if self.device.type != "cuda":
+        if not self._on_cuda:
             return time.perf_counter()
         # The host's clock would tell when work was launched, not when the device did it.
         event = torch.cuda.Event(enable_timing=True)
@@ -61,7 +62,7 @@ class SpanRecorder:
     def end_step(self) -> None:
         """Turn the actions into spans, and the gaps between them too."""
         finish = self.now()
-        if self.device.type == "cuda":
+        if self._on_cuda:
             torch.cuda.synchronize(self.device)
         # Spans fill the step without a gap:
         #     wait | forward | wait | forward | ... | wait | backward | send
@@ -76,6 +77,6 @@ class SpanRecorder:
         self._actions.clear()
 
     def _seconds(self, mark: Any) -> float:
-        if self.device.type != "cuda":
+        if not self._on_cuda:
             return float(mark)
         return self._start_seconds + float(self._start.elapsed_time(mark)) / 1e3

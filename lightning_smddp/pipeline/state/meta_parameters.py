@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -128,14 +128,10 @@ def parameters_on_meta(on: bool = True) -> Iterator[None]:
         if parameter is not None and not parameter.is_meta and module._parameters.get(name) is None:
             set_contents(parameter, torch.empty_like(parameter, device="meta"))
 
-    if not on:
+    with ExitStack() as stack:
+        if on:
+            stack.callback(register_module_parameter_registration_hook(forget_values).remove)
         yield
-        return
-    handle = register_module_parameter_registration_hook(forget_values)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def initialize_deferred(module: nn.Module, names: Collection[str], device: torch.device, seed: int) -> None:
@@ -174,13 +170,11 @@ def initialize_deferred(module: nn.Module, names: Collection[str], device: torch
 @contextmanager
 def swapped(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Within it both tensors of a pair have each other's contents."""
-    for tensor, other in pairs:
-        swap_contents(tensor, other)
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for tensor, other in pairs:
             swap_contents(tensor, other)
+            stack.callback(swap_contents, tensor, other)
+        yield
 
 
 def _first_values(root: nn.Module, name: str, keys: list[str], device: torch.device, seed: int) -> dict[Tensor, Tensor]:

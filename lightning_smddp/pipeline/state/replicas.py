@@ -150,7 +150,7 @@ class ReplicaGradients:
         compression: Compression | None = None,
         bucket_cap_mb: float | None = None,
     ) -> None:
-        self._parameters = dict(parameters)
+        self._parameters = parameters
         self._compression = compression
         self._device = device
         self.recorder = Recorder(device)
@@ -322,7 +322,7 @@ class _Held(nn.Module):
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
-        self._named = dict(parameters)
+        self._named = parameters
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(self._named.items())
