@@ -31,11 +31,10 @@ def from_config(path: str, model_class: Any = None, datamodule_class: Any = None
         UnplannableError: there is no such file, or it describes no module.
     """
     try:
-        settings = yaml.safe_load(Path(path).read_text())
+        settings = yaml.safe_load(Path(path).read_text()) or {}
     except (OSError, yaml.YAMLError) as error:
         raise UnplannableError(f"{path} cannot be read as a LightningCLI configuration: {error}") from None
-    has_model = isinstance(settings, dict) and (model_class is not None or "model" in settings)
-    if not has_model:
+    if model_class is None and "model" not in settings:
         raise UnplannableError(
             f"{path} has no section `model`. Give a file that your LightningCLI takes as --config; if that is made for "
             "one class, name it, too: `lightning-smddp plan package.module:Class --config FILE`, with --datamodule if "

@@ -19,7 +19,7 @@ COLOURS: dict[SpanKind, str] = {  # told apart with any colour vision
 }
 _SIZE = (10.0, 0.6)  # inches: the width, and the height of a rank
 _HEIGHT = 1.4  # inches, of title, axis and legend
-_DIGIT = 0.012  # width of a digit, as a share of the picture's
+_DIGITS = 0.02  # width of two digits, as a share of the picture's
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def draw(spans: Sequence[Span], title: str, path: Path) -> None:
         colours = [(COLOURS[span.kind], 1 - 0.5 * stages.index(span.stage) / len(stages)) for span in own]
         axes.broken_barh(boxes, (lane - 0.4, 0.8), facecolors=colours, edgecolor="white", linewidth=0.5)
         for span, (start, length) in zip(own, boxes, strict=True):
-            if span.computes and span.seconds > _DIGIT * len(str(span.microbatch)) * step:
+            if span.computes and span.seconds > _DIGITS * step:
                 axes.text(
                     start + length / 2, lane, str(span.microbatch), color="white", size=8, ha="center", va="center"
                 )

@@ -44,7 +44,7 @@ class LossWeighting:
         self._batch: Any = None  # of that step
         self._counts: LossWeight | None = None
         self._weight = torch.ones(())  # of this rank's batch
-        self._mean = torch.ones(())  # of all ranks' batches, when `_arrival` is there
+        self._mean: Tensor  # of all ranks' batches, when `_arrival` is there
         self._arrival: dist.Work | None = None
         self._means: list[Tensor] = []  # of the batches whose gradients are added up
 

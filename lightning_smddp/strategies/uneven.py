@@ -87,9 +87,9 @@ class EvenLoader(ResumableLoader):
     def _everyones(self, number: int) -> list[int]:
         """Each rank's ``number``, by a message between hosts where they are connected."""
         on_hosts = "cpu:" in dist.get_backend_config(world())
-        numbers = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+        device = "cpu" if on_hosts else self._trainer.strategy.root_device
+        numbers = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
         numbers[dist.get_rank()] = number
-        numbers = numbers if on_hosts else numbers.to(self._trainer.strategy.root_device)
         dist.all_reduce(numbers)
         return numbers.tolist()
 
