@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import itemgetter
@@ -62,10 +62,7 @@ def profile_step(loss_of_step: Callable[[], Tensor], root: nn.Module) -> StepPro
         root: its module.
     """
     record = MemoryRecord()
-    with ExitStack() as stack:
-        stack.enter_context(preserve_state(root, CPU))
-        stack.enter_context(dropped_gradients(root))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+    with preserve_state(root, CPU), dropped_gradients(root), torch.compiler.set_stance("force_eager"):
         loss = record.run(loss_of_step)
         kept = record.now
         record.run(loss.backward)
