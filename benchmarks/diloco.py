@@ -29,14 +29,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from gpt import GPT, standard_library
 
 EVERY = 30  # steps of a round
-MOMENTUM = 0.8  # of the outer SGD, as the training is short
+MOMENTUM = 0.7  # of the outer SGD, as the training is short
 TOKENS = 32  # of a rank in a step that is timed: four ranks share two cores, so that a step is soon long
 DDP, SMDDP, HALF, DILOCO = "ddp", "smddp", "smddp, bf16", f"DiLoCo, H = {EVERY}"
 METHOD = """\
 Arms train in turns, in a new random order each time, two rounds of DiLoCo each: from the begin of the second batch to
 that of the last one, so that both synchronisations are within. A rank has 32 tokens in a step, as four ranks share two
 cores. *Loss* is of 512 sequences that nobody has trained on, behind equally many steps of 256 tokens a rank, by a
-smaller GPT over a link without a limit. The momentum of DiLoCo's outer steps is 0.8, as the training is short."""
+smaller GPT over a link without a limit. The momentum of DiLoCo's outer steps is 0.7, as the training is short."""
 
 
 def main() -> None:
