@@ -64,8 +64,8 @@ class DiLoCo:
         are_whole = all(type(number) is int for number in (self.every, self.fragments, self.delay))
         if not (are_whole and 0 < self.fragments <= self.every and 0 <= self.delay < self.every // self.fragments):
             raise ValueError(
-                f"{self}: every, fragments and delay have to be whole numbers. One fragment is under way at a time: "
-                "give 1 to `every` fragments, and a delay from 0 to below every / fragments."
+                f"{self}: every, fragments and delay have to be whole numbers, every at least 1. One fragment is under "
+                "way at a time: give 1 to `every` fragments, and a delay from 0 to below every / fragments."
             )
         if not (0 < self.outer_lr < inf and 0 <= self.momentum < 1 and 0 <= self.alpha <= 1):
             raise ValueError(f"{self}: outer_lr has to be above 0, momentum 0 or more and below 1, alpha from 0 to 1.")

@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_smddp._compat.trainer import will_step
 from lightning_smddp.communication.groups import world
 from lightning_smddp.communication.nonfinite import NonFinite, diagnosis
+from lightning_smddp.communication.tensors import broadcast_tensors
 from lightning_smddp.deepspeed.start import (
     UnseenWrites,
     for_cpu,
@@ -75,6 +76,7 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
     _is_divided = True
     _engine: Any = None  # until the next run: what was trained can be saved behind its end
     _unseen_writes: UnseenWrites
+    _broadcasts_buffers = True
     _loss: Any = 0.0  # of all backward passes since the last step
 
     def __init__(
@@ -179,6 +181,13 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
             self.model = self.lightning_module
 
     # ---- training ----
+
+    def _step(self, hook: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """As under DDP the first rank's buffers go to all before it, but not in the middle of an accumulation."""
+        if self._broadcasts_buffers and self._trainer.state.fn == "fit":
+            broadcast_tensors(list(self._module.buffers()), world(), 0, self.root_device)
+        self._broadcasts_buffers = hook == "training_step" and will_step(self._trainer)
+        return super()._step(hook, args, kwargs)
 
     def _training_starts(self) -> None:
         self._unseen_writes.note()  # a checkpoint was loaded

@@ -39,7 +39,7 @@ from lightning_smddp.sharding.whole_states import divided_optimizer_state, whole
 from lightning_smddp.sharding.whole_view import WholeView
 from lightning_smddp.strategies.checks import unit_precision
 from lightning_smddp.strategies.nonfinite import by_asking
-from lightning_smddp.strategies.options import require_count, require_one_of
+from lightning_smddp.strategies.options import require_count, require_no_string, require_one_of
 
 Sharding = Literal["full", "grad_op", "hybrid"]
 ReduceType = Literal["bf16", "fp16"]
@@ -67,6 +67,7 @@ class ShardingOptions:
         if self.shard_size is not None and self.sharding != "hybrid":
             raise ValueError(f"shard_size={self.shard_size!r} belongs to sharding='hybrid', not {self.sharding!r}.")
         require_count("shard_size", self.shard_size, "None for the ranks of a node")
+        require_no_string("wrap", self.wrap)
         require_one_of(CHECKPOINTING, activation_checkpointing=self.activation_checkpointing)
         require_one_of((None, *_REDUCE_DTYPES), compression=self.compression)
 

@@ -44,6 +44,12 @@ def require_positive(name: str, value: Any, unit: str) -> None:
         raise ValueError(f"{name}={value!r} has to be positive ({unit}).")
 
 
+def require_no_string(name: str, value: object) -> None:
+    """Raise ``ValueError`` if the option ``name``, a list of names, is one name: Python would take its letters."""
+    if isinstance(value, str):
+        raise ValueError(f"{name}={value!r} has to be a list: write {name}=[{value!r}].")
+
+
 def require_count(name: str, value: object, otherwise: str) -> None:
     """Raise ``ValueError`` unless the option ``name`` is a number from 1, or None, which ``otherwise`` is."""
     if value is not None and (not isinstance(value, int) or value < 1):
@@ -64,7 +70,11 @@ def duration(name: str, value: Any) -> timedelta | None:
 
 def group_of(kind: type[_Group], value: _Group | Mapping[str, Any]) -> _Group:
     """A group of options, which may be given as its arguments in a dict."""
-    return value if isinstance(value, kind) else kind(**value)  # type: ignore[arg-type]
+    if isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{value!r} is not {kind.__name__}(...), nor a dict of its arguments.")
+    return kind(**value)
 
 
 # ---- arguments of strategies ----
@@ -321,6 +331,7 @@ class PipelineOptions:
         require_one_of(CHECKPOINTING, activation_checkpointing=self.activation_checkpointing)
         require_count("pipeline_parallel_size", self.pipeline_parallel_size, "None for all ranks")
         require_count("num_microbatches", self.num_microbatches, "'auto'")
+        require_no_string("split", self.split)
         if self.strategy.communication.loss_weight is not None:
             raise ValueError("A pipeline weighs micro-batches: write PipelineStrategy(loss_weight=...) instead.")
         if self.strategy.communication.uneven == "join":

@@ -152,7 +152,7 @@ class RunSupervision:
         text = "nothing is saved: no training was under way any more"
         if trainer.received_sigterm and trainer.state.fn == "fit":
             path = stop_checkpoint(trainer)
-            trainer.save_checkpoint(path)
+            trainer.save_checkpoint(path, weights_only=False)
             self.strategy._saving.finish()
             text = f"saved to {path}, from which resume='auto' or `ckpt_path` goes on"
         if isinstance(error, SystemExit):

@@ -50,7 +50,9 @@ STRATEGIES: dict[str, tuple[type, set[str]]] = {
         (lambda: PartitionOptions(memory_limit_gb=0), "memory_limit_gb=0 has to be positive"),
         (lambda: PipelineStrategy(num_microbatches=0), "num_microbatches=0"),
         (lambda: PipelineStrategy(pipeline_parallel_size=-1), "pipeline_parallel_size=-1"),
-        (lambda: PipelineStrategy(split="net.2").options.grid(2), "split='net.2' makes 6 stages, but there are 2"),
+        (lambda: PipelineStrategy(split=["a"]).options.grid(3), "split=['a'] makes 2 stages, but there are 3"),
+        (lambda: PipelineStrategy(split="net.2"), "split='net.2' has to be a list: write split=['net.2']."),
+        (lambda: SMDDPFSDPStrategy(wrap="Block"), "wrap='Block' has to be a list"),
         (lambda: PipelineStrategy(activation_checkpointing="on"), "'on' is unknown. Valid: False, True, 'offload'."),  # type: ignore[typeddict-item]
         (lambda: SMDDPFSDPStrategy(activation_checkpointing="on"), "activation_checkpointing='on' is unknown."),  # type: ignore[typeddict-item]
         (lambda: SMDDPStrategy(process_group_backend="smddp"), "process_group_backend='smddp' is of AWS's"),
@@ -88,7 +90,7 @@ def test_what_is_no_group_is_refused(name: str) -> None:
     kind, _ = STRATEGIES[name]
     with pytest.raises(TypeError, match=rf"{kind.__name__} has no argument 'verbose'. Write communication="):
         kind(verbose=False)
-    with pytest.raises(TypeError, match=r"CommunicationOptions\(\) argument after \*\* must be a mapping, not str"):
+    with pytest.raises(TypeError, match=r"is not CommunicationOptions\(\.\.\.\), nor a dict"):
         kind(communication="native")
     with pytest.raises(ValueError, match="collective_timeout=0 has to be positive"):
         kind(communication={"collective_timeout": 0})
