@@ -56,10 +56,12 @@ class _Traced(NamedTuple):
     Attributes:
         change: what.
         is_made: whether there is a tensor in it that depends on parameters.
+        is_here: whether it happens in a module that is placed whole, on this rank; None: that is not known yet.
     """
 
     change: Change
     is_made: bool
+    is_here: bool | None = None
 
     @property
     def is_once(self) -> bool:
@@ -100,7 +102,8 @@ class AttributeScopes:
         self._written: dict[Place, None] = {}  # tensors that are written in place
         self._learning: tuple[Watch, Copies] | None = None  # before a trace, and copies as below
         self._traced: list[_Traced] = []  # by the last trace
-        self._elsewhere: dict[Place, Tensor] = {}  # what hooks find there
+        self._undecided: list[_Traced] = []  # until a batch shows whether the last stage changes them
+        self._elsewhere: dict[Place, Tensor | None] = {}  # what hooks find there; None for what there is
         self._base: Watch | None = None  # from before the batch on
         self._scope: _Scope = None  # which is in place
         self._contents: dict[_Scope, Contents] = {}
@@ -154,13 +157,30 @@ class AttributeScopes:
     def end(self, changes: Sequence[Change] = ()) -> None:
         """The batch is over: the last stage's plain :meth:`changes`, and what stays on this rank. On all ranks."""
         found = self.changes()
+        numbers = []
+        for traced in self._undecided:
+            place, name = traced.change.place, in_words(traced.change.place)
+            if _is_among(place, changes):
+                continue
+            # What a trace saw change, and the last stage has not: inside of a module of another stage, as hooks do.
+            is_here = _is_among(place, found) if traced.is_here is None else traced.is_here
+            self._elsewhere[place] = None
+            if type(traced.change.value) in (int, float):
+                numbers.append(f"`{name}`")
+            if traced.is_made and not is_here:
+                self._elsewhere[place] = absent_tensor(
+                    f"`{name}` is set by a module that is on another rank, and is not on this one. Let the step keep "
+                    f"it in an attribute of the LightningModule: `self.kept = {name}`."
+                )
+        self._undecided = []
+        if numbers:
+            rank_zero_warn(
+                f"{', '.join(numbers)}: changed inside of modules that are placed whole, so right on their stage's "
+                "rank alone, and changed once for each micro-batch. Keep such numbers in attributes of the "
+                "LightningModule."
+            )
         self.drop()
-        # What a trace saw change, and the last stage has not: by a hook inside of a module of another stage.
-        stays = [
-            change
-            for change in found
-            if not is_plain(change) or (in_words(change.place) in self.changed and not _is_among(change.place, changes))
-        ]
+        stays = [change for change in found if change.place in self._elsewhere or not is_plain(change)]
         apply_changes(self.module, [*stays, *changes])
 
     def drop(self) -> None:
@@ -216,19 +236,13 @@ class AttributeScopes:
         Args:
             units: names of modules that are placed whole, and whether they are on this rank.
         """
-        numbers = []
         for traced in self._traced:
             place, value, is_written = traced.change
             name = in_words(place)
             inside = [is_here for unit, is_here in units.items() if f"{place[0]}.".startswith(f"{unit}.")]
-            if inside and type(value) in (int, float) and name not in self.changed:
-                numbers.append(f"`{name}`")
+            if not traced.is_once and name not in self.changed:
+                self._undecided.append(traced._replace(is_here=inside[0] if inside else None))
             self.changed[name] = None
-            if traced.is_made and inside == [False]:
-                self._elsewhere[place] = absent_tensor(
-                    f"`{name}` is set by a module that is on another rank, and is not on this one. Let the step keep "
-                    f"it in an attribute of the LightningModule: `self.kept = {name}`."
-                )
             if inside or traced.is_once:
                 continue
             self._followed[owner_of(place)] = None
@@ -237,17 +251,11 @@ class AttributeScopes:
             if type(value) in (int, bool):
                 self.counts[name] = None
         self._traced = []
-        if numbers:
-            rank_zero_warn(
-                f"{', '.join(numbers)}: changed inside of modules that are placed whole, so right on their stage's "
-                "rank alone, and changed once for each micro-batch. Keep such numbers in attributes of the "
-                "LightningModule."
-            )
 
     def absent_shown(self) -> AbstractContextManager[None]:
         """Around a hook: what is on other ranks raises where it is used."""
         slots = [(*slot_at(self.module, place), absent) for place, absent in self._elsewhere.items()]
-        return patched([slot for slot in slots if isinstance(slot[0], dict)])
+        return patched([slot for slot in slots if isinstance(slot[0], dict) and slot[2] is not None])
 
 
 def _is_among(place: Place, changes: Iterable[Change]) -> bool:
