@@ -35,6 +35,11 @@ _PLAIN: dict[str, Any] = {
 _MODERN = {"process_count_per_node": None, "smp": None, "mpi_additional_options": None}  # SDK 3's Torchrun and MPI
 
 
+def is_job(environ: Environ) -> bool:
+    """Whether this is a SageMaker training job, by its files or by its variables."""
+    return any(environ.get(name) for name in _SIGNS) or read_job(environ) is not None
+
+
 def distribution_of(environ: Environ) -> dict[str, Any]:
     """The ``distribution`` that the job was started with, as far as its environment tells.
 
@@ -44,7 +49,7 @@ def distribution_of(environ: Environ) -> dict[str, Any]:
     Raises:
         ValueError: this is no SageMaker job, or a variable is not JSON.
     """
-    if read_job(environ) is None and not any(environ.get(name) for name in _SIGNS):
+    if not is_job(environ):
         raise ValueError(
             "This is no SageMaker job (none of SM_FRAMEWORK_PARAMS, SM_DISTRIBUTED_CONFIG, SM_HP_MP_PARAMETERS is "
             "set), so there is nothing to read. Give the dictionary: from_sagemaker({'smdistributed': ...})."
