@@ -32,6 +32,7 @@ EVERY = 30  # steps of a round
 MOMENTUM = 0.7  # of the outer SGD, as the training is short
 TOKENS = 32  # of a rank in a step that is timed: four ranks share two cores, so that a step is soon long
 DDP, SMDDP, HALF, DILOCO = "ddp", "smddp", "smddp, bf16", f"DiLoCo, H = {EVERY}"
+DILOCO_HALF = f"{DILOCO}, bf16"
 METHOD = """\
 Arms train in turns, in a new random order each time, two rounds of DiLoCo each: from the begin of the second batch to
 that of the last one, so that both synchronisations are within. A rank has 32 tokens in a step, as four ranks share two
@@ -83,6 +84,7 @@ def main() -> None:
     targets = [
         target(f"{DILOCO} / {DDP}, tokens a second", medians[DILOCO] / medians[DDP], 3, True),
         target(f"{DILOCO} / {HALF}, tokens a second", medians[DILOCO] / medians[HALF], 2, True),
+        target(f"{DILOCO_HALF} / {HALF}, tokens a second", medians[DILOCO_HALF] / medians[HALF], 2, True),
         target("loss above that of ddp", more, 1, False, " %"),
     ]
     record.section("Targets", "\n".join(targets))
@@ -106,6 +108,7 @@ def _strategy(arm: str) -> Any:
         SMDDP: {},
         HALF: {"compression": "bf16"},
         DILOCO: {"sync": DiLoCo(EVERY, momentum=MOMENTUM)},
+        DILOCO_HALF: {"sync": DiLoCo(EVERY, momentum=MOMENTUM, compression="bf16")},
     }
     return "ddp" if arm == DDP else SMDDPStrategy(communication=CommunicationOptions(verbose=False), **more[arm])
 
@@ -149,7 +152,7 @@ def speed_main(rounds: int) -> dict[str, list[float]]:
     """Tokens a second by arm, of each turn."""
     _as_by_torchrun()
     order, loader = random.Random(0), DataLoader(standard_library(100 * RANKS, TOKENS), shuffle=True)
-    speeds: dict[str, list[float]] = {arm: [] for arm in (DDP, SMDDP, HALF, DILOCO)}
+    speeds: dict[str, list[float]] = {arm: [] for arm in (DDP, SMDDP, HALF, DILOCO, DILOCO_HALF)}
     for turn in range(-1, rounds):  # the first one is not counted
         for arm in order.sample(list(speeds), len(speeds)):
             seed_everything(0, verbose=False)
