@@ -107,8 +107,7 @@ class RunSupervision:
         # The last place to hear of what came behind the last step: who ended without a look here would call a run a
         # success that others have seen fail, or stop.
         supervisor.gate(END)
-        failure = supervisor.close()
-        if failure is not None:
+        if (failure := supervisor.close()) is not None:
             raise failure.error()
         if supervisor.stops.decision is not None:
             raise stop_exception(self.strategy._trainer)

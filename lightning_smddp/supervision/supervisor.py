@@ -25,7 +25,7 @@ STOPPED_S = 3.0  # a process of this host that is stopped for so long has failed
 NOTE_HANG_S = 60.0  # all wait for one rank: it is said
 STORE_S = (3.0, 30.0)  # the least and the most that the store may take to answer: `timeout` in between
 ASK_DEVICE_S = 10.0  # the training thread stands in one call: no graph is captured, so a stream may be asked
-_POLL_S = (0.002, 0.05)  # the first and the longest pause while the training thread waits for other ranks
+_POLL_S = 0.05  # the longest pause while the training thread waits for other ranks
 _DOUBT_LOOKS = 4  # who is not heard for as long as these take is silent
 
 
@@ -266,14 +266,12 @@ class Supervisor:
 
     def _wait(self, ready: Callable[[], bool], seconds: float, despite_failure: bool = False) -> bool:
         """Let the training thread wait until ``ready()``, or a failure; whether one of them came."""
-        deadline = time.monotonic() + seconds
-        pause, longest = _POLL_S
-        while time.monotonic() < deadline:
+        start = time.monotonic()
+        while (waited := time.monotonic() - start) < seconds:
             if ready() or (self.failure is not None and not despite_failure):
                 return True
             self._wake.set()
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
+            time.sleep(min(waited + 0.002, _POLL_S))
         return False
 
     def raise_failure(self) -> None:
