@@ -22,7 +22,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from models import ByteGPT
 from pipeline_models import cross_entropy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_smddp import CommunicationOptions, PipelineStrategy
@@ -66,11 +66,11 @@ class StateBytes(Callback):
 
     def on_before_zero_grad(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
         """Gradients exist now; the state exists from the second step on."""
-        parameters = [p for p in module.parameters() if not p.is_meta]
+        # Those of other ranks are of another class in hooks: they have a shape, and no memory here.
+        parameters = [p for p in module.parameters() if type(p) is nn.Parameter and not p.is_meta]
         gradients = [p.grad for p in parameters if p.grad is not None]
         state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
-        # Of storages, as those of other ranks' parameters have a shape here, and no memory.
-        now = [sum(t.untyped_storage().nbytes() for t in tensors) for tensors in (parameters, gradients, state)]
+        now = [sum(t.nbytes for t in tensors) for tensors in (parameters, gradients, state)]
         self.parts = [max(pair) for pair in zip(self.parts, now, strict=True)]
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
