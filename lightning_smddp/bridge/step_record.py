@@ -248,6 +248,8 @@ class StepRecorder:
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             open_modules(f"it calls `self.log({name!r}, ...)`")
             options = dict(zip(self._options, args, strict=False), **kwargs)
+            if options.get("sync_dist_group") is not None:  # it cannot be sent to the other stages
+                raise ValueError(f"self.log({name!r}, sync_dist_group=...) in a pipeline: leave `sync_dist_group` out.")
             reduction = reduction_name(options.get("reduce_fx", "mean"))
             with without_torch_functions():
                 is_number = isinstance(value, numbers.Number) or (isinstance(value, Tensor) and value.numel() == 1)

@@ -50,6 +50,12 @@ class Detached(Net):
         return self.loss(batch).detach()
 
 
+class LogsOverItsGroup(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.log("x", 1.0, sync_dist_group=object())
+        return super().training_step(batch, batch_idx)
+
+
 class ReturnsLock(Net):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         return {"loss": super().training_step(batch, batch_idx), "lock": threading.Lock()}
@@ -108,6 +114,7 @@ MODULES = [
     ("FromIterator.training_step takes `dataloader_iter`", FromIterator, {}),
     ("`training_step` returned float32[8]", NoScalar, {}),  # of micro-batches with one row
     ("does not depend on any parameter", Detached, {}),
+    ("leave `sync_dist_group` out", LogsOverItsGroup, {}),
     ("It cannot be sent to other ranks", ReturnsLock, {"num_microbatches": 1}),
     ("What `self.error` returns is known where the step ends alone", ReadsMetric, {}),
     ("The step takes another path each time", OtherEachTime, {}),
