@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from lightning_smddp.pipeline.capture.boundaries import StagePlan, cut_into_stages, possible_cuts, reason_not_to_cut
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.graph_builder import Modules, build_graph
+from lightning_smddp.pipeline.capture.ops import user_location
 from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.partition.costs import time_nodes
 from tests.pipeline.example_modules import CPU, Cube, D, Layer, Net, batch, children, graph_of, record
@@ -75,6 +77,10 @@ def test_unseen_operations_outside_of_modules_are_refused(operation: Callable[[T
     said = r"test_program.py:\d+.*function modes do not see.*module of its own"
     with torch.set_grad_enabled(grad), pytest.raises(SplitError, match=said):
         graph_of_step(root, step)
+
+
+def test_a_place_is_the_innermost_of_the_users() -> None:
+    assert user_location() == f"{__file__}:{sys._getframe().f_lineno}"
 
 
 def numbers(s: Layer, x: Tensor) -> tuple[Tensor, float]:

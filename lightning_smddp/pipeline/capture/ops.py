@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from enum import Enum
 from traceback import walk_stack
 from typing import Any
@@ -136,7 +137,7 @@ _NO_USERS = ("torch.", "lightning_smddp.", "contextlib")  # files whose code is 
 
 def user_location() -> str:
     """``file:line`` of the innermost code that is neither torch's nor ours."""
-    for frame, line in walk_stack(None):
+    for frame, line in walk_stack(sys._getframe()):
         name = frame.f_globals.get("__name__", "")
         if name != "torch" and not name.startswith(_NO_USERS):
             return f"{frame.f_code.co_filename}:{line}"
@@ -145,7 +146,7 @@ def user_location() -> str:
 
 def is_in_compiled_code() -> bool:
     """Whether the code that runs now was given to ``torch.compile``, and runs as it is for the moment."""
-    for frame, _ in walk_stack(None):
+    for frame, _ in walk_stack(sys._getframe()):
         name = frame.f_globals.get("__name__", "")
         if name == "torch._dynamo.eval_frame":
             return True
