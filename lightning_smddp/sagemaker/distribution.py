@@ -104,8 +104,7 @@ def from_sagemaker(distribution: Any = None, **overrides: Any) -> Any:
 
     Returns:
         ``SMDDPStrategy`` for data parallelism, ``SMDDPFSDPStrategy`` for sharding, ``PipelineStrategy`` for a pipeline;
-        of ``lightning`` where ``pytorch_lightning`` is installed as well (for that use :func:`translate`, and its
-        classes).
+        of ``lightning`` where ``pytorch_lightning`` is installed as well.
 
     Raises:
         ValueError: keys that are unknown or have no equivalent; the message lists all of them, each with a cure.

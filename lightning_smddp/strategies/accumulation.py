@@ -71,7 +71,7 @@ class AccumulateMicroBatches(_Base):
     ``batch_size=`` where it is given. Metrics are updated by each micro-batch. What a step returns is put together:
     rows are concatenated, floating scalars averaged, integers and integer tensors without dimensions added.
 
-    Random numbers follow from the run's seed, the step, the micro-batch and the modules that draw, see ``seeding.py``.
+    Random numbers follow from the run's seed, the step, the micro-batch and the modules that draw.
     A training step that returns None for one micro-batch makes it not count; for all, Lightning skips the batch.
 
     Args:
