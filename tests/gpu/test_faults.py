@@ -1,6 +1,7 @@
 """A rank that dies, raises, stops, or hangs in a kernel or on its host: all ranks end in time, and name it.
 
-The bodies are those of ``tests/strategies/test_device_faults.py``, where `make test` runs them on simulated devices.
+The bodies are those of ``tests/strategies/test_device_faults.py``, which runs some of them in `make test` on simulated
+devices; there all of them are run by `make exhaustive`.
 """
 
 from __future__ import annotations
