@@ -39,7 +39,7 @@ from lightning_smddp.sharding.whole_states import divided_optimizer_state, whole
 from lightning_smddp.sharding.whole_view import WholeView
 from lightning_smddp.strategies.checks import unit_precision
 from lightning_smddp.strategies.nonfinite import by_asking
-from lightning_smddp.strategies.options import require_count, require_no_string, require_one_of
+from lightning_smddp.strategies.options import require_bools, require_count, require_no_string, require_one_of
 
 Sharding = Literal["full", "grad_op", "hybrid"]
 ReduceType = Literal["bf16", "fp16"]
@@ -63,6 +63,7 @@ class ShardingOptions:
     activation_checkpointing: Checkpointing = False
 
     def __post_init__(self) -> None:
+        require_bools(self)
         require_one_of(get_args(Sharding), sharding=self.sharding)
         if self.shard_size is not None and self.sharding != "hybrid":
             raise ValueError(f"shard_size={self.shard_size!r} belongs to sharding='hybrid', not {self.sharding!r}.")

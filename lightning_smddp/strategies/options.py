@@ -7,7 +7,7 @@ of checks hold the value, the valid ones, and what to write.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
 from inspect import signature
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
@@ -54,6 +54,13 @@ def require_count(name: str, value: object, otherwise: str) -> None:
     """Raise ``ValueError`` unless the option ``name`` is a number from 1, or None, which ``otherwise`` is."""
     if value is not None and (not isinstance(value, int) or value < 1):
         raise ValueError(f"{name}={value!r} has to be a number from 1, or {otherwise}.")
+
+
+def require_bools(options: Any) -> None:
+    """Raise ``ValueError`` where an option that is on or off is a text: ``"false"`` would be on."""
+    for field in fields(options):
+        if field.type == "bool":
+            require_one_of((False, True), **{field.name: getattr(options, field.name)})
 
 
 def duration(name: str, value: Any) -> timedelta | None:
@@ -160,6 +167,7 @@ class CommunicationOptions:
     uneven: Uneven = None
 
     def __post_init__(self) -> None:
+        require_bools(self)
         require_one_of(("stop", "join", None), uneven=self.uneven)
         if self.loss_weight == "auto":
             raise ValueError("loss_weight='auto' is for pipelines. Leave it out, or say how batches count.")
@@ -195,6 +203,7 @@ class ReliabilityOptions:
     sharded: bool = False
 
     def __post_init__(self) -> None:
+        require_bools(self)
         require_one_of(get_args(OnNonfinite), on_nonfinite=self.on_nonfinite)
         duration("init_timeout", self.init_timeout)
         if duration("stop_grace", self.stop_grace) is None:
@@ -298,6 +307,7 @@ class PartitionOptions:
     split_batch: SplitBatch | None = None
 
     def __post_init__(self) -> None:
+        require_bools(self)
         if self.stages_per_rank != "auto":
             require_count("stages_per_rank", self.stages_per_rank, "'auto'")
         PipelineMesh.of(1, 1, self.placement)
@@ -328,6 +338,7 @@ class PipelineOptions:
     meta_init: bool = False
 
     def __post_init__(self) -> None:
+        require_bools(self)
         require_one_of(CHECKPOINTING, activation_checkpointing=self.activation_checkpointing)
         require_count("pipeline_parallel_size", self.pipeline_parallel_size, "None for all ranks")
         require_count("num_microbatches", self.num_microbatches, "'auto'")

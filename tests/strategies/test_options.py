@@ -55,6 +55,8 @@ STRATEGIES: dict[str, tuple[type, set[str]]] = {
         (lambda: SMDDPFSDPStrategy(wrap="Block"), "wrap='Block' has to be a list"),
         (lambda: PipelineStrategy(activation_checkpointing="on"), "'on' is unknown. Valid: False, True, 'offload'."),  # type: ignore[typeddict-item]
         (lambda: SMDDPFSDPStrategy(activation_checkpointing="on"), "activation_checkpointing='on' is unknown."),  # type: ignore[typeddict-item]
+        (lambda: ReliabilityOptions(async_save="false"), "async_save='false' is unknown. Valid: False, True."),  # type: ignore[arg-type]
+        (lambda: SMDDPFSDPStrategy(meta_init="no"), "meta_init='no' is unknown"),  # type: ignore[arg-type]
         (lambda: SMDDPStrategy(process_group_backend="smddp"), "process_group_backend='smddp' is of AWS's"),
         (lambda: SMDDPFSDPStrategy(sharding="hybrid", shard_size="2"), "shard_size='2' has to be a number"),  # type: ignore[arg-type]
     ],
