@@ -148,6 +148,12 @@ def around_hooks(trainer: Any, around: Around) -> Iterator[None]:
         yield
 
 
+def require_hooks_found(trainer: Any) -> None:
+    """Raise ``RuntimeError`` within ``around_hooks`` if hooks are called with a rank's own part without a word."""
+    if "profile" not in vars(trainer.profiler):
+        raise RuntimeError("trainer.profiler was replaced in a run, and hooks are found by it: use Trainer(profiler=).")
+
+
 def training_results(trainer: Any) -> Any:
     """What is kept of the values that training hooks log: metrics, by torchmetrics' class."""
     return trainer.fit_loop.epoch_loop._results.values()

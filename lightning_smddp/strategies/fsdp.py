@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from lightning_smddp._compat.trainer import around_hooks
+from lightning_smddp._compat.trainer import around_hooks, require_hooks_found
 from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.pipeline.activations import Checkpointing
 from lightning_smddp.pipeline.state.gradients import clipping_by
@@ -204,6 +204,7 @@ class FullyShardedParallel(ShardedFront, TrainerStrategy):
     def _step(self, hook: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """With the root's parameters whole."""
         module, scheme = self._module, self._require_scheme()
+        require_hooks_found(self._trainer)
         with scheme.forward(hook == "training_step", broadcasts_buffers=self._trainer.state.fn == "fit"):
             result = super()._step(hook, args, kwargs)
         if not module.automatic_optimization:  # its backward passes are behind it

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from lightning_smddp._compat.trainer import around_hooks, keeps_user_samplers
+from lightning_smddp._compat.trainer import around_hooks, keeps_user_samplers, require_hooks_found
 from lightning_smddp.bridge.loss_weights import LossWeight
 from lightning_smddp.bridge.partitioned_module import PartitionedModule, RunSetup
 from lightning_smddp.bridge.pipelined_module import PipelinedModule, require_whole
@@ -239,6 +239,7 @@ class PipelineParallel(PipelineRanks):
     def _step(self, hook: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """One batch through the pipeline; evaluation is forward only, and its results are on every rank."""
         pipelined = self._last_pipelined()
+        require_hooks_found(self._trainer)
         batch, *rest = [*args, *kwargs.values()]
         if hook == "training_step":
             return self._train(pipelined, batch, rest)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelPruning, WeightAveraging
+from lightning.pytorch.callbacks import Callback, ModelPruning, WeightAveraging
+from lightning.pytorch.profilers import PassThroughProfiler
 from torch import nn
 
 from tests.ranks import run_trainer_ranks
@@ -66,6 +67,11 @@ class Penalized(Learner):
         return super().loss(batch) + gradient.square().mean()
 
 
+class OtherProfiler(Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.profiler = PassThroughProfiler()
+
+
 # Strategy and its options, module, callbacks, message.
 CASES: list[tuple[Any, dict[str, Any], Any, list[Any], str]] = [
     (sharded, {}, AllAtOnce, [], "cannot shard LBFGS: its step needs all parameters and gradients at once"),
@@ -77,6 +83,7 @@ CASES: list[tuple[Any, dict[str, Any], Any, list[Any], str]] = [
     (fully_sharded, {}, Hooked, [], "net.0.weight has a hook of its own"),
     (fully_sharded, {}, Mixed, [], "FSDP expects uniform original parameter dtype"),
     (fully_sharded, {}, Stale, [], "meta"),
+    (fully_sharded, {}, Learner, [OtherProfiler()], "trainer.profiler was replaced"),
     (fully_sharded, {"meta_init": True}, Learner, [WeightAveraging()], "copies the module before meta_init=True gives"),
     (fully_sharded, {"sharded": True}, Learner, [WeightAveraging()], "which sharded=True saves as shares"),
 ]
