@@ -31,6 +31,7 @@ highlight_language = "text"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 autodoc_preserve_defaults = True
+python_display_short_literal_types = True
 napoleon_numpy_docstring = False
 
 html_theme = "furo"

@@ -58,7 +58,7 @@ class DiLoCo:
     fragments: int = 1
     delay: int = 0
     alpha: float = 0.0
-    compression: Compression | Method | None = None
+    compression: Method | Compression | None = None
 
     def __post_init__(self) -> None:
         are_whole = all(type(number) is int for number in (self.every, self.fragments, self.delay))
