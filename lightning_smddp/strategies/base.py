@@ -245,7 +245,6 @@ class TrainerStrategy(Front, _Base):
     def on_train_end(self) -> None:
         """Say what communication cost; save the final model in a SageMaker job."""
         super().on_train_end()
-        self._weighting = self._join = None
         self._sagemaker.training_ends()
         self._training_ends()
 
@@ -267,6 +266,7 @@ class TrainerStrategy(Front, _Base):
     @override
     def teardown(self) -> None:
         """Free shared memory, threads and sockets. Hooks follow, so the supervision goes on until the run's end."""
+        self._weighting = self._join = None
         self._changes.close()
         # First what takes all ranks, a whole module, as long as there is what it is sent by.
         self._exact_resume.close()

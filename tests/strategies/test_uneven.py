@@ -114,6 +114,20 @@ def resume(data: str) -> list[Any]:
     return [fit(SMDDPStrategy, "join", 1, None, *run)[0] for run in runs]
 
 
+class Failing(Model):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        assert batch_idx < 3
+        return super().training_step(batch, batch_idx)
+
+
+def fail() -> float:
+    """A mean over ranks behind a run that failed where one rank had no data."""
+    strategy = SMDDPStrategy(communication=CommunicationOptions(uneven="join", verbose=False))
+    with pytest.raises(AssertionError):
+        make_trainer(strategy, use_distributed_sampler=False).fit(Failing())
+    return float(strategy.reduce(torch.tensor(dist.get_rank() + 1.0)))
+
+
 REPLICAS = functools.partial(PipelineStrategy, pipeline_parallel_size=1)
 RUNS: list[Any] = [
     *((fit, SMDDPStrategy, "join", 1, None, ("listed", manual)) for manual in (False, True)),
@@ -124,7 +138,8 @@ RUNS: list[Any] = [
 ]
 EMPTY = (fit, SMDDPStrategy, "join", 1, None, ("none on rank 1",))
 RESUMED = [(resume, "stream"), (resume, "shuffled")]
-CASES = Cases(call, [*RUNS, *RESUMED, EMPTY])
+FAILED = (fail,)
+CASES = Cases(call, [*RUNS, *RESUMED, EMPTY, FAILED])
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -144,6 +159,10 @@ def test_ranks_train_as_one_process_with_all_their_batches(run: Any) -> None:
 def test_a_run_goes_on_from_where_a_rank_has_no_data(case: Any) -> None:
     for (state, shown, means), resumed in CASES.results(case):
         torch.testing.assert_close(resumed, (state, shown[3:], means), rtol=0, atol=0)
+
+
+def test_nothing_is_left_of_a_run_that_failed() -> None:
+    assert CASES.results(FAILED) == [1.5, 1.5]
 
 
 def test_what_cannot_be_is_refused() -> None:
