@@ -25,6 +25,7 @@ SMALL = [
     "fsdp_gpt.py",
     "padded_lines.py",
     "diloco.py",
+    "uneven.py",
 ]
 PIPELINES = [
     "pipeline_mlp.py", "pipeline_gpt.py", "pipeline_transformers.py", "pipeline_unet.py", "pipeline_replicas.py",
@@ -106,6 +107,7 @@ LEARNING: dict[str, tuple[str, dict[str, str], tuple[str, ...], str, float, floa
     "gpt.py": ("", AT_THE_END, DATA, LOSS, 1.0, 3.0),
     "padded_lines.py": ("", LESS, DATA, LOSS, 1.0, 3.0),
     "diloco.py": ("", LESS, ("nodes every 10 steps", *DATA), LOSS, 1.0, 4.0),
+    "uneven.py": ("", LESS, ("40 steps", *DATA), LOSS, 1.0, 4.0),
     "fsdp_gpt.py": ("", LESS, ("2 on cpu, 2 to a copy",), LOSS, 1.0, 4.0),
     "cli.py": (ONE_SHORT_EPOCH, {}, (RANKS, "8 MiB", STOPPED), "", 0, 0),  # the YAML file's bucket_cap_mb
     "hf_finetune.py": ("... smddp", AT_THE_END, (RANKS,), ACCURACY, 0.6, 1.0),
