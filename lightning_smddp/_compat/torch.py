@@ -318,8 +318,9 @@ def set_forward_cache(metric: Metric, value: Any) -> None:
     metric._forward_cache = value
 
 
-def set_update_count(metric: Metric, count: int) -> None:
-    """Let ``metric`` know that it was updated, by another rank; torchmetrics has a getter only."""
+def set_metric_state(metric: Metric, count: int, state: Mapping[str, Any]) -> None:
+    """Give ``metric`` a state, and how many updates have made it; torchmetrics has getters only."""
+    vars(metric).update(state)
     metric._update_count, metric._computed = count, None
 
 

@@ -19,7 +19,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_smddp._compat.torch import (
     computes_batch_value,
     keep_compute_groups,
-    set_update_count,
+    set_metric_state,
     without_torch_functions,
 )
 from lightning_smddp.bridge.absent import absent_tensor
@@ -208,8 +208,7 @@ class PipelineMetrics:
         if self.group.rank() == self.src:
             return
         for metric, (count, state) in zip(found, received, strict=True):
-            vars(metric).update(state)
-            set_update_count(metric, count)
+            set_metric_state(metric, count, state)
 
     def close(self) -> None:
         """Give every metric its own ``compute`` and synchronization again."""

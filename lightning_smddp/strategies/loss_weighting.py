@@ -67,8 +67,9 @@ class LossWeighting:
         if self._join is not None:
             weight = weight * self._join.counts
         self._weight = weight.to(self._trainer.strategy.root_device, torch.float32)
-        self._mean = self._weight / dist.get_world_size()
-        self._arrival = dist.all_reduce(self._mean, async_op=True)
+        if self._option != "sum":  # which is over no mean
+            self._mean = self._weight / dist.get_world_size()
+            self._arrival = dist.all_reduce(self._mean, async_op=True)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """``loss``, which Lightning has divided by the number of accumulated batches, for the backward pass."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_smddp._compat.torch import set_update_count
+from lightning_smddp._compat.torch import set_metric_state
 from lightning_smddp._compat.trainer import training_loaders, training_results
 from lightning_smddp.communication.groups import world
 from lightning_smddp.communication.tensors import broadcast_tensors
@@ -150,8 +150,7 @@ class Join:
         yield
         self._in_step = False
         for metric, (count, state) in zip(metrics, states, strict=True):
-            vars(metric).update(state)
-            set_update_count(metric, count)
+            set_metric_state(metric, count, state)
         if all(with_data):
             return
         # The first rank's buffers go to all others before the next step. By `data`, as the backward pass is to come.
