@@ -162,6 +162,7 @@ def profile_optimizer(optimizer: Optimizer) -> tuple[dict[int, int], int]:
     """
     state: dict[int, int] = {}
     tried: dict[tuple[int, torch.Size, torch.dtype], tuple[int, int]] = {}  # by group, shape and type
+    peak = 0
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if not parameter.requires_grad:
@@ -174,8 +175,10 @@ def profile_optimizer(optimizer: Optimizer) -> tuple[dict[int, int], int]:
                     name = type(optimizer).__name__
                     cure = "Its memory can be measured with one process."
                     raise UnplannableError(f"{name} cannot be tried on one parameter: {error!r}. {cure}") from error
-            state[id(parameter)], _ = tried[kind]
-    return state, max((temporary for _, temporary in tried.values()), default=0)
+            state[id(parameter)], temporary = tried[kind]
+            # With `foreach` a step has the results of all parameters at once.
+            peak = peak + temporary if group.get("foreach") else max(peak, temporary)
+    return state, peak
 
 
 def _try(optimizer: Optimizer, number: int, like: Tensor) -> tuple[int, int]:

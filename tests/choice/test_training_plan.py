@@ -85,6 +85,14 @@ def test_what_optimizers_keep(make: Any, numbers: float) -> None:
     assert not optimizer.state
 
 
+def test_a_step_with_foreach_has_what_all_parameters_take_at_once() -> None:
+    parameters = [nn.Parameter(torch.zeros(100, 100)) for _ in range(3)]
+    (_, together), (_, alone) = [
+        profile_optimizer(torch.optim.AdamW(parameters, foreach=each)) for each in (True, False)
+    ]
+    assert together >= 3 * 40000 > alone > 0
+
+
 SIZES = Sizes(parameters=100, buffers=1, gradients=90, state=180, optimizer_temporary=60, batch=5)
 
 
