@@ -116,8 +116,7 @@ class SpawnLaunching:
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any, **kwargs: Any) -> Any:
         """Run ``function`` in each rank; signals to this process go to the ranks."""
-        if trainer is not None:
-            _say_start(trainer.strategy.num_processes)
+        _say_start(trainer.strategy.num_processes)
         received: list[int] = []
 
         def pass_on(signum: int, frame: FrameType | None) -> None:
