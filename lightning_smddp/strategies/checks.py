@@ -97,8 +97,6 @@ def refusal_of_training(module: Any, callbacks: Iterable[Any], optimizers: Seque
     name = type(module).__name__
     if not module.automatic_optimization:
         return f"{name} uses manual optimization (automatic_optimization=False): a pipeline takes the steps itself."
-    if "dataloader_iter" in signature(module.training_step).parameters:
-        return f"{name}.training_step takes `dataloader_iter`. A pipeline has to see the batch: take `batch` instead."
     if len(optimizers) > 1:
         return (
             f"{name} has {counted(len(optimizers), 'optimizer')}: a pipeline's step has one backward and one optimizer."
@@ -129,6 +127,14 @@ def refuse_training(module: Any, callbacks: Iterable[Any], optimizers: Sequence[
     reason = refusal_of_training(module, callbacks, optimizers)
     if reason is not None:
         raise ValueError(f"{reason} {USE_INSTEAD}")
+
+
+def require_batches(module: Any) -> None:
+    """Raise ``ValueError`` if a step of ``module`` fetches its batches itself, which a pipeline has to see."""
+    for hook in ("training_step", "validation_step", "test_step", "predict_step"):
+        step = getattr(module, hook)
+        if step is not None and "dataloader_iter" in signature(step).parameters:
+            raise ValueError(f"{type(module).__name__}.{hook} takes `dataloader_iter`. Let it take `batch` instead.")
 
 
 def require_samplers_of_replicas(loaders: Any, num_replicas: int) -> None:

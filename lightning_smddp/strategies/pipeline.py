@@ -46,6 +46,7 @@ from lightning_smddp.strategies.checks import (
     has_changed,
     may_have_changed_gradients,
     refuse_training,
+    require_batches,
     zeroes_as_usual,
 )
 from lightning_smddp.strategies.hook_view import HookView, let_hooks_call
@@ -169,6 +170,7 @@ class PipelineParallel(PipelineRanks):
             warnings.filterwarnings("ignore", "It is recommended to use `self.log")
         require_whole(module)
         require_initialized(module)
+        require_batches(module)
         if is_fit and self._layer_sync and not one_replica:
             torch.nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group=self._connected.data_parallel_group)
         self.precision_plugin.convert_module(module)

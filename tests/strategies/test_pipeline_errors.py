@@ -35,8 +35,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*dataloader_iter:UserWarning")
 # ---- at start ----
 
 
-class FromIterator(Net):
-    def training_step(self, dataloader_iter: Any) -> Any:
+class FromIterator(Evaluated):
+    def validation_step(self, dataloader_iter: Any) -> Any:
         return self.loss(next(dataloader_iter)[0])
 
 
@@ -111,7 +111,7 @@ def pruning() -> Any:
 
 PRUNING = (Net, {}, {"callbacks": pruning})
 MODULES = [
-    ("FromIterator.training_step takes `dataloader_iter`", FromIterator, {}),
+    ("FromIterator.validation_step takes `dataloader_iter`", FromIterator, {}),
     ("`training_step` returned float32[8]", NoScalar, {}),  # of micro-batches with one row
     ("does not depend on any parameter", Detached, {}),
     ("leave `sync_dist_group` out", LogsOverItsGroup, {}),
