@@ -39,18 +39,21 @@ def call(how: Checkpointing, module: nn.Module, forward: Callable[..., Any], /, 
 
 
 class _SameBuffers:
-    """What is written to buffers in here, such as BatchNorm's averages, was written before. Entered again and again."""
+    """What buffers become in here, such as BatchNorm's averages, they became before. Entered again and again."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def __enter__(self) -> None:
-        self.before = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        held = [(owner._buffers, dict(owner._buffers)) for owner in self.module.modules()]
+        self.before = [
+            (now, name, old, old.clone()) for now, olds in held for name, old in olds.items() if old is not None
+        ]
 
     def __exit__(self, *_: object) -> None:
         with torch.no_grad():
-            for buffer, value in self.before:
-                buffer.copy_(value)
+            for buffers, name, buffer, value in self.before:
+                buffers[name] = buffer.copy_(value)  # another tensor may be there now
 
 
 def _saved_on_host(module: nn.Module) -> saved_tensors_hooks:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_smddp.pipeline import activations
 from lightning_smddp.pipeline.activations import Checkpointing
 from lightning_smddp.pipeline.capture.boundaries import possible_cuts, reason_not_to_cut
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
@@ -353,6 +354,24 @@ def test_checkpointed_units(p: float, how: Checkpointing) -> None:
     net = Net(lambda n, i, x, s: x * 2, p=p)
     net.blocks[1] = nn.Sequential(nn.Linear(D, D), nn.Flatten(0, 1), nn.BatchNorm1d(D), nn.Unflatten(0, (-1, 5)))
     check(net, checkpointing=how)
+
+
+class Averaging(nn.Tanh):
+    """Its buffer is another tensor after each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = (self.mean + x.detach().mean()) / 2
+        return super().forward(x)
+
+
+def test_a_buffer_that_is_replaced_is_replaced_once() -> None:
+    module = Averaging()
+    activations.call(True, module, module.forward, torch.ones(2, requires_grad=True)).sum().backward()
+    assert module.mean == 0.5
 
 
 class Regions(Net):
