@@ -91,8 +91,8 @@ class OptimizerPartition:
                 if id(parameter) not in self._names:
                     raise ValueError(
                         f"{type(self.optimizer).__name__} has a tensor of shape {tuple(parameter.shape)} (number "
-                        f"{index} of its group) that is no parameter of the module, so it is not known which rank "
-                        "trains it. Register it: `self.x = nn.Parameter(...)`."
+                        f"{index} of its group) that was no parameter of the module when it was divided, so it is not "
+                        "known which rank trains it. Make it in `__init__`: `self.x = nn.Parameter(...)`."
                     )
             self._num_checked += 1
 
