@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_smddp import PipelineStrategy
-from tests.devices import on_gpus
+from tests.devices import kinds
 from tests.ranks import run_trainer_ranks
 from tests.sharding.learners import fully_sharded
 from tests.strategies.grouped import grouped
@@ -46,9 +46,15 @@ def trained_each(make: Any) -> list[Any]:
 
 
 @pytest.mark.slow
-@on_gpus(2)
-@pytest.mark.parametrize(("make", "ranks"), [(PipelineStrategy, 1), (SPLIT_BACKWARD, 2), (UNITS_WITHIN_UNITS, 2)])
-def test_the_same_numbers_in_less_memory(make: Any, ranks: int, device: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "ranks"),
+    [
+        pytest.param(make, ranks, marks=mark, id=f"{kind}-{number}")
+        for number, (make, ranks) in enumerate([(PipelineStrategy, 1), (SPLIT_BACKWARD, 2), (UNITS_WITHIN_UNITS, 2)])
+        for kind, mark in kinds(ranks).items()
+    ],
+)
+def test_the_same_numbers_in_less_memory(make: Any, ranks: int) -> None:
     for (expected, most), *others in run_trainer_ranks(trained_each, ranks, make):
         for actual, peak in others:
             torch.testing.assert_close(actual, expected, rtol=0, atol=0)
