@@ -17,6 +17,7 @@ from lightning_smddp.communication.objects import RankFailedError
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import Learner, make_trainer, samples
 from tests.strategies.pipeline_learners import Cases, call
+from tests.strategies.test_transparency import Manual
 
 BAD_STEP = 1
 ALL = -1  # ranks
@@ -261,6 +262,10 @@ class MakesNaNInItsStep(Learner):
         optimizer.step(closure)
 
 
+class MakesNaNByHand(MakesNaN, Manual):
+    """Under manual optimization."""
+
+
 def makes(name: str, options: dict[str, Any], make: type[Learner] = MakesNaN) -> str:
     with pytest.raises(NonFiniteGradientError) as caught:
         make_trainer(strategy_of(name, algorithm="shared_memory", **options)).fit(make())
@@ -270,15 +275,17 @@ def makes(name: str, options: dict[str, Any], make: type[Learner] = MakesNaN) ->
 MADE = [
     (makes, "smddp", {}),
     (makes, "smddp", {}, MakesNaNInItsStep),
+    (makes, "smddp", {}, MakesNaNByHand),
     (makes, "pipeline", {"pipeline_parallel_size": 1}),
 ]
 
 
-@pytest.mark.parametrize("case", MADE, ids=["smddp", "optimizer_step", "replicas"])
+@pytest.mark.parametrize("case", MADE, ids=["smddp", "optimizer_step", "manual", "replicas"])
 def test_what_users_code_makes_of_averages_is_seen_in_the_same_step(case: Any) -> None:
     first, second = SEVERAL.results(case)
     assert first == second
-    assert f"step {BAD_STEP} (epoch 0, batch " in first
+    step = BAD_STEP + (MakesNaNByHand in case)  # of the second optimizer, which has this gradient
+    assert f"step {step} (epoch 0, batch " in first
     assert "in the averages net.2.bias (nan in 1 of 3 elements)" in first
 
 
