@@ -74,8 +74,11 @@ def compare_state(group: dist.ProcessGroup) -> None:
     other.note = "loaded"
     load_full_state_dict(model, other.state_dict())
     assert model.note == "loaded"
-    state = full_state_dict(GlobalView(model, OWNERSHIP, group, CPU, Channel(group, CPU)))
-    assert_same(state, other.state_dict() if group.rank() == 0 else {})
+    view = GlobalView(model, OWNERSHIP, group, CPU, Channel(group, CPU))
+    assert_same(full_state_dict(view), other.state_dict() if group.rank() == 0 else {})
+    model.late = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"\['late.weight', 'late.bias'\] came after"):
+        full_state_dict(view)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -118,6 +118,12 @@ def unshard(view: GlobalView, to: torch.device | None = None) -> None:
 
 
 def _owned(view: GlobalView) -> dict[str, Tensor]:
-    """The tensors that this rank owns."""
+    """The tensors that this rank owns. Raises ``ValueError``, on every rank, if parameters came after the division."""
     owner = view.ownership.owner
+    late = [name for name, _ in view.module.named_parameters() if owner(name) is None]
+    if late:
+        raise ValueError(
+            f"Parameters {late} came after the pipeline was divided: each rank has its own values. Create all layers "
+            "in `__init__` or `configure_model`."
+        )
     return {name: tensor for name, tensor in named_tensors(view.module).items() if owner(name) == view.rank}
