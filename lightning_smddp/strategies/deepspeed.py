@@ -76,7 +76,7 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
     _is_divided = True
     _engine: Any = None  # until the next run: what was trained can be saved behind its end
     _unseen_writes: UnseenWrites
-    _broadcasts_buffers = True
+    _broadcasts_buffers: bool
     _loss: Any = 0.0  # of all backward passes since the last step
 
     def __init__(
@@ -139,6 +139,7 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
     def _set_up_model(self, trainer: Trainer) -> None:
         if trainer.state.fn == "fit":
             require_supported_by_deepspeed(self._module, callbacks_of(trainer))
+        self._broadcasts_buffers = True  # whatever a run before this one has left
         super()._set_up_model(trainer)
 
     @override
