@@ -7,6 +7,8 @@ from models import GPT, standard_library
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lightning_smddp import SMDDPFSDPStrategy
+
 
 class Watched(GPT):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -16,7 +18,8 @@ class Watched(GPT):
 if __name__ == "__main__":
     L.seed_everything(0)
     data = DataLoader(standard_library(samples=512), batch_size=16, shuffle=True)
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="smddp_fsdp", max_epochs=1, gradient_clip_val=1.0)
+    strategy = SMDDPFSDPStrategy(activation_checkpointing="offload")  # on GPUs, activations wait in the host's memory
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, gradient_clip_val=1.0)
     trainer.fit(Watched(width=96, depth=2, heads=3), data)
     trainer.save_checkpoint("gpt.ckpt")  # one plain file, for any strategy
     found = trainer.callback_metrics
