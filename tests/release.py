@@ -43,7 +43,7 @@ def copy_sources(repository: str = "") -> None:
 
 
 def try_wheel(wheel: Path, python: str, torch: str) -> None:
-    """With that ``torch``, such as ``torch==2.11.0``; "without" tries as much as needs none."""
+    """With that ``torch``, such as ``torch==2.15.0``; "without" tries as much as needs none."""
     place = ROOM / python.strip("/").replace("/", "-")
     run(python, "-m", "venv", place)
     new = place / "bin" / "python"

@@ -1,6 +1,6 @@
 """Private parts of torch's FSDP2 (``torch.distributed.fsdp.fully_shard``), each with its reason and its end.
 
-Written against torch 2.11 to 2.13.
+Written against torch 2.13.
 """
 
 from __future__ import annotations
@@ -155,12 +155,8 @@ def _state(module: nn.Module) -> Any:
 
 
 def _groups(state: Any) -> list[Any]:
-    """A module's parameters, as FSDP2 communicates them: in one group before torch 2.13."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    if state._fsdp_param_group is None:
-        return []
-    return [state._fsdp_param_group]
+    """A module's parameters, as FSDP2 communicates them."""
+    return list(state._fsdp_param_groups)
 
 
 def divided_like(local: Tensor, like: DTensor) -> DTensor:

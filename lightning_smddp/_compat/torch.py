@@ -25,11 +25,6 @@ from torch.utils.data._utils.worker import _worker_loop
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
-# torch 2.13 renamed `all_gather_into_tensor` and deprecated the old name.
-# Remove when the oldest supported torch has `all_gather_single`.
-all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 # The operator of copies in another type, autocast's too. Remove when one has a public name.
 CAST = torch.ops.aten._to_copy.default
 # The operator that reads a tensor of one element as a number. Remove when it has a public name.
@@ -113,7 +108,7 @@ def abort_nccl() -> None:
     """Abort NCCL's communicators of all groups, so that nobody waits for them; the groups stay, and are of no use.
 
     For any thread. The public ``destroy_process_group`` waits for all that was launched, which may never end, and
-    ``_abort_process_group`` (both in torch 2.11 and 2.13) forgets the groups as well: code that still runs, and is
+    ``_abort_process_group`` (in torch 2.13) forgets the groups as well: code that still runs, and is
     about to get NCCL's error, would get one of another kind. Remove when there is a public abort of the backends.
     """
     # The newest names first, as in `_abort_process_group`.

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_smddp._compat.torch import all_gather_single, is_nccl, reduce_scatter_single
+from lightning_smddp._compat.torch import is_nccl
 from lightning_smddp.communication.inter_node import InterNodeReduce, padded
 from lightning_smddp.communication.shared_memory import SharedMemory, sum_dtype
 
@@ -121,7 +121,7 @@ class IntraNodeGroup:
                 sent = sent * scale
                 scale = 1.0
             received = sent.new_empty(width)
-            reduce_scatter_single(received, sent, group=self.group)
+            dist.reduce_scatter_single(received, sent, group=self.group)
         else:
             parts = torch.empty_like(sent)
             dist.all_to_all_single(parts, sent, group=self.group)
@@ -138,10 +138,10 @@ class IntraNodeGroup:
         shard, width = self._shard(tensor)
         if width * self.size == tensor.numel():
             # The output is the whole tensor, of which the shard is a part: the input has to be other memory.
-            all_gather_single(tensor, shard.clone(), self.group)
+            dist.all_gather_single(tensor, shard.clone(), self.group)
             return
         gathered = tensor.new_empty(width * self.size)
-        all_gather_single(gathered, padded(shard, width), self.group)
+        dist.all_gather_single(gathered, padded(shard, width), self.group)
         tensor.copy_(gathered[: tensor.numel()])
 
     def _shard(self, tensor: Tensor) -> tuple[Tensor, int]:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_smddp._compat.torch import all_gather_single
 from lightning_smddp.communication.compression import Codec, ErrorFeedback, ExactCodec
 from lightning_smddp.communication.shared_memory import add_up, sum_dtype
 
@@ -129,7 +128,7 @@ class BalancedExchange:
                 feedback.remember_more(own[:count], carried[:count], slot, low)
                 del carried
             gathered = answer.new_empty(answer.numel() * size)
-            all_gather_single(gathered, answer, self.gather_group)
+            dist.all_gather_single(gathered, answer, self.gather_group)
             sums = codec.decode(gathered, numel, dtype)
             shard.copy_(sums)
 

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_smddp._compat.torch import all_gather_single
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.shared_memory import add_up, sum_dtype, write_scaled
 from lightning_smddp.communication.shared_segments import GATHER, REDUCE, SharedSegments
@@ -163,7 +162,7 @@ class SharedAllGather(_UnitCollective):
             self._segments.begin(GATHER, self._unit, output_tensor.nbytes)
             return _Gathering(self._segments.finish_all)
         gathered = input_tensor.new_empty(len(self._owners), input_tensor.numel())
-        sent = all_gather_single(gathered.view(-1), input_tensor, self._partners, async_op=True)
+        sent = dist.all_gather_single(gathered.view(-1), input_tensor, self._partners, async_op=True)
         assert sent is not None
 
         def complete() -> None:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from lightning_smddp._compat.torch import all_gather_single
 from lightning_smddp.communication.objects import broadcast, gather, pickled, unpickled
 
 MESSAGE_BYTES = 4 * 2**20  # of small tensors together, or of some rows of a large one
@@ -168,7 +167,7 @@ def norm_over_ranks(
     # The norm of all is that of the ranks' norms: in fp64, as the squares of large ones overflow fp32.
     norm = get_total_norm(gradients, norm_type).to(device=device, dtype=torch.float64, non_blocking=True)
     norms = norm.new_empty(group.size())
-    all_gather_single(norms, norm.view(1), group)
+    dist.all_gather_single(norms, norm.view(1), group)
     total: Tensor = torch.linalg.vector_norm(norms, norm_type).float()
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_smddp._compat.fsdp import call_as_is, divided_like
-from lightning_smddp._compat.torch import all_gather_single
 from lightning_smddp.pytree import map_tensors
 
 
@@ -37,7 +37,7 @@ def all_of(value: DTensor) -> Tensor:
     own = local.new_zeros((rows_of_rank, *shape_of_row), device=mesh.device_type)
     own[: local.size(0)].copy_(local)
     found = own.new_empty((mesh.size(last) * rows_of_rank, *shape_of_row))
-    all_gather_single(found.view(-1), own.view(-1), mesh.get_group(last))
+    dist.all_gather_single(found.view(-1), own.view(-1), mesh.get_group(last))
     return found[: value.size(0)]
 
 

@@ -334,9 +334,6 @@ class SimulatedNCCL(Communicators):
         own, memory = _memory(output), _memory(tensor)
         return self._single("all_to_all_single", lambda: self._gloo.alltoall_base(own, memory, to, of), tensor, output)
 
-    # torch up to 2.12 calls them so
-    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
-
     def _single(self, name: str, begin: Callable[[], Any], tensor: Tensor, output: Tensor) -> Any:
         return self._do(Call(name, begin, [tensor], [output], [output]))
 

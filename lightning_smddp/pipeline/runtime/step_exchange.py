@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_smddp._compat.torch import all_gather_single
 from lightning_smddp.communication.objects import RankFailedError, gather, pickled, unpickled
 from lightning_smddp.communication.tensors import CPU, broadcast_tensors
 from lightning_smddp.pipeline.mesh import Channel
@@ -108,7 +107,7 @@ class StepExchange:
         """The numbers at the heads of all ranks' words, and these words, one after the other. Collective."""
         own = torch.frombuffer(bytearray(word[:_WORD].ljust(_WORD, b"\0")), dtype=torch.uint8)
         gathered = torch.empty(self._host.size() * _WORD, dtype=torch.uint8)
-        all_gather_single(gathered, own, self._host)
+        dist.all_gather_single(gathered, own, self._host)
         words = gathered.numpy().tobytes()
         return [_HEAD.unpack_from(words, start) for start in range(0, len(words), _WORD)], words
 
