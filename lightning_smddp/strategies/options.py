@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
+from difflib import get_close_matches
 from inspect import signature
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
 
@@ -111,7 +112,8 @@ def _require_known(strategy: Any, given: Iterable[str], known: Iterable[str]) ->
     own = signature(type(strategy).__init__).parameters
     valid = {*known, *arguments_of(type(strategy))}
     for name in sorted(set(given) - valid):
-        hint = f"Valid: {', '.join(sorted(valid))}."
+        close = get_close_matches(name, valid, 1, cutoff=0.75)
+        hint = f"{f'Did you mean {close[0]!r}? ' if close else ''}Valid: {', '.join(sorted(valid))}."
         for group, parameter in own.items():
             kind = type(parameter.default)
             if is_dataclass(kind) and name in arguments_of(kind):

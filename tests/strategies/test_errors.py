@@ -189,8 +189,8 @@ def test_a_number_of_ranks_that_torchrun_did_not_start_is_an_error(devices: int,
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: SMDDPStrategy(algoritm="native"), "no argument 'algoritm'. Valid: .*algorithm.*static_graph"),
-        (lambda: SMDDPFabricStrategy(resum="auto"), "has no argument 'resum'. Valid: .*reliability"),
+        (lambda: SMDDPStrategy(algoritm="native"), "'algoritm'. Did you mean 'algorithm'. Valid: .*static_graph"),
+        (lambda: SMDDPFabricStrategy(resum="auto"), "has no argument 'resum'. .* Valid: .*reliability"),
         (
             lambda: PipelineStrategy(find_unused_parameters=True),
             "PipelineStrategy has no argument 'find_unused_parameters'. Valid",
