@@ -70,7 +70,7 @@ def duration(name: str, value: Any) -> timedelta | None:
         return None
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
     require_positive(name, seconds, "seconds or a timedelta")
-    return timedelta(seconds=seconds)
+    return value if isinstance(value, timedelta) else timedelta(seconds=seconds)
 
 
 # ---- groups of options ----
@@ -102,6 +102,8 @@ def by_name(
     given = dict(signature(init).bind_partial(*args, **kwargs).arguments)
     given |= given.pop("kwargs", {})
     _require_known(strategy, given, known)
+    if "timeout" in given:
+        given["timeout"] = duration("timeout", given["timeout"])
     backend = given.get("process_group_backend")
     if backend == "smddp":
         raise ValueError("process_group_backend='smddp' is of AWS's closed library, which is not used: leave it out.")

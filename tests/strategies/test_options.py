@@ -98,6 +98,14 @@ def test_what_is_no_group_is_refused(name: str) -> None:
         kind(communication={"collective_timeout": 0})
 
 
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_timeout_may_be_seconds(name: str) -> None:
+    kind, _ = STRATEGIES[name]
+    assert kind(timeout=9)._timeout == kind(timeout=timedelta(seconds=9))._timeout == timedelta(seconds=9)
+    with pytest.raises(ValueError, match="timeout=0 has to be positive"):
+        kind(timeout=0)
+
+
 @pytest.mark.parametrize("group", GROUPS)
 def test_an_unknown_option_of_a_group_is_refused(group: str) -> None:
     with pytest.raises(TypeError, match=f"{GROUPS[group].__name__}.*unexpected keyword argument 'unknown'"):
