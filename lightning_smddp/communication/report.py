@@ -81,9 +81,10 @@ class Recorder:
         self._ended: deque[_Step] = deque()  # whose events have not passed
 
     def on_wait(self, seconds: float) -> None:
-        """This rank waited inside its node."""
+        """This rank waited inside its node. That counts for a bucket, not in what is measured before training."""
         with self._lock:
-            self.totals.waited_s += seconds
+            if len(self._step.came) > len(self._step.done):
+                self.totals.waited_s += seconds
 
     def bucket_started(self, first: bool) -> None:
         """A bucket came, the ``first`` of this backward pass or a later one. Called on the stream of backward."""
