@@ -86,18 +86,10 @@ def set_default_root(trainer: Any, directory: str) -> None:
     trainer._default_root_dir = directory
 
 
-def set_num_threads_if_needed(launcher: Any, num_processes: int) -> None:
+def set_num_threads_if_needed(launcher: Any) -> None:
     """What Lightning's launchers do before they run anything."""
-    # The class of `launcher` is ours, on top of Lightning's. The function is in the module of that one, in either
-    # package.
-    home = next(cls.__module__ for cls in type(launcher).__mro__ if "subprocess_script" in cls.__module__)
-    sys.modules[home]._set_num_threads_if_needed(num_processes=num_processes)
-
-
-def launchers_of(strategy: type[Any]) -> tuple[Any, Any]:
-    """The launchers that start a script again, and that start processes by ``multiprocessing``, of Lightning's DDP."""
-    module = sys.modules[strategy.__module__]
-    return module._SubprocessScriptLauncher, module._MultiProcessingLauncher
+    home = sys.modules[type(launcher).__module__]  # of either package
+    home._set_num_threads_if_needed(num_processes=launcher.num_processes)
 
 
 def keeps_user_samplers(trainer: Any) -> AbstractContextManager[None]:

@@ -34,6 +34,7 @@ from lightning_smddp.pipeline.state.meta_parameters import parameters_on_meta
 from lightning_smddp.resume.exact_resume import ExactResume
 from lightning_smddp.sharding.optimizer_shards import all_parameters, unwrapped
 from lightning_smddp.strategies.front import Front
+from lightning_smddp.strategies.launchers import launch_ranks, launch_script
 from lightning_smddp.strategies.loss_weighting import LossWeighting
 from lightning_smddp.strategies.options import StrategyOptions
 from lightning_smddp.strategies.process_group import start_process_group
@@ -53,8 +54,6 @@ else:
 class TrainerStrategy(Front, _Base):
     """What ``smddp``, ``smddp_pipeline``, ``smddp_fsdp`` and ``smddp_deepspeed`` have in common."""
 
-    _script_launcher: type[Any]
-    _spawn_launcher: type[Any]
     _last_report: CommunicationReport | None = None
     _averages_over_batches = True  # each rank has its own
     _weighting: LossWeighting | None = None
@@ -89,11 +88,9 @@ class TrainerStrategy(Front, _Base):
 
     @override
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if self._start_method == "popen":
-            self._launcher = self._script_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
-        else:
-            self._launcher = self._spawn_launcher(self, start_method=self._start_method)
+        super()._configure_launcher()
+        launcher: Any = self._launcher
+        launcher.launch = partial(launch_script if self._start_method == "popen" else launch_ranks, launcher)
         self._sagemaker.trainer_made()
 
     @override

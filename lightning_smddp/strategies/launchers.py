@@ -1,6 +1,6 @@
-"""Lightning's two launchers, with what a job needs so that its processes end together, and say why.
+"""``launch`` of Lightning's two launchers, with what a job needs so that its processes end together, and say why.
 
-``lightning.py`` and ``pytorch_lightning.py`` put these on top of their launchers.
+It is an attribute of each launcher (``strategies/base.py``), which stays Lightning's in all else.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from lightning_smddp.launchers.launch import processors
 from lightning_smddp.launchers.mpi import started_by_mpirun
 from lightning_smddp.wording import counted
 
-# popen:        this script is local rank 0, and starts itself again for ranks 1, 2, ...   (`ScriptLaunching`)
-# torchrun ...: every rank is there already, and starts nothing                            (`ScriptLaunching`)
-# spawn, fork:  this process is no rank, and starts ranks 0, 1, ...                        (`SpawnLaunching`)
+# popen:        this script is local rank 0, and starts itself again for ranks 1, 2, ...   (`launch_script`)
+# torchrun ...: every rank is there already, and starts nothing                            (`launch_script`)
+# spawn, fork:  this process is no rank, and starts ranks 0, 1, ...                        (`launch_ranks`)
 LAUNCHER_PID = "LIGHTNING_SMDDP_LAUNCHER_PID"  # set for ranks that a script's first process starts
 _POLL_S = 0.1
 _LINGER_S = 8.0  # how long the other ranks may take to end after the first one has failed
@@ -66,77 +66,71 @@ def _say_start(ranks: int) -> None:
         rank_zero_info(f"Starting {counted(ranks, 'process')}.{note}")
 
 
-class ScriptLaunching:
-    """For the launcher that starts the script again for each other rank, or finds ranks that are there already."""
+def launch_script(launcher: Any, function: Callable[..., Any], *args: Any, trainer: Any, **kwargs: Any) -> Any:
+    """Start the other ranks, and run ``function`` in this one; if it fails, they end before this process does.
 
-    procs: list[subprocess.Popen[bytes]]
-
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any, **kwargs: Any) -> Any:
-        """Start the other ranks, and run ``function`` in this one; if it fails, they end before this process does."""
-        launcher: Any = self
-        environment = launcher.cluster_environment
-        environment.validate_settings(num_devices=launcher.num_processes, num_nodes=launcher.num_nodes)
-        if not environment.creates_processes_externally:
-            _say_start(launcher.num_processes)
-            os.environ[LAUNCHER_PID] = str(os.getpid())  # for the ranks alone, which inherit it
-            if launcher.num_nodes == 1:
-                os.environ.setdefault(JOB, str(os.getpid()))
-            try:
-                launcher._call_children_scripts()
-            finally:
-                del os.environ[LAUNCHER_PID]
-        set_num_threads_if_needed(launcher, launcher.num_processes)
-        # Until all ranks have met, nobody but this process can see that one has died: a thread looks at them. From
-        # then on it is the supervision that does, which is made when they have.
-        atexit.unregister(end_processes)  # of a run before this one
-        supervision, is_over = trainer.strategy._supervision, threading.Event()
-
-        def has_joined() -> bool:
-            return is_over.is_set() or supervision.supervisor is not None
-
-        if self.procs:
-            threading.Thread(target=_watch_start, args=(has_joined, self.procs), daemon=True).start()
+    ``launch`` of the launcher that starts the script again for each other rank, or finds ranks that are there already.
+    """
+    environment = launcher.cluster_environment
+    environment.validate_settings(num_devices=launcher.num_processes, num_nodes=launcher.num_nodes)
+    if not environment.creates_processes_externally:
+        _say_start(launcher.num_processes)
+        os.environ[LAUNCHER_PID] = str(os.getpid())  # for the ranks alone, which inherit it
+        if launcher.num_nodes == 1:
+            os.environ.setdefault(JOB, str(os.getpid()))
         try:
-            return supervision.run(function, *args, **kwargs)
-        except BaseException as error:
-            # The script may catch the error and go on. Only when it ends do the ranks that this process has started
-            # have to end, which have their own ways to say why, and hooks to run.
-            if not is_control_flow(error):
-                patience_s = max(_LINGER_S, supervision.hooks_after_exception_s(trainer))
-                atexit.register(end_processes, self.procs, patience_s)
-            raise
+            launcher._call_children_scripts()
         finally:
-            is_over.set()
+            del os.environ[LAUNCHER_PID]
+    set_num_threads_if_needed(launcher)
+    # Until all ranks have met, nobody but this process can see that one has died: a thread looks at them. From then on
+    # it is the supervision that does, which is made when they have.
+    atexit.unregister(end_processes)  # of a run before this one
+    supervision, is_over = trainer.strategy._supervision, threading.Event()
+
+    def has_joined() -> bool:
+        return is_over.is_set() or supervision.supervisor is not None
+
+    if launcher.procs:
+        threading.Thread(target=_watch_start, args=(has_joined, launcher.procs), daemon=True).start()
+    try:
+        return supervision.run(function, *args, **kwargs)
+    except BaseException as error:
+        # The script may catch the error and go on. Only when it ends do the ranks that this process has started have to
+        # end, which have their own ways to say why, and hooks to run.
+        if not is_control_flow(error):
+            patience_s = max(_LINGER_S, supervision.hooks_after_exception_s(trainer))
+            atexit.register(end_processes, launcher.procs, patience_s)
+        raise
+    finally:
+        is_over.set()
 
 
-class SpawnLaunching:
-    """For the launcher that starts ranks by ``multiprocessing``, and is no rank itself."""
+def launch_ranks(launcher: Any, function: Callable[..., Any], *args: Any, trainer: Any, **kwargs: Any) -> Any:
+    """Run ``function`` in each rank; signals to this process go to the ranks.
 
-    procs: list[Any]
+    ``launch`` of the launcher that starts ranks by ``multiprocessing``, and is no rank itself.
+    """
+    _say_start(trainer.strategy.num_processes)
+    received: list[int] = []
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any, **kwargs: Any) -> Any:
-        """Run ``function`` in each rank; signals to this process go to the ranks."""
-        _say_start(trainer.strategy.num_processes)
-        received: list[int] = []
+    def pass_on(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        for process in launcher.procs:
+            if process.is_alive():
+                os.kill(process.pid, signum)
 
-        def pass_on(signum: int, frame: FrameType | None) -> None:
-            received.append(signum)
-            for process in self.procs:
-                if process.is_alive():
-                    os.kill(process.pid, signum)
-
-        run: Any = partial(trainer.strategy._supervision.run, function)
-        launcher: Any = self
-        if launcher.is_interactive_compatible:  # it forks
-            run = partial(_on_one_thread, run)
-        with _handled_by(pass_on):
-            try:
-                return super().launch(run, *args, trainer=trainer, **kwargs)  # type: ignore[misc]
-            except ProcessExitedException as error:
-                # A rank that ends by a signal that was passed on has the exit code of a stop, and so has this process.
-                if received and error.exit_code == 128 + received[0]:
-                    sys.exit(error.exit_code)
-                raise
+    run: Any = partial(trainer.strategy._supervision.run, function)
+    if launcher.is_interactive_compatible:  # it forks
+        run = partial(_on_one_thread, run)
+    with _handled_by(pass_on):
+        try:
+            return type(launcher).launch(launcher, run, *args, trainer=trainer, **kwargs)
+        except ProcessExitedException as error:
+            # A rank that ends by a signal that was passed on has the exit code of a stop, and so has this process.
+            if received and error.exit_code == 128 + received[0]:
+                sys.exit(error.exit_code)
+            raise
 
 
 def end_processes(processes: list[subprocess.Popen[bytes]], patience_s: float = _LINGER_S) -> None:

@@ -8,7 +8,6 @@ from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 
-from lightning_smddp._compat.trainer import launchers_of
 from lightning_smddp.strategies.accumulation import AccumulateMicroBatches
 from lightning_smddp.strategies.callbacks import MonitorCommunication, RecordTimeline
 from lightning_smddp.strategies.ddp import DataParallel
@@ -19,27 +18,16 @@ from lightning_smddp.strategies.environments import SageMakerEnvironment as Sage
 from lightning_smddp.strategies.fabric import FabricDataParallel
 from lightning_smddp.strategies.fabric_fsdp import FabricFullyShardedParallel
 from lightning_smddp.strategies.fsdp import FullyShardedParallel
-from lightning_smddp.strategies.launchers import ScriptLaunching, SpawnLaunching
 from lightning_smddp.strategies.pipeline import PipelineParallel
 from lightning_smddp.strategies.saving import SafeCheckpointIO
 
-_Script, _Spawn = launchers_of(DDPStrategy)
-
-
-class _ScriptLauncher(ScriptLaunching, _Script):  # type: ignore[misc, valid-type]
-    """Picklable by its name."""
-
-
-class _SpawnLauncher(SpawnLaunching, _Spawn):  # type: ignore[misc, valid-type]
-    """Picklable by its name."""
-
 
 class SMDDPStrategy(DataParallel, DDPStrategy):
-    _script_launcher, _spawn_launcher = _ScriptLauncher, _SpawnLauncher
+    pass
 
 
 class PipelineStrategy(PipelineParallel, DDPStrategy):
-    _script_launcher, _spawn_launcher = _ScriptLauncher, _SpawnLauncher
+    pass
 
 
 class AccumulationStrategy(AccumulateMicroBatches, SingleDeviceStrategy):
@@ -47,7 +35,7 @@ class AccumulationStrategy(AccumulateMicroBatches, SingleDeviceStrategy):
 
 
 class SMDDPFSDPStrategy(FullyShardedParallel, DDPStrategy):
-    _script_launcher, _spawn_launcher = _ScriptLauncher, _SpawnLauncher
+    pass
 
 
 class SMDDPFabricStrategy(FabricDataParallel, FabricDDPStrategy):
@@ -59,7 +47,6 @@ class SMDDPFabricFSDPStrategy(FabricFullyShardedParallel, FabricDDPStrategy):
 
 
 class SMDDPDeepSpeedStrategy(DeepSpeedParallel, DeepSpeedStrategy):
-    _script_launcher, _spawn_launcher = _ScriptLauncher, _SpawnLauncher
     _lightnings = DeepSpeedStrategy
 
 

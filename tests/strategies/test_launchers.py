@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lightning_smddp.strategies import launchers
-from lightning_smddp.strategies.launchers import SpawnLaunching
+from lightning_smddp.strategies.launchers import launch_ranks
 from tests.programs import ROOT, run_program
 from tests.strategies.learners import Learner, fit
 from tests.strategies.pipeline_learners import Evaluated
@@ -99,7 +99,7 @@ def test_a_start_says_how_many_processes_come(shared: int, note: str) -> None:
     lightnings = type("Launcher", (), {"is_interactive_compatible": False, "launch": lambda self, run, **_: run()})
     trainer = mock.Mock(**{"strategy.num_processes": 2})
     with mock.patch.multiple(launchers, processors=lambda: shared, rank_zero_info=mock.DEFAULT) as said:
-        type("Launcher", (SpawnLaunching, lightnings), {})().launch(print, trainer=trainer)
+        launch_ranks(lightnings(), print, trainer=trainer)
     said["rank_zero_info"].assert_called_once_with(f"Starting 2 processes.{note}")
 
 
