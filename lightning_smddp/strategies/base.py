@@ -82,7 +82,7 @@ class TrainerStrategy(Front, _Base):
     @property
     def _speaks(self) -> bool:
         """Whether this rank prints what is known of the run."""
-        return self._session.options.communication.verbose and self.is_global_zero
+        return self._communication.verbose and self.is_global_zero
 
     # ---- start ----
 
@@ -141,18 +141,17 @@ class TrainerStrategy(Front, _Base):
         """Print what runs, and begin the first epoch's comparisons."""
         super().on_train_start()
         self._checks.training_starts()
-        communication = self._session.options.communication
-        if communication.uneven == "join":
+        if self._communication.uneven == "join":
             self._join = Join(self._trainer)
         if self._averages_over_batches:
-            self._weighting = LossWeighting(communication.loss_weight, self._trainer, self._join)
+            self._weighting = LossWeighting(self._communication.loss_weight, self._trainer, self._join)
         self._training_starts()
         self._exact_resume.on_train_start()
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Training loaders get a state, which Lightning saves and restores, and with ``uneven`` one length."""
-        uneven = self._session.options.communication.uneven
+        uneven = self._communication.uneven
         make = partial(EvenLoader, trainer=self._trainer, joins=uneven == "join") if uneven is not None else None
         processed: object = self._exact_resume.process(super().process_dataloader(dataloader), make)
         return processed

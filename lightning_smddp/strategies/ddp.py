@@ -128,8 +128,8 @@ class DataParallel(ReplicatedFront, TrainerStrategy):
     def configure_ddp(self) -> None:
         """Choose the communication and wrap the model."""
         assert self.model is not None
-        limit, watches = self._session.limit(self._timeout), self._checks.watches_gradients
-        self.model = self._scheme.wrap(self.model, self.root_device, limit, self._ddp_kwargs, watches)
+        watches = self._checks.watches_gradients
+        self.model = self._scheme.wrap(self.model, self.root_device, self._limit, self._ddp_kwargs, watches)
 
     def _training_batch_starts(self) -> None:
         outer = self._scheme.outer

@@ -192,7 +192,7 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
 
     def _training_starts(self) -> None:
         self._unseen_writes.note()  # a checkpoint was loaded
-        communication, accumulated = self._session.options.communication, self._trainer.accumulate_grad_batches
+        communication, accumulated = self._communication, self._trainer.accumulate_grad_batches
         weighs = communication.loss_weight not in (None, "sum")
         if accumulated > 1 and (weighs or communication.uneven == "join"):
             option = f"loss_weight={communication.loss_weight!r}" if weighs else "uneven='join'"

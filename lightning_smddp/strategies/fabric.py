@@ -77,7 +77,7 @@ class FabricStrategy(Front, _Base):
         super().teardown()
 
     def _print(self, title: str, rows: list[tuple[str, str]]) -> None:
-        if self._session.options.communication.verbose and self.global_rank == 0:
+        if self._communication.verbose and self.is_global_zero:
             print_table(title, rows)
 
 
@@ -113,8 +113,7 @@ class FabricDataParallel(ReplicatedFront, FabricStrategy):
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Choose the communication and wrap ``module``. Collective; ``ValueError`` on every rank if models differ."""
-        limit = self._session.limit(self._timeout)
-        model = self._scheme.wrap(module, self.root_device, limit, self._ddp_kwargs, self._looks)
+        model = self._scheme.wrap(module, self.root_device, self._limit, self._ddp_kwargs, self._looks)
         self._print("smddp: data parallelism", self._scheme.describe())
         return model
 

@@ -95,9 +95,10 @@ class FabricFullyShardedParallel(ShardedFront, FabricStrategy):
     def setup_module(self, module: nn.Module) -> DividedForward:  # type: ignore[override]
         """Divide ``module``. Collective; ``ValueError`` on every rank if models differ."""
         require_supported_by_fsdp(module)
-        device, limit = self.root_device, self._session.limit(self._timeout)
         with self._view.inside(False):
-            scheme = FSDPScheme(module, self._sharding, self.precision, self._view, device, self.num_processes, limit)
+            scheme = FSDPScheme(
+                module, self._sharding, self.precision, self._view, self.root_device, self.num_processes, self._limit
+            )
         if not self._modules:  # from here on the script sees gathered values wherever it is
             self._changes.enter_context(self._view.installed())
             self._changes.enter_context(self._view.inside())

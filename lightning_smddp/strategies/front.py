@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
@@ -14,15 +15,20 @@ from lightning_smddp.sharding.optimizer_shards import StepsParts, around_step
 from lightning_smddp.strategies.options import StrategyOptions
 from lightning_smddp.strategies.process_group import DefaultGroup
 
+_DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own
+
 
 class Front:
     """A strategy of either: objects between ranks, and what is around backward passes and steps."""
 
     _meta_init = False  # parameters get no memory when they are made
+    _timeout: timedelta | None  # Lightning's argument; None leaves it to torch
+    _limit: timedelta  # how long a collective may wait for a rank
 
     def _hold_parts(self, options: StrategyOptions, close: Callable[[], None] | None = None) -> None:
         """The last thing that a constructor does; ``close`` frees what works over the process group."""
-        self._reliability = options.reliability
+        self._communication, self._reliability = options.communication, options.reliability
+        self._limit = options.communication.limit or self._timeout or _DEFAULT_TIMEOUT
         self._session = DefaultGroup(options, close)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:

@@ -159,9 +159,8 @@ class FullyShardedParallel(ShardedFront, TrainerStrategy):
                 self.model = self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
         # Divided before the optimizers are made: `configure_optimizers` takes what parameters have become.
-        limit, precision = self._session.limit(self._timeout), self.precision_plugin
         self._scheme = FSDPScheme(
-            module, self._sharding, precision, self._view, self.root_device, self.num_processes, limit
+            module, self._sharding, self.precision_plugin, self._view, self.root_device, self.num_processes, self._limit
         )
         self._whole_again = {}
         if is_fit:

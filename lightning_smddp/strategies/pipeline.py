@@ -155,12 +155,11 @@ class PipelineParallel(PipelineRanks):
 
     def _make_groups(self) -> None:
         if self._groups is None:  # a second run has the ranks of the first one
-            self._groups = Groups.create(self._grid, self._session.limit(self._timeout), self.root_device)
+            self._groups = Groups.create(self._grid, self._limit, self.root_device)
 
     def _set_up_model(self, trainer: Trainer) -> None:
         """Take the module as it is; it is partitioned at the first batch."""
-        module, limit = self._module, self._session.limit(self._timeout)
-        is_fit = trainer.state.fn == "fit"
+        module, is_fit = self._module, trainer.state.fn == "fit"
         trainer.accelerator.setup(trainer)
         # Lightning takes every rank for a replica. With one replica all ranks have the same data: no sampler is needed,
         # and what ranks log is equal without `sync_dist`.
@@ -177,7 +176,7 @@ class PipelineParallel(PipelineRanks):
         # What no rank has values of yet, with `meta_init`, gets them from a seed when it is known who keeps it.
         broadcast_initial(module, world(), device=self.root_device)
         device, options = self.root_device, self.options
-        setup = RunSetup(module, options, self._connected, device, self._step_context, limit, self._checks)
+        setup = RunSetup(module, options, self._connected, device, self._step_context, self._limit, self._checks)
         self._pipelined = PipelinedModule(setup, self._show_partition)
         if self._ended is not None and self._ended.module is module:
             self._pipelined.batcher.chosen = self._ended.batcher.chosen

@@ -1,4 +1,4 @@
-"""The default process group: its start, by ``communication/rendezvous.py``, its limit and its end."""
+"""The default process group: its start, by ``communication/rendezvous.py``, and its end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -21,13 +20,12 @@ from lightning_smddp.strategies.environments import before_start
 from lightning_smddp.strategies.options import StrategyOptions
 
 _PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
-_DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own
 _LEAVE_S = 60.0  # for the groups to end
 _LEAVE_AFTER_FAILURE_S = 5.0
 
 
 class DefaultGroup:
-    """The runs of one strategy object: how long their collectives may wait, and how the process group ends.
+    """The runs of one strategy object, and how the process group ends.
 
     Args:
         options: of the strategy.
@@ -38,10 +36,6 @@ class DefaultGroup:
         self.options = options
         self.close = close or _nothing
         self.failed = False  # the last run
-
-    def limit(self, timeout: timedelta | None) -> timedelta:
-        """How long a collective may wait for a rank; ``timeout`` is the strategy's, which None leaves to torch."""
-        return self.options.communication.limit or timeout or _DEFAULT_TIMEOUT
 
     def process_group_started(self) -> None:
         """Give the default group the collective timeout, now that everyone has started, and see to its end."""
@@ -69,12 +63,11 @@ def start_process_group(strategy: Any) -> None:
         StartError: see ``join``.
         ValueError: what the launcher has set cannot work.
     """
-    environment, timeout = strategy.cluster_environment, strategy._timeout
-    backend = strategy._get_process_group_backend()
+    environment, backend = strategy.cluster_environment, strategy._get_process_group_backend()
     forget_aborted_groups()  # those of a run in this process that has failed are still registered
     if dist.is_initialized() or backend == "mpi":  # MPI brings its own rendezvous
         return
-    before_start(strategy, strategy._session.options.communication.verbose)
+    before_start(strategy, strategy._communication.verbose)
     # Lightning's package, which is imported; classes of the user's may stand before it.
     package = next(name for cls in type(strategy).__mro__ if (name := cls.__module__.partition(".")[0]) in _PACKAGES)
     lightning = str(sys.modules[package].__version__)
@@ -88,8 +81,8 @@ def start_process_group(strategy: Any) -> None:
         backend = NCCL_AND_GLOO
     # With an accelerator NCCL makes its communicator now, and not at its first use.
     device = None if strategy.root_device.type == "cpu" else strategy.root_device
-    init_timeout = start_limit(strategy._reliability.start_limit, timeout)
-    join(card, address, backend, device, strategy._session.limit(timeout), init_timeout)
+    init_timeout = start_limit(strategy._reliability.start_limit, strategy._timeout)
+    join(card, address, backend, device, strategy._limit, init_timeout)
     if card.world_size > 1:
         rank_zero_info(f"{card.world_size} processes are connected, by {backend}.")
 

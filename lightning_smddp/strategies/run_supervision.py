@@ -62,8 +62,7 @@ class RunSupervision:
         strategy = self.strategy
         self._place = 0
         rank, world_size = strategy.global_rank, strategy.world_size
-        timeout_s = strategy._session.limit(strategy._timeout).total_seconds()
-        grace_s = strategy._reliability.stop_limit_s
+        timeout_s, grace_s = strategy._limit.total_seconds(), strategy._reliability.stop_limit_s
         self.supervisor = Supervisor(default_store(), rank, world_size, timeout_s, grace_s, launcher_pid())
         if strategy.root_device.type == "cuda" and world_size > 1:
             self.supervisor.has_work = lambda: not torch.cuda.default_stream(strategy.root_device).query()

@@ -129,9 +129,8 @@ class Saving:
         """Where threads of all ranks meet, while training uses the others; None for one process. Collective."""
         world = dist.group.WORLD
         if self._background is None and world is not None:
-            timeout = self.strategy._session.limit(self.strategy._timeout)
             ranks = list(range(world.size()))
-            self._background = new_group_among(ranks, new_name(world), timeout, backend="gloo")
+            self._background = new_group_among(ranks, new_name(world), self.strategy._limit, backend="gloo")
         return self._background
 
     def load(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
