@@ -150,25 +150,15 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
         return optimizer, scheduler
 
     @override
-    def _initialize_deepspeed_train(self, model: Any) -> None:
-        self._destroy_engine()
-        self._groups = parameter_groups(None, model)  # until `_init_optimizers`, which need not come
-        super()._initialize_deepspeed_train(model)
-        self._engine = self.model
-        self._unseen_writes = UnseenWrites(model)
-
-    @override
-    def _initialize_deepspeed_inference(self, model: Any) -> None:
-        self._destroy_engine()
-        super()._initialize_deepspeed_inference(model)
-        self._engine = self.model
-
-    def _destroy_engine(self) -> None:
-        """End that of the run before this one."""
+    def init_deepspeed(self) -> None:
+        """Make this run's engine, behind the end of that of the run before it."""
         if self._engine is not None:
             self._engine.destroy()
             self._engine = None
             self.optimizers = []
+        self._groups = parameter_groups(None, self._module)  # until `_init_optimizers`, which need not come
+        super().init_deepspeed()
+        self._engine = self.model
 
     @property
     @override
@@ -191,7 +181,7 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
         return super()._step(hook, args, kwargs)
 
     def _training_starts(self) -> None:
-        self._unseen_writes.note()  # a checkpoint was loaded
+        self._unseen_writes = UnseenWrites(self._module)  # a checkpoint was loaded
         communication, accumulated = self._communication, self._trainer.accumulate_grad_batches
         weighs = communication.loss_weight not in (None, "sum")
         if accumulated > 1 and (weighs or communication.uneven == "join"):
