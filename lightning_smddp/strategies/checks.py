@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 
@@ -20,8 +19,6 @@ from lightning_smddp.sharding.sharded_optimizers import shards_itself
 from lightning_smddp.wording import USE_INSTEAD, counted
 
 _SPARSE = (nn.Embedding, nn.EmbeddingBag)
-_MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-
 _NAME = "strategy='smddp_deepspeed'"
 _AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
 
@@ -53,16 +50,6 @@ def require_optimizers_of(modules: Iterable[nn.Module], optimizers: Iterable[Opt
                 f"{type(optimizer).__name__} has parameters of no module that was set up, or had them before it was "
                 "divided among ranks: it would train nothing. Make it in `configure_optimizers`, or by `fabric.setup`."
             )
-
-
-def unit_precision(plugin: Any) -> MixedPrecisionPolicy:
-    """In which dtype units are gathered."""
-    dtype = _MIXED.get(str(plugin.precision))
-    if dtype is None:
-        return MixedPrecisionPolicy()
-    # The user's step runs in autocast, which would keep a copy in 16 bits of each weight until the backward pass:
-    # weights that come in 16 bits are not copied.
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def require_supported_by_deepspeed(module: Any, callbacks: Iterable[Any]) -> None:

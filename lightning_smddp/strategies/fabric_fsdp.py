@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -160,12 +159,8 @@ class FabricFullyShardedParallel(ShardedFront, FabricStrategy):
         """Look at the gradients as the user's code has left them, then step."""
         closure = kwargs.get("closure")
         if closure is not None:
-            kwargs["closure"] = partial(self._call_closure, closure)
+            kwargs["closure"] = self._view.inside()(closure)  # a context as a decorator
         return super().optimizer_step(optimizer, *args, **kwargs)
-
-    def _call_closure(self, closure: Callable[[], Any]) -> Any:
-        with self._view.inside():
-            return closure()
 
     def clip_gradients_norm(self, module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
         """Clip by the norm of the gradients of all ranks' shares. Collective."""

@@ -37,13 +37,13 @@ from lightning_smddp.sharding.optimizer_trial import why_not_elementwise
 from lightning_smddp.sharding.units import Wrap, find_units
 from lightning_smddp.sharding.whole_states import divided_optimizer_state, whole
 from lightning_smddp.sharding.whole_view import WholeView
-from lightning_smddp.strategies.checks import unit_precision
 from lightning_smddp.strategies.nonfinite import by_asking
 from lightning_smddp.strategies.options import require_bools, require_count, require_no_string, require_one_of
 
 Sharding = Literal["full", "grad_op", "hybrid"]
 ReduceType = Literal["bf16", "fp16"]
 _REDUCE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,19 @@ class ShardingOptions:
             )
         return init_device_mesh(device_type, (ranks // size, size), mesh_dim_names=("replicate", "shard"))
 
+    def policies(self, precision: Any) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+        """Types in which units and the root are gathered and gradients summed; ``precision`` is Lightning's plugin."""
+        unit = root = MixedPrecisionPolicy()
+        dtype = _MIXED.get(str(precision.precision))
+        if dtype is not None:
+            # The user's step runs in autocast, which would keep a copy in 16 bits of each weight until the backward
+            # pass: weights that come in 16 bits are not copied.
+            unit = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        if self.compression is None:
+            return unit, root
+        reduce_dtype = _REDUCE_DTYPES[self.compression]
+        return replace(unit, reduce_dtype=reduce_dtype), replace(root, reduce_dtype=reduce_dtype)
+
 
 class FSDPScheme:
     """A module that is divided among ranks, from here to :meth:`close`. Creation is collective, outside of the view.
@@ -135,12 +148,9 @@ class FSDPScheme:
         how = checkpointing_on(device, options.activation_checkpointing)
         if how != options.activation_checkpointing:
             units.notes.append(CHANGES_NOTHING)
-        unit_policy, root_policy = unit_precision(precision), MixedPrecisionPolicy()
         if options.compression is not None:
             require_compressible(module)
-            reduce_dtype = _REDUCE_DTYPES[options.compression]
-            unit_policy = replace(unit_policy, reduce_dtype=reduce_dtype)
-            root_policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+        unit_policy, root_policy = options.policies(precision)
 
         # Called before each unit is divided: its layers get memory and values, unit by unit, so that no rank ever holds
         # all of them. The seed of first values is the same on all ranks.
