@@ -203,7 +203,7 @@ class TrainerStrategy(Front, _Base):
         if weighting is not None:
             closure_loss = weighting.scaled(closure_loss)
         if self._checks.watches_gradients:
-            self._checks.guard.note(closure_loss)
+            self._guard.note(closure_loss)
         with self._averaging(closure_loss):
             result = super().backward(closure_loss, *args, **kwargs)
             if weighting is not None:

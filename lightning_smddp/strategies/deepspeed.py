@@ -227,7 +227,7 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
         if not engine.was_step_applied() and not engine.fp16_enabled():  # fp16 tries what is too large on purpose
             own = {} if bool(loss.isfinite().all()) else {"the loss": str(loss.tolist())}
             found = NonFinite({"a parameter": "DeepSpeed does not say which"}, own)
-            self._checks.guard.left_out(diagnosis(found, self._checks.where(), world()))
+            self._guard.left_out(diagnosis(found, self._checks.where(), world()))
         return result
 
     # ---- checkpoints ----

@@ -19,7 +19,7 @@ from lightning_smddp.sharding.optimizer_shards import all_parameters
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict
 from lightning_smddp.strategies.ddp import ReplicatedFront
 from lightning_smddp.strategies.front import Front
-from lightning_smddp.strategies.nonfinite import NonFiniteGuard, before_step
+from lightning_smddp.strategies.nonfinite import before_step
 from lightning_smddp.strategies.options import ReliabilityOptions, StrategyOptions
 from lightning_smddp.strategies.process_group import start_process_group
 from lightning_smddp.strategies.tables import print_table
@@ -36,7 +36,6 @@ class FabricStrategy(Front, _Base):
     def _hold_parts(self, options: StrategyOptions, close: Callable[[], None] | None = None) -> None:
         _refuse_of_trainer(options)
         super()._hold_parts(options, close)
-        self._guard = NonFiniteGuard(options.reliability.on_nonfinite)
 
     @property
     def _looks(self) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.objects import broadcast
 from lightning_smddp.sharding.optimizer_shards import StepsParts, around_step
+from lightning_smddp.strategies.nonfinite import NonFiniteGuard
 from lightning_smddp.strategies.options import StrategyOptions
 from lightning_smddp.strategies.process_group import DefaultGroup
 
@@ -29,6 +30,7 @@ class Front:
         """The last thing that a constructor does; ``close`` frees what works over the process group."""
         self._communication, self._reliability = options.communication, options.reliability
         self._limit = options.communication.limit or self._timeout or _DEFAULT_TIMEOUT
+        self._guard = NonFiniteGuard(options.reliability.on_nonfinite)
         self._session = DefaultGroup(options, close)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:

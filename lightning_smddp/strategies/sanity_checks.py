@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from lightning_smddp.communication.consistency import check_same_lengths, check_same_optimizers
 from lightning_smddp.communication.nonfinite import NonFinite, agreed
-from lightning_smddp.strategies.nonfinite import NonFiniteGuard, before_step
+from lightning_smddp.strategies.nonfinite import before_step
 
 if TYPE_CHECKING:
     from lightning_smddp.strategies.base import TrainerStrategy
@@ -24,15 +23,10 @@ class SanityChecks:
         self.strategy = strategy
         self._compared_epoch: int | None = None
 
-    @cached_property
-    def guard(self) -> NonFiniteGuard:
-        """What is done about gradients that are no numbers; it counts the steps that were left out."""
-        return NonFiniteGuard(self.strategy._reliability.on_nonfinite)
-
     @property
     def watches_gradients(self) -> bool:
         """Whether to look for NaN and inf."""
-        return self.guard.watches(self.strategy.precision_plugin)
+        return self.strategy._guard.watches(self.strategy.precision_plugin)
 
     def require_same_optimizers(self) -> None:
         """Raise ``ValueError`` on every rank if their optimizers or schedules differ. Collective."""
@@ -76,7 +70,7 @@ class SanityChecks:
 
         def judge() -> None:
             left = found if self._is_left(found, optimizer) else None
-            self.guard.check(optimizer, left, self.where(), self.strategy._nonfinite_group)
+            self.strategy._guard.check(optimizer, left, self.where(), self.strategy._nonfinite_group)
 
         with before_step(optimizer, judge):
             return step(looked)

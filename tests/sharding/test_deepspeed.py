@@ -215,7 +215,7 @@ def meet_nan(stage: int) -> tuple[list[str], list[str], int]:
         warnings.filterwarnings("always", message="Gradients are not finite")
         make_trainer(strategy).fit(BadBatch(2))
     texts = [str(warning.message) for warning in warned]
-    return errors, [text for text in texts if "finite" in text], strategy._checks.guard.skipped
+    return errors, [text for text in texts if "finite" in text], strategy._guard.skipped
 
 
 def write() -> str:

@@ -141,7 +141,7 @@ def skips(name: str, options: dict[str, Any]) -> Any:
     assert all(bool(weights.isfinite().all()) for weights in (*before, *after))
     assert torch.equal(after[0], before[-1])  # the step left out
     assert not torch.equal(after[1], after[0])  # the one after it
-    return texts, strategy._checks.guard.skipped, model.bad_steps
+    return texts, strategy._guard.skipped, model.bad_steps
 
 
 LEFT_OUT = [
