@@ -43,7 +43,7 @@ _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": 
 
 
 def _variants(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every ending that Lightning has for ``ddp`` and ``deepspeed``, with the same meaning."""
+    """The endings that Lightning has for ``ddp``, and those of ``deepspeed``'s stages, with the same meaning."""
     if name == "smddp_deepspeed":
         yield name, {}
         for stage in (1, 2, 3):

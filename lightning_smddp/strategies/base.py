@@ -9,9 +9,9 @@ A strategy holds its parts, which are told what comes and know nothing of each o
 - ``_exact_resume``: what a checkpoint needs beside Lightning's, so that a run goes on to the bit.
 - ``_sagemaker``: the folders of a SageMaker job.
 
-What a strategy does in its own way is in methods of its own, which the last section here names. (``deepspeed.py`` alone
-adds to some hooks.) Written once for both packages that Lightning is published as: ``lightning.py`` and
-``pytorch_lightning.py`` put it on top of their ``DDPStrategy``, or ``DeepSpeedStrategy``.
+What a strategy does in its own way is in methods of its own, which the last section here names. (``deepspeed.py`` adds
+to some hooks, ``pipeline_ranks.py`` to ``reduce``.) All are written once for both packages that Lightning is published
+as: ``lightning.py`` and ``pytorch_lightning.py`` put them on top of their ``DDPStrategy``, or ``DeepSpeedStrategy``.
 """
 
 from __future__ import annotations

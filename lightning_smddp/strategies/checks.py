@@ -1,4 +1,7 @@
-"""What ``smddp_fsdp``, ``smddp_deepspeed`` and a pipeline cannot do, said at start by name, with the cure."""
+"""What ``smddp_fsdp``, ``smddp_deepspeed`` and a pipeline cannot do, said at start by name, with the cure.
+
+And which hooks are the user's own, where that decides what may be left out.
+"""
 
 from __future__ import annotations
 

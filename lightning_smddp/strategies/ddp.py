@@ -1,8 +1,4 @@
-"""``Trainer(strategy="smddp")``: Lightning's DDPStrategy with our communication hook (by ``ddp_scheme.py``).
-
-Written once for both packages that Lightning is published as; ``lightning.py`` and ``pytorch_lightning.py`` put it on
-top of their ``DDPStrategy``.
-"""
+"""``Trainer(strategy="smddp")``: Lightning's DDPStrategy with our communication hook (by ``ddp_scheme.py``)."""
 
 from __future__ import annotations
 
@@ -108,7 +104,7 @@ class DataParallel(ReplicatedFront, TrainerStrategy):
             (ZeRO's first stage).
         sync: ``DiLoCo(every=30)`` has the ranks of a node exchange gradients, and nodes their parameters in every 30
             steps; see :class:`~lightning_smddp.DiLoCo`.
-        communication: timeouts, what is printed.
+        communication: timeouts, what is printed, how ranks' batches count.
         reliability: faults, stops and checkpoints.
         **kwargs: arguments of ``DDPStrategy`` and of ``DistributedDataParallel``, by name.
 

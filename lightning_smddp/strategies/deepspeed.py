@@ -1,8 +1,4 @@
-"""``Trainer(strategy="smddp_deepspeed")``: Lightning's DeepSpeedStrategy with one process's numbers, on any device.
-
-Written once for both packages that Lightning is published as; ``lightning.py`` and ``pytorch_lightning.py`` put it on
-top of their ``DeepSpeedStrategy``.
-"""
+"""``Trainer(strategy="smddp_deepspeed")``: Lightning's DeepSpeedStrategy with one process's numbers, on any device."""
 
 from __future__ import annotations
 
@@ -59,7 +55,7 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
         config: DeepSpeed's configuration: a dict, the path of a JSON file, or None for one made of the arguments.
         resume: ``"auto"`` continues from the newest valid checkpoint when ``fit`` is not given one; None is ``"auto"``
             in a SageMaker job, else ``"never"``.
-        communication: timeouts, what is printed.
+        communication: timeouts, what is printed, how ranks' batches count.
         reliability: faults, stops and checkpoints.
         **kwargs: arguments of ``DeepSpeedStrategy``, by name: ``stage``, ``offload_optimizer``, ...
 

@@ -96,8 +96,8 @@ def _refuse_of_trainer(options: StrategyOptions) -> None:
 class FabricDataParallel(ReplicatedFront, FabricStrategy):
     """Data parallelism with optimized all-reduce, for Fabric. Arguments as those of ``SMDDPStrategy``.
 
-    By position those of Fabric's ``DDPStrategy`` can be given, in its order. ``resume``, ``sync``, and of
-    ``reliability`` what is about stops and checkpoints, are the Trainer's, and refused.
+    By position those of Fabric's ``DDPStrategy`` can be given, in its order. ``resume``, ``sync``, of ``communication``
+    how batches count, and of ``reliability`` what is about stops and checkpoints are the Trainer's, and refused.
     """
 
     def _hold_parts(self, options: StrategyOptions, close: Callable[[], None] | None = None) -> None:

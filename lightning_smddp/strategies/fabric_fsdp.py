@@ -61,7 +61,8 @@ class FabricFullyShardedParallel(ShardedFront, FabricStrategy):
     """Parameters, gradients and optimizer states divided among ranks, for Fabric.
 
     Arguments as those of ``SMDDPFSDPStrategy``; by position those of Fabric's ``DDPStrategy`` can be given, in its
-    order. ``resume``, and of ``reliability`` what is about stops and checkpoints, are the Trainer's, and refused.
+    order. ``resume``, of ``communication`` how batches count, and of ``reliability`` what is about stops and
+    checkpoints are the Trainer's, and refused.
 
     ``fabric.setup(model, optimizer)`` divides the model and lets the optimizer have its parts. What the script computes
     of parameters and gradients is computed of whole values: on all ranks, never on one alone.

@@ -1,4 +1,4 @@
-"""The strategy and the cluster environments for ``import lightning_fabric``."""
+"""The strategies and the cluster environments for ``import lightning_fabric``."""
 
 from __future__ import annotations
 
