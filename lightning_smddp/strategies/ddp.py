@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from lightning_smddp.communication.groups import world
 from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.patches import patched
-from lightning_smddp.sharding.optimizer_shards import StepsParts, unwrapped
+from lightning_smddp.sharding.optimizer_shards import around_step, unwrapped
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.checks import is_changed_hook, may_have_changed_gradients
@@ -79,9 +79,8 @@ class ReplicatedFront(Front):
         self._scheme = DDPScheme(options, None if sync is None else group_of(DiLoCo, sync))
         self._hold_parts(options, self._scheme.close)
 
-    @property
-    def _steps_parts(self) -> Sequence[StepsParts]:
-        return self._scheme.shards
+    def _stepping(self, optimizer: Any) -> AbstractContextManager[None]:
+        return around_step(self._scheme.shards)
 
 
 class DataParallel(ReplicatedFront, TrainerStrategy):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.objects import broadcast
-from lightning_smddp.sharding.optimizer_shards import StepsParts, around_step
 from lightning_smddp.strategies.nonfinite import NonFiniteGuard
 from lightning_smddp.strategies.options import StrategyOptions
 from lightning_smddp.strategies.process_group import DefaultGroup
@@ -41,14 +40,9 @@ class Front:
         """Around Lightning's backward pass of ``loss``, in which gradients are averaged; a strategy says how."""
         return nullcontext()
 
-    @property
-    def _steps_parts(self) -> Sequence[StepsParts]:
-        """Of the optimizers of which each rank steps a part."""
-        return ()
-
     def _stepping(self, optimizer: Any) -> AbstractContextManager[None]:
         """Around a step of ``optimizer``, its closure included."""
-        return around_step(self._steps_parts)
+        return nullcontext()
 
     def _find_nonfinite(self, optimizer: Any) -> NonFinite | None:
         """What is wrong with the gradients that ``optimizer`` is to step; None if no rank has found anything."""

@@ -39,7 +39,7 @@ from lightning_smddp.pipeline.partition.microbatches import MicroBatch, looks_at
 from lightning_smddp.pipeline.runtime.schedules import parse
 from lightning_smddp.pipeline.state.gradients import connected, factor_of
 from lightning_smddp.pipeline.state.state_dict import broadcast_initial, load_full_state_dict
-from lightning_smddp.sharding.optimizer_shards import StepsParts, unwrapped
+from lightning_smddp.sharding.optimizer_shards import around_step, unwrapped
 from lightning_smddp.strategies.checks import (
     arrives_as_expected,
     callbacks_of,
@@ -191,9 +191,8 @@ class PipelineParallel(PipelineRanks):
             self._pipelined.take_optimizer(unwrapped(self.optimizers[0]), self.precision_plugin)
         self._changes.enter_context(around_hooks(trainer, self._hook_view.around))
 
-    @property
-    def _steps_parts(self) -> Sequence[StepsParts]:
-        return () if self._pipelined is None else self._pipelined.steps
+    def _stepping(self, optimizer: Any) -> AbstractContextManager[None]:
+        return around_step(() if self._pipelined is None else self._pipelined.steps)
 
     def _show_partition(self, hook: str, *found: Any) -> None:
         """Print how the module was partitioned: for training, and for evaluation where nothing was printed yet."""
