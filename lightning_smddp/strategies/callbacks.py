@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -75,8 +73,6 @@ class RecordTimeline:
             raise ValueError(f"batch_idx={batch_idx} has to be at least 1: the first batch is traced and checked too.")
         self.batch_idx = batch_idx
         self.spans: list[Span] = []
-        self._recorder: SpanRecorder | None = None
-        self._origin = 0.0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Say so if nothing will be written."""
@@ -93,22 +89,17 @@ class RecordTimeline:
         engine = _engine(trainer)
         if engine is None or batch_idx != self.batch_idx or self.spans:
             return
-        self._recorder = SpanRecorder(dist.get_rank(), trainer.strategy.root_device)
         # Clocks of ranks have nothing in common, and all leave a barrier at nearly the same time: that is 0 for each.
         trainer.strategy.barrier()
-        self._origin = time.perf_counter()
-        engine.recorder = self._recorder
+        engine.recorder = SpanRecorder(dist.get_rank(), trainer.strategy.root_device)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Gather all ranks' spans, and write them."""
-        engine, recorder = _engine(trainer), self._recorder
-        if engine is None or recorder is None:
+        engine = _engine(trainer)
+        if engine is None or engine.recorder is None:
             return
+        self.spans = list(chain.from_iterable(gather(engine.recorder.spans)))
         engine.recorder = None
-        self._recorder = None
-        origin = self._origin
-        local = [replace(span, start_s=span.start_s - origin, end_s=span.end_s - origin) for span in recorder.take()]
-        self.spans = list(chain.from_iterable(gather(local)))
         if trainer.is_global_zero:
             self.write(trainer.strategy.options.schedule.name)
             say(f"PipelineTimeline wrote {', '.join(map(str, self.paths))}", trainer)

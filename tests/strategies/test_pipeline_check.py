@@ -24,6 +24,7 @@ from torchmetrics import MeanSquaredError
 from lightning_smddp import PipelineTimeline
 from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.pipeline.partition.self_check import VerificationError
+from lightning_smddp.strategies import callbacks
 from tests.ranks import run_trainer_ranks
 from tests.strategies.pipeline_learners import Bench, Cases, Net, call
 from tests.strategies.test_contract import Escaping, Tokens
@@ -203,6 +204,15 @@ def test_the_timeline_that_is_not_written_says_why() -> None:
     trainer.strategy = object()  # of another strategy
     with pytest.warns(UserWarning, match="writes nothing: only strategy='smddp_pipeline' has a timeline"):
         callback.on_train_start(trainer, None)
+
+
+def test_a_timeline_has_nothing_of_a_fit_that_failed_in_the_batch() -> None:
+    callback, failed, trainer = PipelineTimeline("t.svg", batch_idx=1), mock.Mock(), mock.Mock()
+    trainer.strategy._pipelined.partitioned.runtime.engine.recorder = None  # each fit has an engine of its own
+    with mock.patch.multiple(callbacks, dist=mock.DEFAULT, gather=mock.DEFAULT) as patched:
+        callback.on_train_batch_start(failed, None, None, 1)
+        callback.on_train_batch_end(trainer, None, None, None, 0)
+    patched["gather"].assert_not_called()
 
 
 def test_the_timeline_refuses_other_files() -> None:

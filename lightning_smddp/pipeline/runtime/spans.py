@@ -11,7 +11,7 @@ from lightning_smddp.planner.timeline import Span, SpanKind
 
 
 class SpanRecorder:
-    """Collects the spans of an engine's steps, in seconds of this rank's ``time.perf_counter``, until they are taken.
+    """Collects the spans of an engine's steps, in seconds since this was made.
 
     ``wait`` is idle time until the action of that stage and micro-batch could start, on messages from other ranks and
     on their readiness to take ours. ``send`` is the time after a rank's last action until its messages were taken.
@@ -22,21 +22,20 @@ class SpanRecorder:
     Args:
         rank: Written into each span.
         device: Where the stages compute.
+
+    Attributes:
+        spans: of all steps, in order of time.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self.rank = rank
         self.device = device
         self._on_cuda = device.type == "cuda"
-        self._spans: list[Span] = []
+        self.spans: list[Span] = []
         self._actions: list[tuple[int, SpanKind, int, Any, Any]] = []
         self._start: Any = None
         self._start_seconds = 0.0
-
-    def take(self) -> list[Span]:
-        """The spans of all steps since the last call, in order of time."""
-        spans, self._spans = self._spans, []
-        return spans
+        self._origin = time.perf_counter()
 
     def begin_step(self) -> None:
         """Forget an unfinished step; the time until the first action counts as waiting for it."""
@@ -44,12 +43,12 @@ class SpanRecorder:
         if self._on_cuda:
             torch.cuda.synchronize(self.device)
         self._start = self.now()
-        self._start_seconds = time.perf_counter()
+        self._start_seconds = time.perf_counter() - self._origin
 
     def now(self) -> Any:
         """This moment: seconds, or an event on CUDA."""
         if not self._on_cuda:
-            return time.perf_counter()
+            return time.perf_counter() - self._origin
         # The host's clock would tell when work was launched, not when the device did it.
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
@@ -69,11 +68,11 @@ class SpanRecorder:
         before = self._start_seconds
         for stage, kind, microbatch, *marks in self._actions:
             start, end = map(self._seconds, marks)
-            self._spans.append(Span(self.rank, stage, "wait", microbatch, before, start))
-            self._spans.append(Span(self.rank, stage, kind, microbatch, start, end))
+            self.spans.append(Span(self.rank, stage, "wait", microbatch, before, start))
+            self.spans.append(Span(self.rank, stage, kind, microbatch, start, end))
             before = end
         if self._actions:
-            self._spans.append(Span(self.rank, stage, "send", microbatch, before, self._seconds(finish)))
+            self.spans.append(Span(self.rank, stage, "send", microbatch, before, self._seconds(finish)))
         self._actions.clear()
 
     def _seconds(self, mark: Any) -> float:
