@@ -46,7 +46,7 @@ def forward_of(root: nn.Module) -> Iterator[None]:
 
 
 def match_trained(parameters: Iterable[Any]) -> None:
-    """Let whole parameters need a gradient where their parts do, which user code may have changed.
+    """Let whole parameters and their parts need a gradient alike: user code changes either, by what it finds.
 
     FSDP2 looks once, when it first gathers a parameter. Remove when it looks each time.
 
@@ -54,10 +54,12 @@ def match_trained(parameters: Iterable[Any]) -> None:
         parameters: FSDP2's own objects, see :func:`parameters_of`.
     """
     for parameter in parameters:
-        whole = getattr(parameter, "_unsharded_param", None)  # None: it was not gathered yet
-        trained = parameter.sharded_param.requires_grad
-        if whole is not None and whole.requires_grad != trained:
-            whole.requires_grad_(trained)
+        part = parameter.sharded_param
+        whole = getattr(parameter, "_unsharded_param", part)  # the part: it was not gathered yet
+        if whole.requires_grad != part.requires_grad:  # so one of them is no longer as both were
+            for each in (whole, part):
+                each.requires_grad_(not parameter.was_trained)
+        parameter.was_trained = part.requires_grad
 
 
 def parameters_of(root: nn.Module) -> dict[nn.Module, list[Any]]:
@@ -91,6 +93,14 @@ def whole_parameters(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
         whole = getattr(parameter, "_unsharded_param", None)
         if whole is not None:
             yield parameter._param_fqn, whole
+
+
+def parts(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """This rank's parts of parameters, with their names, also while whole ones stand for them in ``root``.
+
+    Remove when there is a public way.
+    """
+    return ((parameter._param_fqn, parameter.sharded_param) for parameter in _parameters(root))
 
 
 def hold_memory(root: nn.Module, on: bool) -> None:

@@ -27,6 +27,7 @@ from lightning_smddp._compat.fsdp import (
     hold_memory,
     match_trained,
     parameters_of,
+    parts,
     start,
     undo,
     watch_loss,
@@ -139,8 +140,7 @@ class FullySharded:
         Args:
             trains: a backward pass may follow. Else parameters are divided again at the end.
         """
-        for parameters in self._parameters.values():
-            match_trained(parameters)
+        self._match_trained()
         self.hold_memory(trains and not self.plan.reshard and self.plan.mesh.device_type == "cpu")
         self._in_step = True
         self._keep_whole(root=True, units=trains and not self.plan.reshard)
@@ -193,13 +193,18 @@ class FullySharded:
             loss: what is differentiated.
             watches: whatever was returned. Else if it begins at tensors that the root's ``forward`` has returned.
         """
+        self._match_trained()
         if watches:
             watch_loss(self.root, loss)
         for name, parameter in whole_parameters(self.root):
             if parameter.requires_grad and name not in self._noted:
                 self._noted.add(name)
                 parameter.register_post_accumulate_grad_hook(partial(self._note, name))
-        self._had = {name for name, p in self.root.named_parameters() if p.grad is not None}
+        self._had = {name for name, p in parts(self.root) if p.grad is not None}  # in mid-step the module has none
+
+    def _match_trained(self) -> None:
+        for parameters in self._parameters.values():
+            match_trained(parameters)
 
     def _note(self, name: str, _: Tensor) -> None:
         self._used.add(name)

@@ -375,3 +375,16 @@ class Closures(Adversaries):
             self.manual_backward(F.mse_loss(self.made(batch[0] + 1), batch[0]))
         self.manual_backward(F.mse_loss(self.made(batch[0] - 1), batch[0]))
         optimizer.step()
+
+
+class InTurn(Adversaries):
+    """Freezes by hand within a step, in which gradients of an earlier backward pass wait for their optimizer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for frozen in (self.head, self.out):
+            frozen.requires_grad_(False)
+            self.manual_backward(F.softplus(self.judged(self.made(batch[0]))).mean())
+            frozen.requires_grad_(True)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()

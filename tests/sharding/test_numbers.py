@@ -20,6 +20,7 @@ from tests.sharding.learners import (
     Closures,
     Convolution,
     Factored,
+    InTurn,
     LastLayer,
     Looking,
     Others,
@@ -48,6 +49,8 @@ def averaging(callback: Any) -> dict[str, Any]:
 
 
 # What is called has to be new in each training.
+SCALER = {"plugins": lambda: [scaled(init_scale=2.0**12, growth_interval=3)], "gradient_clip_val": 0.5}
+SWA = averaging(lambda: StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1))
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "groups and a schedule": (AdamLearner, {}),
     "tied weights": (Tied, {}),
@@ -58,10 +61,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "accumulation, clipping by value": (AdamLearner, {"accumulate_grad_batches": 2, **BY_VALUE}),
     "16-bit": (AdamLearner, {"precision": "bf16-true"}),
     "mixed": (AdamLearner, {"precision": "bf16-mixed"}),
-    "a gradient scaler": (
-        Overflowing,
-        {"plugins": lambda: [scaled(init_scale=2.0**12, growth_interval=3)], "gradient_clip_val": 0.5},
-    ),
+    "a gradient scaler": (Overflowing, SCALER),
     "hooks that write, clipping by value": (Regularized, BY_VALUE),
     "hooks that write": (Writing, {}),
     "hooks of the optimizer": (StepHooks, {}),
@@ -77,13 +77,11 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "a skipped step": (BadBatch, {}),
     "two optimizers": (Adversaries, {}),
     "closures": (Closures, {}),
+    "frozen in turn": (InTurn, {}),
     "an average": (Validating, averaging(lambda: EMAWeightAveraging(decay=0.7))),
-    "stochastic weight averaging": (
-        Validating,
-        averaging(lambda: StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1)),
-    ),
+    "stochastic weight averaging": (Validating, SWA),
 }
-UNUSED = (Tied, Learner, Unused, LastLayer, Adversaries, Closures)
+UNUSED = (Tied, Learner, Unused, LastLayer, Adversaries, Closures, InTurn)
 TOLERANCES = {"16-bit": 0.05, "mixed": 0.05}  # sums of three ranks in another order
 
 
@@ -129,16 +127,14 @@ ELSEWHERE = ["tied weights", "accumulation", "outside of units", "layouts of mem
 OTHERS = [
     "16-bit", "mixed", "hooks that write, clipping by value", "looking at gradients", "whole parameters",
     "all parameters", "other optimizers", "unfreezing", "unused parameters", "a skipped step", "two optimizers",
-    "closures",
+    "closures", "frozen in turn",
 ]  # fmt: skip
 # Averages of weights, and validation: `test_checkpoints.py`.
 # Whose units stay whole, and of whose parameters three ranks have unequal parts.
-WHOLE_MEANWHILE = ["layouts of memory", "looking at gradients", "two optimizers", "closures"]
+WHOLE_MEANWHILE = ["layouts of memory", "looking at gradients", "two optimizers", "frozen in turn"]
 GRAD_OP, HYBRID = {"sharding": "grad_op"}, {"sharding": "hybrid", "shard_size": 2}
 SLOW, REST = pytest.mark.slow, pytest.mark.exhaustive
 ON_DEVICES = [SLOW, pytest.mark.simulated_cuda]
-
-
 # Ranks of as many nodes, with what they train in one start.
 RUNS: dict[str, tuple[str, list[tuple[str, list[str], dict[str, Any]]], Any]] = {
     "few": ("aa", [("shard", SHARD_FEW, {}), ("fsdp", FEW, {})], SLOW),
