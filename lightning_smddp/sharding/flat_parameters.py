@@ -124,7 +124,7 @@ def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
     # `as_strided` shows without a copy.
     if tensor.stride() != like.stride():
         copy = torch.empty_strided(like.size(), like.stride(), dtype=tensor.dtype, device=tensor.device)
-        tensor = copy.copy_(tensor)
+        tensor = copy.copy_(tensor.to_dense())  # a sparse gradient, say
     return tensor.as_strided((tensor.numel(),), (1,))
 
 

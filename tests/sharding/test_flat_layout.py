@@ -63,8 +63,8 @@ def test_views_of_one_memory_and_empty_parameters_stay():
 def test_memory_order_is_that_of_the_parameter():
     weight = torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last)
     gradient = torch.arange(24.0).reshape(1, 2, 3, 4)
-    flat = in_memory_order(gradient, weight)
-    assert torch.equal(flat, in_memory_order(weight, weight))
+    for given in (gradient, gradient.to_sparse()):
+        assert torch.equal(in_memory_order(given, weight), in_memory_order(weight, weight))
     same = torch.empty_like(weight)
     in_memory_order(same, weight).fill_(3.0)
     assert torch.equal(same, torch.full((1, 2, 3, 4), 3.0))
