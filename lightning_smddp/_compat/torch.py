@@ -319,6 +319,11 @@ def set_metric_state(metric: Metric, count: int, state: Mapping[str, Any]) -> No
     metric._update_count, metric._computed = count, None
 
 
+def initial_metric_state(metric: Metric) -> dict[str, Any]:
+    """What ``metric`` begins with. torchmetrics' ``reset`` also drops the value of the batch."""
+    return copy.deepcopy(metric._defaults)
+
+
 def computes_batch_value(metric: Metric) -> bool:
     """Whether ``metric.forward`` is calling ``compute`` for one batch alone. torchmetrics says so nowhere else."""
     return not metric._should_unsync

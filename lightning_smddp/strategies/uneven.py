@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_smddp._compat.torch import set_metric_state
+from lightning_smddp._compat.torch import initial_metric_state, set_metric_state
 from lightning_smddp._compat.trainer import training_loaders, training_results
 from lightning_smddp.communication.groups import world
 from lightning_smddp.communication.tensors import broadcast_tensors
@@ -139,20 +139,25 @@ class Join:
         """Whether this rank's present batch is its own."""
         return self.with_data[dist.get_rank()]
 
+    def _metrics(self) -> list[Metric]:
+        found = [*self._module.modules(), *training_results(self._trainer)]
+        return [each for each in found if isinstance(each, Metric)]
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around a training step: without data metrics and logged values stay, and buffers are those of others."""
         with_data, counts = self.with_data, self.counts
-        modules = [] if counts else [*self._module.modules(), *training_results(self._trainer)]
-        metrics = [module for module in modules if isinstance(module, Metric)]
-        states = [(metric.update_count, copied(metric.metric_state)) for metric in metrics]
+        states = {}
+        if not counts:
+            states = {id(each): (each.update_count, copied(each.metric_state)) for each in self._metrics()}
         self._in_step = True
         yield
         self._in_step = False
-        for metric, (count, state) in zip(metrics, states, strict=True):
-            set_metric_state(metric, count, state)
         if all(with_data):
             return
+        for metric in [] if counts else self._metrics():
+            # What is logged for the first time keeps this step's value, but nothing of it for the epoch's.
+            set_metric_state(metric, *states.get(id(metric), (1, initial_metric_state(metric))))
         # The first rank's buffers go to all others before the next step. By `data`, as the backward pass is to come.
         buffers = [buffer.data for buffer in self._module.buffers()]
         received = buffers if not counts else copied(buffers)

@@ -45,6 +45,8 @@ class Model(LightningModule):
             self.mean(batch.sum())
             self.log("sum", self.mean, on_step=False, on_epoch=True)
             self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(batch))
+            if batch_idx == 2:  # only one rank has it, and no name was logged before
+                self.log(f"late {self.current_epoch}", batch.sum(), on_epoch=True, sync_dist=True, batch_size=1)
         if not self.automatic_optimization:
             optimizer: Any = self.optimizers()
             optimizer.zero_grad()
@@ -89,7 +91,8 @@ def alone(uneven: str, accumulated: int, weighs: bool) -> Any:
         optimizer.step()
     loss = sum(value * len(rows) for value, rows in seen) / sum(len(rows) for _, rows in seen)
     metric = sum(rows.sum().item() for _, rows in seen) / len(seen)
-    return model.state_dict(), shown, {"loss_epoch": loss, "sum": metric}
+    means = {"loss_epoch": loss, "sum": metric, "late 1": DATA[1][2].sum().item() * (count > 2)}
+    return model.state_dict(), shown, means
 
 
 def fit(kind: Any, uneven: Any, accumulated: int, weight: Any, model: Any, path: str | None = None) -> Any:
@@ -102,7 +105,7 @@ def fit(kind: Any, uneven: Any, accumulated: int, weight: Any, model: Any, path:
             trainer.fit(module, ckpt_path=path)
     except ValueError as error:
         return str(error)
-    means = {name: float(trainer.callback_metrics[name]) for name in ("loss_epoch", "sum")}
+    means = {name: float(trainer.callback_metrics.get(name, 0.0)) for name in ("loss_epoch", "sum", "late 1")}
     return (module.state_dict(), module.shown, means), [module.expected_steps, trainer.global_step, out.getvalue()]
 
 
