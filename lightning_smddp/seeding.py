@@ -67,11 +67,13 @@ class Generators:
             index = torch.cuda.current_device() if device.index is None else device.index
             self.torch.append(torch.cuda.default_generators[index])
         self.python = True
-        self._places = []  # (attributes of a module, name): another generator may be there later
-        for module in root.modules():
-            for name, value in vars(module).items():
-                if is_generator(value):
-                    self._places.append((vars(module), name))
+        # (attributes of a module, name): another generator may be there later
+        self._places = [
+            (vars(module), name)
+            for module in root.modules()
+            for name, value in vars(module).items()
+            if is_generator(value)
+        ]
 
     def held(self) -> list[Any]:
         """The generators that attributes of modules hold now; others may have taken their places since the start."""

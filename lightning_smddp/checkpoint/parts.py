@@ -22,10 +22,7 @@ _PREFIX = "\0tensor "  # of the text that stands for a tensor
 def names_of(module: nn.Module, optimized: Iterable[Sequence[Tensor]]) -> list[dict[int, str]]:
     """The :data:`Names` of optimizers whose parameters, of all groups in order, are ``optimized``."""
     name_of = {id(parameter): name for name, parameter in module.named_parameters()}
-    found = []
-    for parameters in optimized:
-        found.append({number: name_of[id(p)] for number, p in enumerate(parameters) if id(p) in name_of})
-    return found
+    return [{number: name_of[id(p)] for number, p in enumerate(each) if id(p) in name_of} for each in optimized]
 
 
 def split(checkpoint: Mapping[str, Any], names: Names = ()) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,13 +131,12 @@ def _planned(first: FirstBatch, devices: int, memory_gb: float) -> TrainingPlan:
         shared = replace(shared, memory=data_parallel(sizes, step, devices, shards_state=True))
     else:
         shared = replace(shared, notes=(f"{type(optimizer).__name__} cannot be shared: {why}",))
-    zero2 = fully_sharded(sizes, step, devices, units, reshard=False)
-    zero3 = fully_sharded(sizes, step, devices, units, reshard=True)
+    in_shares = partial(fully_sharded, sizes, step, devices, units)
     estimates = [  # the simplest first
         Estimate("smddp", '"smddp"', data_parallel(sizes, step, devices)),
         shared,
-        Estimate("smddp_fsdp, grad_op", 'SMDDPFSDPStrategy(sharding="grad_op")', zero2),
-        Estimate("smddp_fsdp, full", '"smddp_fsdp"', zero3),
+        Estimate("smddp_fsdp, grad_op", 'SMDDPFSDPStrategy(sharding="grad_op")', in_shares(reshard=False)),
+        Estimate("smddp_fsdp, full", '"smddp_fsdp"', in_shares(reshard=True)),
     ]
     if devices > 1:
         estimates += estimate_pipelines(first, sizes, state, devices, limit)

@@ -32,11 +32,8 @@ def checkpoint_locations(trainer: Any) -> list[str]:
     the checkpoint of a stop, and the one that Lightning writes when Slurm requeues the job.
     """
     found = [location for directory in _directories(trainer) for location in _versions(directory)]
-    found.append(os.path.join(str(trainer.default_root_dir), STOP_CHECKPOINT))
-    requeued = requeue_checkpoint(trainer)
-    if requeued is not None:
-        found.append(requeued)
-    return list(dict.fromkeys(found))
+    found += [os.path.join(str(trainer.default_root_dir), STOP_CHECKPOINT), requeue_checkpoint(trainer) or ""]
+    return list(filter(None, dict.fromkeys(found)))
 
 
 def continuing(trainer: Any) -> None:
@@ -51,7 +48,7 @@ def continuing(trainer: Any) -> None:
     def choose(given: Any) -> Any:
         # Lightning hands over its file of a requeued Slurm job as if the user had named it. Here it is a candidate
         # among the others, as it need be neither the newest nor valid.
-        is_users = given is not None and given != requeue_checkpoint(trainer)
+        is_users = given not in (None, requeue_checkpoint(trainer))
         if trainer.state.fn != "fit" or is_users:
             return given
         locations = checkpoint_locations(trainer)
@@ -71,12 +68,11 @@ def continuing(trainer: Any) -> None:
 
 def _directories(trainer: Any) -> list[str]:
     """Of the callbacks that save more than weights."""
-    found = []
-    for callback in trainer.checkpoint_callbacks:
-        directory = getattr(callback, "dirpath", None)
-        if directory is not None and not getattr(callback, "save_weights_only", False):
-            found.append(str(directory))
-    return found
+    return [
+        str(callback.dirpath)
+        for callback in trainer.checkpoint_callbacks
+        if getattr(callback, "dirpath", None) is not None and not getattr(callback, "save_weights_only", False)
+    ]
 
 
 def _versions(directory: str) -> list[str]:

@@ -120,10 +120,8 @@ class ShardedOptimizers:
         where = "exchanged through shared memory"
         if self._communicator.shared_memory_refusal is not None:
             where = "broadcast by the backend"
-        rows = [("optimizer shards", f"{self._num_shares} of {how}, {where}")]
-        for name, why in self._reasons.items():
-            rows.append(("note", f"{name} has shares of whole parameters: {why}"))
-        return rows
+        notes = [("note", f"{name} has shares of whole parameters: {why}") for name, why in self._reasons.items()]
+        return [("optimizer shards", f"{self._num_shares} of {how}, {where}"), *notes]
 
     def close(self) -> None:
         """Give the parameters memory of their own, and leave the optimizers alone. Not collective."""

@@ -35,8 +35,8 @@ class MonitorCommunication:
         if not synchronizers or not trainer.log_every_n_steps:
             return
         step = trainer.global_step
-        is_new = step != self._logged_step  # a batch that only accumulates ends at the step of the one before
-        if not is_new or step % trainer.log_every_n_steps != 0:
+        # A batch that only accumulates ends at the step of the one before.
+        if step == self._logged_step or step % trainer.log_every_n_steps:
             return
         self._logged_step = step
         recorder = synchronizers[-1].recorder

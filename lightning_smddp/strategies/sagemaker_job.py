@@ -176,8 +176,8 @@ def _exists(path: str) -> bool:
 
 def _best(trainer: Any) -> list[str]:
     """Checkpoints with the best value of a metric."""
-    callbacks = [each for each in trainer.checkpoint_callbacks if getattr(each, "monitor", None) is not None]
-    return [callback.best_model_path for callback in callbacks if callback.best_model_path]
+    callbacks = trainer.checkpoint_callbacks
+    return [each.best_model_path for each in callbacks if getattr(each, "monitor", None) and each.best_model_path]
 
 
 def _last(trainer: Any) -> list[str]:

@@ -30,10 +30,10 @@ class SanityChecks:
 
     def require_same_optimizers(self) -> None:
         """Raise ``ValueError`` on every rank if their optimizers or schedules differ. Collective."""
-        schedulers = []
-        for config in self.strategy.lr_scheduler_configs:
-            name = type(config.scheduler).__name__
-            schedulers.append(f"{name} every {config.frequency} {config.interval}, monitor={config.monitor}")
+        schedulers = [
+            f"{type(config.scheduler).__name__} every {config.frequency} {config.interval}, monitor={config.monitor}"
+            for config in self.strategy.lr_scheduler_configs
+        ]
         check_same_optimizers(self.strategy._module, self.strategy.optimizers, schedulers)
 
     def training_starts(self) -> None:

@@ -257,8 +257,9 @@ class SafeCheckpointIO(_Base):
 def _snapshot(checkpoint: Any) -> Any:
     """A copy on the host, which nothing that training does changes."""
     # `deepcopy` would leave tensors on their device, and refuses those that have a graph.
-    own = {}
-    for tensor in pytree.tensors(checkpoint):
-        if not (tensor.is_cpu and tensor.is_leaf) and not tensor.is_meta:
-            own[id(tensor)] = tensor.detach().to("cpu", copy=True)
+    own = {
+        id(tensor): tensor.detach().to("cpu", copy=True)
+        for tensor in pytree.tensors(checkpoint)
+        if not (tensor.is_cpu and tensor.is_leaf) and not tensor.is_meta
+    }
     return copy.deepcopy(checkpoint, own)

@@ -163,8 +163,8 @@ def _fit(
 
 def _plain(structure: Any) -> dict[str, Tensor]:
     """Tensors and numbers in a structure, by their places, in double precision."""
-    found: dict[str, Tensor] = {}
-    for path, leaf in items(structure):
-        if isinstance(leaf, (bool, int, float, Tensor)):
-            found[".".join(map(str, path))] = torch.as_tensor(leaf).detach().to("cpu", torch.float64, copy=True)
-    return found
+    return {
+        ".".join(map(str, path)): torch.as_tensor(leaf).detach().to("cpu", torch.float64, copy=True)
+        for path, leaf in items(structure)
+        if isinstance(leaf, (bool, int, float, Tensor))
+    }

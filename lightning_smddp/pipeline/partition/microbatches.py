@@ -385,10 +385,10 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequenc
         return [entry for output in outputs for entry in output]
     members = [dict(members_of(output) or ()) for output in outputs]
     if members[0] and all(member.keys() == members[0].keys() for member in members):
-        merged = []
-        for key in members[0]:
-            value = merge_outputs([member[key] for member in members], sizes, weights, (*path, key))
-            merged.append((key, value))
+        merged = [
+            (key, merge_outputs([member[key] for member in members], sizes, weights, (*path, key)))
+            for key in members[0]
+        ]
         return with_members(first, merged)
     if any(isinstance(leaf, _ARRAYS) for leaf in leaves(outputs)):
         kinds = [type(output).__name__ for output in outputs]

@@ -78,10 +78,10 @@ class SplitBackward:
         if not roots:
             return [None] * len(inputs)
         # A prehook is called with the gradients that have arrived at its node, summed over all ways to it.
-        handles = []
-        for node in to_inputs.intersection(itertools.chain(*(nodes for nodes, _ in self._parts))):
-            keep = functools.partial(self._arrived.__setitem__, node)
-            handles.append(node.register_prehook(keep))
+        handles = [
+            node.register_prehook(functools.partial(self._arrived.__setitem__, node))
+            for node in to_inputs.intersection(itertools.chain(*(nodes for nodes, _ in self._parts)))
+        ]
         try:
             # The graph is kept for the second part; it goes when this object does.
             edges, gradients = zip(*roots, strict=True)

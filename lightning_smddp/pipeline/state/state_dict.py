@@ -52,10 +52,11 @@ def full_state_dict(view: GlobalView) -> dict[str, Any]:
     if view.rank != 0:
         return {}
     named = named_tensors(view.module)
-    lent = []
-    for name, value in received.items():
-        if named[name].is_meta or named[name].data_ptr() != value.data_ptr():
-            lent.append((named[name], value.detach().requires_grad_(named[name].requires_grad)))
+    lent = [
+        (named[name], value.detach().requires_grad_(named[name].requires_grad))
+        for name, value in received.items()
+        if named[name].is_meta or named[name].data_ptr() != value.data_ptr()
+    ]
     # Swapped, not copied: `state_dict` then returns the received tensors themselves.
     with swapped(lent):
         state: dict[str, Any] = view.module.state_dict()

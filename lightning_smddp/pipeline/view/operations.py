@@ -164,9 +164,10 @@ def _wrap(view: View, shapes: Any, real: Any, owner: int, found: Sequence[Global
     """Global tensors for the tensors in ``shapes``; ``real`` has their values, on the owner."""
     if isinstance(shapes, (tuple, list)):
         members = [None] * len(shapes) if real is None else real
-        wrapped = []
-        for index, (shape, member) in enumerate(zip(shapes, members, strict=True)):
-            wrapped.append(_wrap(view, shape, member, owner, found, key_of(key, index)))
+        wrapped = [
+            _wrap(view, shape, member, owner, found, key_of(key, index))
+            for index, (shape, member) in enumerate(zip(shapes, members, strict=True))
+        ]
         return type(shapes)(wrapped)
     if not isinstance(shapes, Tensor):
         return shapes
