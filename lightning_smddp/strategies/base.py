@@ -305,6 +305,15 @@ class TrainerStrategy(Front, _Base):
         self._supervision.phase("data")
 
     @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove, once what is being written is complete; directories are written behind a CheckpointIO of theirs."""
+        io, remove = self.checkpoint_io, partial(super().remove_checkpoint, filepath)
+        if getattr(io, "checkpoint_io", io) is self._saving.own:  # it waits by itself
+            remove()
+        else:
+            self._saving.own.afterwards(remove)
+
+    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole module's state, on global rank 0; with ``sharded`` of each rank its part. Collective."""
         return {} if self._is_out_of_reach else self._model_state()

@@ -213,14 +213,15 @@ class SavesBetween(Callback):
     def __init__(self, path: str, gate: threading.Event) -> None:
         self.path, self.gate = path, gate
         self.weights: dict[str, Tensor] = {}
-        self.was_there: bool | None = None
+        self.were_there: list[bool] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         if trainer.global_step == 1:
             self.weights = cloned(trainer.strategy.lightning_module_state_dict())
             trainer.save_checkpoint(self.path)
+            trainer.strategy.remove_checkpoint(f"{self.path}.replaced")
         elif trainer.global_step == 2:
-            self.was_there = os.path.exists(self.path)
+            self.were_there = [os.path.exists(self.path), os.path.exists(f"{self.path}.replaced")]
             self.gate.set()
 
 
@@ -232,8 +233,10 @@ def in_background(directory: str) -> Any:
         gate.clear()
         dcp.FileSystemWriter.write_data = write_data  # type: ignore[method-assign]
         saving = SavesBetween(f"{directory}/{name}.ckpt", gate)
-        strategy = PipelineStrategy(**grouped(verbose=False, sharded=True, async_save=True))
-        make_trainer(strategy, max_steps=steps, max_epochs=-1, callbacks=[saving]).fit(Model("net"))
+        os.makedirs(f"{saving.path}.replaced", exist_ok=True)
+        options = grouped(verbose=False, sharded=True, async_save=True, checkpoint_io=Directories())
+        trainer = make_trainer(PipelineStrategy(**options), max_steps=steps, max_epochs=-1, callbacks=[saving])
+        trainer.fit(Model("net"))
         return saving
 
     def later(*args: Any) -> Any:
@@ -250,7 +253,7 @@ def in_background(directory: str) -> Any:
         try:
             fit("lost", never, steps=1000)
         except (OSError, RankFailedError) as error:
-            return saved.weights, saved.was_there, str(error), sorted(os.listdir(directory))
+            return saved.weights, saved.were_there, str(error), sorted(os.listdir(directory))
     finally:
         dcp.FileSystemWriter.write_data = write  # type: ignore[method-assign]
 
@@ -316,10 +319,10 @@ def test_directories_of_another_checkpoint_io(cases: Any) -> None:
 def test_in_the_background(cases: Any) -> None:
     directory, results = cases
     stored = sharded.load(directory / "background" / "saved.ckpt")["state_dict"]
-    for *_, (weights, was_there, failure, names) in results:
-        assert was_there is False
+    for *_, (weights, were_there, failure, names) in results:
+        assert were_there == [False, True]
         assert weights
         for name, value in weights.items():
             assert torch.equal(stored[name], value), name
         assert "No space left" in failure
-        assert names == ["saved.ckpt"]
+        assert names == ["lost.ckpt.replaced", "saved.ckpt"]
