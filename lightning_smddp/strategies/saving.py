@@ -141,6 +141,8 @@ class Saving:
         else:
             torch.cuda.empty_cache()  # as Lightning does
             loaded = io.load_checkpoint(path, weights_only=weights_only)
+        if "pytorch-lightning_version" not in loaded:  # which Lightning asks for, and no other key
+            raise CheckpointError(path, "was not saved by a Trainer", "Load it by the module's `load_state_dict`.")
         self.loaded_from = path
         return loaded
 

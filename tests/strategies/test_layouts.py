@@ -164,11 +164,13 @@ def failing(directory: str) -> Any:
     Path(directory, "file").touch()
     trainer = make_trainer(pipeline(), max_steps=1)
     trainer.fit(Model("net"))
+    torch.save(Model("net").state_dict(), f"{directory}.pt")
     found = []
     for act in (
         lambda: trainer.save_checkpoint(f"{directory}/file/a.ckpt"),
         lambda: trainer.save_checkpoint(f"{directory}/a.ckpt", storage_options={}),
         lambda: make_trainer(pipeline()).fit(Model("net"), ckpt_path=f"{directory}/empty.ckpt"),
+        lambda: make_trainer(pipeline()).fit(Model("net"), ckpt_path=f"{directory}.pt"),
     ):
         try:
             act()
@@ -300,10 +302,11 @@ def test_checkpoint_callbacks(cases: Any) -> None:
 def test_errors_are_raised_on_every_rank(cases: Any) -> None:
     directory, results = cases
     for _, found, *_ in results:
-        assert [is_system_error for is_system_error, _ in found] == [True, False, False]
+        assert [is_system_error for is_system_error, _ in found] == [True, False, False, False]
         assert "could not save a checkpoint" in found[0][1]
         assert "storage_options={}" in found[1][1]
         assert "not a complete sharded checkpoint" in found[2][1]
+        assert "errors.pt: was not saved by a Trainer. Load it by" in found[3][1]
     assert sorted(os.listdir(directory / "errors")) == ["empty.ckpt", "file"]
 
 
