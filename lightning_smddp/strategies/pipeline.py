@@ -166,6 +166,7 @@ class PipelineParallel(PipelineRanks):
         one_replica = self._connected.mesh.num_replicas == 1
         if one_replica:
             self._changes.enter_context(keeps_user_samplers(trainer))
+            self._changes.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "It is recommended to use `self.log")
         require_whole(module)
         require_initialized(module)
