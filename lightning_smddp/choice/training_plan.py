@@ -68,7 +68,7 @@ class TrainingPlan:
             else:
                 sizes = (estimate.memory.total, *astuple(estimate.memory))
                 fits = "yes" if estimate.fits else "no"
-                lines.append(_line(estimate.name, (fits, *[f"{size / _MIB:.0f}" for size in sizes])))
+                lines.append(_line(estimate.name, (fits, *map(_mib, sizes))))
             remarks += [f"{what}: {note}" for note in estimate.notes]
         return "\n".join([*lines, "", _LEGEND, *remarks, "", self._advice()])
 
@@ -80,6 +80,12 @@ class TrainingPlan:
             f"No strategy fits {self.memory_gb:g} GiB a rank; the least is {least:.2f} GiB. Use more devices, or a "
             "smaller batch."
         )
+
+
+def _mib(size: int) -> str:
+    """Three significant digits, or all in front of the point."""
+    mib = size / _MIB
+    return f"{mib:.3g}" if mib < 100 else f"{mib:.0f}"
 
 
 def _line(name: str, cells: Iterable[str]) -> str:
@@ -125,13 +131,13 @@ def _planned(first: FirstBatch, devices: int, memory_gb: float) -> TrainingPlan:
     )
     step = _profile(first)
     units = [_bytes(module.get_submodule(name).parameters()) for name in find_units(module).names]
+    in_shares = partial(fully_sharded, sizes, step, devices, units)
     shared = Estimate("smddp, shard='optimizer'", 'SMDDPStrategy(shard="optimizer")')
     why = why_not_one_by_one(optimizer)
     if why is None:
         shared = replace(shared, memory=data_parallel(sizes, step, devices, shards_state=True))
     else:
         shared = replace(shared, notes=(f"{type(optimizer).__name__} cannot be shared: {why}",))
-    in_shares = partial(fully_sharded, sizes, step, devices, units)
     estimates = [  # the simplest first
         Estimate("smddp", '"smddp"', data_parallel(sizes, step, devices)),
         shared,

@@ -196,6 +196,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert main(["plan", f"{MODULES}:make", "--kwargs", '{"width": 8}', *arguments]) == 0
     printed = capsys.readouterr().out
     assert "Small on 1 rank of 1 GiB" in printed
+    assert " 0 " not in printed.splitlines()[2].partition("yes")[2][:40], "parts of a small module are no zeros"
     assert printed.splitlines()[-1].startswith("Trainer(strategy=")
     assert remarks == []
     assert main(["plan", f"{MODULES}:WithoutData", "--datamodule", f"{MODULES}:Data", *arguments]) == 0
