@@ -82,6 +82,7 @@ def group_of(kind: type[_Group], value: _Group | Mapping[str, Any]) -> _Group:
         return value
     if not isinstance(value, Mapping):
         raise TypeError(f"{value!r} is not {kind.__name__}(...), nor a dict of its arguments.")
+    _require_known(kind, value)
     return kind(**value)
 
 
@@ -97,11 +98,11 @@ def by_name(
         TypeError: as a call would, and for arguments that are not known.
         ValueError: the backend is AWS's.
     """
-    _require_known(strategy, kwargs, known)
+    _require_known(type(strategy), kwargs, known)
     # `DDPStrategy` takes most by name, and the arguments of `DistributedDataParallel` as its `**kwargs`.
     given = dict(signature(init).bind_partial(*args, **kwargs).arguments)
     given |= given.pop("kwargs", {})
-    _require_known(strategy, given, known)
+    _require_known(type(strategy), given, known)
     if "timeout" in given:
         given["timeout"] = duration("timeout", given["timeout"])
     backend = given.get("process_group_backend")
@@ -110,9 +111,9 @@ def by_name(
     return {**given, "process_group_backend": None} if backend == "auto" else given  # None is Lightning's word for it
 
 
-def _require_known(strategy: Any, given: Iterable[str], known: Iterable[str]) -> None:
-    own = signature(type(strategy).__init__).parameters
-    valid = {*known, *arguments_of(type(strategy))}
+def _require_known(taker: type[Any], given: Iterable[str], known: Iterable[str] = ()) -> None:
+    own = signature(taker.__init__).parameters
+    valid = {*known, *arguments_of(taker)}
     for name in sorted(set(given) - valid):
         close = get_close_matches(name, valid, 1, cutoff=0.75)
         hint = f"{f'Did you mean {close[0]!r}? ' if close else ''}Valid: {', '.join(sorted(valid))}."
@@ -120,7 +121,7 @@ def _require_known(strategy: Any, given: Iterable[str], known: Iterable[str]) ->
             kind = type(parameter.default)
             if is_dataclass(kind) and name in arguments_of(kind):
                 hint = f"Write {group}={kind.__name__}({name}=...)."
-        raise TypeError(f"{type(strategy).__name__} has no argument {name!r}. {hint}")
+        raise TypeError(f"{taker.__name__} has no argument {name!r}. {hint}")
 
 
 def arguments_of(*classes: type[Any]) -> set[str]:

@@ -108,7 +108,7 @@ def test_the_timeout_may_be_seconds(name: str) -> None:
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_an_unknown_option_of_a_group_is_refused(group: str) -> None:
-    with pytest.raises(TypeError, match=f"{GROUPS[group].__name__}.*unexpected keyword argument 'unknown'"):
+    with pytest.raises(TypeError, match=f"{GROUPS[group].__name__} has no argument 'unknown'. Valid: "):
         PipelineStrategy(**{group: {"unknown": 4}})
 
 
