@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_smddp._compat.trainer import will_step
 from lightning_smddp.communication.groups import world
-from lightning_smddp.communication.nonfinite import NonFinite, diagnosis
+from lightning_smddp.communication.nonfinite import NonFinite
 from lightning_smddp.communication.tensors import broadcast_tensors
 from lightning_smddp.deepspeed.start import (
     UnseenWrites,
@@ -223,7 +223,7 @@ class DeepSpeedParallel(TrainerStrategy, _Base):
         if not engine.was_step_applied() and not engine.fp16_enabled():  # fp16 tries what is too large on purpose
             own = {} if bool(loss.isfinite().all()) else {"the loss": str(loss.tolist())}
             found = NonFinite({"a parameter": "DeepSpeed does not say which"}, own)
-            self._guard.left_out(diagnosis(found, self._checks.where(), world()))
+            self._guard.left_out(found, self._checks.where(), world())
         return result
 
     # ---- checkpoints ----

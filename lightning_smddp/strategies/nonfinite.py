@@ -54,30 +54,31 @@ class NonFiniteGuard:
         self._losses.clear()
         if found is None:
             return
-        # The text takes a collective, which all ranks of the group come to: they have skipped as many steps.
-        text = ""
-        if self.mode == "error" or not self.skipped:
-            own = dict(found.own)
-            for loss in losses:
-                if not bool(loss.isfinite().all()):
-                    own["the loss"] = str(float(loss.sum()))
-            text = diagnosis(NonFinite(found.averages, own), where, group)
-        self.left_out(text)
+        own = dict(found.own)
+        for loss in losses:
+            if not bool(loss.isfinite().all()):
+                own["the loss"] = str(float(loss.sum()))
+        self.left_out(NonFinite(found.averages, own), where, group)
         for parameters in optimizer.param_groups:
             for parameter in parameters["params"]:
                 parameter.grad = None  # optimizers pass by parameters without a gradient
 
-    def left_out(self, text: str) -> None:
-        """All ranks leave out a step, for the reason ``text``, which is not needed but for the first one.
+    def left_out(self, found: NonFinite, where: str, group: dist.ProcessGroup) -> None:
+        """All ranks of ``group`` leave out the step ``where``, for what was ``found``. Collective for the first one.
 
         Raises:
             NonFiniteGradientError: with ``mode="error"``.
         """
+        self.skipped += 1
+        if self.mode == "ignore" or (self.mode == "skip" and self.skipped > 1):
+            return  # all ranks of the group have skipped as many
+        text = diagnosis(found, where, group)
         if self.mode == "error":
             raise refuse(text)
-        self.skipped += 1
-        if self.mode == "skip" and self.skipped == 1 and dist.get_rank() == 0:
-            warnings.warn(f"{text} This step is left out on all ranks (on_nonfinite='skip').", stacklevel=3)
+        if group.rank() == 0:
+            warnings.warn(
+                f"{text} This step is left out on all ranks with these averages (on_nonfinite='skip').", stacklevel=3
+            )
 
 
 def by_asking(found: NonFinite | None, device: torch.device) -> NonFinite | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests.ranks import run_in_threads, run_trainer_ranks
 from tests.strategies.learners import IN_ANOTHER_LAYOUT, RESUMING, AllSteps, Learner, assert_equal, fit, samples, silent
 from tests.strategies.resuming import Dropping, Run, Scenario, differences, run
 from tests.strategies.test_frozen_parameters import FrozenFirst, UnfreezesAtBatch
+from tests.strategies.test_nonfinite import Spoiler
 from tests.strategies.test_options import CONFIG, GIVEN, parse
 from tests.strategies.test_transparency import Manual
 
@@ -149,6 +151,10 @@ def on_two_nodes(directory: str) -> dict[str, Any]:
     watch = Watch()
     module = run(silent(sync=DiLoCo(99)), SHORT, callbacks=[watch], make_model=Normed)
     found["normed"] = watch.last, module.state
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(silent(sync=DiLoCo(2), on_nonfinite="skip"), Spoiler(3, float("nan")))
+    found["skipped"] = sum("on_nonfinite" in str(warning.message) for warning in caught)
     unbroken, paths = saving(directory), sorted(Path(directory).glob("*.ckpt"))
     return {**found, "resumed": {path.name: differences(saving(directory, path), unbroken) for path in paths}}
 
@@ -166,13 +172,14 @@ def test_nodes_train_as_in_a_plain_loop_and_validation_sees_the_global_model(cas
         torch.testing.assert_close(rank["loop"][case], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_steps_of_several_optimizers_unfrozen_parameters_and_the_mean_of_every_step(ranks: Any) -> None:
+def test_steps_of_several_optimizers_left_out_and_unfrozen_and_the_mean_of_every_step(ranks: Any) -> None:
     first = ranks()[0]["unfrozen"]
     assert not torch.equal(first["net.0.weight"], Learner().net[0].weight)
     for rank in ranks():
         assert_equal(*rank["mean"])  # plain DDP
         assert rank["manual"].startswith("8 exchanges")  # of 16 batches
         torch.testing.assert_close(rank["unfrozen"], first, rtol=0, atol=0)
+    assert [rank["skipped"] for rank in ranks()] == [0, 1, 0, 0]  # rank 3 has NaN, the first one of its node says it
 
 
 def test_statistics_are_averaged_and_runs_from_checkpoints_go_on_to_the_bit(ranks: Any) -> None:
