@@ -11,7 +11,6 @@ gradient:
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,12 +23,14 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from lightning_smddp.communication.algorithms import Algorithm
+from lightning_smddp.communication.algorithms import Algorithm, completed
 from lightning_smddp.communication.communicator import Communicator, reduce_once
 from lightning_smddp.communication.compression import Compression, ErrorFeedback, Method
 from lightning_smddp.communication.objects import gather
 from lightning_smddp.communication.tensors import broadcast_tensors
 from lightning_smddp.wording import counted
+
+_PIECES = 8  # of a fragment: the outer steps of one overlap with the exchange of the next
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,10 @@ class DiLoCo:
 
 
 @dataclass(frozen=True)
-class _Fragment:
+class _Piece:
     """What is exchanged at once: ``parts`` are views of the 1-D ``message``, by name, shaped as the tensors."""
 
-    number: int
+    number: int  # fragment f has those from f * _PIECES on
     message: Tensor
     parts: dict[str, Tensor]
 
@@ -110,36 +111,38 @@ class OuterOptimizer:
         self._feedback = ErrorFeedback()
         self._algorithm: Algorithm | None = None
         if communicator.topology.num_nodes > 1:
-            feedback = self._feedback if options.wire is not None and options.wire.error_feedback else None
-            self._algorithm = communicator.algorithm("hierarchical", options.wire, feedback)
+            wire = options.wire
+            feedback = self._feedback if wire is not None and wire.error_feedback else None
+            self._algorithm = communicator.algorithm("hierarchical", wire, feedback)
             self._broadcast(self._values().values())
         # Of one node the mean is to be its own values to the bit; and values, unlike differences, do not bear rounding.
         self._sends_differences = communicator.compresses(options.wire)
         self._shared: dict[str, Tensor] = {}  # what all nodes had when it was synchronised
-        self._fragments: list[_Fragment] = []
+        self._pieces: list[_Piece] = []
         self._behind: set[str] = set()  # what may be another on each node
-        self._sent: tuple[_Fragment, Future[Any] | None] | None = None
-        self._seen = self._steps = 0  # the last global step, and inner steps since the last flush
-        self._exchanges, self._waited_s = 0, 0.0
+        self._sent: list[tuple[_Piece, Future[Any]]] = []  # one fragment, or what a round's end sends
+        self._seen = self._position = 0  # the last global step, and inner steps of this round
+        self._exchanges = 0
+        self._waited_s = 0.0
 
     # ---- what is synchronised ----
 
     def begin(self, global_step: int) -> None:
         """Training starts from the values that are there, the same on all nodes."""
-        self._seen, self._steps = global_step, 0
-        self._shared.clear()
+        self._seen = global_step
         self.follow()
 
     @torch.no_grad()
     def follow(self) -> None:
         """Synchronise also what is trained by now."""
-        values, buffers = self._values(), dict(self._module.named_buffers())
+        values = self._values()
+        buffers = dict(self._module.named_buffers())
         for name, value in values.items():
             if value.is_floating_point() and (value.requires_grad or name in buffers):
                 self._shared.setdefault(name, value.clone())
         ours = {name: values[name] for name in values if name in self._shared}
-        self._fragments = list(_cut(ours, self.options.fragments))
-        self._feedback.forget()  # it is of fragments as they were
+        self._pieces = list(_cut(ours, self.options.fragments * _PIECES))
+        self._feedback.forget()  # it is of pieces as they were
 
     def _values(self) -> dict[str, Tensor]:
         """The tensors of the module that DDP makes the same on all ranks: a buffer may be another one than before."""
@@ -163,70 +166,70 @@ class OuterOptimizer:
         options = self.options
         self._seen = global_step
         self._behind = set(self._shared)
-        position = self._steps % options.every + 1
-        self._steps += 1
-        for fragment in self._fragments:
-            due = (fragment.number + 1) * options.every // options.fragments
-            if position == due - options.delay:
-                self._send(fragment)
-            if position == due:
+        self._position = self._position % options.every + 1
+        for number in range(options.fragments):
+            due = (number + 1) * options.every // options.fragments
+            if self._position == due - options.delay:
+                self._send(piece for piece in self._pieces if piece.number // _PIECES == number)
+            if self._position == due:
                 self._take_in(options.alpha)
 
     def flush(self, global_step: int) -> None:
         """End the round: all nodes have the same parameters and buffers now, and the next step is a round's first."""
         self.step(global_step)
         self._take_in(self.options.alpha)
-        for fragment in self._fragments:
-            if not self._behind.isdisjoint(fragment.parts):
-                self._send(fragment)
-                self._take_in(0.0)
-        self._steps = 0
+        self._send(piece for piece in self._pieces if not self._behind.isdisjoint(piece.parts))
+        self._take_in(0.0)
+        self._position = 0
         self._feedback.forget()  # which is in no checkpoint
         if self._algorithm is not None:
             self._broadcast(value for value in self._values().values() if not value.is_floating_point())
 
     @torch.no_grad()
-    def _send(self, fragment: _Fragment) -> None:
-        values, arrival = self._values(), None
-        for name, part in fragment.parts.items():
-            part.copy_(values[name])
-            if self._sends_differences:
-                part.sub_(self._shared[name])
-        if self._algorithm is not None:
-            arrival = self._algorithm.all_reduce(fragment.message, fragment.number)
-            self._exchanges += 1
-        self._sent = (fragment, arrival)
+    def _send(self, pieces: Iterable[_Piece]) -> None:
+        values = self._values()
+        for piece in pieces:
+            for name, part in piece.parts.items():
+                part.copy_(values[name])
+                if self._sends_differences:
+                    part.sub_(self._shared[name])
+            arrival = completed(piece.message)
+            if self._algorithm is not None:
+                arrival = self._algorithm.all_reduce(piece.message, piece.number)
+            self._sent.append((piece, arrival))
+        self._exchanges += self._algorithm is not None and bool(self._sent)
 
     @torch.no_grad()
     def _take_in(self, alpha: float) -> None:
         """Wait for what is under way, if anything is; take the outer step, and go on from there."""
-        if self._sent is None:
-            return
-        (fragment, arrival), self._sent = self._sent, None
-        if arrival is not None:
+        values = self._values()
+        sent = self._sent
+        self._sent = []
+        for piece, arrival in sent:
             start = time.perf_counter()
             arrival.wait()
             self._waited_s += time.perf_counter() - start
-        values = self._values()
-        for name, mean in fragment.parts.items():
-            value, shared = values[name], self._shared[name]
-            if self._sends_differences:
-                mean.add_(shared)
-            shared.copy_(self._stepped(name, mean) if value.requires_grad else mean)
-            value.copy_(torch.lerp(shared, value, alpha))
-        if alpha == 0.0:
-            self._behind.difference_update(fragment.parts)
+            for name, mean in piece.parts.items():
+                value, shared = values[name], self._shared[name]
+                if self._sends_differences:
+                    mean.add_(shared)
+                if value.requires_grad:
+                    self._outer_step(name, mean, mean - shared)
+                shared.copy_(mean)
+                value.lerp_(shared, 1 - alpha)
+            if alpha == 0.0:
+                self._behind.difference_update(piece.parts)
 
-    def _stepped(self, name: str, mean: Tensor) -> Tensor:
-        """What outer SGD makes of the ``mean`` of all nodes: at a rate of 1, without momentum, the same to the bit."""
+    def _outer_step(self, name: str, mean: Tensor, moved: Tensor) -> None:
+        """Of the ``mean`` of all nodes, what outer SGD makes: at a rate of 1, without momentum, the same to the bit."""
         options = self.options
-        moved = mean - self._shared[name]
-        update = moved
+        rate = options.outer_lr
         if options.momentum:
-            velocity = self.momentum.setdefault(name, torch.zeros_like(moved))
-            velocity.mul_(options.momentum).add_(moved)
-            update = moved.add(velocity, alpha=options.momentum) if options.nesterov else velocity
-        return mean + (update * options.outer_lr - moved)
+            velocity = self.momentum[name] = torch.add(moved, self.momentum.get(name, 0.0), alpha=options.momentum)
+            mean.add_(velocity, alpha=rate * options.momentum if options.nesterov else rate)
+            if not options.nesterov:
+                rate = 0.0
+        mean.add_(moved, alpha=rate - 1)  # it has `moved` once already
 
     # ---- states, and the end ----
 
@@ -247,8 +250,8 @@ class OuterOptimizer:
         others = []
         for value in [states[place] for place in sorted(common)]:
             if value.is_floating_point() and value.dim():
-                mean = reduce_once(exact, value.flatten().to(_wide([value]), copy=True))
-                value.copy_(mean.view(value.shape))
+                mean = reduce_once(exact, _wide_copy([value]))
+                value.copy_(mean.view_as(value))
             else:
                 others.append(value)
         exact.close()
@@ -263,24 +266,28 @@ class OuterOptimizer:
         """Synchronise nothing any more; what is under way is lost. The communicator stays. Not collective."""
         if self._algorithm is not None:
             self._algorithm.close()
-        self._algorithm = self._sent = None
-        self._fragments, self._shared = [], {}
+        self._algorithm = None
+        self._pieces = []
+        self._sent = []
+        self._shared = {}
 
 
-def _wide(tensors: Iterable[Tensor]) -> torch.dtype:
-    """The type in which values are averaged and stepped: fp32, or a wider one of the tensors."""
-    return functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors], torch.float32)
+def _wide_copy(tensors: Iterable[Tensor]) -> Tensor:
+    """One behind the other, in the type in which values are averaged and stepped: fp32, or a wider one of theirs."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    return flat.to(torch.promote_types(flat.dtype, torch.float32))
 
 
-def _cut(values: Mapping[str, Tensor], count: int) -> Iterator[_Fragment]:
+def _cut(values: Mapping[str, Tensor], count: int) -> Iterator[_Piece]:
     """At most ``count`` runs of tensors with about equally many elements, by where a tensor has its middle."""
-    total, before = sum(value.numel() for value in values.values()), 0
+    total = sum(value.numel() for value in values.values())
+    before = 0
     runs: dict[int, dict[str, Tensor]] = defaultdict(dict)
     for name, value in values.items():
         runs[(2 * before + value.numel()) * count // (2 * total)][name] = value
         before += value.numel()
     for number, run in runs.items():
-        first, sizes = next(iter(run.values())), [value.numel() for value in run.values()]
-        message = first.new_empty(sum(sizes), dtype=_wide(run.values()))
-        parts = [part.view(value.shape) for part, value in zip(message.split(sizes), run.values(), strict=True)]
-        yield _Fragment(number, message, dict(zip(run, parts, strict=True)))
+        message = _wide_copy(run.values())
+        sizes = [value.numel() for value in run.values()]
+        parts = [part.view_as(value) for part, value in zip(message.split(sizes), run.values(), strict=True)]
+        yield _Piece(number, message, dict(zip(run, parts, strict=True)))
