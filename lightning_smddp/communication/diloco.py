@@ -234,8 +234,11 @@ class OuterOptimizer:
     # ---- states, and the end ----
 
     def average_state(self, optimizer: Optimizer) -> None:
-        """Make the state of an inner optimizer the same on all nodes: the mean; of single numbers the first rank's."""
-        if self._algorithm is None:
+        """Make the state of an inner optimizer the same on all nodes: the mean; of single numbers the first rank's.
+
+        Also after :meth:`close`, by the backend.
+        """
+        if self.communicator.topology.num_nodes == 1:
             return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         states = {
@@ -246,11 +249,12 @@ class OuterOptimizer:
         }
         # What one node alone has used has no mean.
         common = set(states).intersection(*gather(list(states), self.communicator.group))
-        exact = self.communicator.algorithm("hierarchical")
+        exact = self.communicator.algorithm("hierarchical" if self._algorithm is not None else "native")
         others = []
         for value in [states[place] for place in sorted(common)]:
             if value.is_floating_point() and value.dim():
-                mean = reduce_once(exact, _wide_copy([value]))
+                # Behind a fit Lightning has moved it to the host.
+                mean = reduce_once(exact, _wide_copy([value.to(self.communicator.device)]))
                 value.copy_(mean.view_as(value))
             else:
                 others.append(value)

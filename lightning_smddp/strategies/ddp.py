@@ -183,7 +183,7 @@ class DataParallel(ReplicatedFront, TrainerStrategy):
 
     @property
     def _is_divided(self) -> bool:
-        return bool(self._scheme.sharded) or self._scheme.nodes is not None
+        return bool(self._scheme.sharded) or self._scheme.outer is not None
 
     def _model_state(self) -> dict[str, Any]:
         self._synchronize()

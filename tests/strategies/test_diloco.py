@@ -105,8 +105,8 @@ class Scheduled(AllSteps, Learner):
 class Watch(Callback):
     """The weights that validations see; and on this rank those behind the last batch."""
 
-    def on_train_start(self, *args: Any) -> None:
-        self.seen: list[dict[str, Tensor]] = []
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.trainer, self.seen = trainer, list[dict[str, Tensor]]()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         self.last = copy.deepcopy(pl_module.state_dict())
@@ -151,6 +151,9 @@ def on_two_nodes(directory: str) -> dict[str, Any]:
     watch = Watch()
     module = run(silent(sync=DiLoCo(99)), SHORT, callbacks=[watch], make_model=Normed)
     found["normed"] = watch.last, module.state
+    watch.trainer.save_checkpoint(path := f"{directory}.ckpt")
+    found["own"] = module.state["net.1.0.weight.exp_avg"]
+    found["saved"] = torch.load(path, weights_only=True)["optimizer_states"][0]["state"][2]["exp_avg"]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(silent(sync=DiLoCo(2), on_nonfinite="skip"), Spoiler(3, float("nan")))
@@ -182,13 +185,15 @@ def test_steps_of_several_optimizers_left_out_and_unfrozen_and_the_mean_of_every
     assert [rank["skipped"] for rank in ranks()] == [0, 1, 0, 0]  # rank 3 has NaN, the first one of its node says it
 
 
-def test_statistics_are_averaged_and_runs_from_checkpoints_go_on_to_the_bit(ranks: Any) -> None:
+def test_statistics_and_optimizers_are_averaged_and_runs_from_checkpoints_go_on_to_the_bit(ranks: Any) -> None:
     before, after = zip(*[rank["normed"] for rank in ranks()], strict=True)
     for name in ("net.0.running_mean", "net.0.running_var"):
         torch.testing.assert_close(after[0][name], torch.stack([of_rank[name] for of_rank in before]).mean(0))
         assert all(torch.equal(of_rank[name], after[0][name]) for of_rank in after)
     assert [int(of_rank["own"]) for of_rank in after] == [0, 0, 0, 0]
+    mean = torch.stack([rank["own"] for rank in ranks()]).mean(0)
     for rank in ranks():
+        torch.testing.assert_close(rank["saved"], mean)  # behind the fit
         assert rank["resumed"] == {"step=10.ckpt": [], "step=15.ckpt": [], "step=5.ckpt": []}
 
 
