@@ -231,7 +231,21 @@ def weight_norm() -> nn.Module:
     net = Net(lambda s, x: s.d(s.c(s.b(s.a(x)))).square().mean())
     net.b = nn.utils.parametrizations.weight_norm(net.b)
     net.c = nn.utils.parametrizations.spectral_norm(net.c)
+    net.d = nn.utils.spectral_norm(net.d)  # by a hook, which writes to buffers
     return net
+
+
+@member
+def queue() -> nn.Module:
+    def body(s: Net, x: Tensor) -> Tensor:
+        h = s.a(x)
+        old = s.queue.clone()
+        s.queue[: len(x)] = h.detach()
+        h = s.b(h)
+        similar = (h @ old.T).logsumexp(-1).mean()
+        return s.d(s.c(h)).square().mean() + similar
+
+    return Net(body, queue=torch.linspace(-1, 1, 8 * D).reshape(8, D))
 
 
 @member

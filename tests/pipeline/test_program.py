@@ -251,6 +251,19 @@ def test_a_buffer_stays_with_what_changes_it() -> None:
     assert reason_not_to_cut(found, second) is not None
 
 
+@pytest.mark.parametrize("read", [float, lambda mean: (mean.clone() * 2).sum()])
+def test_what_is_made_of_a_changed_buffer_stays_with_it(read: Callable[[Tensor], Any]) -> None:
+    def body(s: Net, x: Tensor) -> Tensor:
+        h = s.a(x)
+        s.mean.lerp_(h.detach().mean(), 0.1)
+        factor = read(s.mean)  # a later stage would make it of its own buffer
+        return s.c(s.b(h)).mean() * factor
+
+    found = graph_of(body, mean=torch.ones(()))
+    assert [found.nodes[cut].name for cut in possible_cuts(found)] == []
+    assert "uses a buffer that the step changes" in str(reason_not_to_cut(found, names(found).index("net.b")))
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_scripted_parameters_stay_where_they_are() -> None:
     with pytest.raises(SplitError, match=r"'net.inner' is scripted .* script it afterwards"):

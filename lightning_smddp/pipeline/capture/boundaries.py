@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
+from lightning_smddp.pipeline.capture.graph import Node, SplitError, StepGraph
 from lightning_smddp.pipeline.capture.ops import is_autograd_function
 from lightning_smddp.pipeline.capture.records import Values, each_once
 
@@ -42,17 +42,34 @@ def reason_not_to_cut(graph: StepGraph, cut: int) -> str | None:
             return f"{node.name} takes numbers out of a tensor, which only the stage that has it can do"
         if node.reads and node.parameters:
             return f"{node.name} reads a parameter's value into Python, which only the stage that has it can do"
-    for value in graph.needed_after(cut):
+    needed = graph.needed_after(cut)
+    for value in needed:
         maker = graph.nodes[graph.producers[value]]
         if maker.varies:
             return f"{maker.name} makes a tensor whose size depends on values that a module made"
-        if maker.module is None and maker.buffers_read:
-            return f"{maker.name} reads a buffer that the step changes, which one stage alone has"
+    for node in _of_buffers(graph, cut):
+        if node.reads or not set(needed).isdisjoint(node.outputs):
+            return f"{node.name} uses a buffer that the step changes, which one stage alone has"
     try:
         cut_into_stages(graph, [cut])
     except SplitError as error:
         return str(error)
     return None
+
+
+def _of_buffers(graph: StepGraph, cut: int) -> list[Node]:
+    """What is done before ``cut`` with buffers that the step changes, and what a stage behind would make of that."""
+    found: list[Node] = []
+    own, stale = set[int](), set[int]()  # values that the stage would make itself, and those of old buffers
+    for node in graph.nodes[:cut]:
+        if node.module is not None:
+            continue
+        is_own = own.issuperset(node.inputs)
+        own.update(node.outputs if is_own else ())
+        if node.buffers_read or (is_own and not stale.isdisjoint(node.inputs)):
+            stale.update(node.outputs)
+            found.append(node)
+    return found
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class Watch(TorchFunctionMode):
         if node is None:
             return function(*args, **kwargs)
         if node.index < run.plan.begin and node.buffers:
-            return given[0]  # written on the stage that has it
+            return run.placeholder(node, leaves((args, kwargs)))  # written on the stage that has it
         result = run.do(function, args, kwargs)
         if node.index >= run.plan.begin:
             run.position = node.index + 1
@@ -52,7 +52,7 @@ class Watch(TorchFunctionMode):
         """The next node that this call is; None for one that was not traced."""
         run = self.run
         values = _known(given, {id(tensor): value for value, tensor in run.here.items()})
-        parameters, buffers = _known(given, run.program.names), _known(given, run.program.written)
+        parameters, buffers = _known(given, run.program.names), _known(given, run.program.buffers)
         if not values and not parameters and not buffers:
             return None
         for index in range(run.position, run.graph.next_unit[run.position]):

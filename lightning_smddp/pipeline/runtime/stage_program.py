@@ -45,6 +45,7 @@ class StageProgram:
     Attributes:
         absent: names of the parameters that are on the meta device, by identity.
         remote: operations before the stage that must come, in their order.
+        buffers: names of those that the step changes and code between units uses, by identity.
         watches: whether it runs under :class:`Watch`.
         keeps_arguments: units of whose arguments a run has to keep tensors.
         keeps_results: nodes of whose results.
@@ -69,10 +70,11 @@ class StageProgram:
         self.absent = {id(p): name for name, p in root.named_parameters() if p.is_meta}
         self.is_last = plan.end == len(graph.nodes)
         self.remote = self._find_remote()
+        between = [node for node in graph.nodes if node.module is None]
+        used = {name for node in between for name in node.buffers + node.buffers_read}
+        self.buffers = {id(buffer): name for name, buffer in root.named_buffers() if name in used}
         # What the user's code writes to buffers, of the batch alone, an earlier stage writes: maybe on this rank.
-        written = {name for node in graph.nodes[: plan.begin] if node.module is None for name in node.buffers}
-        self.written = {id(buffer): name for name, buffer in root.named_buffers() if name in written}
-        self.watches = bool(written) or self._sends_unseen()
+        self.watches = any(node.buffers for node in between if node.index < plan.begin) or self._sends_unseen()
         # Values whose tensors a run has to keep: what is sent, and what that was before it was changed in place.
         kept = set(plan.sends)
         self.written_in_place: list[tuple[int | None, int]] = []  # what these were, and are

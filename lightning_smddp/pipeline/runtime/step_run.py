@@ -235,7 +235,7 @@ class StageRun:
             self.note_result(node, result)
         elif node.random and self.graph.repeats_draws and not draws_by_value(function):
             self._repeat_draw(function, args, kwargs)
-        return self._placeholder(node, found)
+        return self.placeholder(node, found)
 
     def _repeat_draw(self, function: Any, args: Any, kwargs: Any) -> None:
         """Draw as many numbers as the stage that has the tensors does: what all stages draw next are the same then."""
@@ -326,7 +326,7 @@ class StageRun:
         if single is not None:
             return self._tensor(single)
         if node.index < self.plan.begin:
-            return self._placeholder(node, leaves((args, kwargs)))
+            return self.placeholder(node, leaves((args, kwargs)))
         changed = leaves((args, kwargs)) if node.versions else []
         self.inside = True  # as `do`: each module of each micro-batch comes here
         try:
@@ -403,7 +403,7 @@ class StageRun:
             self.stand_ins[value] = made
         return made
 
-    def _placeholder(self, node: Node, given: list[Any]) -> Any:
+    def placeholder(self, node: Node, given: list[Any]) -> Any:
         """What stands for the result of ``node``; what it has changed in place are other values from now on."""
         found: list[Any] = []
         for position, (kind, source) in enumerate(node.returned.sources):
