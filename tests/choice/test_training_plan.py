@@ -12,13 +12,7 @@ from torch import nn
 
 import lightning_smddp
 from lightning_smddp.choice.cli_config import from_config
-from lightning_smddp.choice.estimates import (
-    Estimate,
-    Memory,
-    Sizes,
-    data_parallel,
-    fully_sharded,
-)
+from lightning_smddp.choice.estimates import Estimate, Memory, Sizes, data_parallel, fully_sharded
 from lightning_smddp.choice.first_batch import UnplannableError
 from lightning_smddp.choice.profiles import MemoryRecord, StepProfile, profile_optimizer, profile_step
 from lightning_smddp.choice.training_plan import TrainingPlan

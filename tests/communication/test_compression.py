@@ -9,13 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_smddp.communication.compression import (
-    CastCodec,
-    Codec,
-    Compression,
-    ErrorFeedback,
-    Int8Codec,
-)
+from lightning_smddp.communication.compression import CastCodec, Codec, Compression, ErrorFeedback, Int8Codec
 from lightning_smddp.communication.inter_node import BalancedExchange, InterNodeReduce, RingExchange
 from tests.ranks import run_in_threads
 

@@ -9,10 +9,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tests.pipeline.stage_emulation import (
-    MakeStep,
-    assert_transparent_apart,
-)
+from tests.pipeline.stage_emulation import MakeStep, assert_transparent_apart
 
 pytestmark = pytest.mark.slow
 

@@ -6,12 +6,7 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_smddp import (
-    PipelineStrategy,
-    SMDDPFSDPStrategy,
-    SMDDPStrategy,
-    from_sagemaker,
-)
+from lightning_smddp import PipelineStrategy, SMDDPFSDPStrategy, SMDDPStrategy, from_sagemaker
 from tests.sagemaker.sdk_requests import HERE
 from tests.test_readme import snippets
 

@@ -25,10 +25,7 @@ from torch.utils.data import DataLoader
 from lightning_smddp import SMDDPDeepSpeedStrategy
 from lightning_smddp.communication.nonfinite import NonFiniteGradientError
 from lightning_smddp.deepspeed import start
-from lightning_smddp.strategies.checks import (
-    require_elementwise,
-    require_supported_by_deepspeed,
-)
+from lightning_smddp.strategies.checks import require_elementwise, require_supported_by_deepspeed
 from tests.ranks import run_trainer_ranks
 from tests.sharding.learners import AdamLearner
 from tests.strategies.learners import AllSteps, Learner, make_trainer, silent
