@@ -16,83 +16,9 @@ from tests.programs import free_port, run_program
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-SMALL = [
-    "digits.py",
-    "gpt.py",
-    "fabric_digits.py",
-    "cli.py",
-    "resume.py",
-    "fsdp_gpt.py",
-    "padded_lines.py",
-    "diloco.py",
-    "uneven.py",
-]
-PIPELINES = [
-    "pipeline_mlp.py", "pipeline_gpt.py", "pipeline_transformers.py", "pipeline_unet.py", "pipeline_replicas.py",
-    "pipeline_cli.py",
-]  # fmt: skip
-RECIPES = ["hf_finetune.py", "multinode.py"]
-OTHERS = ["demo.py", "demo_pipeline.py", "demo_turns.py", "models.py"]  # longer, or not to be run
 # What the examples leave to Lightning, for those that need not show it again: `digits.py` and `pipeline_mlp.py` do.
 LESS = {"PL_TRAINER_NUM_SANITY_VAL_STEPS": "0", "PL_TRAINER_ENABLE_PROGRESS_BAR": "False", "PL_TRAINER_LOGGER": "False"}
 AT_THE_END = {**LESS, "PL_TRAINER_CHECK_VAL_EVERY_N_EPOCH": "2"}  # of two epochs
-MAX_LINES = {**dict.fromkeys(SMALL, 60), **dict.fromkeys([*PIPELINES, *RECIPES], 80)}
-
-
-def run(
-    command: list[str], directory: Path, timeout: float = 110, more: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run a command whose paths are relative to the repository, in a directory of its own."""
-    absolute = [str(ROOT / word) if word.startswith("examples/") else word for word in command]
-    environment = {"COLUMNS": "100", **(more or {})}
-    return run_program(absolute, directory, environment, timeout)
-
-
-def first_line_command(name: str) -> list[str]:
-    line = (EXAMPLES / name).read_text().splitlines()[0]
-    words = line.removeprefix("# ").split()
-    assert words[:2] == ["python", f"examples/{name}"], line
-    return words[1:]
-
-
-def number_after(label: str, output: str) -> float:
-    found = re.search(rf"{label}\W+(\d+\.\d+)", output)
-    assert found, f"no {label!r} in:\n{output}"
-    return float(found.group(1))
-
-
-def test_examples_are_short_and_say_how_to_run_them() -> None:
-    for name in [*SMALL, *PIPELINES, "hf_finetune.py", "demo.py", "demo_pipeline.py"]:
-        assert len((EXAMPLES / name).read_text().splitlines()) <= MAX_LINES.get(name, 400)
-        first_line_command(name)
-    for name in ("slurm.sbatch", "mpirun.sh"):
-        lines = (EXAMPLES / name).read_text().splitlines()
-        assert len(lines) <= 80
-        assert lines[0] == "#!/bin/bash"
-        assert f"examples/{name}" in lines[1]
-
-
-def test_no_example_was_forgotten() -> None:
-    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == sorted([*SMALL, *PIPELINES, *RECIPES, *OTHERS])
-    listed = (EXAMPLES / "README.md").read_text()
-    there = [name for name in os.listdir(EXAMPLES) if not name.startswith((".", "__"))]  # not Jupyter's folders
-    assert [name for name in there if f"({name})" not in listed] == ["README.md"]
-
-
-@pytest.mark.slow
-def test_resume_example_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    stopped = run(first_line_command("resume.py"), tmp_path, more=LESS)
-    assert stopped.returncode == 143, stopped.stderr
-    assert "SIGTERM: all ranks stop at step 1" in stopped.stdout
-    resumed = run(first_line_command("resume.py"), tmp_path, more=LESS)
-    assert resumed.returncode == 0, resumed.stderr
-    assert "the run goes on from" in resumed.stdout
-    other = tmp_path / "unbroken"
-    other.mkdir()
-    unbroken = run(first_line_command("resume.py"), other, more={**LESS, "UNBROKEN": "1"})
-    assert unbroken.stdout.splitlines()[-1] == resumed.stdout.splitlines()[-1]
-
-
 ONE_SHORT_EPOCH = "--trainer.max_epochs=1 --trainer.limit_train_batches=4 --trainer.limit_val_batches=2"
 STOPPED = "`Trainer.fit` stopped: `max_epochs=1` reached."
 RANKS = "ranks        2 on cpu"
@@ -119,6 +45,63 @@ LEARNING: dict[str, tuple[str, dict[str, str], tuple[str, ...], str, float, floa
     "pipeline_cli.py": (ONE_SHORT_EPOCH, {}, ("1f1b, 4 micro-batches", STOPPED), "", 0, 0),
 }
 FILES = {"fsdp_gpt.py": ["gpt.ckpt"], "pipeline_gpt.py": ["pipeline_timeline.svg", "pipeline_timeline.json"]}
+OTHERS = ["resume.py", "multinode.py", "demo.py", "demo_pipeline.py", "demo_turns.py", "models.py"]
+MAX_LINES = {"hf_finetune.py": 80, "demo.py": 400, "demo_pipeline.py": 400}
+
+
+def run(
+    command: list[str], directory: Path, timeout: float = 110, more: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command whose paths are relative to the repository, in a directory of its own."""
+    absolute = [str(ROOT / word) if word.startswith("examples/") else word for word in command]
+    environment = {"COLUMNS": "100", **(more or {})}
+    return run_program(absolute, directory, environment, timeout)
+
+
+def first_line_command(name: str) -> list[str]:
+    line = (EXAMPLES / name).read_text().splitlines()[0]
+    words = line.removeprefix("# ").split()
+    assert words[:2] == ["python", f"examples/{name}"], line
+    return words[1:]
+
+
+def number_after(label: str, output: str) -> float:
+    found = re.search(rf"{label}\W+(\d+\.\d+)", output)
+    assert found, f"no {label!r} in:\n{output}"
+    return float(found.group(1))
+
+
+def test_examples_are_short_and_say_how_to_run_them() -> None:
+    for name in [*LEARNING, "resume.py", *MAX_LINES]:
+        limit = 80 if name.startswith("pipeline_") else 60
+        assert len((EXAMPLES / name).read_text().splitlines()) <= MAX_LINES.get(name, limit)
+        first_line_command(name)
+    for name in ("slurm.sbatch", "mpirun.sh"):
+        lines = (EXAMPLES / name).read_text().splitlines()
+        assert len(lines) <= 80
+        assert lines[0] == "#!/bin/bash"
+        assert f"examples/{name}" in lines[1]
+
+
+def test_no_example_was_forgotten() -> None:
+    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == sorted([*LEARNING, *OTHERS])
+    listed = (EXAMPLES / "README.md").read_text()
+    there = [name for name in os.listdir(EXAMPLES) if not name.startswith((".", "__"))]  # not Jupyter's folders
+    assert [name for name in there if f"({name})" not in listed] == ["README.md"]
+
+
+@pytest.mark.slow
+def test_resume_example_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    stopped = run(first_line_command("resume.py"), tmp_path, more=LESS)
+    assert stopped.returncode == 143, stopped.stderr
+    assert "SIGTERM: all ranks stop at step 1" in stopped.stdout
+    resumed = run(first_line_command("resume.py"), tmp_path, more=LESS)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "the run goes on from" in resumed.stdout
+    other = tmp_path / "unbroken"
+    other.mkdir()
+    unbroken = run(first_line_command("resume.py"), other, more={**LESS, "UNBROKEN": "1"})
+    assert unbroken.stdout.splitlines()[-1] == resumed.stdout.splitlines()[-1]
 
 
 @pytest.mark.slow
