@@ -246,10 +246,7 @@ def most_held(actions: list[Action]) -> int:
 
 def test_algorithms_and_methods_are_all_there() -> None:
     text, guide = OPTIONS.read_text(), GUIDE.read_text()
-    for name in NAMES:
-        assert f"`{name}`" in guide
-        assert f'`"{name}"`' in text
-    for name in METHODS:
+    for name in (*NAMES, *METHODS):
         assert f"`{name}`" in guide
         assert f'`"{name}"`' in text
     documented = set(re.findall(r"`(\w+)`", guide.split("## Compression")[1].split("\n## ")[0]))
