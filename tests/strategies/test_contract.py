@@ -8,13 +8,13 @@ Rule 14, of evaluation: ``test_pipeline_schedules.py``.
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import random
 import re
 import warnings
 from collections import defaultdict, deque
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,11 @@ def watched(bench: Bench, model: LightningModule, *args: Any, **options: Any) ->
     watch = Watch()
     result = bench.fit(model, *args, callbacks=[watch], **{**SHORT, **options})
     return {**result, "seen": watch.seen}
+
+
+def fitted(bench: Bench, model: str, **sizes: int) -> Any:
+    torch.manual_seed(7)
+    return watched(bench, globals()[model](**sizes), THREE)
 
 
 @contextmanager
@@ -228,10 +233,6 @@ class Logging(Evaluated):
         self.log("total", self.total.compute())
 
 
-def logging(bench: Bench) -> Any:
-    return watched(bench, Logging(), THREE)
-
-
 # ---- 4. torchmetrics ----
 
 
@@ -265,10 +266,6 @@ class Measured(Evaluated):
         self.log("early", self.early.compute().norm())
         self.mean.reset()
         self.early.reset()
-
-
-def measured(bench: Bench) -> Any:
-    return watched(bench, Measured(), THREE)
 
 
 # ---- 5. what a step returns ----
@@ -395,10 +392,6 @@ class Stopping(Net):
         return loss
 
 
-def stopping(bench: Bench) -> Any:
-    return watched(bench, Stopping(), THREE, max_epochs=3)
-
-
 # ---- 7. attributes of modules that are placed whole ----
 
 
@@ -489,10 +482,6 @@ class Normalised(Net):
         return F.cross_entropy(logits, batch[1])
 
 
-def normalised(bench: Bench) -> Any:
-    return watched(bench, Normalised(), THREE)
-
-
 def rows_of_parts() -> int:
     """How many micro-batches "auto" makes of 40 rows where BatchNorm trains."""
     bench = Bench({})
@@ -541,11 +530,6 @@ class Drawing(Net):
         return F.cross_entropy(self.net[6:](x), batch[1])
 
 
-def drawing(bench: Bench) -> Any:
-    torch.manual_seed(7)
-    return watched(bench, Drawing(), THREE)
-
-
 # ---- 11. how a batch is cut ----
 
 
@@ -572,10 +556,6 @@ class CutByHand(TimeFirst):
     def split_batch(self, batch: list[Tensor], count: int) -> list[Any]:
         parts = zip(batch[0].tensor_split(count, 1), batch[1].tensor_split(count), strict=True)
         return [(list(part), len(part[1])) for part in parts]
-
-
-def cut_by_hand(bench: Bench) -> Any:
-    return watched(bench, CutByHand(), THREE)
 
 
 def not_cut(bench: Bench) -> Any:
@@ -652,11 +632,6 @@ class Branching(Net):
         return F.cross_entropy(self.net[4:](x), batch[1])
 
 
-def branching(bench: Bench) -> Any:
-    torch.manual_seed(7)
-    return watched(bench, Branching(layers=6), THREE)
-
-
 class Deciding(Net):
     """By an activation, which decides otherwise in the second epoch."""
 
@@ -721,28 +696,27 @@ def hooked(bench: Bench, model: str) -> Any:
 # ---- the tests -------------------------------------------------------------------------------------------------------
 
 
-def partial(case: Any, **options: Any) -> Any:
-    return functools.partial(case, **options)
-
-
+LOGGING, MEASURED = (partial(fitted, model=model) for model in ("Logging", "Measured"))
 RULES: dict[str, list[Any]] = {
     "1 one weight for losses and means": [weighted_by_name, weighted_by_function],
     "1b what has no loss does not count": [partial(skipping, whole=whole) for whole in (0, 2)],
     "2 auto finds the weight": [*(partial(found, kind=kind) for kind in FOUND)],
-    "3 logs are reduced over micro-batches": [logging],
-    "4 metrics are called for each micro-batch": [measured],
+    "3 logs are reduced over micro-batches": [LOGGING],
+    "4 metrics are called for each micro-batch": [MEASURED],
     "5 outputs are put together": [returning],
     "6 attributes go from micro-batch to micro-batch and to all ranks": [counting],
     "7 an attribute of the module helps": [mended],
-    "8 normalisation, buffers and hooks of parameters see micro-batches": [normalised],
-    "10 random numbers follow from the micro-batch": [drawing],
-    "11 the user's function cuts, and a batch that can be read in two ways is one micro-batch": [cut_by_hand, not_cut],
-    "13 paths by what all ranks know are found before the schedule": [branching],
+    "8 normalisation, buffers and hooks of parameters see micro-batches": [partial(fitted, model="Normalised")],
+    "10 random numbers follow from the micro-batch": [partial(fitted, model="Drawing")],
+    "11 the user's function cuts, and a batch that can be read in two ways is one micro-batch":
+        [partial(fitted, model="CutByHand"), not_cut],
+    "13 paths by what all ranks know are found before the schedule": [partial(fitted, model="Branching", layers=6)],
 }  # fmt: skip
 HOOKED = [partial(hooked, model=model) for model in ("Evaluated", "Net")]
 CASES = [case for cases in RULES.values() for case in cases]
-TWO = Matrix([*CASES, ragged, stopping, *HOOKED], timeout=300.0)
-SEVERAL_STAGES = Matrix([logging, measured, counting], pipeline={"schedule": "interleaved_1f1b"})
+STOPPED = partial(fitted, model="Stopping")
+TWO = Matrix([*CASES, ragged, STOPPED, *HOOKED], timeout=300.0)
+SEVERAL_STAGES = Matrix([LOGGING, MEASURED, counting], pipeline={"schedule": "interleaved_1f1b"})
 
 
 @pytest.mark.parametrize(
@@ -767,7 +741,7 @@ def test_5_evaluation_runs_whole_batches_where_outputs_cannot_be_put_together() 
 
 
 def test_6_a_stop_that_is_asked_for_in_a_step_is_heard() -> None:
-    results = TWO.compare(stopping)
+    results = TWO.compare(STOPPED)
     assert [result["steps"][0] for result in results] == [2, 2]
 
 
