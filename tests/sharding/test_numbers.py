@@ -10,32 +10,8 @@ import pytest
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 
 from tests.ranks import run_trainer_ranks
-from tests.sharding.learners import (
-    AdamLearner,
-    Adding,
-    Adversaries,
-    AllAtOnce,
-    Attributes,
-    BadBatch,
-    Closures,
-    Convolution,
-    Factored,
-    InTurn,
-    LastLayer,
-    Looking,
-    Others,
-    Outside,
-    Overflowing,
-    Regularized,
-    StepHooks,
-    Tied,
-    Unfreezing,
-    Unused,
-    Validating,
-    Writing,
-    fully_sharded,
-    sharded,
-)
+from tests.sharding import learners
+from tests.sharding.learners import fully_sharded, sharded
 from tests.strategies.learners import Learner, Outcome, assert_equal, make_trainer, outcome, silent
 from tests.strategies.pipeline_learners import run_each
 from tests.strategies.test_pipeline_features import scaled
@@ -52,36 +28,39 @@ def averaging(callback: Any) -> dict[str, Any]:
 SCALER = {"plugins": lambda: [scaled(init_scale=2.0**12, growth_interval=3)], "gradient_clip_val": 0.5}
 SWA = averaging(lambda: StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1))
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "groups and a schedule": (AdamLearner, {}),
-    "tied weights": (Tied, {}),
-    "layouts of memory": (Convolution, {}),
-    "groups, a schedule, clipping by norm": (AdamLearner, {"gradient_clip_val": 0.1}),
-    "clipping by norm": (Tied, {"gradient_clip_val": 0.1}),
-    "accumulation": (Tied, {"accumulate_grad_batches": 2}),
-    "accumulation, clipping by value": (AdamLearner, {"accumulate_grad_batches": 2, **BY_VALUE}),
-    "16-bit": (AdamLearner, {"precision": "bf16-true"}),
-    "mixed": (AdamLearner, {"precision": "bf16-mixed"}),
-    "a gradient scaler": (Overflowing, SCALER),
-    "hooks that write, clipping by value": (Regularized, BY_VALUE),
-    "hooks that write": (Writing, {}),
-    "hooks of the optimizer": (StepHooks, {}),
-    "outside of units": (Outside, {}),
-    "looking at gradients": (Looking, {}),
-    "blocks in attributes": (Attributes, {}),
-    "whole parameters": (Factored, {}),
-    "all parameters": (AllAtOnce, {}),
-    "other optimizers": (Others, {}),
-    "unfreezing": (Learner, {"callbacks": lambda: [Unfreezing()]}),
-    "a group that comes later": (LastLayer, {"callbacks": lambda: [Adding()]}),
-    "unused parameters": (Unused, {}),
-    "a skipped step": (BadBatch, {}),
-    "two optimizers": (Adversaries, {}),
-    "closures": (Closures, {}),
-    "frozen in turn": (InTurn, {}),
-    "an average": (Validating, averaging(lambda: EMAWeightAveraging(decay=0.7))),
-    "stochastic weight averaging": (Validating, SWA),
+    "groups and a schedule": (learners.AdamLearner, {}),
+    "tied weights": (learners.Tied, {}),
+    "layouts of memory": (learners.Convolution, {}),
+    "groups, a schedule, clipping by norm": (learners.AdamLearner, {"gradient_clip_val": 0.1}),
+    "clipping by norm": (learners.Tied, {"gradient_clip_val": 0.1}),
+    "accumulation": (learners.Tied, {"accumulate_grad_batches": 2}),
+    "accumulation, clipping by value": (learners.AdamLearner, {"accumulate_grad_batches": 2, **BY_VALUE}),
+    "16-bit": (learners.AdamLearner, {"precision": "bf16-true"}),
+    "mixed": (learners.AdamLearner, {"precision": "bf16-mixed"}),
+    "a gradient scaler": (learners.Overflowing, SCALER),
+    "hooks that write, clipping by value": (learners.Regularized, BY_VALUE),
+    "hooks that write": (learners.Writing, {}),
+    "hooks of the optimizer": (learners.StepHooks, {}),
+    "outside of units": (learners.Outside, {}),
+    "looking at gradients": (learners.Looking, {}),
+    "blocks in attributes": (learners.Attributes, {}),
+    "whole parameters": (learners.Factored, {}),
+    "all parameters": (learners.AllAtOnce, {}),
+    "other optimizers": (learners.Others, {}),
+    "unfreezing": (Learner, {"callbacks": lambda: [learners.Unfreezing()]}),
+    "a group that comes later": (learners.LastLayer, {"callbacks": lambda: [learners.Adding()]}),
+    "unused parameters": (learners.Unused, {}),
+    "a skipped step": (learners.BadBatch, {}),
+    "two optimizers": (learners.Adversaries, {}),
+    "closures": (learners.Closures, {}),
+    "frozen in turn": (learners.InTurn, {}),
+    "an average": (learners.Validating, averaging(lambda: EMAWeightAveraging(decay=0.7))),
+    "stochastic weight averaging": (learners.Validating, SWA),
 }
-UNUSED = (Tied, Learner, Unused, LastLayer, Adversaries, Closures, InTurn)
+UNUSED = (
+    learners.Tied, Learner, learners.Unused, learners.LastLayer, learners.Adversaries, learners.Closures,
+    learners.InTurn,
+)  # fmt: skip
 TOLERANCES = {"16-bit": 0.05, "mixed": 0.05}  # sums of three ranks in another order
 
 
