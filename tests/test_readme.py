@@ -24,18 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_smddp
-from lightning_smddp import (
-    CommunicationOptions,
-    Compression,
-    PartitionOptions,
-    PipelineStrategy,
-    ReliabilityOptions,
-    SMDDPFabricFSDPStrategy,
-    SMDDPFabricStrategy,
-    SMDDPFSDPStrategy,
-    SMDDPStrategy,
-    cli,
-)
+from lightning_smddp import Compression, cli
 from lightning_smddp.communication.algorithms import NAMES
 from lightning_smddp.communication.compression import METHODS
 from lightning_smddp.pipeline.runtime.schedules import SCHEDULES, orders
@@ -45,6 +34,7 @@ from lightning_smddp.strategies.options import OfPipeline, PipelineOptions
 from tests.programs import run_program
 from tests.ranks import run_trainer_ranks
 from tests.sources import nodes, source_files
+from tests.strategies.grouped import GROUPS
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -170,7 +160,7 @@ def test_snippets_that_fit_run_on_two_ranks(tmp_path: Path) -> None:
 def test_yaml_names_arguments_that_exist() -> None:
     strategy = yaml.safe_load(snippets(OPTIONS, "yaml")[0])["trainer"]["strategy"]
     assert strategy["class_path"] == "lightning_smddp.SMDDPStrategy"
-    SMDDPStrategy(**strategy["init_args"])
+    lightning_smddp.SMDDPStrategy(**strategy["init_args"])
 
 
 # ---- options ----
@@ -193,14 +183,14 @@ def documented(heading: str) -> dict[str, str]:
 
 
 def test_options_table_is_the_signature() -> None:
-    ours = defaults_of(inspect.signature(SMDDPStrategy.__init__).parameters.values())
+    ours = defaults_of(inspect.signature(lightning_smddp.SMDDPStrategy.__init__).parameters.values())
     assert documented("## Data parallelism") == ours
-    of_fabric = defaults_of(inspect.signature(SMDDPFabricStrategy.__init__).parameters.values())
+    of_fabric = defaults_of(inspect.signature(lightning_smddp.SMDDPFabricStrategy.__init__).parameters.values())
     assert of_fabric == ours  # where `resume` and `sync` are refused
 
 
 def test_pipeline_arguments_are_the_signature() -> None:
-    parameters = inspect.signature(PipelineStrategy.__init__).parameters.values()
+    parameters = inspect.signature(lightning_smddp.PipelineStrategy.__init__).parameters.values()
     found = documented("## Pipelines")
     assert list(found) == [*defaults_of(parameters), *OfPipeline.__annotations__]
     own = {name: text for name, text in found.items() if not text.startswith("as of")}
@@ -209,16 +199,16 @@ def test_pipeline_arguments_are_the_signature() -> None:
 
 
 def test_arguments_of_full_sharding_are_the_signature() -> None:
-    parameters = inspect.signature(SMDDPFSDPStrategy.__init__).parameters.values()
+    parameters = inspect.signature(lightning_smddp.SMDDPFSDPStrategy.__init__).parameters.values()
     found = documented("## Full sharding")
     assert list(found) == [*defaults_of(parameters), *fsdp.FromFSDP.__annotations__]
     own = {name: text for name, text in found.items() if not text.startswith("as of")}
     assert own.items() <= defaults_of(parameters).items()
-    of_fabric = defaults_of(inspect.signature(SMDDPFabricFSDPStrategy.__init__).parameters.values())
+    of_fabric = defaults_of(inspect.signature(lightning_smddp.SMDDPFabricFSDPStrategy.__init__).parameters.values())
     assert of_fabric == defaults_of(parameters)  # where `resume` is refused
 
 
-@pytest.mark.parametrize("group", [CommunicationOptions, ReliabilityOptions, PartitionOptions])
+@pytest.mark.parametrize("group", GROUPS.values())
 def test_tables_of_groups_are_their_fields(group: type[Any]) -> None:
     expected = {field.name: repr(field.default).replace("'", '"') for field in fields(group)}
     assert documented(f"### {group.__name__.removesuffix('Options')}") == expected
