@@ -24,7 +24,7 @@ from lightning_smddp.pipeline.runtime.schedules import parse
 from tests import devices
 from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
-from tests.strategies.learners import CLASSES, INPUTS, make_trainer, samples
+from tests.strategies.learners import CLASSES, INPUTS, Learning, make_trainer, samples
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def outcome(model: LightningModule, trainer: Trainer, **more: Any) -> dict[str, 
 Case = Callable[[Bench], Any]
 
 
-class Net(LightningModule):
+class Net(Learning, LightningModule):
     """A classifier of ``layers`` linear layers with activations in between."""
 
     def __init__(self, layers: int = 4, batch_size: int = 8, count: int = 24) -> None:
@@ -123,17 +123,11 @@ class Net(LightningModule):
             self.net = nn.Sequential(nn.Linear(INPUTS, 16), nn.Tanh(), *hidden, nn.Linear(16, CLASSES))
         self.losses: list[float] = []
 
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         return self.loss(batch)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
     def train_dataloader(self) -> Any:
         return DataLoader(samples(self.count), batch_size=self.batch_size)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -15,23 +15,21 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_smddp import AccumulationStrategy
-from tests.strategies.learners import CLASSES, INPUTS, QUIET, samples
+from tests.strategies.learners import CLASSES, QUIET, samples
+from tests.strategies.pipeline_learners import Net
 
 ROWS, COUNT = 8, 20  # the last batch has 4 rows
 
 Step = Callable[["Model", Any], Any]
 
 
-class Model(LightningModule):
+class Model(Net):
     """``step`` is its training step."""
 
     def __init__(self, step: Step, batches: Any = None) -> None:
-        super().__init__()
+        super().__init__(layers=2, batch_size=ROWS, count=COUNT)
         self.step, self.batches, self.seen = step, batches, []
         self.accuracy, self.mean = MulticlassAccuracy(CLASSES, average="micro"), MeanMetric()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
-            self.net = nn.Sequential(nn.Linear(INPUTS, 8), nn.Tanh(), nn.Linear(8, CLASSES))
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Overridden with parameters of its own, as packages do."""
@@ -46,17 +44,10 @@ class Model(LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.seen.append(outputs)
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
     def train_dataloader(self) -> Any:
         if isinstance(self.batches, list):  # which Lightning takes for a list of loaders
             return DataLoader(self.batches, batch_size=None)
-        return self.batches or DataLoader(samples(COUNT), batch_size=ROWS)
-
-
-def loss_of(model: Model, batch: Any) -> Tensor:
-    return F.cross_entropy(model.net(batch[0]), batch[1])
+        return self.batches or super().train_dataloader()
 
 
 def train(step: Step, parts: int = 0, batches: Any = None, options: Any = (), **settings: Any) -> tuple[Model, Trainer]:
@@ -79,7 +70,7 @@ def cut_by_hand(batch: list[Tensor], parts: int) -> list[list[Tensor]]:
 @pytest.mark.parametrize("parts", [1, 3, 100])
 def test_a_mean_over_rows_is_the_whole_batchs(parts: int) -> None:
     def step(model: Model, batch: Any) -> Tensor:
-        loss = loss_of(model, batch)
+        loss = model.loss(batch)
         model.log("loss", loss, on_step=True, on_epoch=True)
         return loss
 
@@ -107,11 +98,11 @@ class Labels:
 def test_objects_and_lists_with_an_entry_for_each_row_are_cut_by_slices() -> None:
     def step(model: Model, batch: Any) -> Tensor:
         assert (len(batch["names"]), batch["tag"]) == (len(batch["x"]), "train")
-        return loss_of(model, [batch["x"], batch["y"].classes])
+        return model.loss([batch["x"], batch["y"].classes])
 
     batches = list(DataLoader(samples(COUNT), batch_size=ROWS))
     named = [{"x": x, "y": Labels(y), "names": [*map(str, y)], "tag": "train"} for x, y in batches]
-    assert_same_weights(train(step, 2, named)[0], train(loss_of, 2, batches)[0])
+    assert_same_weights(train(step, 2, named)[0], train(Model.loss, 2, batches)[0])
 
 
 def test_gradients_are_those_of_lightnings_accumulation() -> None:
@@ -124,9 +115,9 @@ def test_gradients_are_those_of_lightnings_accumulation() -> None:
         def step(model: Model, batch: Any) -> Tensor:
             if not found[name]:
                 model.net[0].bias.register_hook(lambda gradient: found[name].append(gradient.clone()))
-                found[name].append(torch.zeros(8))
+                found[name].append(torch.zeros(16))
             # Not a mean over rows of the whole batch: of two rows at a time.
-            return loss_of(model, batch) * model.net(batch[0]).std()
+            return model.loss(batch) * model.net(batch[0]).std()
 
         return step
 
@@ -186,9 +177,9 @@ def test_logs_and_metrics_are_those_of_a_loop() -> None:
 
 
 def test_what_cannot_run_is_refused() -> None:
-    model = Model(loss_of)
+    model = Model(Model.loss)
     model.automatic_optimization = False
     with pytest.raises(ValueError, match="automatic optimization"):
         Trainer(strategy=AccumulationStrategy(2), max_epochs=1, **QUIET).fit(model)
     with pytest.raises(ValueError, match="loss_weight='mask' does not fit the batch"):
-        train(loss_of, 2, None, {"loss_weight": "mask"})
+        train(Model.loss, 2, None, {"loss_weight": "mask"})
