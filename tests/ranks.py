@@ -160,6 +160,11 @@ def run_trainer_ranks(body: Callable[..., Any], world_size: int, *args: Any, **o
         del store  # closes its socket, also while a traceback holds this frame
 
 
+def run_each(body: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[Any]:
+    """Body of a rank: ``body`` for each case's arguments."""
+    return [body(*case) for case in cases]
+
+
 def _served_store() -> dist.TCPStore:
     """A store that listens on IPv4 alone.
 

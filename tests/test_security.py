@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_smddp.communication.communicator import Communicator, reduce_once
-from tests.ranks import run_ranks
+from tests.ranks import run_each, run_ranks
 from tests.sources import PACKAGE, dotted, nodes, source_files
 
 UNPICKLING = {"pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.loads", "dill.loads", "cloudpickle.loads"}
@@ -108,13 +108,9 @@ def reduce_and_look(zero_copy: bool) -> list[tuple[str, int, bool]]:
     return found
 
 
-def look_at_both() -> list[list[tuple[str, int, bool]]]:
-    return [reduce_and_look(zero_copy) for zero_copy in (True, False)]
-
-
 def test_segments_have_no_name_that_others_can_open() -> None:
     """A file of torch's is 0600, and unlinked before a peer is sent its descriptor; ours never have a name."""
-    for of_rank in run_ranks(look_at_both, 2):
+    for of_rank in run_ranks(run_each, 2, reduce_and_look, [(True,), (False,)]):
         assert all(of_rank)
         for name, mode, linked in (segment for found in of_rank for segment in found):
             assert not linked, name

@@ -23,7 +23,7 @@ from lightning_smddp.communication.objects import RankTimeoutError
 from lightning_smddp.communication.shared_memory import SharedMemory
 from tests.communication.errors import message_of
 from tests.communication.training import reference_all_reduce
-from tests.ranks import run_ranks
+from tests.ranks import run_each, run_ranks
 
 CPU = torch.device("cpu")
 SIZES = [1, 7, 4097]
@@ -246,12 +246,8 @@ REFUSALS = {
 }
 
 
-def break_in_each_way() -> list[tuple[dict[str, Any], float]]:
-    return [look_around_with_broken_memory(how) for how in REFUSALS]
-
-
 def test_memory_that_fails_its_self_test_on_one_rank_is_used_by_none() -> None:
-    for of_rank in run_ranks(break_in_each_way, 3):
+    for of_rank in run_ranks(run_each, 3, look_around_with_broken_memory, [(how,) for how in REFUSALS]):
         for (seen, seconds), refusal in zip(of_rank, REFUSALS.values(), strict=True):
             assert seen["available"] == ["native"]
             assert seen["notes"] == [f"no shared memory: {seen['refusal']}"]

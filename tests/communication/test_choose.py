@@ -13,7 +13,7 @@ from torch import nn
 from lightning_smddp.communication import choose as choose_module
 from lightning_smddp.communication.choose import Choice, choose
 from lightning_smddp.communication.communicator import Communicator
-from tests.ranks import run_ranks
+from tests.ranks import run_each, run_ranks
 
 TIMES = {"native": 3e-3, "hierarchical": 2e-3, "balanced": 1e-3}
 EQUAL = dict.fromkeys(TIMES, 1e-3)
@@ -51,12 +51,9 @@ CASES = [
 ]
 
 
-def chosen_of_each() -> list[Choice]:
-    return [chosen(cap, times) for cap, times, _ in CASES]
-
-
 def test_the_fastest_at_the_size_of_a_bucket() -> None:
-    assert run_ranks(chosen_of_each, 2, node_ids=list("ab")) == [[choice for *_, choice in CASES]] * 2
+    found = run_ranks(run_each, 2, chosen, [case[:2] for case in CASES], node_ids=list("ab"))
+    assert found == [[choice for *_, choice in CASES]] * 2
     assert run_ranks(chosen, 1, None, {}) == [Choice("native")]  # nothing to choose
 
 

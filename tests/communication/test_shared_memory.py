@@ -24,7 +24,7 @@ from lightning_smddp.communication.topology import Topology
 from tests.communication.errors import message_of
 from tests.communication.training import reference_all_reduce
 from tests.leaks import Snapshot
-from tests.ranks import run_in_threads, run_ranks
+from tests.ranks import run_each, run_in_threads, run_ranks
 
 PATIENCE = timedelta(seconds=20)
 
@@ -199,12 +199,9 @@ def reduce_with_full_mount_on_rank_one(after: int) -> tuple[list[float], list[st
     return sums, [str(warning.message) for warning in caught]
 
 
-def reduce_with_full_mounts() -> list[tuple[list[float], list[str]]]:
-    return [reduce_with_full_mount_on_rank_one(after) for after in (0, 2)]
-
-
 def test_a_full_mount_on_one_rank_costs_a_copy_and_one_warning() -> None:
-    for (first_sums, first_warnings), (sums, (warning,)) in zip(*run_ranks(reduce_with_full_mounts, 2), strict=True):
+    results = run_ranks(run_each, 2, reduce_with_full_mount_on_rank_one, [(0,), (2,)])
+    for (first_sums, first_warnings), (sums, (warning,)) in zip(*results, strict=True):
         assert first_sums == sums == [2.0] * 3 + [20.0] * 3 + [200.0] * 3
         assert first_warnings == []
         assert "No space left on device" in warning

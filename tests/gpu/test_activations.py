@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_smddp import PipelineStrategy
 from tests.devices import kinds
-from tests.ranks import run_trainer_ranks
+from tests.ranks import run_each, run_trainer_ranks
 from tests.sharding.learners import fully_sharded
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import CLASSES, INPUTS, make_trainer
@@ -41,10 +41,6 @@ def trained(make: Any, how: Any) -> tuple[dict[str, Any], int]:
     return outcome(model, trainer), torch.cuda.max_memory_allocated()
 
 
-def trained_each(make: Any) -> list[Any]:
-    return [trained(make, how) for how in (False, True, "offload")]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "ranks"),
@@ -55,7 +51,8 @@ def trained_each(make: Any) -> list[Any]:
     ],
 )
 def test_the_same_numbers_in_less_memory(make: Any, ranks: int) -> None:
-    for (expected, most), *others in run_trainer_ranks(trained_each, ranks, make):
+    cases = [(make, how) for how in (False, True, "offload")]
+    for (expected, most), *others in run_trainer_ranks(run_each, ranks, trained, cases):
         for actual, peak in others:
             torch.testing.assert_close(actual, expected, rtol=0, atol=0)
             # What simulated streams have before them holds memory, as it does not on GPUs: not where stages wait.

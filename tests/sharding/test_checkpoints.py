@@ -11,10 +11,10 @@ import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from torch import nn
 
-from tests.ranks import run_trainer_ranks
+from tests.ranks import run_each, run_trainer_ranks
 from tests.sharding.learners import Block, Convolution, Factored, Tied, Validating, fully_sharded, sharded
 from tests.strategies.learners import AllSteps, Learner, Outcome, assert_equal, make_trainer, outcome, silent
-from tests.strategies.pipeline_learners import once, run_each
+from tests.strategies.pipeline_learners import once
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The run is not continued exactly")]
 

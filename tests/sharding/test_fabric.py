@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_smddp import SMDDPFabricFSDPStrategy, SMDDPFabricStrategy
-from tests.ranks import run_trainer_ranks
+from tests.ranks import run_each, run_trainer_ranks
 from tests.sharding.learners import Block
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import CLASSES, INPUTS, samples
@@ -134,16 +134,13 @@ def train_two_modules(kind: str, package: str) -> Tensor:
     return torch.cat([weights(module) for module in modules])
 
 
-def train_each_way(package: str) -> list[Tensor]:
-    return [train_two_modules(kind, package) for kind in ("ddp", "smddp", "smddp_fsdp")]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "package", [pytest.param("lightning.fabric", marks=pytest.mark.exhaustive), "lightning_fabric"]
 )
 def test_two_modules_in_both_namespaces(package: str) -> None:
-    for expected, *actual in run_trainer_ranks(train_each_way, 2, package):
+    cases = [(kind, package) for kind in ("ddp", "smddp", "smddp_fsdp")]
+    for expected, *actual in run_trainer_ranks(run_each, 2, train_two_modules, cases):
         for weights_of_kind in actual:
             torch.testing.assert_close(weights_of_kind, expected, rtol=1e-5, atol=1e-6)
 

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 
-from tests.ranks import run_trainer_ranks
+from tests.ranks import run_each, run_trainer_ranks
 from tests.sharding import learners
 from tests.sharding.learners import fully_sharded, sharded
 from tests.strategies.learners import Learner, Outcome, assert_equal, make_trainer, outcome, silent
-from tests.strategies.pipeline_learners import run_each
 from tests.strategies.test_pipeline_features import scaled
 
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients are not finite")

@@ -19,8 +19,7 @@ from lightning_smddp.sharding import flat_parameters
 from lightning_smddp.sharding.flat_parameters import lay_out
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
-from tests.ranks import run_ranks
-from tests.strategies.pipeline_learners import run_each
+from tests.ranks import run_each, run_ranks
 
 CPU = torch.device("cpu")
 

@@ -22,7 +22,7 @@ from lightning_smddp import AccumulationStrategy, PipelineStrategy
 from lightning_smddp.bridge.batches import count_for
 from lightning_smddp.pipeline.runtime.schedules import parse
 from tests import devices
-from tests.ranks import run_trainer_ranks
+from tests.ranks import run_each, run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import CLASSES, INPUTS, Learning, make_trainer, samples
 
@@ -288,11 +288,6 @@ class Matrix:
         for rank, result in enumerate(results):
             assert_same(result, expected, tolerance, f"rank {rank}")
         return results
-
-
-def run_each(body: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[Any]:
-    """Body of a rank: ``body`` for each case's arguments."""
-    return [body(*case) for case in cases]
 
 
 def call(body: Callable[..., Any], *args: Any) -> Any:

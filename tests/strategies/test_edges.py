@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smddp import PipelineStrategy, SMDDPFSDPStrategy
-from tests.ranks import run_trainer_ranks
+from tests.ranks import run_each, run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import make_trainer, silent
-from tests.strategies.pipeline_learners import Cases, Evaluated, call, run_each
+from tests.strategies.pipeline_learners import Cases, Evaluated, call
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:It is recommended to use `self.log"),

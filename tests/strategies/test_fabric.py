@@ -14,10 +14,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_smddp import SMDDPFabricStrategy
-from tests.ranks import run_trainer_ranks
+from tests.ranks import run_each, run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import CLASSES, INPUTS, local_devices, num_nodes, samples
-from tests.strategies.pipeline_learners import run_each
 
 
 def make_fabric(strategy: Any, package: str = "lightning.fabric") -> Any:
