@@ -38,6 +38,8 @@ from lightning_smddp.communication.groups import world
 from lightning_smddp.communication.tensors import broadcast_tensors, from_numbers
 from lightning_smddp.sharding.units import Units, places
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 
 @dataclass(frozen=True)
 class ShardingPlan:
@@ -69,7 +71,8 @@ class FullySharded:
         plan: how.
 
     Attributes:
-        replicated: parameters without dimensions, which cannot be divided: all ranks have them.
+        replicated: parameters that all ranks have: those without dimensions cannot be divided, and in 16 bits those of
+            BatchNorm, which is computed in 32, as its averages are.
         synchronizes: gradients are averaged in the next backward pass.
 
     Raises:
@@ -83,7 +86,9 @@ class FullySharded:
         self._originals = dict(root.named_parameters())  # what is tied has one name here, and several places
         self._places = places(root)
         _require_dividable(self._originals)
-        self.replicated = {name: p for name, p in self._originals.items() if p.dim() == 0}
+        in_32_bits = _BATCH_NORMS if plan.unit_precision.param_dtype else ()
+        norms = {id(parameter) for module, _, parameter in self._places if isinstance(module, in_32_bits)}
+        self.replicated = {name: p for name, p in self._originals.items() if p.dim() == 0 or id(p) in norms}
         self._names = {id(parameter): name for name, parameter in self._originals.items()}
         # Inner units before the outer ones, the root last: FSDP2 gives a module the parameters that no module inside it
         # has taken.
