@@ -56,14 +56,14 @@ def gathered_model(state: Mapping[str, Any], keeps: Keeps) -> dict[str, Any]:
 
     Tied weights are one tensor again.
     """
-    divided = {id(value): value for value in state.values() if isinstance(value, Tensor)}
+    divided = {id(value): value for value in state.values() if isinstance(value, DTensor)}
     wholes = _gathered(divided, keeps)
     kept: dict[str, Any] = {}
     for name, value in state.items():
         if id(value) in wholes:
             kept[name] = wholes[id(value)]
-        elif id(value) not in divided and keeps(0):
-            kept[name] = value
+        elif id(value) not in divided and keeps(0):  # buffers are each rank's own: the first one's count, as under DDP
+            kept[name] = whole(value) if isinstance(value, Tensor) else value
     return kept
 
 
