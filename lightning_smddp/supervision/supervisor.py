@@ -334,7 +334,7 @@ class Supervisor:
         start, end = self.own.ended, self.own.begun
         self.own.ended = end
         own = f"it ended epoch {epoch} after {counted(end - start, 'batch')}"
-        cure = "Give all equally many batches, or `uneven`, and set `trainer.should_stop` on all"
+        cure = "Give all equally many batches, or `CommunicationOptions(uneven=...)`; set `trainer.should_stop` on all"
 
         def all_are_here() -> bool:
             beats = self._board.beats
