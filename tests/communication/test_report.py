@@ -84,7 +84,7 @@ def report(algorithm: str, steps: int, slow_rank: int) -> CommunicationReport:
         ddp = wrapper.wrap(nn.Linear(100, 100, bias=False))
         for _ in range(steps):
             if dist.get_rank() == slow_rank:
-                time.sleep(0.05)
+                time.sleep(0.2)
             ddp(torch.ones(1, 100)).sum().backward()
         return wrapper.synchronizers[0].report()
 
@@ -97,16 +97,16 @@ def report(algorithm: str, steps: int, slow_rank: int) -> CommunicationReport:
     ],
 )
 def test_all_ranks_report_the_same_and_name_the_one_that_is_late(algorithms: list[str], nodes: str, name: str) -> None:
-    results, *others = run_ranks(reports_of, len(nodes), algorithms, 6, 1, node_ids=list(nodes))
+    results, *others = run_ranks(reports_of, len(nodes), algorithms, 3, 1, node_ids=list(nodes))
     assert all(other == results for other in others)
     for result in results:
-        assert (result.steps, result.gradient_bytes) == (6, 6 * 100 * 100 * 4)
+        assert (result.steps, result.gradient_bytes) == (3, 3 * 100 * 100 * 4)
         assert len(result.exposed_s) == len(result.hidden_s) == len(result.waited_s) == len(nodes)
         assert result.straggler == 1
         assert result.straggler_name == name
         assert f"others waited most for {name[:-1]}" in str(result)
         waited = [seconds for rank, seconds in enumerate(result.waited_s) if rank != 1]
-        assert min(waited) > 0.2  # of the 0.3 s that rank 1 slept
+        assert min(waited) > 0.4  # of the 0.6 s that rank 1 slept
         assert result.waited_s[1] < 0.5 * min(waited)
 
 
