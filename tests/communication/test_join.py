@@ -166,10 +166,10 @@ def test_the_first_line_that_decides_is_the_same_for_all() -> None:
     begin = time.monotonic()
     cards = [RankInfo(rank, 3, VERSIONS, host=f"node{rank}") for rank in (0, 1)]
     with ThreadPoolExecutor(2) as ranks:
-        limits = [(begin + 0.2, timedelta(seconds=0.2)), (begin + 5, timedelta(seconds=5))]
+        limits = [(begin + 2, timedelta(seconds=2)), (begin + 20, timedelta(seconds=20))]
         waits = [ranks.submit(wait_for_ranks, store, card, *limit) for card, limit in zip(cards, limits, strict=True)]
         said = {wait.result() for wait in waits}
-    late = wait_for_ranks(store, RankInfo(2, 3, VERSIONS), begin + 5, timedelta(seconds=5))
+    late = wait_for_ranks(store, RankInfo(2, 3, VERSIONS), begin + 20, timedelta(seconds=20))
     assert said == {late}
     assert "1 of 3 ranks are missing: [2]. There are, by host, node0: [0], node1: [1]." in str(late)
 
