@@ -30,8 +30,6 @@ from lightning_smddp.communication.objects import gather
 from lightning_smddp.communication.tensors import broadcast_tensors
 from lightning_smddp.wording import counted
 
-_PIECES = 8  # of a fragment: the outer steps of one overlap with the exchange of the next
-
 
 @dataclass(frozen=True)
 class DiLoCo:
@@ -80,10 +78,10 @@ class DiLoCo:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Fragment:
     """What is exchanged at once: ``parts`` are views of the 1-D ``message``, by name, shaped as the tensors."""
 
-    number: int  # fragment f has those from f * _PIECES on
+    number: int
     message: Tensor
     parts: dict[str, Tensor]
 
@@ -118,9 +116,9 @@ class OuterOptimizer:
         # Of one node the mean is to be its own values to the bit; and values, unlike differences, do not bear rounding.
         self._sends_differences = communicator.compresses(options.wire)
         self._shared: dict[str, Tensor] = {}  # what all nodes had when it was synchronised
-        self._pieces: list[_Piece] = []
+        self._fragments: list[_Fragment] = []
         self._behind: set[str] = set()  # what may be another on each node
-        self._sent: list[tuple[_Piece, Future[Any]]] = []  # one fragment, or what a round's end sends
+        self._sent: list[tuple[_Fragment, Future[Any]]] = []  # one fragment, or what a round's end sends
         self._seen = self._position = 0  # the last global step, and inner steps of this round
         self._exchanges = 0
         self._waited_s = 0.0
@@ -141,8 +139,8 @@ class OuterOptimizer:
             if value.is_floating_point() and (value.requires_grad or name in buffers):
                 self._shared.setdefault(name, value.clone())
         ours = {name: values[name] for name in values if name in self._shared}
-        self._pieces = list(_cut(ours, self.options.fragments * _PIECES))
-        self._feedback.forget()  # it is of pieces as they were
+        self._fragments = list(_cut(ours, self.options.fragments))
+        self._feedback.forget()  # it is of fragments as they were
 
     def _values(self) -> dict[str, Tensor]:
         """The tensors of the module that DDP makes the same on all ranks: a buffer may be another one than before."""
@@ -167,10 +165,10 @@ class OuterOptimizer:
         self._seen = global_step
         self._behind = set(self._shared)
         self._position = self._position % options.every + 1
-        for number in range(options.fragments):
-            due = (number + 1) * options.every // options.fragments
+        for fragment in self._fragments:
+            due = (fragment.number + 1) * options.every // options.fragments
             if self._position == due - options.delay:
-                self._send(piece for piece in self._pieces if piece.number // _PIECES == number)
+                self._send([fragment])
             if self._position == due:
                 self._take_in(options.alpha)
 
@@ -178,7 +176,7 @@ class OuterOptimizer:
         """End the round: all nodes have the same parameters and buffers now, and the next step is a round's first."""
         self.step(global_step)
         self._take_in(self.options.alpha)
-        self._send(piece for piece in self._pieces if not self._behind.isdisjoint(piece.parts))
+        self._send(fragment for fragment in self._fragments if not self._behind.isdisjoint(fragment.parts))
         self._take_in(0.0)
         self._position = 0
         self._feedback.forget()  # which is in no checkpoint
@@ -186,18 +184,18 @@ class OuterOptimizer:
             self._broadcast(value for value in self._values().values() if not value.is_floating_point())
 
     @torch.no_grad()
-    def _send(self, pieces: Iterable[_Piece]) -> None:
+    def _send(self, fragments: Iterable[_Fragment]) -> None:
         values = self._values()
-        for piece in pieces:
-            for name, part in piece.parts.items():
+        for fragment in fragments:
+            for name, part in fragment.parts.items():
                 part.copy_(values[name])
                 if self._sends_differences:
                     part.sub_(self._shared[name])
-            arrival = completed(piece.message)
+            arrival = completed(fragment.message)
             if self._algorithm is not None:
-                arrival = self._algorithm.all_reduce(piece.message, piece.number)
-            self._sent.append((piece, arrival))
-        self._exchanges += self._algorithm is not None and bool(self._sent)
+                arrival = self._algorithm.all_reduce(fragment.message, fragment.number)
+                self._exchanges += 1
+            self._sent.append((fragment, arrival))
 
     @torch.no_grad()
     def _take_in(self, alpha: float) -> None:
@@ -205,11 +203,11 @@ class OuterOptimizer:
         values = self._values()
         sent = self._sent
         self._sent = []
-        for piece, arrival in sent:
+        for fragment, arrival in sent:
             start = time.perf_counter()
             arrival.wait()
             self._waited_s += time.perf_counter() - start
-            for name, mean in piece.parts.items():
+            for name, mean in fragment.parts.items():
                 value, shared = values[name], self._shared[name]
                 if self._sends_differences:
                     mean.add_(shared)
@@ -218,7 +216,7 @@ class OuterOptimizer:
                 shared.copy_(mean)
                 value.lerp_(shared, 1 - alpha)
             if alpha == 0.0:
-                self._behind.difference_update(piece.parts)
+                self._behind.difference_update(fragment.parts)
 
     def _outer_step(self, name: str, mean: Tensor, moved: Tensor) -> None:
         """Of the ``mean`` of all nodes, what outer SGD makes: at a rate of 1, without momentum, the same to the bit."""
@@ -271,7 +269,7 @@ class OuterOptimizer:
         if self._algorithm is not None:
             self._algorithm.close()
         self._algorithm = None
-        self._pieces = []
+        self._fragments = []
         self._sent = []
         self._shared = {}
 
@@ -282,7 +280,7 @@ def _wide_copy(tensors: Iterable[Tensor]) -> Tensor:
     return flat.to(torch.promote_types(flat.dtype, torch.float32))
 
 
-def _cut(values: Mapping[str, Tensor], count: int) -> Iterator[_Piece]:
+def _cut(values: Mapping[str, Tensor], count: int) -> Iterator[_Fragment]:
     """At most ``count`` runs of tensors with about equally many elements, by where a tensor has its middle."""
     total = sum(value.numel() for value in values.values())
     before = 0
@@ -294,4 +292,4 @@ def _cut(values: Mapping[str, Tensor], count: int) -> Iterator[_Piece]:
         message = _wide_copy(run.values())
         sizes = [value.numel() for value in run.values()]
         parts = [part.view_as(value) for part, value in zip(message.split(sizes), run.values(), strict=True)]
-        yield _Piece(number, message, dict(zip(run, parts, strict=True)))
+        yield _Fragment(number, message, dict(zip(run, parts, strict=True)))
