@@ -34,7 +34,7 @@ help:
 	@echo "make docs   the documentation as a site, in build/docs"
 	@echo "make bench  list the benchmark commands"
 	@echo "make dist   build wheel and sdist, and try the wheel in new environments; REPOSITORY=https://... for its links;"
-	@echo "            PYTHONS='python3.10 python3.13' TORCH=torch==2.15.0: with these"
+	@echo "            PYTHONS='python3.11 python3.13' TORCH=torch==2.15.0: with these"
 	@echo "make clean  remove caches and build output (not .venv, .venv-public)"
 
 $(BIN)/python:
