@@ -94,7 +94,7 @@ class SharedMemoryAllReduce:
         return self.memory.all_reduce(tensor, slot, scale, watch)
 
     def close(self) -> None:
-        """Free the memory."""
+        """Drop this rank's mappings of the node's shared memory. Not collective."""
         self.memory.close()
 
 

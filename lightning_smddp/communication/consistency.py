@@ -40,10 +40,10 @@ def require_same(what: str, lines: Sequence[str], cure: str, group: dist.Process
 def check_same_model(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Raise ``ValueError`` on every rank if parameters or buffers differ, naming the first. Collective."""
     cure = "Build the same one on every rank: nothing in it may depend on the rank, its data, or unordered iteration."
-    lines = [
-        f"parameter {name}: {_describe(parameter)}{'' if parameter.requires_grad else ', frozen'}"
-        for name, parameter in module.named_parameters()
-    ]
+    lines = []
+    for name, parameter in module.named_parameters():
+        trained = "" if parameter.requires_grad else ", frozen"
+        lines.append(f"parameter {name}: {_describe(parameter)}{trained}")
     lines += [f"buffer {name}: {_describe(buffer)}" for name, buffer in module.named_buffers()]
     require_same("models", lines, cure, group)
 

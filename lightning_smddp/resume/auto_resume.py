@@ -32,8 +32,11 @@ def checkpoint_locations(trainer: Any) -> list[str]:
     the checkpoint of a stop, and the one that Lightning writes when Slurm requeues the job.
     """
     found = [location for directory in _directories(trainer) for location in _versions(directory)]
-    found += [os.path.join(str(trainer.default_root_dir), STOP_CHECKPOINT), requeue_checkpoint(trainer) or ""]
-    return list(filter(None, dict.fromkeys(found)))
+    found.append(os.path.join(str(trainer.default_root_dir), STOP_CHECKPOINT))
+    requeued = requeue_checkpoint(trainer)
+    if requeued is not None:
+        found.append(requeued)
+    return list(dict.fromkeys(found))
 
 
 def continuing(trainer: Any) -> None:
@@ -68,11 +71,12 @@ def continuing(trainer: Any) -> None:
 
 def _directories(trainer: Any) -> list[str]:
     """Of the callbacks that save more than weights."""
-    return [
-        str(callback.dirpath)
-        for callback in trainer.checkpoint_callbacks
-        if getattr(callback, "dirpath", None) is not None and not getattr(callback, "save_weights_only", False)
-    ]
+    found = []
+    for callback in trainer.checkpoint_callbacks:
+        directory = getattr(callback, "dirpath", None)
+        if directory is not None and not getattr(callback, "save_weights_only", False):
+            found.append(str(directory))
+    return found
 
 
 def _versions(directory: str) -> list[str]:

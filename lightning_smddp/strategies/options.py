@@ -115,8 +115,10 @@ def _require_known(taker: type[Any], given: Iterable[str], known: Iterable[str] 
     own = signature(taker.__init__).parameters
     valid = {*known, *arguments_of(taker)}
     for name in sorted(set(given) - valid):
+        hint = f"Valid: {', '.join(sorted(valid))}."
         close = get_close_matches(name, valid, 1, cutoff=0.75)
-        hint = f"{f'Did you mean {close[0]!r}? ' if close else ''}Valid: {', '.join(sorted(valid))}."
+        if close:
+            hint = f"Did you mean {close[0]!r}? {hint}"
         for group, parameter in own.items():
             kind = type(parameter.default)
             if is_dataclass(kind) and name in arguments_of(kind):
@@ -144,7 +146,7 @@ class FromDDP(TypedDict, total=False):
     checkpoint_io: Any
     precision_plugin: Any
     process_group_backend: str | None
-    timeout: timedelta | None
+    timeout: float | timedelta | None
     start_method: Literal["popen", "spawn", "fork", "forkserver"]
 
 

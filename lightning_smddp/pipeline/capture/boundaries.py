@@ -47,8 +47,9 @@ def reason_not_to_cut(graph: StepGraph, cut: int) -> str | None:
         maker = graph.nodes[graph.producers[value]]
         if maker.varies:
             return f"{maker.name} makes a tensor whose size depends on values that a module made"
+    later = set(needed)
     for node in _of_buffers(graph, cut):
-        if node.reads or not set(needed).isdisjoint(node.outputs):
+        if node.reads or not later.isdisjoint(node.outputs):
             return f"{node.name} uses a buffer that the step changes, which one stage alone has"
     try:
         cut_into_stages(graph, [cut])

@@ -166,7 +166,9 @@ class StepGraph(StepFacts):
 
     def digest(self) -> str:
         """The same on every rank that traced the same step. Checkpoints have it."""
-        lines = [
-            f"{node.name}({','.join(map(str, node.inputs))})->{','.join(map(str, node.outputs))}" for node in self.nodes
-        ]
+        lines = []
+        for node in self.nodes:
+            inputs = ",".join(map(str, node.inputs))
+            outputs = ",".join(map(str, node.outputs))
+            lines.append(f"{node.name}({inputs})->{outputs}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
