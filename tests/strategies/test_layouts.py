@@ -162,6 +162,7 @@ def callbacks_case(directory: str) -> Any:
 def failing(directory: str) -> Any:
     """A directory that cannot be written to, and one that was damaged."""
     Path(directory, "file").touch()
+    warnings.filterwarnings("ignore", "a filter of the user's, before all others")
     trainer, filters = make_trainer(pipeline(), max_steps=1), warnings.filters[:]
     trainer.fit(Model("net"))
     assert warnings.filters == filters, "Lightning's advice on `sync_dist` is silent in a pipeline's run alone"
