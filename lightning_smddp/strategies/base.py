@@ -412,7 +412,8 @@ class TrainerStrategy(Front, _Base):
         """At the end of a run: give the module back to the user."""
 
     def _tear_down_model(self) -> None:
-        super().teardown()
+        super().teardown()  # also of a CheckpointIO of the user's, which may know nothing of ours
+        self._saving.own.teardown()
 
     @property
     def _is_divided(self) -> bool:
