@@ -159,7 +159,6 @@ class FSDPScheme:
                 initialize_deferred(module, names, device, seed)
 
         mesh = options.make_mesh(device.type, ranks_per_node)
-        self._collectives = ShardedCollectives(mesh, limit)
         plan = ShardingPlan(
             mesh=mesh,
             reshard=options.sharding != "grad_op",
@@ -171,6 +170,7 @@ class FSDPScheme:
         # Shares are on the device when they are made, and with `cpu_offload` on the host: `module.to` would undo that,
         # so only the rest is moved, such as buffers.
         self.sharded = FullySharded(module, units, plan)
+        self._collectives = ShardedCollectives(mesh, limit)  # behind what may be refused
         self._collectives.attach(module)
         move_undivided(module, device)
         # Made once, as what compiles a unit looks at the object.

@@ -253,7 +253,7 @@ class Supervisor:
             return [rank for rank, beat in enumerate(self._board.beats) if beat.number == numbers[rank]]
 
         self._wait(lambda: not silent(), self._doubt_s)
-        text = f"waited for it: {text}"
+        text = f"waited for it: {text.removesuffix('.')}"
         if left := [rank for rank, beat in enumerate(self._board.beats) if beat.over]:
             self._declare(left[0], "left", f"it ended its run while {self._board.name(self.rank)} {text}")
         elif quiet := silent():
