@@ -17,13 +17,11 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_smddp.checkpoint import files
 from lightning_smddp.checkpoint.files import ANOTHER, AnyPath, CheckpointError
@@ -101,20 +99,34 @@ def save(
 
 
 def _write_tensors(tensors: dict[str, Any], directory: str, group: dist.ProcessGroup | None) -> None:
-    """Write tensors of all ranks, and what is where. Raises ``OSError`` on every rank. Collective."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of one process
-            dcp.save(
-                tensors,
-                storage_writer=dcp.FileSystemWriter(directory),
-                planner=dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-                process_group=group,
-                no_dist=group is None,
-            )
-    except CheckpointException as error:
-        cause, _ = next(iter(error.failures.values()))
-        raise OSError(getattr(cause, "errno", None) or errno.EIO, getattr(cause, "strerror", str(cause))) from cause
+    """Write tensors of all ranks, and what is where. Errors are raised on every rank. Collective."""
+    # The steps of `dcp.save`. That asks `dist.get_rank`, which is the replica's number while another thread is in a
+    # pipeline's step, and takes other ranks for the first one then.
+    rank = 0 if group is None else group.rank()
+    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    writer = dcp.FileSystemWriter(directory)
+    metadata: Any = None
+
+    def plan() -> dcp.SavePlan:
+        planner.set_up_planner(tensors, writer.storage_meta(), rank == 0)
+        writer.set_up_storage_writer(rank == 0, rank=rank)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def plan_all() -> list[dcp.SavePlan]:
+        nonlocal metadata
+        agreed, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(agreed)
+
+    def write() -> Any:
+        try:
+            return writer.write_data(planner.finish_plan(agreed[rank]), planner).wait()
+        except RuntimeError as error:  # of torch's writer in C++
+            raise OSError(errno.EIO, str(error)) from error
+
+    plans = each(plan, group)
+    agreed = first(plan_all, group)
+    written = each(write, group)
+    first(lambda: writer.finish(metadata, written), group)
 
 
 def _merge_states(

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from lightning_smddp._compat.torch_steps import default_group
 from lightning_smddp.checkpoint import sharded
 from lightning_smddp.checkpoint.files import CheckpointError
 from lightning_smddp.cli import main
@@ -171,7 +172,10 @@ def full(*args: Any) -> Any:
 def save_together(directory: str) -> list[str]:
     """What is said when rank 1 fails, before the tensors are written and while they are."""
     rank, path = dist.get_rank(), f"{directory}/a.ckpt"
-    sharded.save(part_of(rank), path, NAMES, order=list(example()["state_dict"]))
+    everyone = dist.group.WORLD
+    replicas = [dist.new_group([member]) for member in range(2)]
+    with default_group(replicas[rank]):  # as in another thread that is in a pipeline's step
+        sharded.save(part_of(rank), path, NAMES, everyone, order=list(example()["state_dict"]))
     with pytest.raises(OSError, match="could not save") as bad_disk:
         sharded.save({"state_dict": Failing() if rank == 1 else {"x": torch.ones(2)}}, path)
     with pytest.MonkeyPatch.context() as patch:
