@@ -19,6 +19,8 @@ from lightning_smddp.patches import patched
 def default_group(group: dist.ProcessGroup) -> Iterator[None]:
     """In this context ``torch.distributed`` means ``group`` where none is named; its rank and world size too.
 
+    In all threads: others that ask meanwhile have to ask their own group (``group.rank()``).
+
     The setter is public, but documented nowhere. Remove when collectives can be given a default by a context.
     """
     before = dist.group.WORLD

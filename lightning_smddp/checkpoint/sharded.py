@@ -105,26 +105,20 @@ def _write_tensors(tensors: dict[str, Any], directory: str, group: dist.ProcessG
     rank = 0 if group is None else group.rank()
     planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     writer = dcp.FileSystemWriter(directory)
-    metadata: Any = None
 
     def plan() -> dcp.SavePlan:
         planner.set_up_planner(tensors, writer.storage_meta(), rank == 0)
         writer.set_up_storage_writer(rank == 0, rank=rank)
         return writer.prepare_local_plan(planner.create_local_plan())
 
-    def plan_all() -> list[dcp.SavePlan]:
-        nonlocal metadata
-        agreed, metadata = planner.create_global_plan(plans)
-        return writer.prepare_global_plan(agreed)
-
     def write() -> Any:
         try:
-            return writer.write_data(planner.finish_plan(agreed[rank]), planner).wait()
+            return writer.write_data(planner.finish_plan(own), planner).wait()
         except RuntimeError as error:  # of torch's writer in C++
             raise OSError(errno.EIO, str(error)) from error
 
-    plans = each(plan, group)
-    agreed = first(plan_all, group)
+    plans, metadata = planner.create_global_plan(each(plan, group))  # the same on every rank
+    own = writer.prepare_global_plan(plans)[rank]
     written = each(write, group)
     first(lambda: writer.finish(metadata, written), group)
 

@@ -412,7 +412,7 @@ class TrainerStrategy(Front, _Base):
         """At the end of a run: give the module back to the user."""
 
     def _tear_down_model(self) -> None:
-        super().teardown()  # also of a CheckpointIO of the user's, which may know nothing of ours
+        super().teardown()  # with it the user's CheckpointIO, which does not reach ours
         self._saving.own.teardown()
 
     @property
